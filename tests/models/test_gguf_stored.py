@@ -155,7 +155,8 @@ def test_layers_of_several_types_share_a_layout(tmp_path):
 @pytest.mark.parametrize(
   ("name", "count"),
   [("phi3", 7), ("gpt2", 4), ("bloom", 6), ("falcon", 6), ("mixtral", 7),
-   ("gpt-oss", 7), ("qwen2moe", 10), ("gemma3", 7)],
+   ("gpt-oss", 7), ("qwen2moe", 10), ("gemma3", 7), ("mamba", 3),
+   ("gemma4-mixture", 20)],
 )  # fmt: skip
 def test_maps_of_an_architecture_stay_codes(tmp_path, name, count):
   kinds = {
@@ -164,7 +165,7 @@ def test_maps_of_an_architecture_stay_codes(tmp_path, name, count):
     "shexp": "Q4_0",
     "ffn_gate_inp": None,
   }
-  kinds |= {"ffn": "Q4_0"}
+  kinds |= {"ffn": "Q4_0", "ssm_in": "Q4_0", "ssm_out": "Q4_0"}
   _stay(_file(tmp_path, name, kinds), count)
 
 
@@ -222,10 +223,12 @@ def test_layers_on_disk_have_the_numbers_of_the_file(tmp_path, weights):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-  "name", ["gpt-oss", "gemma3", "gpt2", "lfm2", "falcon"]
+  "name", ["gpt-oss", "gemma3", "gpt2", "lfm2", "falcon", "mamba"]
 )
 def test_layers_of_an_architecture_are_read_from_disk(tmp_path, name):
   path = _file(tmp_path, name, {"ffn": "Q4_0"})
   want = rj.models.load(path, dtype=jnp.float32)
   got = rj.models.load(path, dtype=jnp.float32, placement="disk")
-  np.testing.assert_allclose(got(_TOKENS), want(_TOKENS), rtol=1e-6, atol=1e-6)
+  # Mamba's logarithms are taken on the device.
+  atol = 1e-5 if name == "mamba" else 1e-6
+  np.testing.assert_allclose(got(_TOKENS), want(_TOKENS), rtol=atol, atol=atol)

@@ -3,7 +3,8 @@
 Codes of linear maps stay codes; layers on disk are read whenever they run.
 
 Guarantees: the numbers of a map that stays codes, and of a layer on disk, are
-those that the package gguf dequantises, to the bit in float32.
+those that the package gguf dequantises, to the bit in float32; rates of a state
+space, whose logarithm a layer on disk takes on the device, up to its rounding.
 Memory: 4 bits per weight of a type of 4 bits, 8 for others, and its steps;
 layers whose types differ share the narrowest layout that holds them all.
 """
@@ -102,7 +103,7 @@ class StoredCodes(StoredForm):
   def split(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(x) > 1 or not _has_rows(self.form):
       # Experts in one tensor: their maps are [E, out, in] in the file.
-      pieces = list(x)
+      pieces = list(x) if len(x) > 1 else _halves(self.form, x[0])
     else:
       (rows,) = x
       if self.change is not None and not isinstance(self.change, Turned):
@@ -130,6 +131,18 @@ def _has_rows(form: Any) -> bool:
   if isinstance(form, FusedRows):
     return all(isinstance(part, Transpose) for part in form.parts)
   return isinstance(form, Transpose)
+
+
+def _halves(form: Any, x: Shaped[Array, "E R B"]) -> list[jax.Array]:
+  """The rows of each map of the experts in a tensor."""
+  if isinstance(form, SwappedAxes):
+    return _halves(form.form, x)
+  if not isinstance(form, FusedColumns):
+    return [x]
+  if form.interleaved:
+    return [x[:, 0::2], x[:, 1::2]]
+  count = form.shape[-1]
+  return [x[:, :count], x[:, count:]]
 
 
 def _row_pieces(form: Any, x: Shaped[Array, "R B"]) -> list[jax.Array]:
@@ -321,7 +334,8 @@ def _block_types(
     return None
   kinds = [BLOCKS.get(folder.gguf.tensors[x].type) for x in source.names]
   known_kinds = [kind for kind in kinds if kind is not None]
-  turned = isinstance(tensor.form, SwappedAxes) or not _has_rows(tensor.form)
+  # In the file rows are outputs, which they are not in these tensors.
+  turned = isinstance(tensor.form, SwappedAxes) == _has_rows(tensor.form)
   changes = Turned if turned else UnpairedRows | GroupedRows | None
   if len(known_kinds) < len(kinds) or not isinstance(source.change, changes):
     return None
