@@ -156,7 +156,7 @@ def test_layers_of_several_types_share_a_layout(tmp_path):
   ("name", "count"),
   [("phi3", 7), ("gpt2", 4), ("bloom", 6), ("falcon", 6), ("mixtral", 7),
    ("gpt-oss", 7), ("qwen2moe", 10), ("gemma3", 7), ("mamba", 3),
-   ("gemma4-mixture", 20)],
+   pytest.param("gemma4-mixture", 20, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_maps_of_an_architecture_stay_codes(tmp_path, name, count):
   kinds = {
