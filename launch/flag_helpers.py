@@ -22,6 +22,26 @@ class _Path(flags.ArgumentParser):
     return "string"
 
 
+class _Output(_Path):
+  """Parser of a file to write: its folder exists after parsing, writable.
+
+  A script may work for hours before it writes a file.
+  """
+
+  def parse(self, argument: str) -> str:
+    path = super().parse(argument)
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+      os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+      raise ValueError(
+        f"{path}: no folder {folder} can be made ({error.strerror})"
+      ) from None
+    if not os.access(folder, os.W_OK):
+      raise ValueError(f"{path}: folder {folder} is not writable")
+    return path
+
+
 class _Model(_Path):
   """Parser of a path or of the name of a fetched model."""
 
@@ -42,6 +62,10 @@ class FlagHelper:
   def path(self, name: str, default: str | None, text: str) -> None:
     """Defines a path, or one with options after it; expands "~"."""
     flags.DEFINE(_Path(), name, default, text, **self._values)
+
+  def output(self, name: str, default: str | None, text: str) -> None:
+    """Defines a file to write; makes its folder, or refuses the path."""
+    flags.DEFINE(_Output(), name, default, text, **self._values)
 
   def model(self, name: str, default: str | None, text: str) -> None:
     """Defines a model's folder or file, or the name of a fetched model."""
