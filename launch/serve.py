@@ -51,7 +51,7 @@ from ringjax.errors import OptionError
 from ringjax.kv import KINDS
 from ringjax.models import small
 from ringjax.serve.contiguous_rows import LAYOUTS
-from ringjax.serve.engine import SHARED_READS, SHARES
+from ringjax.serve.engine_config import SHARED_READS, SHARES
 from ringjax.serve.row_drafts import RowDrafts
 
 NAME = "serve"

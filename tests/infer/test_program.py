@@ -87,7 +87,7 @@ def lowered(name, method, tokens, layers, capacity=None):
   """As it is before it is compiled."""
   mesh, model, cache = operands(name, capacity or tokens, layers)
   chunk = tokens if method == "chunked" else None
-  options = prefill.PrefillOptions(method=method, chunk=chunk)
+  options = prefill.PrefillConfig(method=method, chunk=chunk)
   how = options.plan(tokens, model, mesh, "seq")
   row = array(mesh, (BATCH, tokens))
   return prefill.read.lower(

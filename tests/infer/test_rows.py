@@ -170,7 +170,7 @@ def test_of_a_call_without_a_session(name):
 @pytest.mark.parametrize("room", [None, 700])
 def test_a_row_is_cut_as_if_it_were_alone(room):
   model, lengths = contract.model(1), (620, 300, 130)
-  how = prefill.PrefillOptions(method="chunked", chunk=128)
+  how = prefill.PrefillConfig(method="chunked", chunk=128)
 
   def cuts(lengths):
     plan = how.plan(max(lengths), model, None, None, room=room)
@@ -185,7 +185,7 @@ def test_a_row_is_cut_as_if_it_were_alone(room):
 
 def test_coded_tokens_in_the_hosts_memory_are_read_in_parts():
   """In one call a row would see its own keys before they are encoded."""
-  model, how = contract.model(1), prefill.PrefillOptions()
+  model, how = contract.model(1), prefill.PrefillConfig()
   plan = lambda kind, n: how.plan(
     n, model, None, None, kind=kind_text.parse(kind)
   )

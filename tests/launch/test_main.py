@@ -133,7 +133,7 @@ def test_a_file_to_write_is_checked_before_the_work(name, tmp_path):
   importlib.import_module(f"launch.{name}").define(values)
   words = ("PNG", "File for", "File to write", "JSON file of", "csv to which")
   outputs = {
-    flag for flag in values if any(x in (values[flag].help or "") for x in words)
+    flag for flag in values if any(x in f"{values[flag].help}" for x in words)
   }
   assert outputs <= {*OUTPUTS[name]}
   for flag in OUTPUTS[name]:
