@@ -175,8 +175,8 @@ class Allocation:
 
   def record(self) -> dict[str, Any]:
     """Fields as JSON, without those derived from others."""
-    left_out = ("codecs", "source")
-    names = [x.name for x in dataclasses.fields(self) if x.name not in left_out]
+    derived = ("codecs", "source")
+    names = [x.name for x in dataclasses.fields(self) if x.name not in derived]
     return {"format": _FORMAT, **{name: getattr(self, name) for name in names}}
 
   def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
@@ -741,10 +741,10 @@ class _Choices(NoCache):
     )
     layers = model_layers(model.kinds)
     heads = max(shape.heads for shape in _attention(model))
-    none = np.full((layers, heads), -1, np.int32)
+    exact = np.full((layers, heads), -1, np.int32)
     device_constants = jax.tree.map(jnp.asarray, constants)
     return cls(
-      none, none, device_constants, codecs, kinds[0].unrotated, model.kinds
+      exact, exact, device_constants, codecs, kinds[0].unrotated, model.kinds
     )
 
   def chosen(self, pairs: Sequence[tuple[_Unit, int]]) -> _Choices:
@@ -769,30 +769,32 @@ class _Choices(NoCache):
     of_layer = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
     constants = jax.tree.map(of_layer, self.constants[kind])
 
-    def with_one(n: int, part: str, x: jax.Array, here: jax.Array) -> jax.Array:
-      vectors, of = getattr(self.codecs[n], part), constants[n]
+    def with_codec(
+      n: int, part: str, x: jax.Array, in_codec: jax.Array
+    ) -> jax.Array:
+      vectors, codec_constants = getattr(self.codecs[n], part), constants[n]
       put = lambda x: jnp.where(
-        here[None, :, None, None],
-        through(vectors, x, of[part == "values"]),
+        in_codec[None, :, None, None],
+        through(vectors, x, codec_constants[part == "values"]),
         x,
       )
       # Skip the work for layers that stay exact: most, in most calls.
-      return lax.cond(jnp.any(here), put, lambda x: x, x)
+      return lax.cond(jnp.any(in_codec), put, lambda x: x, x)
 
-    def coded(part: str, x: jax.Array) -> jax.Array:
+    def encode_heads(part: str, x: jax.Array) -> jax.Array:
       if not x.shape[-1]:
         return x
       chosen = getattr(self, part)[layer, : shape.heads]
       for n in range(len(self.codecs)):
-        x = with_one(n, part, x, chosen == n)
+        x = with_codec(n, part, x, chosen == n)
       return x
 
     def change(
       k: jax.Array, v: jax.Array, rotation: Rotation
     ) -> tuple[jax.Array, jax.Array, tuple[()]]:
-      k = coded("keys", k if self.unrotated else rotation.own(k))
+      k = encode_heads("keys", k if self.unrotated else rotation.own(k))
       k = rotation.own(k) if self.unrotated else k
-      return k, coded("values", v), ()
+      return k, encode_heads("values", v), ()
 
     return FreshLayer(change=change)
 

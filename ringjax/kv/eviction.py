@@ -469,11 +469,11 @@ def _whole_groups(
   """Mask of leaving tokens whose group has any kept token."""
   number = jnp.maximum(jnp.cumsum(leaves, 1, dtype=jnp.int32) - 1, 0) // group
   index = jnp.broadcast_to(number[None, :, None], keep.shape)
-  none = jnp.zeros((*keep.shape[:3], -(-keep.shape[3] // group)), bool)
+  empty = jnp.zeros((*keep.shape[:3], -(-keep.shape[3] // group)), bool)
   put = lambda x, index, kept: x.at[index].max(kept)
   for _ in range(3):
     put = jax.vmap(put)
-  any_in_group = put(none, index, keep & leaves[None, :, None])
+  any_in_group = put(empty, index, keep & leaves[None, :, None])
   return jnp.take_along_axis(any_in_group, index, 3) & leaves[None, :, None]
 
 

@@ -160,7 +160,7 @@ class TieredCache(WithOpenCache):
       **where: Mesh and sharding arguments of `KVCache.spec`.
 
     Raises:
-      OptionError: If `memory` is none of these, or as `KVCache.spec` does.
+      OptionError: If `memory` is another one, or as `KVCache.spec` does.
     """
     one_of("memory", memory, MEMORIES, remedy="leave it out")
     mesh: Any = where.get("mesh")
@@ -451,7 +451,7 @@ class TieredCache(WithOpenCache):
     return jax.tree.map(jnp.copy, TieredSnapshot(self.open, self.held))
 
   def restore(self, snapshot: TieredSnapshot) -> TieredCache:
-    """As it was at a snapshot of the same cache, before later appends."""
+    """Restore the state of a snapshot of this cache."""
     open_cache, block_table = jax.tree.map(jnp.copy, snapshot)
     return dataclasses.replace(self, open=open_cache, held=block_table)
 
@@ -474,8 +474,8 @@ class TieredCache(WithOpenCache):
       ShapeError: If `rows` are not as many as the other cache has.
     """
     self._refuse_trace("insert")
-    this, theirs = self._same_size(other)
-    open_cache = this.open.insert(rows, theirs.open)
+    resized, other_resized = self._same_size(other)
+    open_cache = resized.open.insert(rows, other_resized.open)
     index = np.asarray(rows)
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:
@@ -526,24 +526,24 @@ class TieredCache(WithOpenCache):
     row = int(self.open._rows([row])[0])
     located_slots, rings = self.open.located(self.at, row, start, stop)
     older = self.held.capacity
-    split = located_slots < older
+    in_blocks = located_slots < older
 
-    def joined(x: jax.Array, blocks: jax.Array) -> np.ndarray:
+    def join_tokens(x: jax.Array, blocks: jax.Array) -> np.ndarray:
       axis = token_axis(x) - 1
       newer = _on_host(x[:, row], "export")
-      newer = np.take(newer, located_slots[~split] - older, axis)
+      newer = np.take(newer, located_slots[~in_blocks] - older, axis)
       # [L, N, K, P, X]
       part = self._by_layer(_on_host(blocks, "export")[:, row], len(x))
-      number, slot = np.divmod(located_slots[split], self.kind.room)
+      number, slot = np.divmod(located_slots[in_blocks], self.kind.room)
       part = np.moveaxis(part, axis + 1, 2)[:, number, slot]
       part = np.moveaxis(part, 1, axis)
-      order = np.argsort(np.argsort(~split, kind="stable"))
+      order = np.argsort(np.argsort(~in_blocks, kind="stable"))
       return np.take(np.concatenate([part, newer], axis), order, axis)
 
     def export_layer(kind: int, slots: PyTree) -> PyTree:
       blocks, number = self.blocks[kind], self.open._ring(kind)
       if blocks is not None:
-        return jax.tree.map(joined, slots, blocks)
+        return jax.tree.map(join_tokens, slots, blocks)
       assert number is not None
       take = lambda x: np.take(
         _on_host(x[:, row], "export"), rings[number], token_axis(x) - 1
@@ -559,7 +559,7 @@ class TieredCache(WithOpenCache):
   def load(
     self, row: int, blocks: Blocks, at: Coords | None = None
   ) -> TieredCache:
-    """Appends exported tokens to a row, bit for bit; see `KVCache.load`.
+    """Append exported tokens to a row, bit for bit; see `KVCache.load`.
 
     They pass through the open cache in steps of a block, or all at once if
     layers have ring buffers. As after `evict`, do not use this cache again.
@@ -588,10 +588,10 @@ class TieredCache(WithOpenCache):
     ]
     cache = self
     for first in range(0, count, step):
-      short = lambda x, first=first: cut(x, first, token_axis(x))
+      cut_slots = lambda x, first=first: cut(x, first, token_axis(x))
       cut_coords = lambda x, first=first: Coords(*(cut(y, first, 0) for y in x))
       part = blocks._replace(
-        at=cut_coords(blocks.at), parts=jax.tree.map(short, blocks.parts)
+        at=cut_coords(blocks.at), parts=jax.tree.map(cut_slots, blocks.parts)
       )
       cache = cache.evict().with_room(min(step, count - first))
       loaded = cache.open.load(row, part, cut_coords(at))
@@ -611,15 +611,15 @@ class TieredCache(WithOpenCache):
 
     def gather_blocks(x: jax.Array) -> jax.Array:
       index = order.T[None].reshape(1, count, -1, *(1,) * (x.ndim - 2))
-      apart = self._by_layer(_on_host(x, "gathered"), x.shape[0] // count)
-      ordered = np.take_along_axis(apart, index, 1).reshape(x.shape)
+      by_layer = self._by_layer(_on_host(x, "gathered"), x.shape[0] // count)
+      ordered = np.take_along_axis(by_layer, index, 1).reshape(x.shape)
       memory = x.sharding.memory_kind
       sharding = SingleDeviceSharding(device, memory_kind=memory)
       return jax.device_put(ordered, sharding)
 
     def coords(x: jax.Array) -> jax.Array:
-      apart = host(x).reshape(self.batch, count, block)
-      ordered = np.take_along_axis(apart, order[..., None], 1)
+      by_block = host(x).reshape(self.batch, count, block)
+      ordered = np.take_along_axis(by_block, order[..., None], 1)
       return move(jnp.asarray(ordered.reshape(self.batch, -1)), device)
 
     used = jnp.asarray(host(self.held.used).sum(1, keepdims=True))
@@ -638,8 +638,10 @@ class TieredCache(WithOpenCache):
     """Reshape blocks [L N, ...], stored shard by shard, to [L, N, ...]."""
     # No -1 in the reshape: values that are part of the keys have size 0.
     blocks = x.shape[0] // layers
-    apart = x.reshape(self.shards, layers, blocks // self.shards, *x.shape[1:])
-    return np.moveaxis(apart, 0, 1).reshape(layers, blocks, *x.shape[1:])
+    by_shard = x.reshape(
+      self.shards, layers, blocks // self.shards, *x.shape[1:]
+    )
+    return np.moveaxis(by_shard, 0, 1).reshape(layers, blocks, *x.shape[1:])
 
   def _refuse_trace(self, what: str, *more: Any) -> None:
     if any(
@@ -734,7 +736,7 @@ def _blocks_spec(
 
 
 def default_device() -> jax.Device:
-  """The device of arrays without a sharding."""
+  """Device of arrays without a sharding."""
   config: Any = jax.config
   device = config.jax_default_device
   if isinstance(device, jax.Device):
@@ -827,7 +829,7 @@ def moved_blocks(
           corner[axis] = n * block
           block_slots = lax.dynamic_slice(new, corner, size)[0]
           place = (which * blocks_per_layer + first + n) * rows + b
-          # Along one axis: TPU writes the host's memory no other way.
+          # A TPU can update host memory along a single axis only.
           return lax.dynamic_update_slice_in_dim(
             flat, jax.device_put(block_slots, space), place, 0
           )

@@ -188,7 +188,9 @@ class WindowSlots(SlotGroup):
       local_source = lax.dynamic_slice_in_dim(source, me * size, size, 1)
       if self.few and not whole:
         came = count - before
-        token, slot = self._own(before, came, new.shape[of_new], size, me)
+        token, slot = self._shard_tokens(
+          before, came, new.shape[of_new], size, me
+        )
         tokens = _tokens(new, token)
         single = lambda old: _put_one_by_one(old, tokens, layer, slot)
         if slot.size == 1:
@@ -215,14 +217,14 @@ class WindowSlots(SlotGroup):
       corner = (layer, *(jnp.int32(0),) * 4)
       return lax.dynamic_update_slice(row_major(old), values[None], corner)
 
-    over = lambda n: P(*(None,) * n, self.axis)
+    sharded = lambda n: P(*(None,) * n, self.axis)
     return self._per_shard(
       local,
-      (over(axis), over(of_new) if sent else P(), P(), P(), P(), P()),
-      over(axis),
+      (sharded(axis), sharded(of_new) if sent else P(), P(), P(), P(), P()),
+      sharded(axis),
     )(old, new, layer, self.source, self.before, self.count)
 
-  def _own(
+  def _shard_tokens(
     self, before: jax.Array, came: jax.Array, count: int, size: int, me: Index
   ) -> tuple[jax.Array, jax.Array]:
     """Tokens of this shard among `count`, and their slots, int32 [B, n] each.
@@ -288,7 +290,7 @@ class WindowSlots(SlotGroup):
     sort = jnp.argsort(1 - keep.astype(jnp.int32), axis=1, stable=True)
     sort = sort.astype(jnp.int32)
 
-    def moved(old: jax.Array) -> jax.Array:
+    def permute(old: jax.Array) -> jax.Array:
       axis = token_axis(old)
 
       def local(
@@ -303,22 +305,22 @@ class WindowSlots(SlotGroup):
           drafted = jnp.where(_wide(on_shard, drafted), drafted, 0)
           drafted = collectives.total(drafted, self.axis)
         drafted = _tokens(drafted, sort)
-        token, slot = self._own(before, stays, count, size, me)
+        token, slot = self._shard_tokens(before, stays, count, size, me)
         return _put(old, _tokens(drafted, token), None, slot)
 
-      over = P(*(None,) * axis, self.axis)
-      return self._per_shard(local, (over, P(), P(), P()), over)(
+      sharded = P(*(None,) * axis, self.axis)
+      return self._per_shard(local, (sharded, P(), P(), P()), sharded)(
         old, self.before, stays, sort
       )
 
     newest = self._newest(self.count)
-    seg = moved(self.at.seg)
+    seg = permute(self.at.seg)
     seg = jnp.where(newest >= (self.before + stays)[:, None], 0, seg)
     used = self._everywhere(self.before + stays)
     slots = dataclasses.replace(
-      self, at=Coords(moved(self.at.pos), seg), count=used, before=used + 0
+      self, at=Coords(permute(self.at.pos), seg), count=used, before=used + 0
     )
-    return slots, lambda old: moved(old) if old.size else old
+    return slots, lambda old: permute(old) if old.size else old
 
   def gathered(
     self, device: jax.Device
