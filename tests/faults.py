@@ -160,8 +160,8 @@ FAULTS = (
   _fault(
     "a ring buffer takes a token for padding",
     "kv/window.py",
-    "came = jnp.max(jnp.where(at.seg > 0, index + 1, 0), 1)",
-    "came = jnp.max(jnp.where(at.seg > 0, index, 0), 1)",
+    "num_new = jnp.max(jnp.where(at.seg > 0, index + 1, 0), 1)",
+    "num_new = jnp.max(jnp.where(at.seg > 0, index, 0), 1)",
     "kv/test_window.py",
   ),
   _fault(

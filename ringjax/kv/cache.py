@@ -932,12 +932,12 @@ class KVCache:
         "make both caches with kind='unrotated'",
       )
     count = at.pos.shape[0]
-    roomy = self.with_room(count)
-    row_cache = roomy.take(np.array([row]))
+    grown = self.with_room(count)
+    row_cache = grown.take(np.array([row]))
     row_cache.check(1, count, replicated=True, sees=True)
     at = Coords(*(jnp.asarray(x, jnp.int32)[None] for x in at))
     filled = _appended(row_cache, blocks.parts, at)
-    return roomy.insert(np.array([row]), filled)
+    return grown.insert(np.array([row]), filled)
 
   def gathered(self, device: jax.Device) -> KVCache:
     """Copy the cache to one device."""

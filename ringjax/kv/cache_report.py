@@ -161,14 +161,14 @@ def report(
   shards, chip = cache.shards, machine_spec.chip
   numbers = float(weights) / jnp.dtype(inner.dtype).itemsize
   rate = chip.rate(jnp.dtype(inner.dtype).name)
-  moved = (tally.read + tally.copied) / shards + weights
+  moved_bytes = (tally.read + tally.copied) / shards + weights
   seconds = {
-    "memory": moved / chip.hbm_bandwidth,
+    "memory": moved_bytes / chip.hbm_bandwidth,
     "unpack": tally.unpack / shards,
     "products": (tally.flops / shards + 2.0 * numbers * cache.batch) / rate,
   }
   notes = [
-    f"memory: {moved / 1e6:,.1f} MB on each device, "
+    f"memory: {moved_bytes / 1e6:,.1f} MB on each device, "
     f"{'of the cache alone' if not weights else 'the weights with it'}, at "
     f"{chip.hbm_bandwidth / 1e9:,.0f} GB/s",
     *tally.notes,
@@ -360,24 +360,24 @@ class _Tally:
     filled: float,
   ) -> None:
     """Add arrays of keys and values; a step reads the share `filled`."""
-    sides = (held.k, "keys", shape.key), (held.v, "values", shape.value)
-    for arrays, side, dim in sides:
+    pairs = (held.k, "keys", shape.key), (held.v, "values", shape.value)
+    for arrays, part, dim in pairs:
       if not dim:
+        # Values that are part of the keys take no further decoding.
         continue
-      ways: Any = [(codec, arrays)]
+      codec_arrays: Any = [(codec, arrays)]
       if isinstance(codec, PerHead):
         head_codecs = [
           codec.codecs[n] for n in HeadPlaces.of(codec, shape).ways
         ]
-        ways = zip(head_codecs, arrays, strict=True)
-      for head_codec, x in ways:
+        codec_arrays = zip(head_codecs, arrays, strict=True)
+      for head_codec, x in codec_arrays:
         kernel = head_codec is not None and _in_kernel(
           head_codec, shape, self.cache.kind.unrotated
         )
         self._array(
-          name, getattr(head_codec, side, None), dim, x, filled, kernel
+          name, getattr(head_codec, part, None), dim, x, filled, kernel
         )
-        # Values that are part of the keys take no further decoding.
 
   def _array(
     self,

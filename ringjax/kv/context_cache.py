@@ -329,9 +329,9 @@ def placed(
       )
       first += -(-per_shard // tile) * tile
     used[row] = first
-  blank: Any = spec.held
+  empty_table: Any = spec.held
   slot_table = dataclasses.replace(
-    blank, at=Coords(pos, seg), used=used, before=used.copy()
+    empty_table, at=Coords(pos, seg), used=used, before=used.copy()
   )
   cache = dataclasses.replace(spec, slots=host, held=slot_table, constants=())
   like = dataclasses.replace(spec, constants=())

@@ -740,13 +740,13 @@ def _merged(
   def merge_blocks(x: jax.Array) -> jax.Array:
     axis = token_axis(x)
     count, block = x.shape[0], x.shape[axis]
-    over = count * block - layout.slots
-    last, full_blocks = x[-1], x[: count - 1] if over else x
+    overlap = count * block - layout.slots
+    last, full_blocks = x[-1], x[: count - 1] if overlap else x
     merged = jnp.moveaxis(full_blocks, 0, axis - 1)
     lead, dims = merged.shape[: axis - 1], merged.shape[axis + 1 :]
     merged = merged.reshape(*lead, full_blocks.shape[0] * block, *dims)
-    if over:
-      tail = lax.slice_in_dim(last, over, block, axis=axis - 1)
+    if overlap:
+      tail = lax.slice_in_dim(last, overlap, block, axis=axis - 1)
       merged = jnp.concatenate([merged, tail], axis - 1)
     return merged[None]
 

@@ -40,11 +40,11 @@ class MasterSlots(ContiguousSlots):
     master = jnp.arange(batch, dtype=jnp.int32) // rows
     shard = jnp.arange(self.shards, dtype=jnp.int32)
     real = self._everywhere(at.seg[:batch] > 0)
-    came = (master[:, None] == shard[None]) & real
+    is_new = (master[:, None] == shard[None]) & real
     allocated = dataclasses.replace(
       self,
       before=self._everywhere(self.used),
-      used=self._everywhere(self.used + came.astype(jnp.int32)),
+      used=self._everywhere(self.used + is_new.astype(jnp.int32)),
       mode=mode,
     )
     return dataclasses.replace(

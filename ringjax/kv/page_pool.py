@@ -283,7 +283,7 @@ class PagePool:
         `Transformer.__call__`. The tokens then take consecutive slots whatever
         their positions, see `moved`.
     """
-    of_state = lambda x: isinstance(x, State)
+    is_state = lambda x: isinstance(x, State)
 
     def take_states(x: PyTree) -> PyTree:
       states = jnp.take(x, rows, 1, mode="clip")
@@ -291,7 +291,7 @@ class PagePool:
       return jnp.where(new, jnp.zeros_like(states), states)
 
     slots = tuple(
-      jax.tree.map(take_states, x) if of_state(x) else x for x in self.slots
+      jax.tree.map(take_states, x) if is_state(x) else x for x in self.slots
     )
     return PooledCache(
       pool=self,
@@ -788,7 +788,7 @@ class PooledCache:
     drafted = tree_coords(self.parents, at)
     start = self.ends - jnp.sum(at.seg > 0, 1, dtype=jnp.int32)
 
-    def with_tree(held: Coords) -> Coords:
+    def insert_tree(held: Coords) -> Coords:
       number = held.pos - start[:, None]
       inside = (number >= 0) & (held.seg > 0)
       number = jnp.clip(number, 0, at.pos.shape[1] - 1)
@@ -801,7 +801,7 @@ class PooledCache:
 
     slots = start[:, None] + jnp.arange(at.pos.shape[1], dtype=jnp.int32)[None]
     cache = self._with_new(Coords(slots, at.seg))
-    return dataclasses.replace(cache, at=tuple(map(with_tree, self.at)))
+    return dataclasses.replace(cache, at=tuple(map(insert_tree, self.at)))
 
   def _with_new(self, new: Coords) -> PooledCache:
     """Set the slots and segments of the appended tokens."""

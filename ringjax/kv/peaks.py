@@ -137,8 +137,8 @@ def _of_kind(
       slots.pos < column(chunk.end)
     )
     is_sink = slots.pos < column(jnp.minimum(chunk.start, sinks))
-    repeated_before = slots.pos >= column(chunk.length)
-    visible = (slots.seg > 0) & (inside | is_sink | repeated_before)
+    in_repetition = slots.pos >= column(chunk.length)
+    visible = (slots.seg > 0) & (inside | is_sink | in_repetition)
     masks, start = [], 0
     for view in views:
       masks.append(visible[..., start : start + view.shape[2]])

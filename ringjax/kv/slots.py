@@ -142,9 +142,9 @@ class ContiguousSlots(SlotGroup):
       local = count // self.shards
       by_shard = real.reshape(batch, self.shards, local)
       first = local * jnp.arange(self.shards, dtype=jnp.int32)
-      came = jnp.maximum(jnp.max(by_shard, 2) - first[None], 0)
+      num_new = jnp.maximum(jnp.max(by_shard, 2) - first[None], 0)
       cursors_before = jnp.zeros_like(self.used) if mode == FILL else self.used
-      used = cursors_before + came
+      used = cursors_before + num_new
     old = self.at
     if mode == FILL:
       old = Coords(old.pos, jnp.zeros_like(old.seg))

@@ -294,23 +294,25 @@ class TieredCache(WithOpenCache):
         "pass attend=CachedAttention(), or leave it out",
       )
     size = self.shards
-    fit = lambda x: int(x.sum(1).min() if replicated else size * x.min())
-    if tokens > fit(free):
+    num_fitting = lambda x: int(
+      x.sum(1).min() if replicated else size * x.min()
+    )
+    if tokens > num_fitting(free):
       raise PromptError(
         "cache",
         f"{tokens} more tokens for a cache of {self.limit} slots, of which "
-        f"{self.limit - fit(free)} are taken",
-        f"at most {fit(free)}",
+        f"{self.limit - num_fitting(free)} are taken",
+        f"at most {num_fitting(free)}",
         "make a larger one, with model.init_cache(batch, capacity)",
       )
     open_free = self.open.free()
     assert open_free is not None
-    if tokens > fit(open_free):
+    if tokens > num_fitting(open_free):
       raise PromptError(
         "cache",
         f"{tokens} more tokens, where the part on the devices has "
         f"{self.open.capacity} slots",
-        f"at most {fit(open_free)} now",
+        f"at most {num_fitting(open_free)} now",
         f"call cache.evict().with_room({tokens}) before, outside of jit",
       )
     self.open.check(batch, tokens, replicated=replicated, sees=sees)
@@ -371,16 +373,18 @@ class TieredCache(WithOpenCache):
     used, older = host(self.open.held.used), host(self.held.used)
     # Shards that have fewer tokens of a row keep fewer: they get the next.
     total = used + older
-    stay = -(-(self.kind.device or 0) // size)
-    stay = np.maximum(stay - (total.max(1, keepdims=True) - total), 0)
-    number = np.maximum(used - stay, 0) // block
-    number = np.minimum(number, (self.held.local - older) // block)
+    num_staying = -(-(self.kind.device or 0) // size)
+    num_staying = np.maximum(
+      num_staying - (total.max(1, keepdims=True) - total), 0
+    )
+    num_blocks = np.maximum(used - num_staying, 0) // block
+    num_blocks = np.minimum(num_blocks, (self.held.local - older) // block)
     if min_slots == self.limit // size:
       # All tokens fit on the devices.
-      number = np.zeros_like(number)
-    count = jnp.asarray(number, jnp.int32)
+      num_blocks = np.zeros_like(num_blocks)
+    count = jnp.asarray(num_blocks, jnp.int32)
     cache = self
-    if number.any():
+    if num_blocks.any():
       slots = tuple(
         None if blocks is None else x
         for blocks, x in zip(self.blocks, self.open.slots, strict=True)
@@ -392,9 +396,9 @@ class TieredCache(WithOpenCache):
           self.blocks, slots, self.held.used, count, self.memory, self.places
         ),
       )
-    local = max(min_slots, int((used - block * number).max(initial=0)))
-    if number.any() or local != self.open.held.local:
-      shift = jnp.asarray(block * number, jnp.int32)
+    local = max(min_slots, int((used - block * num_blocks).max(initial=0)))
+    if num_blocks.any() or local != self.open.held.local:
+      shift = jnp.asarray(block * num_blocks, jnp.int32)
       cache = cache._with_open(shift, local)
     return cache
 
@@ -872,9 +876,9 @@ def _noted(
     old: Coords, new: Coords, older: jax.Array, count: jax.Array
   ) -> Coords:
     slot = jnp.arange(old.pos.shape[1], dtype=jnp.int32)[None] - older
-    came = (slot >= 0) & (slot < block * count)
+    moves_in = (slot >= 0) & (slot < block * count)
     index = jnp.clip(slot, 0, new.pos.shape[1] - 1)
-    pick = lambda x, y: jnp.where(came, jnp.take_along_axis(y, index, 1), x)
+    pick = lambda x, y: jnp.where(moves_in, jnp.take_along_axis(y, index, 1), x)
     return Coords(*map(pick, old, new))
 
   rows = places.by_example
@@ -904,7 +908,7 @@ def _shifted(
     places: Mesh axes that shard the slots.
   """
 
-  def moved(x: jax.Array, shift: jax.Array) -> jax.Array:
+  def shift_tokens(x: jax.Array, shift: jax.Array) -> jax.Array:
     index = shift + jnp.arange(size, dtype=jnp.int32)[None]
     axis = token_axis(x)
     index = jnp.minimum(index, x.shape[axis] - 1)
@@ -915,12 +919,12 @@ def _shifted(
       return jnp.zeros((*x.shape[:3], size * cache.shards, 0), x.dtype)
     layer_places = _with_heads(places, x.shape[2])
     spec = layer_places.of_slots(x)
-    return layer_places.local(moved, (spec, layer_places.by_example), spec)(
-      x, shift
-    )
+    return layer_places.local(
+      shift_tokens, (spec, layer_places.by_example), spec
+    )(x, shift)
 
   slot_table, rows = cache.held, places.by_example
-  shift_coords = places.local(moved, (rows, rows), rows)
+  shift_coords = places.local(shift_tokens, (rows, rows), rows)
   pos, seg = (shift_coords(x, shift) for x in slot_table.at)
   used = slot_table._everywhere(slot_table.used - shift)
   slot = jnp.arange(size * cache.shards, dtype=jnp.int32) % size

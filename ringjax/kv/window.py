@@ -110,14 +110,14 @@ class WindowSlots(SlotGroup):
     at = Coords(to_batch(at.pos), to_batch(at.seg))
     index = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), at.seg.shape)
     if mode == REPLICATED:
-      came = jnp.max(jnp.where(at.seg > 0, index + 1, 0), 1)
+      num_new = jnp.max(jnp.where(at.seg > 0, index + 1, 0), 1)
     else:
-      came = jnp.sum(at.seg > 0, 1, dtype=jnp.int32)
+      num_new = jnp.sum(at.seg > 0, 1, dtype=jnp.int32)
       empty = (at.seg == 0).astype(jnp.int32)
       keys = (empty, at.seg, at.pos, index)
       index = lax.sort(keys, dimension=1, num_keys=3)[3]
     earlier_count = jnp.zeros_like(self.count) if mode == FILL else self.count
-    new_count = earlier_count + came
+    new_count = earlier_count + num_new
     token_number = self._newest(new_count) - earlier_count[:, None]
     source = jnp.take_along_axis(index, jnp.clip(token_number, 0, count - 1), 1)
     allocated = dataclasses.replace(
@@ -187,9 +187,9 @@ class WindowSlots(SlotGroup):
       size = old.shape[axis]
       local_source = lax.dynamic_slice_in_dim(source, me * size, size, 1)
       if self.few and not whole:
-        came = count - before
+        num_new = count - before
         token, slot = self._shard_tokens(
-          before, came, new.shape[of_new], size, me
+          before, num_new, new.shape[of_new], size, me
         )
         tokens = _tokens(new, token)
         single = lambda old: _put_one_by_one(old, tokens, layer, slot)
@@ -225,7 +225,12 @@ class WindowSlots(SlotGroup):
     )(old, new, layer, self.source, self.before, self.count)
 
   def _shard_tokens(
-    self, before: jax.Array, came: jax.Array, count: int, size: int, me: Index
+    self,
+    before: jax.Array,
+    num_new: jax.Array,
+    count: int,
+    size: int,
+    me: Index,
   ) -> tuple[jax.Array, jax.Array]:
     """Tokens of this shard among `count`, and their slots, int32 [B, n] each.
 
@@ -236,7 +241,7 @@ class WindowSlots(SlotGroup):
     offsets = shards * jnp.arange(-(-count // shards), dtype=jnp.int32)
     token = first + offsets[None]
     slot = (before[:, None] + token) // shards % size
-    real = token < came[:, None]
+    real = token < num_new[:, None]
     return jnp.minimum(token, count - 1), jnp.where(real, slot, size)
 
   def _newest(self, count: jax.Array) -> jax.Array:

@@ -94,7 +94,10 @@ class AdaKV(SnapKV):
 def shared(
   scores: Float[Array, "L B K S"], counts: Int[Array, "L B"], safe: float
 ) -> Bool[Array, "L B K S"]:
-  """Mask of the K * counts highest scores of a layer, some in each head."""
+  """Mask of the K * counts highest scores of all K heads of a layer.
+
+  Each head keeps at least the share `safe` of its count, and at least one.
+  """
   layers, b, heads, size = scores.shape
   head_counts = floored_share(counts, safe)
   if safe:

@@ -33,7 +33,7 @@ class PyramidKV(SnapKV):
     layers = len(heads)
     share = isinstance(self.budget, float)
     budget = length * self.budget if share else min(self.budget, length)
-    # Adding and subtracting the window reproduces others' rounding exactly.
+    # Added and subtracted as in other implementations, for the same rounding.
     mean = (self.window + budget) - self.window
     last = mean / self.beta
     first = 2 * mean - last
