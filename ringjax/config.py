@@ -14,9 +14,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
+from ringjax.checks import integer, one_of
 from ringjax.errors import InputTypeError, OptionError
 
 _C = TypeVar("_C", bound="Config")
@@ -29,6 +30,8 @@ def option(
   default: object,
   override: str | None = None,
   text: Callable[[Any], Any] | None = None,
+  choices: Collection[str] | None = None,
+  least: int | None = None,
 ) -> Any:
   """Make a field of a config.
 
@@ -39,8 +42,16 @@ def option(
       option; default: the field's name.
     text: Function that converts a value to a plain one, from which the config
       makes the same value again; default: values have to be plain.
+    choices: Allowed texts; None: any value.
+    least: Smallest value of an option that is an int; None: no int.
   """
-  facts = {"meaning": meaning, "override": override, "text": text}
+  facts = {
+    "meaning": meaning,
+    "override": override,
+    "text": text,
+    "choices": choices,
+    "least": least,
+  }
   return dataclasses.field(default=default, metadata=facts)
 
 
@@ -60,7 +71,27 @@ def part(
 
 
 class Config:
-  """Base of configs; see the module."""
+  """Base of configs; see the module.
+
+  Raises:
+    OptionError: If a value is out of its range, see `option`.
+  """
+
+  def __post_init__(self) -> None:
+    for field in self.fields():
+      value, facts = getattr(self, field.name), field.metadata
+      if "part" in facts or (value is None and field.default is None):
+        continue
+      if facts["choices"] is not None:
+        one_of(field.name, value, facts["choices"])
+      if facts["least"] is not None:
+        integer(field.name, value, least=facts["least"])
+
+  @classmethod
+  def fields(cls) -> tuple[dataclasses.Field[Any], ...]:
+    """Fields of the config."""
+    config_class: Any = cls
+    return dataclasses.fields(config_class)
 
   @classmethod
   def of(cls: type[_C], config: _C | None, overrides: Mapping[str, Any]) -> _C:
@@ -85,8 +116,7 @@ class Config:
   def options(cls) -> dict[str, tuple[str, ...]]:
     """Names of overrides, with the path of fields that each one sets."""
     paths: dict[str, tuple[str, ...]] = {}
-    config_class: Any = cls
-    for field in dataclasses.fields(config_class):
+    for field in cls.fields():
       facts = field.metadata
       if "part" in facts:
         paths[field.name] = (field.name,)
@@ -161,8 +191,7 @@ class Config:
     Raises:
       OptionError: If an option is unknown, or a value is wrong.
     """
-    config_class: Any = cls
-    fields = {x.name: x for x in dataclasses.fields(config_class)}
+    fields = {field.name: field for field in cls.fields()}
     for name, value in values.items():
       if name not in fields:
         raise cls._unknown(name, value, fields)
@@ -189,9 +218,8 @@ class Config:
 
   def _changed(self) -> list[tuple[str, Any, Mapping[str, Any]]]:
     """Name, value and facts of fields that differ from their defaults."""
-    instance: Any = self
     changed: list[tuple[str, Any, Mapping[str, Any]]] = []
-    for field in dataclasses.fields(instance):
+    for field in self.fields():
       value = getattr(self, field.name)
       if "part" in field.metadata:
         is_default = value == field.metadata["part"]()
@@ -204,9 +232,7 @@ class Config:
     return changed
 
   def _facts(self, name: str) -> Mapping[str, Any]:
-    instance: Any = self
-    fields = {field.name: field for field in dataclasses.fields(instance)}
-    return fields[name].metadata
+    return {x.name: x for x in self.fields()}[name].metadata
 
   @classmethod
   def _unknown(

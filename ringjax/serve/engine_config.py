@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from ringjax.checks import float_dtype, integer, one_of, positive_int
+from ringjax.checks import float_dtype, integer, one_of
 from ringjax.config import Config, config, option
 from ringjax.errors import OptionError
 from ringjax.infer.speculate.drafter import Drafter
@@ -51,11 +51,13 @@ class EngineConfig(Config):
   rows: int = option(
     "Number of answers that are computed at the same time; calls always have "
     "that size.",
+    least=1,
     default=16,
   )
   capacity: int | None = option(
     "Number of tokens in the pool, those of shared prefixes once; default: "
     "`rows` rows of `longest` tokens, at most 65,536.",
+    least=1,
     default=None,
   )
   longest: int | None = option(
@@ -63,24 +65,29 @@ class EngineConfig(Config):
     "the model's context, at most 16,384. Rotations that depend on the length "
     "of the context (dynamic, longrope) are those of each row's own prompt, as "
     "in `generate`; prompts that rotate otherwise share no prefixes.",
+    least=1,
     default=None,
   )
   page: int | None = option(
     "Number of tokens of a page, 16, 32, 64 or 128; default: 32, and 128 for "
     "codes on a TPU, whose memory layout pads shorter ones.",
+    least=1,
     default=None,
   )
   piece: int = option(
     "Number of tokens of a prompt's chunk, in one row of a call.",
+    least=1,
     default=64,
   )
   pieces: int = option(
     "Number of chunks, the rows of a call for prompts.",
+    least=1,
     default=4,
   )
   budget: int | None = option(
     "Maximum number of tokens of a step, of prompts and answers together; "
     "default: all that its calls have room for.",
+    least=1,
     default=None,
   )
   cache_kind: CacheKind | str = option(
@@ -97,6 +104,7 @@ class EngineConfig(Config):
     'Blocks that later prompts may reuse: those of "prompts", of prompts and '
     '"answers", or "nothing"; default: "prompts" in pages, "nothing" in '
     "contiguous rows, which share no memory.",
+    choices=SHARES,
     default=None,
   )
   shared_reads: str = option(
@@ -105,15 +113,16 @@ class EngineConfig(Config):
     "row has the same bits alone; it is tried on the device, and a warning is "
     "logged if it has not. Never where a mesh axis shards the rows. See "
     "`reads_apart`, and `counters.keys_read` of `keys_seen`.",
+    choices=SHARED_READS,
     default=SHARED_READS[0],
   )
   speculate: Drafter | str | None = option(
     "Drafter of tokens after the last one of a row: from its text "
     '"lookup" or "suffix", by a model "model:model=FOLDER", "early" or '
     '"self:cache_kind=int4", by a block that was made for the model '
-    '"longspec:model=FOLDER", with options as in "lookup:count=4"; or an '
-    "object. Calls for answers then check `count` drafted tokens of each row, "
-    "which may have fewer; tokens are the same. A model drafts for all rows at "
+    '"longspec:model=FOLDER", with options as in "lookup:count=4". An '
+    "object is taken, too. Calls for answers then check `count` drafted "
+    "tokens of each row, which may have fewer; tokens are the same. A model drafts for all rows at "
     "once and has a separate cache, a block a window of it. With widths=, as "
     'in "early:widths=(4,4,2),best=6", models and blocks draft trees. Rows '
     "with a mask or of a beam search are not drafted for. Steps have no drafts "
@@ -125,6 +134,7 @@ class EngineConfig(Config):
     "Treatment of a row that has to make room: it is computed again later "
     '("recompute"), its pages go to the host\'s memory and come back ("swap"), '
     'or whichever costs less by what was measured ("auto").',
+    choices=PREEMPTIONS,
     default="auto",
   )
   important: ImportantShare | int | float | None = option(
@@ -141,6 +151,7 @@ class EngineConfig(Config):
     "a pool of fixed size that double, its capacity rounded down to a power of "
     "two of pages on each shard. All layers then keep whole rows, also those "
     "that look back a window, and preempted rows are computed again.",
+    choices=LAYOUTS,
     default=LAYOUTS[0],
   )
   layer_parts: int = option(
@@ -148,23 +159,14 @@ class EngineConfig(Config):
     "separate program, so that pages of layers that are done can leave while "
     "others compute, see `ClusterWorker`. Keys are those of one program up to "
     "rounding.",
+    least=1,
     default=1,
   )
 
   def __post_init__(self) -> None:
-    for name in ("rows", "piece", "pieces", "layer_parts"):
-      positive_int(name, getattr(self, name))
-    for name in ("longest", "budget"):
-      value = getattr(self, name)
-      if value is not None:
-        positive_int(name, value)
+    super().__post_init__()
     if self.page is not None:
       one_of("page", self.page, PAGES)
-    one_of("layout", self.layout, LAYOUTS)
-    if self.share is not None:
-      one_of("share", self.share, SHARES)
-    one_of("shared_reads", self.shared_reads, SHARED_READS)
-    one_of("preempt", self.preempt, PREEMPTIONS)
     if self.dtype is not None:
       float_dtype("dtype", self.dtype)
     if self.contiguous:
