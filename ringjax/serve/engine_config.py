@@ -122,12 +122,12 @@ class EngineConfig(Config):
     '"self:cache_kind=int4", by a block that was made for the model '
     '"longspec:model=FOLDER", with options as in "lookup:count=4". An '
     "object is taken, too. Calls for answers then check `count` drafted "
-    "tokens of each row, which may have fewer; tokens are the same. A model drafts for all rows at "
-    "once and has a separate cache, a block a window of it. With widths=, as "
-    'in "early:widths=(4,4,2),best=6", models and blocks draft trees. Rows '
-    "with a mask or of a beam search are not drafted for. Steps have no drafts "
-    "where these cost more time than they save, by what was measured, see "
-    "`drafting`; with adapt=False all have.",
+    "tokens of each row, which may have fewer; tokens are the same. A model "
+    "drafts for all rows at once and has a separate cache, a block a window of "
+    'it. With widths=, as in "early:widths=(4,4,2),best=6", models and blocks '
+    "draft trees. Rows with a mask or of a beam search are not drafted for. "
+    "Steps have no drafts where these cost more time than they save, by what "
+    "was measured, see `drafting`; with adapt=False all have.",
     default=None,
   )
   preempt: str = option(
