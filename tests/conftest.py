@@ -179,12 +179,12 @@ def _leave_out_real(config, items) -> None:
 def pytest_collection_modifyitems(config, items) -> None:
   """Chooses cases of the long run, and begins with files that take longest."""
   _leave_out_real(config, items)
-  _choose_cases(items)
+  choose_cases(items)
   places = {_ROOT / "tests" / name: i for i, name in enumerate(_LONG)}
   items.sort(key=lambda item: places.get(item.path, len(_LONG)))
 
 
-def _choose_cases(items) -> None:
+def choose_cases(items) -> None:
   """Marks cases `long` by `one_case`, and `slow` by `long_cases`.
 
   Of a test's long cases the long run has as many as `long_cases` says, or one,
