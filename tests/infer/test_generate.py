@@ -771,6 +771,7 @@ def test_texts_beyond_the_context_are_refused(loaded):
   check(model, np.zeros(2, int), np.array([1, 120]), 8)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("way", ["ring", "striped", "ulysses", "kvr"])
 def test_ways_of_several_shards_on_one(loaded, said, way):
   prompt, greedy = said

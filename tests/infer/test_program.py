@@ -237,6 +237,7 @@ def test_a_chunk_sends_queries_and_sums():
   assert "collective-permute" not in {op for op, _, _ in sent[0]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama3", "mixtral"])
 def test_nothing_is_as_long_as_the_prompt_and_as_wide_as_a_feedforward(name):
   """Neither F nor V numbers of each token are there at a time."""

@@ -131,6 +131,7 @@ def alone(name, way):
   return rows, stop
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.parametrize(
   ("name", "way", "drafts"),
   [
@@ -152,6 +153,7 @@ def test_a_row_is_what_it_is_alone(name, way, drafts):
     )
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["kivi2", "snapkv of codes"])
 def test_of_a_call_without_a_session(name):

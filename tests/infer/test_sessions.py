@@ -109,6 +109,7 @@ def goes_on(session, *parts):
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("devices", [1, 2])
 def test_between_chunks(prompt, devices):
   """The rest of the prompt can be read, and then the answer is the same."""
