@@ -104,6 +104,7 @@ def parts_of(model: SharedModel, rank: int) -> dict:
   return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "name",
   [
