@@ -14,6 +14,7 @@ import ringjax as rj
 from launch import cluster_roles, common, serve
 from ringjax.data.gguf_file import open_gguf
 from ringjax.data.gguf_tokenizer import tokenizer_files
+from ringjax.models.gguf.gguf_folder import open_model
 
 _SIZES = dict(
   vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -353,6 +354,28 @@ def test_a_file_is_its_folder(tmp_path, name):
   _write(tmp_path / "m.gguf", name, config, tensors)
   # Norms of Gemma go to one more and back.
   _same(tmp_path / "m.gguf", tmp_path / "hf", 3e-7)
+
+
+def test_a_state_space_has_the_tensors_of_its_folder(tmp_path):
+  """Rates are logarithms there, and some names have no ending."""
+  rng, config = np.random.default_rng(0), _SIZES | CASES["mamba"]
+  layer = "backbone.layers.1.mixer."
+  shapes = {
+    "backbone.embeddings.weight": (64, 32), f"{layer}A_log": (64, 8),
+    f"{layer}D": (64,), f"{layer}conv1d.weight": (64, 1, 4),
+    f"{layer}conv1d.bias": (64,), f"{layer}dt_proj.bias": (64,),
+  }  # fmt: skip
+  tensors = {
+    key: rng.normal(size=shape).astype(np.float32)
+    for key, shape in shapes.items()
+  }
+  _write(
+    tmp_path / "m.gguf", "mamba", config, _tensors("mamba", config, tensors)
+  )
+  folder = open_model(tmp_path / "m.gguf")
+  assert folder.tensors.keys() == tensors.keys()
+  for key, x in tensors.items():
+    np.testing.assert_allclose(folder.raw(key), x, rtol=0, atol=4e-7)
 
 
 def test_a_saved_model_has_the_tokenizer_of_its_file(tmp_path):
