@@ -52,7 +52,7 @@ def test_several_mesh_axes_for_one():
   mesh = mesh_of(data=2, seq=2, model=2)
   spec = lambda n, axes: Rules(embed=axes).spec(("embed", "ffn"), (n, 4), mesh)
   assert spec(8, ("data", "seq")) == P(("data", "seq"), "model")
-  assert spec(8, ["seq", "data"]) == P(("seq", "data"), "model")
+  assert spec(8, ("seq", "data")) == P(("seq", "data"), "model")
   # As many as divide it.
   assert spec(6, ("data", "seq")) == P("data", "model")
   assert spec(5, ("data", "seq")) == P(None, "model")
