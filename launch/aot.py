@@ -60,7 +60,7 @@ def compile_one(
   values: flags.FlagValues, stdout: TextIO, stderr: TextIO
 ) -> None:
   """Compiles a program and prints its report; with --search several."""
-  common.check_files(values, "plot", "hlo")
+  common.check_plot(values)
   program = _single_value(values, "what") or "train"
   one_of("--what", program, WHAT)
   topology = _required_value(values, "topology", "v5p:4x4x8")

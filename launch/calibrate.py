@@ -53,6 +53,8 @@ from ringjax.models.calibration import FILE
 from ringjax.models.transformer import Transformer
 
 NAME = "calibrate"
+# Minimum number of tokens of a text that shows how numbers are distributed.
+_LEAST = 64
 _MEMORY = "shorten the texts (--length), or use more devices"
 
 
@@ -188,6 +190,9 @@ def _calibrate(
     )
   _normalized(values.normalized)
   out = pathlib.Path(values.out or values.model)
+  if out.is_file():
+    # A GGUF file: next to it.
+    out = out.parent
   out.mkdir(parents=True, exist_ok=True)
   corpus = _texts(values.text)
   common.start(values)
@@ -389,14 +394,12 @@ def _rows(
     ids.extend(tokenizer.encode(text))
     if len(ids) >= rows * length:
       break
-  num_rows = min(rows, len(ids) // length)
-  if not num_rows:
+  if len(ids) < _LEAST:
     raise PromptError(
-      "--text",
-      f"{len(ids):,} tokens",
-      f"{length:,} or more, for a text of --length",
-      "pass more text, or a smaller --length",
+      "--text", f"{len(ids):,} tokens", f"{_LEAST} or more", "pass more text"
     )
+  length = min(length, len(ids))
+  num_rows = min(rows, len(ids) // length)
   if num_rows < rows:
     say(
       f"note: the text has {len(ids):,} tokens: {num_rows} of {rows} rows of "

@@ -41,7 +41,7 @@ _KEY_FIELDS = ("model", "slice", "what", "strategy", "options")
 
 def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Searches the requested contexts that are not yet in the file."""
-  common.check_files(values, "plot")
+  common.check_plot(values)
   programs = strategies.known("what", values.what, _PROGRAMS)
   slices = strategies.known("slices", values.slices, SLICES)
   compared = [aot.named(strategy) for strategy in values.strategy or _COMPARED]

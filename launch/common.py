@@ -12,7 +12,6 @@ import math
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from jax.sharding import Mesh
 
 from launch import console, rendezvous
 from launch.flag_helpers import FlagHelper
+from launch.flag_helpers import check_output as check_file
 from ringjax.errors import MeshError, OptionError
 from ringjax.kv import CacheKind, Calibrated, kind_text
 from ringjax.parallel.mesh import make_mesh
@@ -253,40 +253,29 @@ def mesh(text: str | None) -> Mesh:
   return device_mesh
 
 
-def check_files(values: flags.FlagValues, *names: str) -> None:
-  """Refuses output files that cannot be written, before anything is computed.
-
-  Args:
-    values: Flags of the script.
-    names: Names of flags that hold a path; "plot" needs matplotlib.
+def check_plot(values: flags.FlagValues) -> None:
+  """Refuses --plot without matplotlib, before anything is computed.
 
   Raises:
-    OptionError: If a directory is missing, a path cannot be written, or
-      matplotlib is missing for a plot.
+    OptionError: If matplotlib is missing.
   """
-  for name in names:
-    path = values[name].value
-    if path is None:
-      continue
-    if name == "plot":
-      draw.figures()
-    folder = os.path.dirname(os.path.abspath(path))
-    fault = None
-    if not os.path.isdir(folder):
-      fault = path, "a path in an existing directory", f"make {folder}"
-    elif not path or os.path.isdir(path):
-      got = f"{path!r}, a directory" if path else "an empty path"
-      fault = got, "a path of a file", "add the name of the file"
-    # A device or a pipe, such as /dev/stdout, needs no writable folder.
-    elif os.path.isfile(path) or not os.path.exists(path):
-      try:
-        # Permissions alone do not show that a disk is read-only.
-        tempfile.TemporaryFile(dir=folder).close()
-      except OSError as error:
-        got = f"cannot write to {path}: {error.strerror}"
-        fault = got, "a writable path", "pass a path in another directory"
-    if fault is not None:
-      raise OptionError(f"--{name}", *fault)
+  if values.plot is not None:
+    draw.figures()
+
+
+def check_output(values: flags.FlagValues, name: str) -> None:
+  """Refuses a file of a flag that can't be written; makes its folder.
+
+  Raises:
+    OptionError: If it can't be written.
+  """
+  path = values[name].value
+  if path is None:
+    return
+  try:
+    check_file(path)
+  except ValueError as error:
+    raise OptionError(f"--{name}: {error}") from None
 
 
 def cache_kind(text: str, *, calibrated: bool = True) -> CacheKind:

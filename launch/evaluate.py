@@ -238,7 +238,7 @@ def run(
   work = _Evaluation(values, screen, group)
   try:
     _refuse_unused(values, words[0])
-    common.check_files(values, "plot", "out")
+    common.check_plot(values)
     lines, draw = _COMMANDS[words[0]](work)
   except KeyboardInterrupt as error:
     screen.error(f"interrupted; {work.said}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,23 +26,37 @@ class _Path(flags.ArgumentParser):
     return "string"
 
 
-class _Output(_Path):
-  """Parser of a file to write: its folder exists after parsing, writable.
+def check_output(path: str) -> None:
+  """Makes the folder of a file to write, and refuses what can't be written.
 
   A script may work for hours before it writes a file.
-  """
 
-  def parse(self, argument: str) -> str:
-    path = super().parse(argument)
+  Raises:
+    ValueError: If the path is a directory or can't be written.
+  """
+  if not path or os.path.isdir(path):
+    got = f"{path!r}, a directory" if path else "an empty path"
+    raise ValueError(f"got {got}; add the name of the file")
+  # A device or a pipe, such as /dev/stdout, needs no writable folder.
+  if os.path.isfile(path) or not os.path.exists(path):
     folder = os.path.dirname(os.path.abspath(path))
     try:
       os.makedirs(folder, exist_ok=True)
+      # Permissions alone do not show that a disk is read-only.
+      tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
       raise ValueError(
-        f"{path}: no folder {folder} can be made ({error.strerror})"
+        f"got cannot write to {path}: {error.strerror}; pass a path in another "
+        "directory"
       ) from None
-    if not os.access(folder, os.W_OK):
-      raise ValueError(f"{path}: folder {folder} is not writable")
+
+
+class _Output(_Path):
+  """Parser of a file to write, see `check_output`."""
+
+  def parse(self, argument: str) -> str:
+    path = super().parse(argument)
+    check_output(path)
     return path
 
 

@@ -38,7 +38,8 @@ NOTE = (
 
 def offloaded(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Prints the best placement, or the predicted speed of --policy."""
-  common.check_files(values, "plot", "out")
+  common.check_plot(values)
+  common.check_output(values, "out")
   screen = console.Screen(NAME, stderr)
   if values.paper:
     strategies.refuse(

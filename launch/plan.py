@@ -193,7 +193,7 @@ def _kvr(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
 def _check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is computed."""
   clash = lambda got, want: OptionError("flags", got, want, "leave one out")
-  common.check_files(values, "plot")
+  common.check_plot(values)
   if values.fit and values.paper:
     raise clash("--fit and --paper", "one of them")
   if values.fit and values["profile"].present:
@@ -362,6 +362,8 @@ def _lines(answer: _Answer, why: bool) -> list[str]:
       f"KVR uses {answer.plan.ranks} of {answer.ranks} ranks; "
       "--least_gain=0 uses all that have tokens"
     )
+  if _QUIET in answer.why:
+    lines.append(_QUIET)
   if why:
     lines += ["", "why", *(f"  {text}" for text in answer.why)]
   return lines

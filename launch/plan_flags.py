@@ -91,7 +91,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "window serve routes",
    "Dtype of the computation; kvr --fit: of the weights; window: of a preset "
    "also of its files."),
-  ("out", "output", None, "fit pictures capacity offload",
+  ("out", "path", None, "fit pictures capacity offload",
    "fit, offload: file of the measured machine; pictures: folder for the PNGs, "
    "default docs/strategies; capacity: path of the table, without its ending."),
   ("bytes", "texts", None, "fit", "Sizes of sends, e.g. 65536,1048576."),

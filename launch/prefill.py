@@ -642,7 +642,7 @@ def _check(values: flags.FlagValues) -> None:
     cost.check_lengths(lengths, values.context)
   if values.delay is not None:
     _delay(values.delay)
-  common.check_files(values, "plot")
+  common.check_plot(values)
 
 
 def _methods(names: Sequence[str]) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ class _Service:
 
 def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Prints how many instances of which kind serve a trace."""
-  common.check_files(values, "plot", "timeline")
+  common.check_plot(values)
   for name in ("rate", "replan"):
     if values[name].value is not None:
       number(f"--{name}", values[name].value, above=0)

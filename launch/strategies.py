@@ -54,7 +54,7 @@ def refuse(
 
 def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Ranks the strategies of attention on a machine."""
-  common.check_files(values, "plot")
+  common.check_plot(values)
   shards = ints("shards", values.shards)
   tokens = ints("tokens", values.tokens)
   for name, counts, max_count in (("shards", shards, 2), ("tokens", tokens, 1)):
@@ -117,7 +117,7 @@ def measure(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     raise OptionError(
       "--out", None, "a file to write", "pass --out=machine.json"
     )
-  common.check_files(values, "out")
+  common.check_output(values, "out")
   sizes = [
     ints(name, values[name].value) for name in ("tokens", "bytes", "sides")
   ]

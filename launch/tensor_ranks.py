@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -46,6 +46,7 @@ from ringjax.kv import kind_text
 from ringjax.models import tiny
 from ringjax.models.hf.folder import Folder
 from ringjax.models.tensor_shares import digest_of
+from ringjax.parallel.gpu_processes import gpu_variables, visible_gpus
 from ringjax.plan import files
 
 # Show these flags in the --help of the script that defines them.
@@ -58,27 +59,38 @@ _KEY = "RINGJAX_WINDOW_KEY"
 # Seconds to wait for the exit of a process that was asked to end.
 _MOMENT_S = 5.0
 _MEMORY = "a smaller --window, or more processes"
-# Flags of launch.generate that don't apply to ranks.
-_UNUSED_FLAGS = (
-  "mesh",
-  "devices",
-  "distributed",
-  "prefill",
-  "chunk",
-  "profile",
-  "keep",
-  "wire",
-  "contexts",
-  "speculate",
-  "weights",
-  "integer",
-  "placement",
-  "memory",
-  "cache_placement",
-  "disk",
-  "policy",
-  "flash",
-  "strict",
+# Flags of launch.generate that apply to ranks; others are refused.
+_USED_FLAGS = (
+  "cache",
+  "chat",
+  "context",
+  "coordinator",
+  "depth",
+  "dtype",
+  "init_timeout",
+  "json",
+  "key_file",
+  "log",
+  "max_new_tokens",
+  "min_p",
+  "model",
+  "num_processes",
+  "patience",
+  "process_id",
+  "processes",
+  "prompt",
+  "prompt_file",
+  "raw",
+  "repetition_penalty",
+  "retain",
+  "seed",
+  "shares",
+  "stop",
+  "system",
+  "temperature",
+  "top_k",
+  "top_p",
+  "window",
 )
 _RANK_FLAGS = ("shares", "retain", "key_file", "log", "patience")
 
@@ -437,44 +449,6 @@ class _Ranks:
       self._out.flush()
 
 
-def visible_gpus(
-  variables: Mapping[str, str], folder: str = "/dev"
-) -> tuple[str, ...]:
-  """NVIDIA GPUs that processes of this machine may use; empty on CPUs.
-
-  Args:
-    variables: Environment variables.
-    folder: Folder of the device files.
-  """
-  platforms = variables.get("JAX_PLATFORMS", "")
-  if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-    return ()
-  visible = variables.get("CUDA_VISIBLE_DEVICES")
-  if visible is not None:
-    words = (word.strip() for word in visible.split(","))
-    return tuple(word for word in words if word and word != "-1")
-  files_of = pathlib.Path(folder).glob("nvidia[0-9]*")
-  numbers = (path.name.removeprefix("nvidia") for path in files_of)
-  return tuple(sorted((n for n in numbers if n.isdigit()), key=int))
-
-
-def gpu_variables(rank: int, size: int, gpus: Sequence[str]) -> dict[str, str]:
-  """Environment variables that assign a GPU to a rank, round-robin.
-
-  Args:
-    rank: Rank of the process.
-    size: Number of processes.
-    gpus: GPUs of the machine, see `visible_gpus`.
-  """
-  if not gpus:
-    return {}
-  variables = {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]}
-  if size > len(gpus):
-    # Several processes share a GPU: none may preallocate 75 % of its memory.
-    variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-  return variables
-
-
 def worker_flags(
   values: flags.FlagValues,
   folder: pathlib.Path,
@@ -563,8 +537,8 @@ def summary(done: dict[str, Any]) -> Iterator[str]:
 
 def _check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is started."""
-  for name in _UNUSED_FLAGS:
-    if values[name].present:
+  for name in values:
+    if name not in _USED_FLAGS and values[name].present:
       raise prompts.clash(f"--{name} with --window or --processes", "one")
   if values.processes is not None:
     positive_int("--processes", values.processes)
@@ -601,7 +575,6 @@ def _check(values: flags.FlagValues) -> None:
       )
   if not values.process_id:
     _shares(values)
-  common.check_files(values, "log")
 
 
 def _shares(values: flags.FlagValues) -> tuple[float, ...]:

@@ -62,7 +62,6 @@ def run(
         raise OptionError(
           f"--{name}", "no value", "a value", "see --help for examples"
         )
-    common.check_files(values, "out")
     files = list(_files(words))
     screen.begin(
       "encoding", sum(file.stat().st_size for file in files), "bytes"

@@ -47,10 +47,12 @@ import ringjax as rj
 from launch import common, config_fields, console, sources
 from launch.flag_helpers import FlagHelper
 from launch.group import PATIENCE_S, Group
+from ringjax import fetched_models
 from ringjax.bench import timing
 from ringjax.checks import one_of, positive_int
 from ringjax.data import documents, texts
 from ringjax.data.corpus import fingerprint
+from ringjax.data.gguf_file import is_gguf
 from ringjax.data.link_tokens import LINKS, LinkTokens
 from ringjax.data.packing import BestFit, Cut
 from ringjax.errors import (
@@ -336,7 +338,7 @@ class _TrainingRun:
     self._begin("writing the model")
     if isinstance(result.model, longspec.DraftTransformer):
       # Only the draft is written, not its target.
-      longspec.save(result.model, out / "draft")
+      longspec.save(result.model, out / "draft", dtype=save_dtype)
       screen.say(f"wrote {out / 'draft'}")
       return 0
     written = result.model
@@ -344,7 +346,7 @@ class _TrainingRun:
       written = cast(written, save_dtype)
     rj.models.save(written, out / "model", overwrite=True)
     if first and home is not None:
-      auxiliary_files.copy(home, out / "model")
+      copy_companions(home, out / "model")
     elif first:
       tokenizer.save(out / "model")
     if first and links is not None:
@@ -826,16 +828,31 @@ def _evaluation(
 def _rules(config: ConfigDict, mesh: Mesh) -> rj.models.Rules | None:
   """Sharding rules of the parameters; None replicates them.
 
-  By default the larger of the axes seq and data shards them too, as FSDP does.
+  By default the axes seq and data together shard them too, as FSDP does.
   A model with an encoder or a draft of few layers is replicated.
   """
   if config.rules:
     return _build(rj.models.Rules, config.rules, "rules")
   sizes = {name: mesh.shape.get(name, 1) for name in ("seq", "data")}
-  axis = max(sizes, key=lambda name: sizes[name])
-  if sizes[axis] == 1 or len(config.cepe) or len(config.draft):
+  # The larger one first: it alone is used where both do not divide a width.
+  axes = sorted(
+    (name for name in sizes if sizes[name] > 1), key=lambda name: -sizes[name]
+  )
+  if not axes or len(config.cepe) or len(config.draft):
     return None
-  return rj.models.Rules(embed=axis)
+  return rj.models.Rules(embed=tuple(axes))
+
+
+def copy_companions(home: pathlib.Path, folder: pathlib.Path) -> None:
+  """Writes the tokenizer and other side files of a folder or a GGUF file.
+
+  Not those of the model's origin: a training that resumes has none.
+  """
+  if not is_gguf(home):
+    auxiliary_files.copy(home, folder)
+    return
+  for write in open_model(home).companions().values():
+    write(folder)
 
 
 def _save_dtype(config: ConfigDict, folder: str | None) -> Any:
@@ -907,7 +924,7 @@ def _tokenizer(
 ) -> tuple[Any, pathlib.Path | None]:
   """The tokenizer, and its folder; None for bytes."""
   name = config.get("tokenizer") or folder or "bytes"
-  home = None if name == "bytes" else pathlib.Path(name)
+  home = None if name == "bytes" else pathlib.Path(fetched_models.resolve(name))
   return sources.tokenizer(name), home
 
 

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from ringjax import tree
@@ -485,13 +486,27 @@ def _source_of(path: str) -> str:
 # ---------------------------------------------------------------------------
 
 
-def save(draft: DraftTransformer, folder: str | os.PathLike[str]) -> None:
-  """Writes a draft's own weights, and its target's digest."""
+def save(
+  draft: DraftTransformer,
+  folder: str | os.PathLike[str],
+  *,
+  dtype: DTypeLike | None = None,
+) -> None:
+  """Writes a draft's own weights, and its target's digest.
+
+  Args:
+    draft: Draft to write.
+    folder: Folder to write to.
+    dtype: Dtype of the weights in the folder; default: the draft's.
+  """
   place = pathlib.Path(folder)
-  arrays = {k: on_host(x) for k, x in arrays_of(draft.block).items()}
+  written = jnp.dtype(draft.dtype if dtype is None else dtype)
+  arrays = {
+    k: on_host(x).astype(written) for k, x in arrays_of(draft.block).items()
+  }
   config = {
     "target": model_digest(draft.target),
-    "dtype": jnp.dtype(draft.dtype).name,
+    "dtype": written.name,
     "draft": dataclasses.asdict(draft.draft_config),
     "tensors": tensors_digest(arrays),
   }

@@ -13,14 +13,18 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax.errors import MeshError
 
+# One mesh axis, several, or none.
+MeshAxes = str | tuple[str, ...] | None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-  """Mesh axis that shards each axis of the parameters; None for none.
+  """Mesh axes that shard each axis of the parameters; None for none.
 
-  An axis that it does not divide leaves the parameter replicated, and so does a
-  default ("model") on a mesh without that axis. One mesh axis for two axes of
-  a parameter is an error.
+  An axis that they do not divide leaves the parameter replicated, and so does a
+  default ("model") on a mesh without that axis; of several mesh axes as many of
+  the first ones are used as divide it together. One mesh axis for two axes of a
+  parameter is an error.
 
   Attributes:
     embed: Mesh axis for the model's width.
@@ -31,30 +35,37 @@ class Rules:
     experts: Mesh axis for the experts of a mixture.
   """
 
-  embed: str | None = None
-  heads: str | None = "model"
-  kv_heads: str | None = "model"
-  ffn: str | None = "model"
-  vocab: str | None = "model"
-  experts: str | None = None
+  embed: MeshAxes = None
+  heads: MeshAxes = "model"
+  kv_heads: MeshAxes = "model"
+  ffn: MeshAxes = "model"
+  vocab: MeshAxes = "model"
+  experts: MeshAxes = None
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):
+      axes = getattr(self, field.name)
+      if isinstance(axes, list):
+        object.__setattr__(self, field.name, tuple(axes))
 
   def spec(
     self, axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh
   ) -> P:
     """Sharding of a parameter, whose leading axes may be unnamed."""
     names = (None,) * (len(shape) - len(axes)) + tuple(axes)
-    spec: list[str | None] = []
+    spec: list[MeshAxes] = []
+    used: set[str] = set()
     for name, n in zip(names, shape, strict=True):
-      axis = getattr(self, name, None) if name else None
-      divides = axis in mesh.axis_names and n % mesh.shape[axis] == 0
-      if axis is not None and divides and axis in spec:
+      dividing = _dividing(getattr(self, name, None) if name else None, n, mesh)
+      if twice := used & {*dividing}:
         raise MeshError(
           "rules",
-          f"mesh axis {axis!r} for two axes of {axes}",
+          f"mesh axis {min(twice)!r} for two axes of {axes}",
           "another mesh axis for each",
           "set one of them to None",
         )
-      spec.append(axis if divides else None)
+      used |= {*dividing}
+      spec.append(dividing if len(dividing) > 1 else (*dividing, None)[0])
     while spec and spec[-1] is None:
       spec.pop()
     return P(*spec)
@@ -68,7 +79,7 @@ class Rules:
     for field in dataclasses.fields(self):
       axis = getattr(self, field.name)
       # Defaults apply to meshes with or without the axis.
-      if axis is None or axis == field.default or axis in mesh.axis_names:
+      if axis == field.default or {*_names(axis)} <= {*mesh.axis_names}:
         continue
       raise MeshError(
         "rules",
@@ -82,6 +93,23 @@ class Rules:
     shape = param.get_value().shape
     axes = param.get_metadata()["axes"]
     return NamedSharding(mesh, self.spec(axes, shape, mesh))
+
+
+def _names(axes: MeshAxes) -> tuple[str, ...]:
+  if axes is None:
+    return ()
+  return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _dividing(axes: MeshAxes, n: int, mesh: Mesh) -> tuple[str, ...]:
+  """First ones of some mesh axes whose sizes divide n together."""
+  names: tuple[str, ...] = ()
+  for name in _names(axes):
+    size = mesh.shape.get(name, 0)
+    if not size or n % (size * math.prod(mesh.shape[x] for x in names)):
+      break
+    names = (*names, name)
+  return names
 
 
 def param(

@@ -78,7 +78,7 @@ def test_bits_are_allocated_to_heads(tmp_path, ask):
   [
     ((), "--out: got no value, without --model"),
     (("--out=OUT", "--text=OUT/none.txt"), "none.txt"),
-    (("--out=OUT", "--text=SHORT"), "pass more text, or a smaller"),
+    (("--out=OUT", "--text=SHORT"), "pass more text"),
     (("--out=OUT", "more"), "flags only"),
     (("--out=OUT", "--by=head"), "--by without --bits"),
     (("--out=OUT", "--bits=3", "--first=2"), "--first with --bits"),
@@ -108,6 +108,13 @@ def test_a_short_text_is_measured_as_far_as_it_goes(tmp_path):
   tokens = json.loads(said)["tokens"]
   assert 0 < tokens < 16 * 32 and tokens % 32 == 0
   assert f"{tokens // 32} of 16 rows of 32" in err
+  # Shorter than a row: one row of all tokens.
+  want = ("--ranges", "--length=4096", "--mesh=seq:1", "--json")
+  status, said, err = run(f"--text={text}", f"--out={tmp_path}", *want)
+  assert status == 0, err
+  whole = json.loads(said)["tokens"]
+  assert tokens <= whole < tokens + 32
+  assert f"1 of 16 rows of {whole}" in err
 
 
 @pytest.mark.long

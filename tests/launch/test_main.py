@@ -121,7 +121,7 @@ def test_paths_of_flags_may_begin_at_home():
 # Flags of files that a script writes, of each script with its `define`.
 OUTPUTS = {
   "calibrate": (), "chat": (), "evaluate": ("plot", "out"),
-  "generate": ("log",), "plan": ("plot", "out", "hlo", "timeline"),
+  "generate": ("log",), "plan": ("plot", "hlo", "timeline"),
   "prefill": ("plot",), "serve": ("log_calls",), "tokenize": ("out",),
 }  # fmt: skip
 
@@ -131,7 +131,14 @@ def test_a_file_to_write_is_checked_before_the_work(name, tmp_path):
   (tmp_path / "taken").write_text("a file, not a folder", "utf-8")
   values = flags.FlagValues()
   importlib.import_module(f"launch.{name}").define(values)
-  words = ("PNG", "File for", "File to write", "JSON file of", "csv to which")
+  words = (
+    "PNG of",
+    "PNG to",
+    "File for",
+    "File to write",
+    "JSON file of",
+    "csv to which",
+  )
   outputs = {
     flag for flag in values if any(x in f"{values[flag].help}" for x in words)
   }

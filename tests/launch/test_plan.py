@@ -137,6 +137,12 @@ def test_noise():
   assert loud != methods(ask("kvr", *MAIN, "--noise=20", "--seed=1", "--json"))
 
 
+def test_a_search_without_the_noise_says_so():
+  flags = ("kvr", "--context=512", "--ranks=2")
+  assert "timed with --noise" in ask(*flags, "--noise=20").out
+  assert "--noise" not in ask(*flags).out
+
+
 def test_a_tiny_prompt_drops_ranks_and_says_so():
   ran = ask("kvr", "--context=1024", "--ranks=3")
   assert ran.status == 0 and "uses 1 of 3 ranks" in ran.out
@@ -276,7 +282,7 @@ def test_calls_are_timed():
     (("kvr", "--save_table"), "--table"),
     (("kvr", "--table=x", "--prefix=5"), "--prefix"),
     (("kvr", "--table=none.json"), "none.json"),
-    (("kvr", "--plot=/nowhere/x.png"), "/nowhere"),
+    (("kvr", "--plot=/dev/null/x.png"), "/dev/null"),
     (("kvr", "--fit", "--paper"), "--paper"),
     (("kvr", "--fit", "--profile=x"), "--profile"),
     (("kvr", "--fit", "--preset=nobody"), "nobody"),

@@ -16,6 +16,7 @@ import ringjax as rj
 from launch import common, generate, tensor_ranks
 from ringjax.data import Tokenizer
 from ringjax.models import small
+from ringjax.parallel import gpu_processes
 from tests.launch.conftest import PATIENCE_S, command
 
 SECRET = "quince 71305 and nobody else"
@@ -49,7 +50,7 @@ SECRET = "quince 71305 and nobody else"
       ],
       "--key_file",
     ),
-    (["--processes=2", "--log=/nowhere/x.json"], "existing directory"),
+    (["--processes=1", "--adapter=DIR"], "--adapter with --window"),
     (["--processes=2", "--retain=0"], "--retain"),
     (["--processes=2", "--patience=0"], "--patience"),
   ],
@@ -63,13 +64,13 @@ def test_flags_that_do_not_go_together(ask, flags, wanted):
 def test_each_rank_sees_a_gpu_of_its_own(tmp_path):
   for name in ("nvidia0", "nvidia1", "nvidia10", "nvidia2", "nvidiactl"):
     (tmp_path / name).touch()
-  gpus = lambda **said: tensor_ranks.visible_gpus(said, str(tmp_path))
+  gpus = lambda **said: gpu_processes.visible_gpus(said, str(tmp_path))
   assert gpus() == ("0", "1", "2", "10")
   assert gpus(CUDA_VISIBLE_DEVICES="3, GPU-ab") == ("3", "GPU-ab")
   assert gpus(CUDA_VISIBLE_DEVICES="") == gpus(JAX_PLATFORMS="cpu") == ()
   assert gpus(JAX_PLATFORMS="cuda,cpu") == gpus()
   of = lambda size, gpus: [
-    tensor_ranks.gpu_variables(rank, size, gpus) for rank in range(size)
+    gpu_processes.gpu_variables(rank, size, gpus) for rank in range(size)
   ]
   key = "CUDA_VISIBLE_DEVICES"
   assert of(3, ("4", "5", "7")) == [{key: "4"}, {key: "5"}, {key: "7"}]

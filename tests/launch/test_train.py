@@ -329,8 +329,9 @@ def test_parameters_are_sharded_unless_a_config_says_otherwise(small):
   rules = lambda shape, names, config=config: train._rules(
     config, rj.make_mesh(shape, names)
   )
-  assert rules((8,), ("seq",)).embed == "seq"
-  assert rules((4, 2), ("data", "seq")).embed == "data"
+  assert rules((8,), ("seq",)).embed == ("seq",)
+  assert rules((4, 2), ("data", "seq")).embed == ("data", "seq")
+  assert rules((2, 4), ("data", "seq")).embed == ("seq", "data")
   assert rules((1, 8), ("seq", "model")) is None
   whole = overridden(small)
   whole.rules = {"embed": None}

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import ringjax as rj
-from launch import cluster_roles, common, serve
+from launch import cluster_roles, common, serve, train
 from ringjax.data.gguf_file import open_gguf
 from ringjax.data.gguf_tokenizer import tokenizer_files
 from ringjax.models.gguf.gguf_folder import open_model
@@ -389,6 +389,11 @@ def test_a_saved_model_has_the_tokenizer_of_its_file(tmp_path):
   assert one.encode("a bag").tolist() == two.encode("a bag").tolist()
   assert two.chat_template == "{{ messages[0].content }}"
   _same(file, folder)
+  # A training that resumes has no origin of its model.
+  (tmp_path / "trained").mkdir()
+  train.copy_companions(file, tmp_path / "trained")
+  three = rj.data.Tokenizer.load(tmp_path / "trained")
+  assert three.encode("a bag").tolist() == one.encode("a bag").tolist()
   # Without one the weights are saved all the same.
   _write(file, "llama", config, tensors)
   with pytest.warns(RuntimeWarning, match="no tokenizer is written"):

@@ -48,6 +48,20 @@ def test_rules_of_ones_own():
   assert rules.spec(("embed", "ffn"), (4, 4), mesh) == P("data")
 
 
+def test_several_mesh_axes_for_one():
+  mesh = mesh_of(data=2, seq=2, model=2)
+  spec = lambda n, axes: Rules(embed=axes).spec(("embed", "ffn"), (n, 4), mesh)
+  assert spec(8, ("data", "seq")) == P(("data", "seq"), "model")
+  assert spec(8, ("seq", "data")) == P(("seq", "data"), "model")
+  # As many as divide it.
+  assert spec(6, ("data", "seq")) == P("data", "model")
+  assert spec(5, ("data", "seq")) == P(None, "model")
+  with pytest.raises(MeshError, match="'model' for two axes"):
+    spec(8, ("data", "model"))
+  with pytest.raises(MeshError, match="embed=.*pod"):
+    Rules(embed=("data", "pod")).check(mesh)
+
+
 def test_a_mesh_axis_twice():
   mesh = mesh_of(model=2)
   rules = Rules(experts="model")

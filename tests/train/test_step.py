@@ -142,7 +142,7 @@ def test_loss_and_gradients_are_the_plain_model_s(wanted, way):
   model, rows, loss, grads = wanted
   more = {}
   if way == "all axes":
-    more["rules"] = rj.models.Rules(embed="data")
+    more["rules"] = rj.models.Rules(embed=("data", "seq"))
   figures, got, _ = taken(model, rows, spread_of(way), z_loss=0.01, **more)
   assert float(figures.objective) == pytest.approx(loss, rel=1e-5)
   assert far(got, grads) < 1e-5

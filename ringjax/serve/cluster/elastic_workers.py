@@ -48,6 +48,7 @@ from ringjax.infer.elastic_worker import (
 from ringjax.infer.first_line import first_line
 from ringjax.json_text import json_text
 from ringjax.models.transformer import Transformer
+from ringjax.parallel.gpu_processes import gpu_variables, visible_gpus
 from ringjax.serve.cluster.elastic_manager import (
   Abandon,
   DropKeys,
@@ -161,11 +162,13 @@ class ElasticWorkers:
       "patience_s": patience_s,
     }
     self._connect_new = lambda n: self._connected(
-      n, process=_start_process(n, settings)
+      n, process=_start_process(n, settings, count)
     )
     with self._closing():
       # All processes load at the same time.
-      processes = [(n, _start_process(n, settings)) for n in range(count)]
+      processes = [
+        (n, _start_process(n, settings, count)) for n in range(count)
+      ]
       for n, process in processes:
         self._members[n] = self._connected(n, process=process)
     self._next = count
@@ -580,11 +583,13 @@ def _per_prompt(name: str, value: int | Sequence[int], count: int) -> list[int]:
 
 
 def _start_process(
-  instance: int, settings: dict[str, Any]
+  instance: int, settings: dict[str, Any], count: int
 ) -> subprocess.Popen[str]:
-  """Start a process that loads the model."""
+  """Start a process that loads the model, one of at least `count`."""
+  gpus = visible_gpus(os.environ)
   environ = {
     **os.environ,
+    **gpu_variables(instance, max(count, instance + 1), gpus),
     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
   }
   process = subprocess.Popen(
