@@ -553,11 +553,7 @@ class EvictingCache(WithOpenCache):
     """Fix the choices of rows; release queries that no row needs any more."""
     if not rows.any():
       return self
-    in_rows = jnp.asarray(rows)[None, :, None]
-    noted = tuple(
-      x if x.fixed is None else x._replace(fixed=x.fixed | in_rows)
-      for x in self.noted
-    )
+    noted = _with_fixed(self.noted, rows)
     return self._placed(dataclasses.replace(self, noted=noted))._settled()
 
   def _check_scores(self, wrong: np.ndarray) -> None:
@@ -1042,6 +1038,18 @@ def _state_of_rows(
     slot_table._everywhere, (cache.length, came, num_queries)
   )
   return length, came, num_queries
+
+
+@bounded
+@jax.jit
+def _with_fixed(
+  noted: tuple[Noted, ...], rows: Bool[Array, " B"]
+) -> tuple[Noted, ...]:
+  """Fix the choices of rows."""
+  return tuple(
+    x if x.fixed is None else x._replace(fixed=x.fixed | rows[None, :, None])
+    for x in noted
+  )
 
 
 @bounded

@@ -295,8 +295,8 @@ def test_the_loss_of_blocks_of_tokens_is_that_of_all(model):
 
 @pytest.mark.long
 def test_gradients_take_less_memory_than_the_logits():
-  """Of 30 layers and a vocabulary of 8,192, by the compiler's count."""
-  wide = {**CONFIG, "num_hidden_layers": 30, "vocab_size": 8192}
+  """Of a vocabulary of 65,536, by the compiler's count."""
+  wide = {**CONFIG, "vocab_size": 65536}
   work = calibrate_module._Work(
     rj.models.create(wide, seed=0), np.ones((1, 512), np.int32), [0], 0.01, 1,
     "fisher", "", "channel", False,
@@ -306,7 +306,7 @@ def test_gradients_take_less_memory_than_the_logits():
     0.01, "fisher", False,
   )  # fmt: skip
   memory = lowered.compile().memory_analysis()
-  assert memory.temp_size_in_bytes < 4 * 512 * 8192
+  assert memory.temp_size_in_bytes < 4 * 512 * 65536
 
 
 @pytest.mark.slow
