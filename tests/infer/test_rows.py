@@ -32,7 +32,6 @@ KINDS = {
   "fastgen": "fastgen:room=8,window=8,recovered=.8,slack=6",
   "expected": "expected:budget=.3,room=8,slack=6",
   "tiered": "int4:device=16,room=8,slack=6",
-  "kivi2, residual": "kivi2:residual=32,room=8,slack=6",
 }
 # What ends the second row after a few tokens: an id, or who reads the stream.
 WAYS = ("id", "stream")
