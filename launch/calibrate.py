@@ -195,7 +195,7 @@ def _calibrate(
     out = out.parent
   out.mkdir(parents=True, exist_ok=True)
   corpus = _texts(values.text)
-  common.start(values)
+  common.start(values, single=values.model is not None)
   group.meet()
   screen.quiet = jax.process_index() > 0
   screen.begin("loading the model")

@@ -64,7 +64,7 @@ def define(values: flags.FlagValues) -> None:
     "devices",
     None,
     "CPU devices of each process; default: as many as --mesh needs; without "
-    f"it {DEVICES} in all, or one to answer by a model of --model.",
+    f"it {DEVICES} in all, or one to answer or measure by a model of --model.",
     most=1024,
   )
   new.text("coordinator", None, "host:port of process 0.")

@@ -169,7 +169,7 @@ def _costs_after_eviction(
   if kind.repeats:
     cache = evict_by_repetition(model, cache, tokens[:, :half])
   else:
-    cache = cache.evict()
+    cache = cache.evict(ended=np.ones(1, bool))
   choices = cache.choices(0)
   cache = cache.with_room(length - half)
   cached_logits, cache = model(tokens[:, half:], cache=cache)

@@ -3,8 +3,9 @@
 Guarantees: the same texts give the same calibration, in one run or in several
 that follow one another.
 Cost: two passes over the texts, the second with gradients of the loss.
-Memory: what training one text takes, and of each channel the numbers that are
-farthest out.
+Memory: the keys and values of one text and the gradients by them, the inputs of
+its layers, one layer's activations and the logits of a block of tokens; of each
+channel the numbers that are farthest out.
 The keys of the texts' first tokens, attention sinks, are far from all others
 and alike: their mean is the sink, from which such keys are coded.
 Ref: Hooper et al. 2024, KVQuant, arXiv 2401.18079: keys before their rotation,
@@ -38,19 +39,23 @@ from ringjax.errors import (
   ConfigError,
 )
 from ringjax.infer import inputs
+from ringjax.infer.session import place_of
 from ringjax.kv.base import FreshLayer, NoCache
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.codecs.calibration import BITS, KEYS, WEIGHTS, Calibration
 from ringjax.kv.codecs.code_book import CodeBook, marked
 from ringjax.kv.state import StateShape
 from ringjax.models import calibration as files
-from ringjax.models.transformer import Transformer
-from ringjax.nn.sharding_context import ShardingContext
+from ringjax.models.transformer import Transformer, tokens_of
+from ringjax.nn.sharding_context import ContextParallel, ShardingContext
+from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.rope import Rotation
 from ringjax.typing import Index
 
 # Cells of [-1, 1] into which scaled numbers are counted.
 _CELLS = 1024
+# Tokens whose logits are there at a time.
+_BLOCK = 128
 _ROUNDS = 100
 # Codes are that much finer at the sink at most.
 _LEAST_FACTOR = 1 / 64
@@ -202,7 +207,11 @@ class _Work:
     everywhere = ShardingContext(mesh=model.mesh).everywhere
     known = lambda f: lambda *args: everywhere(f(*args))
     self._ends = jax.jit(known(_ends), static_argnums=(4, 5))
-    self._counts = jax.jit(known(_counts), static_argnums=(4, 5, 6, 7))
+    self._counts = jax.jit(known(_counts), static_argnums=(1, 5, 6, 7, 8))
+    mesh, axis = place_of(None, None, model)
+    self.attend = ContextParallel(
+      mesh=mesh, axis=axis, remat=jax.checkpoint_policies.nothing_saveable
+    )
 
   def metadata(self) -> dict[str, str]:
     return {"inputs": self.inputs, "done": f"{self.done}"}
@@ -241,6 +250,7 @@ class _Work:
         scales = {n: self.scales(n) for n in self.kinds}
       new = self._counts(
         self.model,
+        self.attend,
         row,
         held,
         scales,
@@ -385,6 +395,7 @@ def _ends(
 
 def _counts(
   model: Transformer,
+  attend: ShardingContext,
   tokens: Int[Array, "1 T"],
   held: dict[str, Any],
   scales: dict[int, Any],
@@ -401,13 +412,11 @@ def _counts(
   empty = _Recording.create(model, tokens.shape[1] - 1, rotated)
 
   def loss(moves: Any) -> tuple[jax.Array, Any]:
-    logits, seen = model(
-      tokens[:, :-1], cache=dataclasses.replace(empty, moves=moves)
-    )
-    chance = jax.nn.log_softmax(logits, -1)
-    return -jnp.sum(
-      jnp.take_along_axis(chance, tokens[:, 1:, None], -1)
-    ), seen.slots
+    cache = dataclasses.replace(empty, moves=moves)
+    ids = tokens[:, :-1]
+    places = tokens_of(model, attend, ids.shape, None, None, None)
+    h, seen = model.hidden(ids, places, cache, attend)
+    return nll(model, h[0], tokens[0, 1:]), seen.slots
 
   if weights == "fisher":
     gradients, seen = jax.grad(loss, has_aux=True)(empty.slots)
@@ -431,6 +440,36 @@ def _counts(
     if v.shape[-1]:
       found[of_values] = _by_token(held[of_values], v, fisher[1], outliers)
   return found
+
+
+def nll(
+  model: Transformer,
+  h: Float[Array, "T D"],
+  labels: Int[Array, " T"],
+  block: int = _BLOCK,
+) -> Float[Array, ""]:
+  """Sum of the labels' losses, with the logits of a block of tokens at a time.
+
+  Args:
+    model: Model with the head.
+    h: Inputs of the head.
+    labels: Token that follows each.
+    block: Tokens of a block.
+  """
+  size = min(block, labels.size)
+  filled = -(-labels.size // size) * size
+  blocks = lambda x: pad_axis(x, 0, filled).reshape(-1, size, *x.shape[1:])
+  is_token = jnp.ones(labels.shape, jnp.bool_)
+
+  def add(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
+    h, labels, is_token = block
+    chance = jax.nn.log_softmax(model.logits(h), -1)
+    chance = jnp.take_along_axis(chance, labels[:, None], -1)[:, 0]
+    return total - jnp.sum(jnp.where(is_token, chance, 0)), None
+
+  step = jax.checkpoint(add, prevent_cse=False)
+  parts = tuple(map(blocks, (h, labels, is_token)))
+  return lax.scan(step, jnp.float32(0), parts)[0]
 
 
 def _by_token(

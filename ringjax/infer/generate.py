@@ -437,7 +437,7 @@ def _decode(
       if needs_step:
         if not steps_left:
           # Only live rows are flushed.
-          session.cache = session.cache.flush(~ended)
+          session.make_room(~ended)
           session.keep_slack(lookahead)
           steps_left = session.cache.steps()
         state, steps_left = step(state), steps_left - 1

@@ -374,7 +374,7 @@ def _beside(
       slots = np.full((session.batch, session.shards), call.tokens.shape[1])
       session.cache = session.cache.with_room(slots)
       if not steps_left:
-        answering.cache = answering.cache.flush(~ended)
+        answering.make_room(~ended)
         steps_left = answering.cache.steps()
       paired_call = PairedCall(
         jnp.asarray(call.tokens),
@@ -394,7 +394,7 @@ def _beside(
         (session.cache, answering.cache),
       )
       steps_left -= 1
-      session.cache = session.cache.flush(call.seg.any(1))
+      session.make_room(np.asarray(call.seg.any(1)), call.ends)
       ends = jnp.asarray(call.ends)[:, None]
       logits = last if logits is None else jnp.where(ends, last, logits)
       token, row_done = jax.device_get((state.token, state.done))

@@ -275,6 +275,7 @@ def read_prompts(
 ) -> jax.Array:
   """Reads prompts into the session: returns the logits after them [B, V]."""
   last_logits: Any = None
+  session.keep_slack(0)
   with session.running("reading the prompt"):
     for call in how.calls(prompts, start):
       shard_slots = call.tokens.shape[1] // session.shards
@@ -293,7 +294,7 @@ def read_prompts(
       for row, prompt in enumerate(prompts):
         session.heard(row, prompt[: call.done], int(start[row]))
       # Rows whose prompt has ended are not flushed.
-      session.cache = session.cache.flush(call.seg.any(1))
+      session.make_room(np.asarray(call.seg.any(1)), call.ends)
       ends = jnp.asarray(call.ends)[:, None]
       last_logits = (
         logits if last_logits is None else jnp.where(ends, logits, last_logits)

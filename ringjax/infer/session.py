@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
+from jaxtyping import Bool
 
 from ringjax.checks import positive_int
 from ringjax.errors import MemoryEstimateError, MeshError, OptionError
@@ -323,6 +324,27 @@ class Session:
     """
     if self.cache.kind.policy is not None:
       self.cache = self.cache.with_slack(tokens)
+
+  def make_room(
+    self,
+    rows: Bool[np.ndarray, " B"],
+    ended: Bool[np.ndarray, " B"] | None = None,
+  ) -> None:
+    """Flush the cache of `rows`, bool [B], so that more tokens fit.
+
+    Args:
+      rows: Rows to evict from.
+      ended: Rows whose prompt has been read, whose heads then keep what they
+        chose, see `rj.kv.FastGen`; default: all.
+    """
+    policy = self.cache.kind.policy
+    if policy is None or not policy.choices:
+      self.cache = self.cache.flush(rows)
+      return
+    ended = np.ones_like(rows) if ended is None else ended
+    # The queries that are released are gone before pages are allocated.
+    self.cache, eviction = self.cache.choose(rows, ended)
+    self.cache = self.cache.apply(eviction)
 
   def gather(self, device: jax.Device) -> None:
     """Moves the cache to one device of its mesh, where it then stays.

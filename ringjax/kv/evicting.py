@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,14 @@ from ringjax.kv.cache import (
   model_layers,
 )
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.kv.eviction import chosen, grown, page_view, repacked, summed
+from ringjax.kv.eviction import (
+  chosen,
+  fixed_rows,
+  grown,
+  page_view,
+  repacked,
+  summed,
+)
 from ringjax.kv.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.pages import (
   Pages,
@@ -60,6 +67,28 @@ from ringjax.ops.mask import Causal, Coords
 from ringjax.parallel.local import move
 from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index
+
+
+class Eviction(NamedTuple):
+  """Choice of the tokens that stay, for `EvictingCache.apply`.
+
+  Fields:
+    policy: Policy that chose them, as the static argument of programs.
+    rows: Rows to evict from, bool [B].
+    keep: Tokens that stay, see `chosen`.
+    masses: Sums of column masses, see `chosen`.
+    sizes: Pages of memory, and of a table, for each kind of layer.
+    local: Slots of a shard of the open cache.
+    segments: Whether tokens may have other segments than 1.
+  """
+
+  policy: Policy | None
+  rows: jax.Array
+  keep: dict[int, Any]
+  masses: dict[int, Any]
+  sizes: tuple[tuple[int, int], ...]
+  local: int
+  segments: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -306,6 +335,8 @@ class EvictingCache(WithOpenCache):
     cache = self
     if self._notes_all and not sums:
       cache = self._noting_at_least(open_cache.capacity)
+    if not sees:
+      cache = cache._noting_at_least(self._whole_window or 0)
     watch = cache.watch.started(
       at, sharded=not replicated, anew=not sees, notes=not sums
     )
@@ -387,6 +418,7 @@ class EvictingCache(WithOpenCache):
     self,
     repeated: Repeated | None = None,
     rows: Bool[np.ndarray, " B"] | None = None,
+    ended: Bool[np.ndarray, " B"] | None = None,
   ) -> EvictingCache:
     """Drop the tokens that the policy does not keep; move others into pages.
 
@@ -398,6 +430,9 @@ class EvictingCache(WithOpenCache):
         it; `rj.infer.evict_by_repetition` computes them and evicts.
       rows: Rows to evict from, bool [B]; the others do not change.
         Default: all.
+      ended: Rows whose prompt has been read, bool [B]: of a policy with choices
+        (`FastGen`) their heads keep what they choose now, if all queries that
+        the policy looks at are recorded. Default: none.
 
     Raises:
       OptionError: If called under a trace, where memory can't shrink; or if
@@ -413,22 +448,41 @@ class EvictingCache(WithOpenCache):
         "call rj.infer.evict_by_repetition(model, cache, tokens); "
         "rj.infer.generate does so by itself",
       )
-    return self._evicted(self.kind.policy, repeated, rows)
+    cache, eviction = self._choose(self.kind.policy, repeated, rows, ended)
+    return cache.apply(eviction)
 
   def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> EvictingCache:
     """Make room in the open cache by `evict`.
 
     With a policy that repeats the context, all tokens are kept.
     """
-    policy = None if self.kind.repeats else self.kind.policy
-    return self._evicted(policy, None, rows)
+    cache, eviction = self.choose(rows)
+    return cache.apply(eviction)
 
-  def _evicted(
+  def choose(
+    self,
+    rows: Bool[np.ndarray, " B"] | None = None,
+    ended: Bool[np.ndarray, " B"] | None = None,
+  ) -> tuple[EvictingCache, Eviction | None]:
+    """Choose what `flush` keeps, without dropping other tokens yet.
+
+    `cache, eviction = cache.choose(rows, ended)`, then `cache.apply(eviction)`
+    releases queries that are not needed any more before pages are allocated.
+    The arguments are those of `evict`.
+
+    Returns:
+      The cache, and the choice; None if there is nothing to evict.
+    """
+    policy = None if self.kind.repeats else self.kind.policy
+    return self._choose(policy, None, rows, ended)
+
+  def _choose(
     self,
     policy: Policy | None,
     repeated: Repeated | None,
     rows: Bool[np.ndarray, " B"] | None,
-  ) -> EvictingCache:
+    ended: Bool[np.ndarray, " B"] | None,
+  ) -> tuple[EvictingCache, Eviction | None]:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
       raise OptionError(
         "cache",
@@ -437,12 +491,12 @@ class EvictingCache(WithOpenCache):
         "evict outside of jit; rj.infer.generate does so by itself",
       )
     cache = self._settled()
-    lengths, fresh = map(host, _state_of_rows(self))
+    lengths, fresh, num_queries = map(host, _state_of_rows(cache))
     evicted_rows = fresh if repeated is None else np.asarray(repeated.rows)
     if rows is not None:
       evicted_rows = evicted_rows & rows
     if not evicted_rows.any():
-      return cache.with_room(self.kind.room)
+      return cache, None
     evicts = jnp.asarray(evicted_rows)
     heads, counts = self._competing(), []
     for shape, pages in zip(self.shapes, self.pages, strict=True):
@@ -456,11 +510,8 @@ class EvictingCache(WithOpenCache):
       counts.append(jnp.asarray(by_layer))
     # The budget is traced, so that another one does not recompile.
     policy = None if policy is None else policy.traced()
-    cache = dataclasses.replace(
-      cache, kind=dataclasses.replace(self.kind, policy=policy)
-    )
     scores = {} if repeated is None else repeated.scores
-    choices = chosen(cache, tuple(counts), scores, evicts)
+    choices = chosen(cache._by(policy), tuple(counts), scores, evicts)
     keep, masses, sizes, stays, wrong, segments, choice = choices
     self._check_scores(host(wrong))
     local = open_slots(self.kind, int(host(stays).max(initial=0)), self.shards)
@@ -472,13 +523,38 @@ class EvictingCache(WithOpenCache):
     grows = int(lengths.max()) if continues else None
     shape = page_sizes(self.pages, needs, grows)
     has_segments = bool(host(segments))
-    cache_after = repacked(
-      cache, keep, masses, evicts, shape, local, has_segments
-    )
-    noted = list(cache_after.noted)
+    noted = list(cache.noted)
     for n, numbers in choice.items():
       noted[n] = noted[n]._replace(choice=numbers)
-    return dataclasses.replace(cache_after, kind=self.kind, noted=tuple(noted))
+    cache = dataclasses.replace(cache, noted=tuple(noted))
+    if ended is not None and choice:
+      enough = num_queries >= (self._whole_window or 0)
+      cache = cache._fixing(evicted_rows & ended & enough)
+    eviction = Eviction(
+      policy, evicts, keep, masses, shape, local, has_segments
+    )
+    return cache, eviction
+
+  def apply(self, eviction: Eviction | None) -> EvictingCache:
+    """Drop the tokens that `choose` has not chosen; move others into pages."""
+    if eviction is None:
+      return self.with_room(self.kind.room)
+    policy, rows, *parts = eviction
+    keep, masses, *sizes = parts
+    cache_after = repacked(self._by(policy), keep, masses, rows, *sizes)
+    return dataclasses.replace(cache_after, kind=self.kind)
+
+  def _by(self, policy: Policy | None) -> EvictingCache:
+    """Return the cache with another policy."""
+    kind = dataclasses.replace(self.kind, policy=policy)
+    return dataclasses.replace(self, kind=kind)
+
+  def _fixing(self, rows: Bool[np.ndarray, " B"]) -> EvictingCache:
+    """Fix the choices of rows; release queries that no row needs any more."""
+    if not rows.any():
+      return self
+    noted = _with_fixed(self.noted, rows)
+    return self._placed(dataclasses.replace(self, noted=noted))._settled()
 
   def _check_scores(self, wrong: np.ndarray) -> None:
     """Refuse scores that are NaN or -inf for all tokens.
@@ -522,10 +598,14 @@ class EvictingCache(WithOpenCache):
     open_cache = self.open.truncate(end, most)
     # New tokens will use the freed slots, so their sums restart at 0.
     real = (open_cache.at.seg > 0)[None, :, None]
+    has_tokens = (end > 0)[None, :, None]
     return dataclasses.replace(
       self,
       open=open_cache,
-      noted=self.with_scores(lambda x: jnp.where(real, x, 0)),
+      noted=tuple(
+        x if x.fixed is None else x._replace(fixed=x.fixed & has_tokens)
+        for x in self.with_scores(lambda x: jnp.where(real, x, 0))
+      ),
       pages=tuple(x and x.without(gone) for x in self.pages),
       watch=self.watch.truncated(end),
       ends=jnp.minimum(self.ends, end),
@@ -580,12 +660,32 @@ class EvictingCache(WithOpenCache):
     return 0 if self.watch.at is None else self.watch.at.pos.shape[1]
 
   @property
-  def _window(self) -> int | None:
-    """Number of queries that the policy uses; None for all, or for none."""
+  def _whole_window(self) -> int | None:
+    """Number of queries by which heads choose; None for all, or for none."""
     policy = self.kind.policy
     if self.watch.at is None or policy is None or policy.queries is None:
       return None
     return self.kind.noted(self.limit)[0]
+
+  @property
+  def _window(self) -> int | None:
+    """Number of queries that the policy uses now; None for all, or for none.
+
+    Fewer once the choices of all rows are fixed.
+    """
+    window, policy = self._whole_window, self.kind.policy
+    few = None if policy is None else policy.fixed_queries
+    if window is None or few is None or few >= window:
+      return window
+    if isinstance(self.ends, jax.core.Tracer):
+      return window
+    fixed = _fixed_everywhere(self)
+    return few if fixed is not None and host(fixed).all() else window
+
+  def with_few_queries(self) -> EvictingCache:
+    """Return a cache for as many queries as are used with fixed choices."""
+    assert self.kind.policy is not None
+    return _noting(self, self.kind.policy.fixed_queries)
 
   def snapshot(self) -> EvictingCache:
     """Save the state for `restore`; copies pages and open tokens."""
@@ -603,16 +703,20 @@ class EvictingCache(WithOpenCache):
     empty = lambda x: (
       x and x.with_table(jnp.where(gone[None, :, None, None], -1, x.table))
     )
-    watch = self.watch.truncated(jnp.where(gone, 0, np.iinfo(np.int32).max))
+    # Rows that begin anew may need more queries than those that stay.
+    cache = self._noting_at_least(self._whole_window or 0)
+    watch = cache.watch.truncated(jnp.where(gone, 0, np.iinfo(np.int32).max))
     if watch.count is not None:
       watch = dataclasses.replace(watch, count=jnp.where(gone, 0, watch.count))
-    clear = lambda x: jnp.where(gone.reshape(1, -1, *(1,) * (x.ndim - 2)), 0, x)
+    clear = lambda x: jnp.where(
+      gone.reshape(1, -1, *(1,) * (x.ndim - 2)), jnp.zeros((), x.dtype), x
+    )
     return self._placed(
       dataclasses.replace(
         self,
         open=open_cache,
         pages=tuple(map(empty, self.pages)),
-        noted=jax.tree.map(clear, self.noted),
+        noted=jax.tree.map(clear, cache.noted),
         watch=watch,
         ends=jnp.where(gone, 0, self.ends),
         stayed=jnp.where(gone, 0, self.stayed),
@@ -916,11 +1020,44 @@ def _lengths(cache: EvictingCache) -> jax.Array:
 
 @bounded
 @jax.jit
-def _state_of_rows(cache: EvictingCache) -> tuple[jax.Array, jax.Array]:
-  """Length of each row, and whether it got tokens since its eviction."""
-  slot_table = cache.open.held
+def _state_of_rows(
+  cache: EvictingCache,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """State of each row before an eviction.
+
+  Returns:
+    Its length, whether it got tokens since its eviction, and how many of its
+    queries are recorded.
+  """
+  slot_table, at = cache.open.held, cache.watch.at
   came = slot_table.tokens() > cache.stayed
-  return slot_table._everywhere(cache.length), slot_table._everywhere(came)
+  num_queries = jnp.zeros((cache.batch,), jnp.int32)
+  if at is not None:
+    num_queries = jnp.sum(at.seg > 0, 1, dtype=jnp.int32)
+  length, came, num_queries = map(
+    slot_table._everywhere, (cache.length, came, num_queries)
+  )
+  return length, came, num_queries
+
+
+@bounded
+@jax.jit
+def _with_fixed(
+  noted: tuple[Noted, ...], rows: Bool[Array, " B"]
+) -> tuple[Noted, ...]:
+  """Fix the choices of rows."""
+  return tuple(
+    x if x.fixed is None else x._replace(fixed=x.fixed | rows[None, :, None])
+    for x in noted
+  )
+
+
+@bounded
+@jax.jit
+def _fixed_everywhere(cache: EvictingCache) -> jax.Array | None:
+  """`fixed_rows` on all devices."""
+  fixed = fixed_rows(cache)
+  return None if fixed is None else cache.open.held._everywhere(fixed)
 
 
 # Number of tokens for which a cache that grows by evictions preallocates pages.

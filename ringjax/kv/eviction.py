@@ -94,6 +94,7 @@ def part_specs(part: _Part) -> _Part:
       spec_or_none(noted.score, places.by_head),
       spec_or_none(noted.choice, P(None, batch, heads)),
       spec_or_none(noted.paged, places.by_head),
+      spec_or_none(noted.fixed, P(None, batch, heads)),
     ),
   )
 
@@ -382,7 +383,7 @@ def chosen(
     parts,
     cache.open.at,
     cache.length,
-    watch.at,
+    _looked_at(cache),
     watch.count,
     counts,
     repeated,
@@ -394,6 +395,31 @@ def chosen(
   others = jnp.stack([jnp.any(x > 1) for x in segments]).any()
   replicated = jax.tree.map(everywhere, (sizes, stays, wrong, others))
   return keeps, masses, *replicated, choice
+
+
+def _looked_at(cache: EvictingCache) -> Coords | None:
+  """Coordinates [B, W] of the recorded queries that the policy looks at.
+
+  The queries are in the order in which they came. Of rows with fixed choices it
+  is the newest few, whatever other rows of the batch need.
+  """
+  at, policy = cache.watch.at, cache.kind.policy
+  fixed = fixed_rows(cache)
+  if at is None or fixed is None or policy is None:
+    return at
+  num_queries = at.pos.shape[1]
+  few = policy.fixed_queries or num_queries
+  is_old = jnp.arange(num_queries, dtype=jnp.int32) < num_queries - few
+  hidden = fixed[:, None] & is_old[None]
+  return Coords(at.pos, jnp.where(hidden, 0, at.seg))
+
+
+def fixed_rows(cache: EvictingCache) -> Bool[Array, " B"] | None:
+  """Mask of the rows whose choices are fixed; None without choices."""
+  flags = [noted.fixed for noted in cache.noted if noted.fixed is not None]
+  if not flags:
+    return None
+  return jnp.stack([jnp.all(x, (0, 2)) for x in flags]).all(0)
 
 
 def _wrong(flags: list[jax.Array], keep: list[jax.Array]) -> jax.Array:
@@ -528,6 +554,9 @@ def _scored(
     if noted.total is not None:
       moments = Noted(total=take(noted.total), squares=take(noted.squares))
       mean, covariance = moments_of(moments, seen, reading.groups)
+    fixed = None
+    if noted.fixed is not None:
+      fixed = jnp.where(take(noted.fixed), take(noted.choice), 0)
     earlier = None if repeated is None else take(repeated)
     if noted.score is not None:
       paged_score = part.pages.read_score(layer)
@@ -549,6 +578,7 @@ def _scored(
       mean=mean,
       covariance=covariance,
       marks=marks,
+      fixed=fixed,
     )
     evicts = rows[:, None, None]
     mass, flags = None, jnp.zeros((*lead, 3), bool)

@@ -41,6 +41,7 @@ class LocalLook:
       [B, K, s], or None.
     marks: Whether the token at a position is marked, bool [B, P]; None if the
       policy uses no marks.
+    fixed: Choices of the heads that keep theirs, int32 [B, K], or None.
   """
 
   views: Sequence[KVView]
@@ -57,6 +58,7 @@ class LocalLook:
   mean: Float[Array, "B K G H"] | None = None
   covariance: Float[Array, "B K G H H"] | None = None
   marks: Bool[Array, "B P"] | None = None
+  fixed: Int[Array, "B K"] | None = None
 
   @property
   def real(self) -> Bool[Array, "B K S"]:

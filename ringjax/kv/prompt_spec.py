@@ -70,6 +70,10 @@ def prompt_spec(
     slots = few_slots
   open_tokens = _open_tokens(kind, tokens)
   policy = kind.policy
+  window = 0 if policy is None else policy.queries
+  if policy is not None and policy.choices and tokens >= (window or 0):
+    # Heads keep their choices from here on, by fewer queries.
+    reading = jax.eval_shape(EvictingCache.with_few_queries, reading)
   if policy is not None and policy.sums_prompts:
     noted = jax.eval_shape(
       lambda cache: tuple(map(with_paged_sums, cache.noted, cache.pages)),

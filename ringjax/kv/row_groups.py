@@ -169,6 +169,24 @@ class RowGroups:
     """Make room for more tokens; see `EvictingCache.flush`."""
     return self._map_caches(lambda cache, x: cache.flush(x), rows)
 
+  def choose(
+    self,
+    rows: Bool[np.ndarray, " B"] | None = None,
+    ended: Bool[np.ndarray, " B"] | None = None,
+  ) -> tuple[RowGroups, tuple[Any, ...]]:
+    """Choose what each group keeps; see `EvictingCache.choose`."""
+    parts = zip(self.caches, self.split(rows), self.split(ended), strict=True)
+    caches, evictions = zip(
+      *(cache.choose(*of_rows) for cache, *of_rows in parts), strict=True
+    )
+    return dataclasses.replace(self, caches=caches), evictions
+
+  def apply(self, evictions: tuple[Any, ...]) -> RowGroups:
+    """Drop other tokens than those chosen; see `EvictingCache.apply`."""
+    pairs = zip(self.caches, evictions, strict=True)
+    caches = tuple(cache.apply(eviction) for cache, eviction in pairs)
+    return dataclasses.replace(self, caches=caches)
+
   def limited(self, limit: int) -> RowGroups:
     return self._map_caches(lambda cache: cache.limited(limit))
 

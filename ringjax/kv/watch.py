@@ -43,6 +43,8 @@ class Noted(NamedTuple):
       int32 [L, B, K]; 0 for none.
     paged: Sums of column masses of the slots of pages since these were made, in
       the order of a head's table; None if there are no such sums.
+    fixed: Whether a head keeps its choice, bool [L, B, K], the same for all
+      heads of a row.
   """
 
   newest: Float[ArrayLeaf, "L B W N H"] | None = None
@@ -51,12 +53,16 @@ class Noted(NamedTuple):
   score: Float[ArrayLeaf, "L B K S"] | None = None
   choice: Int[ArrayLeaf, "L B K"] | None = None
   paged: Float[ArrayLeaf, "L B K _"] | None = None
+  fixed: Bool[ArrayLeaf, "L B K"] | None = None
 
   def started(self) -> Noted:
     """Reset sums and choices at the start of a prompt."""
     zero = lambda x: None if x is None else jnp.zeros_like(x)
     return self._replace(
-      score=zero(self.score), choice=zero(self.choice), paged=zero(self.paged)
+      score=zero(self.score),
+      choice=zero(self.choice),
+      paged=zero(self.paged),
+      fixed=zero(self.fixed),
     )
 
   def without(self, rows: Bool[Array, " B"]) -> Noted:
@@ -134,7 +140,7 @@ class QueryWatch:
     def like(shape: tuple[int, ...], dtype: DTypeLike, over: tuple) -> Any:
       return room.like((*lead, *shape), dtype, (*names, *over))
 
-    newest = total = squares = score = choice = None
+    newest = total = squares = score = choice = fixed = None
     if summed:
       score = like((summed, room.capacity), jnp.float32, ("heads", "tokens"))
     if self.at is not None:
@@ -145,7 +151,8 @@ class QueryWatch:
       squares = like((heads, dim, dim), jnp.float32, ("heads",))
     if choosing:
       choice = like((choosing,), jnp.int32, ("heads",))
-    return Noted(newest, total, squares, score, choice)
+      fixed = like((choosing,), jnp.bool_, ("heads",))
+    return Noted(newest, total, squares, score, choice, fixed=fixed)
 
   def started(
     self, at: Coords, *, sharded: bool, anew: bool, notes: bool = True

@@ -184,6 +184,9 @@ PATHS: dict[str, Path] = {
   ),
   "expected": _policy(rj.kv.ExpectedAttention(budget=12)),
   "fastgen": _policy(rj.kv.FastGen(punctuation=(1, 5))),
+  "fastgen, fixed choices": _policy(
+    rj.kv.FastGen(recovered=0.8, budget=0.2, local=0.2, window=8)
+  ),
   "knorm": _policy(rj.kv.KeyNorm(budget=12)),
   "lagkv": _policy(rj.kv.LagKV(budget=12)),
   "kvzip": _policy(rj.kv.KVzip(budget=0.5, chunk=16)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,16 @@ from safetensors.numpy import load_file, save_file
 
 import ringjax as rj
 from ringjax.errors import CheckpointFormatError, OptionError, ShapeError
-from ringjax.infer.calibrate import PARTIAL, levels, normalize
+from ringjax.infer.calibrate import PARTIAL, levels, nll, normalize
 from ringjax.kv import kind_text
 from ringjax.models import calibration as files
 from ringjax.models.calibration import FILE, load_calibration, save_calibration
 from ringjax.serve import Engine, Request
 from tests import checkpoints
 from tests.helpers import SMALL
+
+# `rj.infer.calibrate` is the function.
+calibrate_module = sys.modules["ringjax.infer.calibrate"]
 
 CONFIG = {
   **SMALL,
@@ -270,6 +274,39 @@ def test_levels_are_the_weighted_means_of_their_cells():
   low, high = levels(weight, total, 2)[0, 0]
   assert low == pytest.approx((25 + 0.5) / 512 - 1, abs=1e-4)
   assert high == pytest.approx((905 + 0.5) / 512 - 1, abs=1e-4)
+
+
+def test_the_loss_of_blocks_of_tokens_is_that_of_all(model):
+  """Its gradients too; 47 tokens are no whole number of blocks."""
+  labels = jnp.asarray(ROWS[0, 1:])
+  h = np.random.default_rng(4).normal(size=(47, model.config.embed))
+  h = jnp.asarray(h, jnp.float32)
+
+  def plain(h):
+    chance = jax.nn.log_softmax(model.logits(h), -1)
+    return -jnp.sum(jnp.take_along_axis(chance, labels[:, None], -1))
+
+  blocks = lambda h: nll(model, h, labels, block=16)
+  for got, want in zip(
+    jax.value_and_grad(blocks)(h), jax.value_and_grad(plain)(h), strict=True
+  ):
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.long
+def test_gradients_take_less_memory_than_the_logits():
+  """Of a vocabulary of 65,536, by the compiler's count."""
+  wide = {**CONFIG, "vocab_size": 65536}
+  work = calibrate_module._Work(
+    rj.models.create(wide, seed=0), np.ones((1, 512), np.int32), [0], 0.01, 1,
+    "fisher", "", "channel", False,
+  )  # fmt: skip
+  lowered = work._counts.lower(
+    work.model, work.attend, work.ids, work.arrays, {0: work.scales(0)}, 1,
+    0.01, "fisher", False,
+  )  # fmt: skip
+  memory = lowered.compile().memory_analysis()
+  assert memory.temp_size_in_bytes < 4 * 512 * 65536
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+import ringjax as rj
 from ringjax import infer, kv
 from ringjax.errors import OptionError
 from ringjax.kv import kind_text
@@ -18,6 +19,7 @@ from ringjax.kv.prompt_spec import prompt_spec
 from ringjax.kv.tiered import TieredCache
 from ringjax.parallel import chips
 from tests.contracts import cache as contract
+from tests.helpers import SMALL
 
 KINDS_OF_PARTS = {
   "dense": {"numbers"},
@@ -69,6 +71,9 @@ def test_parts_add_up_to_all_bytes(text):
     pytest.param("grouped", "h2o:budget=.2", marks=pytest.mark.long),
     pytest.param("grouped", "int8+snapkv:window=8", marks=pytest.mark.long),
     pytest.param("windows", "sinks:first=4", marks=pytest.mark.long),
+    pytest.param(
+      "grouped", "fastgen:window=128,recovered=1", marks=pytest.mark.long
+    ),
   ],
 )
 def test_a_plan_has_the_bytes_of_a_session_behind_its_prompt(family, text):
@@ -89,6 +94,18 @@ def test_a_plan_has_the_bytes_of_a_session_behind_its_prompt(family, text):
     (held,), (shape,) = session.cache.tokens(), model.kinds
     numbers = held.sum() * (shape.key + shape.value)
     assert said.bits == pytest.approx(8 * said.nbytes / numbers)
+
+
+def test_heads_that_keep_everything_take_few_bytes_more():
+  """FastGen keeps few queries behind a prompt, and none twice."""
+  config = {**SMALL, "model_type": "llama", "head_dim": 64}
+  config |= {"num_attention_heads": 9, "num_key_value_heads": 3}
+  model, tokens = rj.models.abstract(config), 8192
+  args = model.kinds, 1, tokens, model.dtype
+  dense = bytes_each(KVCache.spec(*args, kind=KINDS["dense"]))
+  plan = prompt_spec(*args, kind=KINDS["fastgen"])
+  assert bytes_each(plan.cache) < 1.04 * dense
+  assert bytes_each(plan.reading) + bytes_each(plan.cache) < 2.05 * dense
 
 
 def test_what_a_plan_takes_policies_to_keep():

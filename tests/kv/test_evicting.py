@@ -21,6 +21,7 @@ from ringjax.kv.eviction import _staying as staying
 from ringjax.kv.pages import Places, few_sizes
 from ringjax.ops.mask import Coords
 from tests.contracts import cache as contract
+from tests.contracts.cache import holds
 from tests.helpers import SMALL, swept
 
 POLICIES = {
@@ -104,6 +105,7 @@ KEPT = {
   "snapkv, exact": rj.kv.SnapKV(window=4),
   "kvzip": rj.kv.KVzip(),
   "sinks in the cache": rj.kv.Sinks(budget=6, sinks=2, positions="cache"),
+  "kivi, residual": "kivi2:residual=8,group=8,page=8,room=4",
 }
 # Each policy, in families that take turns.
 OFTEN = [
@@ -132,8 +134,16 @@ def test_law(law, name, shards):
     # Heads take different choices.
     policy = dataclasses.replace(policy, recovered=0.8)
   codec, recent = ("int4", 4) if exact else ("dense", 0)
-  kind = kind_of(policy, codec, "grouped", recent=recent)
-  law(contract.Setup(kind, shards, "grouped"))
+  if isinstance(policy, str):
+    setup = contract.Setup(kind_text.parse(policy), shards, "grouped")
+    if shards > 1:
+      with pytest.raises(OptionError, match="residual"):
+        setup.empty()
+      return
+  else:
+    kind = kind_of(policy, codec, "grouped", recent=recent)
+    setup = contract.Setup(kind, shards, "grouped")
+  law(setup)
 
 
 @pytest.mark.parametrize(
@@ -583,6 +593,71 @@ def test_heads_say_what_they_chose(recovered, shards):
         assert name in {0.01: names[:1], 1.0: names[3:]}.get(recovered, names)
   assert cache.take([1]).choices(0) == cache.choices(1)
   assert set(cache.reset([0]).choices(0)) == {None}
+
+
+def fixing(**options):
+  """FastGen that looks at 72 queries, and at 64 once choices are fixed."""
+  options = dict(recovered=0.3, budget=0.1, local=0.1, window=72) | options
+  return kind_of(rj.kv.FastGen(**options), family="grouped", room=8)
+
+
+PROMPT = np.random.default_rng(5).integers(1, 64, (2, 96)).astype(np.int32)
+
+
+@pytest.mark.long
+def test_heads_keep_what_they_chose_for_a_prompt():
+  """An eviction behind a prompt fixes choices; fewer queries stay noted."""
+  cache = empty(1, fixing(), "grouped", 1, 128).with_room(80)
+  _, cache = read(1, PROMPT[:1, :80], cache, "grouped")
+  plain, fixed = cache.evict(), cache.evict(ended=np.ones(1, bool))
+  assert holds(fixed) == holds(plain) and fixed.choices(0) == plain.choices(0)
+  shape = fixed.shapes[0]
+  noted = [x.noted[0].newest.shape[2] for x in (plain, fixed)]
+  assert noted == [72, 64]
+  fewer = plain.nbytes() - fixed.nbytes()
+  query = shape.layers * shape.heads * shape.reading.groups * shape.key * 4
+  assert fewer == 8 * (query + 3 * 4)
+  # Heads that choose would now take everything.
+  whole = fixing(recovered=1.0)
+  later = [dataclasses.replace(x, kind=whole) for x in (plain, fixed)]
+  for n, after in enumerate(later):
+    _, after = read(1, PROMPT[:1, 80:88], after.with_room(8), "grouped")
+    later[n] = after.evict()
+  assert {x for heads in later[0].choices(0) for x in heads} == {"full"}
+  assert later[1].choices(0) == fixed.choices(0) != later[0].choices(0)
+  assert later[1].tokens()[0].sum() < later[0].tokens()[0].sum()
+  # A row that begins anew chooses, by as many queries as before.
+  for anew in (fixed.reset([0]), fixed.truncate(0).with_slack(0)):
+    assert anew.noted[0].newest.shape[2] == 72
+    assert not np.asarray(anew.noted[0].fixed).any()
+  pair = plain.take([0, 0]).insert([1], fixed)
+  assert np.asarray(pair.noted[0].fixed)[0, :, 0].tolist() == [False, True]
+
+
+@pytest.mark.slow
+def test_rows_fix_their_choices_apart():
+  """Beside a short row, whose heads choose on, a long one is as it is alone."""
+  model, rows = contract.model(1, "grouped"), [PROMPT[0], PROMPT[1, :20]]
+
+  def answers(which, **options):
+    session = rj.infer.Session(
+      model, 256, batch=len(which), cache_kind=fixing(), **options
+    )
+    new = rj.infer.generate(
+      model, [rows[n] for n in which], max_new_tokens=12, cache=session
+    )
+    return session.cache, new.tokens.tolist()
+
+  width = lambda cache: cache.noted[0].newest.shape[2]
+  (both, told), (long, of_long) = answers([0, 1]), answers([0])
+  assert told[:1] == of_long
+  assert holds(both)[:1] == holds(long)
+  assert both.choices(0) == long.choices(0)
+  assert (width(both), width(long)) == (72, 64)
+  # In groups each row has a cache, and queries, of its own.
+  groups, of_groups = answers([0, 1], rows_at_once=1)
+  assert of_groups == told
+  assert list(map(width, groups.caches)) == [64, 72]
 
 
 def test_a_share_of_no_attention_is_refused():

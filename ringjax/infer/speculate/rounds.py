@@ -418,7 +418,7 @@ def speculated(
       remaining = np.minimum(rows.remaining(), budget - used)
       if not remaining.any():
         # No live row has room left; the cache of ended rows is not flushed.
-        session.cache = session.cache.flush(rows.live)
+        session.make_room(rows.live)
         session.keep_slack(slack)
         budget, used = session.cache.steps(), np.zeros(batch, int)
         continue

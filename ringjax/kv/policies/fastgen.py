@@ -16,6 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 from ringjax.checks import integer, number
 from ringjax.kv.policies.policy import Look, Policy, floored_share, highest
 
+# Newest queries by which heads with fixed choices find their frequent tokens.
+_FIXED_QUERIES = 64
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FastGen(Policy):
@@ -24,7 +27,9 @@ class FastGen(Policy):
   Nested choices: the first tokens; also punctuation, if its ids are given; also
   the most frequent tokens; also the nearest tokens; all tokens. A head takes
   the smallest with which every query head of the group recovers `recovered`.
-  Heads choose again at each eviction; in the paper they do not.
+  As in the paper, heads keep what they chose for a prompt: `generate` and
+  `Session` fix the choices at the end of the first prompt behind which `window`
+  queries are known. Until then heads choose at each eviction.
 
   Attributes:
     budget: Budget of the frequent tokens.
@@ -59,6 +64,10 @@ class FastGen(Policy):
   @property
   def queries(self) -> int | None:
     return self.window
+
+  @property
+  def fixed_queries(self) -> int | None:
+    return min(self.window, _FIXED_QUERIES)
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -110,7 +119,10 @@ class FastGen(Policy):
     named = [special]
     if self.punctuation:
       named.append(special | look.marked)
-    queries = jnp.minimum(jnp.maximum(length - look.pos, 1), self.window)
+    assert look.fixed is not None and self.fixed_queries is not None
+    is_fixed = look.fixed > 0
+    window = jnp.where(is_fixed, self.fixed_queries, self.window)[..., None]
+    queries = jnp.minimum(jnp.maximum(length - look.pos, 1), window)
     mass = jnp.mean(look.column_mass(), 2) / queries.astype(jnp.float32)
     mass = jnp.where(look.real & ~named[-1], mass, -jnp.inf)
     num_frequent = self._many(self.budget, look.length)
@@ -136,7 +148,8 @@ class FastGen(Policy):
     if self.recovered == 1:
       enough = jnp.zeros_like(enough)
     enough = enough.at[-1].set(True)
-    return sets, jnp.argmax(enough, 0)
+    choice = jnp.argmax(enough, 0).astype(jnp.int32)
+    return sets, jnp.where(is_fixed, look.fixed - 1, choice)
 
   def _many(
     self, budget: int | float, length: Int[Array, " B"]

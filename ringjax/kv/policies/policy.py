@@ -39,6 +39,8 @@ class Look(Protocol):
       policy sets `moments`.
     covariance: Covariance of the queries, float32 [B, K, G, H, H].
     marked: Whether a token's id is in the policy's `marks`, bool [B, K, S].
+    fixed: Choice of each head that keeps its choice, from 1, int32 [B, K]; 0
+      for a head that chooses. None if the policy has no choices.
   """
 
   real: Bool[Array, "B K S"]
@@ -50,6 +52,7 @@ class Look(Protocol):
   reading: KeyReading
   mean: Float[Array, "B K G H"] | None
   covariance: Float[Array, "B K G H H"] | None
+  fixed: Int[Array, "B K"] | None
 
   @property
   def marked(self) -> Bool[Array, "B K S"]: ...
@@ -117,6 +120,11 @@ class Policy:
     None for all since the last eviction.
     """
     return 0
+
+  @property
+  def fixed_queries(self) -> int | None:
+    """Number of newest queries that it looks at once choices are fixed."""
+    return self.queries
 
   @property
   def choices(self) -> tuple[str, ...]:
