@@ -46,7 +46,7 @@ def check_output(path: str) -> None:
       tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
       raise ValueError(
-        f"got cannot write to {path}: {error.strerror}; pass a path in another "
+        f"cannot write to {path}: {error.strerror}; pass a path in another "
         "directory"
       ) from None
 

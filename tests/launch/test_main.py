@@ -147,8 +147,13 @@ def test_a_file_to_write_is_checked_before_the_work(name, tmp_path):
     path = tmp_path / "new" / flag / "result"
     values([name, f"--{flag}={path}"])
     assert path.parent.is_dir()
-    with pytest.raises(flags.IllegalFlagValueError, match="taken"):
-      values([name, f"--{flag}={tmp_path / 'taken' / 'result'}"])
+    for wrong, words in (
+      (tmp_path / "taken" / "result", "cannot write to .*taken"),
+      (tmp_path, "a directory; add the name of the file"),
+      ("", "an empty path"),
+    ):
+      with pytest.raises(flags.IllegalFlagValueError, match=words):
+        values([name, f"--{flag}={wrong}"])
 
 
 def test_configs_are_found_from_any_folder(tmp_path):

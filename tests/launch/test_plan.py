@@ -282,7 +282,6 @@ def test_calls_are_timed():
     (("kvr", "--save_table"), "--table"),
     (("kvr", "--table=x", "--prefix=5"), "--prefix"),
     (("kvr", "--table=none.json"), "none.json"),
-    (("kvr", "--plot=/dev/null/x.png"), "/dev/null"),
     (("kvr", "--fit", "--paper"), "--paper"),
     (("kvr", "--fit", "--profile=x"), "--profile"),
     (("kvr", "--fit", "--preset=nobody"), "nobody"),
