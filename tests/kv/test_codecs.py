@@ -106,7 +106,9 @@ def test_code_books(bits, most, by):
   assert np.sqrt(np.mean((back - x) ** 2)) < most
 
 
-@pytest.mark.parametrize("by", ["channel", "token"])
+@pytest.mark.parametrize(
+  "by", [pytest.param("channel", marks=pytest.mark.long), "token"]
+)
 def test_outliers_of_a_page_are_in_any_of_its_vectors(by):
   """All that are far out of one vector are exact, at no more bytes."""
   codec, x = CodeBook(by=by, outliers="1%"), draw(1, 2, 96, 64)
@@ -140,7 +142,9 @@ def test_outliers_of_a_page_are_in_any_of_its_vectors(by):
     codec.encode(jnp.asarray(x[:, :, :40]), given)
 
 
-@pytest.mark.parametrize("outliers", [0.01, "1%"])
+@pytest.mark.parametrize(
+  "outliers", [0.01, pytest.param("1%", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("bits", [4, 3, 2])
 def test_keys_near_the_sink_have_finer_codes(bits, outliers):
   """Without outliers there is no place to say which keys are near it."""

@@ -2,7 +2,7 @@
 
 Guarantees: of a page's numbers, those of P tokens of a head, the farthest are
 kept as float16, wherever they are: all of one vector or none. Their number is
-at min_count `SLACK` times the share that is asked for, and fixed.
+at least `SLACK` times the share that is asked for, and fixed.
 Memory: three bytes an outlier, one for each 255 numbers of the page and a bit a
 token, in equal parts behind the codes of the page's tokens. Bytes that would be
 left hold further outliers.
@@ -45,7 +45,7 @@ def checked(outliers: Any) -> int | float | str:
     OptionError: Another value.
   """
   if not isinstance(outliers, str):
-    number("outliers", outliers, min_count=0, most=0.5)
+    number("outliers", outliers, least=0, most=0.5)
     return outliers
   percent = _PERCENT.fullmatch(outliers)
   value = float(percent[1]) if percent else 0.0
