@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +34,7 @@ _OUTLIER_BYTES = 3
 _PERCENT = re.compile(r"(\d+(\.\d*)?|\.\d+)%")
 
 
-def checked(outliers: Any) -> int | float | str:
+def checked(outliers: int | float | str) -> int | float | str:
   """Check outliers: a share of each vector, or a text, that of a page.
 
   Returns:
