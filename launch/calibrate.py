@@ -39,6 +39,7 @@ import ringjax as rj
 from launch import common, console
 from launch.flag_helpers import FlagHelper
 from launch.group import Group
+from ringjax import option_text
 from ringjax.data import Tokenizer, documents, texts
 from ringjax.errors import OptionError, PromptError
 from ringjax.infer.calibrate import calibrate
@@ -69,7 +70,11 @@ def define(values: flags.FlagValues) -> None:
   new.path("out", None, "Folder for the calibration; default: the model's.")
   new.whole("rows", 16, "Texts that are measured, or as many as there are.")
   new.whole("length", 2048, "Tokens of each.", 16)
-  new.number("outliers", 0.01, "Part of a channel beyond its scale.", 0)
+  new.text(
+    "outliers",
+    "0.01",
+    "Part of a channel beyond its scale; 1%: of kinds with outliers=1%.",
+  )
   new.whole("first", 1, "Tokens at the beginning of a text to leave out.", 0)
   new.texts(
     "normalized",
@@ -221,7 +226,7 @@ def _calibrate(
   calibration = calibrate(
     model,
     rows,
-    outliers=values.outliers,
+    outliers=option_text.value(values.outliers),
     first=values.first,
     weights=values.weights,
     normalized=_normalized(values.normalized),

@@ -33,7 +33,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax import tree
-from ringjax.checks import boolean, integer, number, one_of
+from ringjax.checks import boolean, integer, one_of
 from ringjax.errors import (
   CheckpointFormatError,
   ConfigError,
@@ -42,8 +42,9 @@ from ringjax.infer import inputs
 from ringjax.infer.session import place_of
 from ringjax.kv.base import FreshLayer, NoCache
 from ringjax.kv.cache import LayerCacheSpec
+from ringjax.kv.codecs import page_outliers
 from ringjax.kv.codecs.calibration import BITS, KEYS, WEIGHTS, Calibration
-from ringjax.kv.codecs.code_book import CodeBook, marked
+from ringjax.kv.codecs.code_book import CodeBook
 from ringjax.kv.state import StateShape
 from ringjax.models import calibration as files
 from ringjax.models.transformer import Transformer, tokens_of
@@ -66,7 +67,7 @@ def calibrate(
   model: Transformer,
   tokens: Int[np.ndarray, "N T"],
   *,
-  outliers: int | float = 0.01,
+  outliers: int | float | str = 0.01,
   first: int = 1,
   weights: str = "fisher",
   normalized: Sequence[int] = (2,),
@@ -80,7 +81,8 @@ def calibrate(
   Args:
     model: the model, on one device or a mesh.
     tokens: int32 [N, T], texts; KVQuant takes 16 of 2,048 tokens.
-    outliers: the part of a channel's numbers that its scale leaves out.
+    outliers: the part of a channel's numbers that its scale leaves out; "1%" of
+      kinds with outliers=1%, whose values have them where they are in a page.
     first: tokens at the beginning of each text that are left out; with 1 or
       more the key of the first one is the sink, see `rj.kv.CodeBook`.
     weights: what an error of a number counts: "fisher", the squared gradient of
@@ -104,7 +106,7 @@ def calibrate(
     OptionError: an argument out of range.
   """
   ids = inputs.texts(tokens, model.config.vocab)
-  number("outliers", outliers, least=0, most=0.5)
+  outliers = page_outliers.checked(outliers)
   integer("first", first, least=0, most=ids.shape[1] - 2)
   one_of("weights", weights, WEIGHTS)
   one_of("keys", keys, KEYS)
@@ -153,9 +155,7 @@ def calibrate(
     if progress is not None:
       progress(work.done, total)
   arrays = work.finish(normalized)
-  made = files.make(
-    mine, arrays, weights, float(outliers), first, keys, rotated
-  )
+  made = files.make(mine, arrays, weights, outliers, first, keys, rotated)
   if out is not None and partial is not None:
     files.save_calibration(made, out)
     partial.unlink()
@@ -178,7 +178,7 @@ class _Work:
     model: Transformer,
     ids: np.ndarray,
     kinds: list[int],
-    outliers: float,
+    outliers: float | str,
     first: int,
     weights: str,
     inputs: str,
@@ -192,7 +192,8 @@ class _Work:
     self.done = 0
     count = ids.shape[0] * (ids.shape[1] - first)
     # The quantile is that many numbers from either end.
-    self.far = max(1, round(outliers / 2 * count) + 1)
+    share = page_outliers.share_of(outliers)
+    self.far = max(1, round(share / 2 * count) + 1)
     self.arrays: dict[str, np.ndarray] = {}
     for n in kinds:
       shape: Any = model.kinds[n]
@@ -400,7 +401,7 @@ def _counts(
   held: dict[str, Any],
   scales: dict[int, Any],
   first: int,
-  outliers: float,
+  outliers: float | str,
   weights: str,
   rotated: bool,
 ) -> dict[str, Any]:
@@ -476,12 +477,16 @@ def _by_token(
   held: Float[Array, "3 L K cells"],
   x: Float[Array, "L K T D"],
   fisher: Float[Array, "L K T D"],
-  outliers: float,
+  outliers: float | str,
 ) -> jax.Array:
   """The cells with numbers whose vectors have scales of their own."""
-  index, scale, zero = CodeBook(outliers=outliers).by_token(x)
+  book, count = CodeBook(outliers=outliers), x.shape[2]
+  # Pages are whole.
+  pad = [(0, 0), (0, 0), (0, -count % (book.page or 1)), (0, 0)]
+  _, *scaled = book.by_token(jnp.pad(x, pad, mode="edge"))
+  is_outlier, scale, zero = (y[:, :, :count] for y in scaled)
   scale = jnp.maximum(scale, jnp.float32(1e-8))
-  inside = ~marked(index, x.shape[-1])
+  inside = ~is_outlier
   weight = fisher * jnp.square(scale)
   # The largest is a little beyond 1 where its scale was rounded down.
   x = jnp.clip((x - zero) / scale, -1, 1)

@@ -180,6 +180,14 @@ class CacheKind:
         "keys by channel, of which so many become codes at a time",
         "write kivi2:residual=128, or recent= with other codecs",
       )
+    assert isinstance(self.codec, Codec)
+    if getattr(self.codec.values, "page", None) is not None:
+      raise OptionError(
+        "residual",
+        f"{size}, with a codec of groups of values",
+        "values by token, which become codes one by one",
+        f"write recent={size} in its place",
+      )
     if size % self.page or self.recent != size or self.first:
       raise OptionError(
         "residual",
@@ -208,7 +216,8 @@ class CacheKind:
         "1 or more: tokens stay exact until a group is full",
         "pass recent=128",
       )
-    sizes = {x.page for x in (codec.keys, codec.values) if hasattr(x, "page")}
+    pages = [getattr(x, "page", None) for x in (codec.keys, codec.values)]
+    sizes = {size for size in pages if size is not None}
     if sizes != {self.page}:
       raise OptionError(
         "page",
@@ -402,6 +411,12 @@ class CacheKind:
       if isinstance(codec, Calibrated) and "unrotated" in changes:
         stage = changes["unrotated"]
         changes["codec"] = dataclasses.replace(codec, unrotated=stage)
+      page = None
+      if isinstance(codec, Codec) and not self.grouped:
+        page = codec.page
+      if page is not None:
+        # Groups that are full are encoded at once, if nothing else is said.
+        changes = {"recent": 1, "room": page, "page": page} | changes
     if self.policy is not None:
       policy_options = {
         name.removeprefix("policy."): value
@@ -571,6 +586,9 @@ def _value(name: str, part: str, text: str, like: Any) -> Any:
   if isinstance(like, float) and type(value) is int:
     # 1 means the whole share, 1.0; from 2 on it is a number of tokens.
     return value if value > 1 else float(value)
+  if isinstance(value, str) and part.partition("=")[0].endswith("outliers"):
+    # Of a page, "1%"; the codec checks it.
+    return value
   if isinstance(like, tuple) and type(value) is int:
     return (value,)
   if None not in (like, value) and type(value) is not type(like):

@@ -131,8 +131,8 @@ class SimulatedCache(NoCache):
   ) -> jax.Array:
     """Encode and decode vectors [B, K, T, D], group by group."""
     first, count = self.kind.first, x.shape[2]
-    group = getattr(vectors, "page", 1)
-    if group == 1 or not x.shape[-1]:
+    group = getattr(vectors, "page", None)
+    if group is None or not x.shape[-1]:
       return through(vectors, x, constants)
     if count <= first:
       return x

@@ -20,6 +20,7 @@ from safetensors.numpy import save
 
 from ringjax.errors import CheckpointFormatError, OptionError
 from ringjax.kv.allocation import Allocation
+from ringjax.kv.codecs import page_outliers
 from ringjax.kv.codecs.calibration import KEYS, WEIGHTS, Calibration
 from ringjax.models.fingerprint import fingerprint
 
@@ -50,7 +51,7 @@ def make(
   model: str,
   arrays: Mapping[str, np.ndarray],
   weights: str = WEIGHTS[0],
-  outliers: float | None = None,
+  outliers: float | str | None = None,
   first: int | None = None,
   keys: str = KEYS[0],
   rotated: bool = False,
@@ -178,13 +179,16 @@ def load_calibration(
   weights = metadata.get("weights", WEIGHTS[0])
   outliers, first = metadata.get("outliers"), metadata.get("first")
   try:
-    share = None if outliers is None else float(outliers)
+    part = None
+    if outliers is not None:
+      text = outliers.endswith("%")
+      part = page_outliers.checked(outliers if text else float(outliers))
     skipped = None if first is None else int(first)
   except ValueError:
     raise CheckpointFormatError(
       f"{file}",
       f"outliers={outliers}, first={first}",
-      "two numbers",
+      "a share of a vector or of a page, as 1%, and a number",
       _REMEDY,
     ) from None
   keys = metadata.get("keys", KEYS[0])
@@ -200,7 +204,7 @@ def load_calibration(
     metadata.get("model", ""),
     arrays,
     weights,
-    share,
+    part,
     skipped,
     keys,
     rotated == "True",

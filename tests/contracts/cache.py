@@ -87,6 +87,7 @@ def kind_of(name, family="windows", dtype="float32"):
   found = rj.infer.calibrate(
     model(1, family, dtype),
     draw,
+    outliers=kind.codec.values.outliers,
     keys=kind.codec.keys.by,
     rotated=not kind.unrotated,
   )

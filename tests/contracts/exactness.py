@@ -76,7 +76,8 @@ def _kind(kind, **fields):
     if isinstance(kind, str):
       made = kind_text.parse(kind)
       if isinstance(made.codec, rj.kv.Calibrated):
-        made = made.with_options({"calibration": _calibration()})
+        measured = _calibration(made.codec.values.outliers)
+        made = made.with_options({"calibration": measured})
     return {"cache_kind": made}
 
   return Path(options=options, **fields)
@@ -91,9 +92,9 @@ def _policy(policy, codec=None, **fields):
 
 
 @functools.cache
-def _calibration():
+def _calibration(outliers):
   draw = np.random.default_rng(1).integers(1, 64, (2, 64)).astype(np.int32)
-  return rj.infer.calibrate(model(), draw)
+  return rj.infer.calibrate(model(), draw, outliers=outliers)
 
 
 @functools.cache
@@ -195,6 +196,12 @@ PATHS: dict[str, Path] = {
   "int4": _kind("int4", coded=True),
   "hadamard3": _kind("hadamard3", coded=True),
   "nuq3": _kind("nuq3", coded=True),
+  "nuq3, outliers of pages": _kind(
+    "nuq3:outliers=2%,group=8,recent=4,room=12",
+    coded=True,
+    evicts=True,
+    refusals={"crowd": "nuq3|groups|evict"},
+  ),
   "kivi2": _kind(
     "kivi2:recent=4,group=8,page=8,room=12",
     coded=True,

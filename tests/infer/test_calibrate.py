@@ -170,6 +170,8 @@ def test_options_other_than_those_of_the_calibration_are_refused(model, found):
       kind(**{"keys.outliers": 0.02})
     with pytest.raises(OptionError, match=r"outliers=0\.01"):
       kind(**{"values.outliers": 0})
+    with pytest.raises(OptionError, match=r"outliers=0\.01"):
+      kind(**{"keys.outliers": "1%", "values.outliers": "1%"})
     with pytest.raises(OptionError, match="left out 1 token"):
       kind(first=2)
     with pytest.raises(OptionError, match="keys=token"):
@@ -224,6 +226,40 @@ def test_keys_of_another_sort_have_levels_of_their_own(
     got.append(np.asarray(logits)[:, 0])
   far = np.abs(np.stack(got, 1) - plain) / np.abs(plain).max()
   assert np.quantile(far, 0.9) < 1e-3
+
+
+@pytest.mark.long
+def test_outliers_of_pages_have_a_calibration_of_their_own(model, tmp_path):
+  made = rj.infer.calibrate(
+    model, ROWS, outliers="5%", weights="none", folder=tmp_path
+  )
+  again = load_calibration(tmp_path, model)
+  assert (again, again.outliers) == (made, "5%")
+  each = rj.infer.calibrate(model, ROWS, outliers=0.05, weights="none")
+  of_keys = "0.keys.scale", "0.keys.levels3"
+  for name in of_keys:
+    np.testing.assert_array_equal(made.arrays[name], each.arrays[name])
+  levels3 = "0.values.levels3"
+  assert not np.array_equal(made.arrays[levels3], each.arrays[levels3])
+  source = {"calibration": str(tmp_path)}
+  kind = kind_text.parse("nuq3:outliers=5%").with_options(source)
+  assert model.cache_kind(kind).codec.calibration == made
+  for other in ("outliers=0.01", "outliers=1%", "values.outliers=0.05"):
+    refused = kind_text.parse(f"nuq3:{other}").with_options(source)
+    with pytest.raises(OptionError, match="write outliers=5%"):
+      model.cache_kind(refused)
+  # Channels have the same scales.
+  for source, text in (
+    (made, "keys.outliers=0.05,values.outliers=5%"),
+    (each, "keys.outliers=5%,values.outliers=0.05"),
+  ):
+    kind = kind_text.parse(f"nuq3:{text}")
+    model.cache_kind(kind.with_options({"calibration": source}))
+  (tmp_path / "bad").mkdir()
+  bad = dataclasses.replace(made, outliers="500%")
+  save_calibration(bad, tmp_path / "bad")
+  with pytest.raises(CheckpointFormatError, match="500%"):
+    load_calibration(tmp_path / "bad", model)
 
 
 def test_a_file_from_before_the_sink_is_read(model, found, tmp_path):

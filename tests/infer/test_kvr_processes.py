@@ -79,7 +79,7 @@ def test_all_ranks_came_to_the_end(noted):
     assert noted[rank].get("done"), noted[rank]["log"]
 
 
-@pytest.mark.long_cases(7)
+@pytest.mark.long_cases(5)
 @pytest.mark.parametrize(("model", "part"), CASES)
 def test_logits_and_cache_are_right(noted, model, part):
   found = owner(noted, f"{model} {part}")

@@ -18,6 +18,8 @@ from tests.contracts import cache as contract
 from tests.helpers import refused, swept
 
 P, RECENT, B, CAPACITY = 8, 5, 2, 64
+# Levels by a calibration, and outliers that a page of vectors shares.
+BOOK = "nuq4:outliers=2%,group=8,recent=5,room=4,slack=12"
 
 
 def kind_of(bits=8, **options):
@@ -120,11 +122,15 @@ def test_eight_bits_are_near_the_model(shards, family):
     (False, (33,)),
     pytest.param(True, (33,), marks=pytest.mark.long),
     pytest.param(False, (8, *range(9, 34)), marks=pytest.mark.long),
+    pytest.param(BOOK, (33,), marks=pytest.mark.long),
+    pytest.param(BOOK, (8, *range(9, 34)), marks=pytest.mark.long),
   ],
 )
 def test_a_group_is_encoded_once(unrotated, ends):
   """One by one, in parts and at once there are the same groups and bytes."""
-  kind = kind_of(4, unrotated=unrotated)
+  kind = kind_of(4, unrotated=unrotated is True)
+  if unrotated is BOOK:
+    kind = contract.kind_of(BOOK, "grouped")
   _, first = run(1, "grouped", kind, (24,))
   _, more = run(1, "grouped", kind, (24, 33))
   before, after = paged(first), paged(more)
@@ -151,15 +157,20 @@ def test_a_group_is_encoded_once(unrotated, ends):
     pytest.param("latent", 8, {}, marks=pytest.mark.long),
     pytest.param("windows", 4, {"windowed": True}, marks=pytest.mark.long),
     pytest.param("grouped", 4, {"first": 3}, marks=pytest.mark.long),
+    pytest.param("grouped", BOOK, {"first": 1}, marks=pytest.mark.long),
   ],
 )
 def test_a_simulated_cache_reads_as_tokens_go_in_one_by_one(
   family, bits, options
 ):
   """Nothing is encoded before the first group and the newest are there."""
-  kind = kind_of(bits, room=1, slack=2, **options)
+  options = dict(room=1, slack=2, **options)
+  if bits is BOOK:
+    kind = contract.kind_of(BOOK, family).with_options(options)
+  else:
+    kind = kind_of(bits, **options)
   start = P + RECENT + options.get("first", 0)
-  count = start + (3 if (family, options) == ("grouped", {}) else 10)
+  count = start + (3 if family == "grouped" and "first" not in options else 10)
   want, _ = run(1, family, kind, range(start, count + 1))
   model = contract.model(1, family)
   cache = rj.kv.SimulatedCache.create(model, kind)
@@ -283,6 +294,32 @@ def test_what_is_refused():
   wide = kind_text.parse("kivi2:group=64,page=64")
   assert (wide.page, wide.codec.keys.group) == (64, 64)
   assert kind_text.parse(str(wide)) == wide
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_outliers_of_pages_are_a_kind_of_cache_by_their_text():
+  kind = kind_text.parse("nuq3:outliers=1.0%")
+  assert (kind.recent, kind.page, kind.room) == (1, 32, 32)
+  assert kind == kind_text.parse("nuq3:outliers=1%")
+  assert kind_text.parse(str(kind)) == kind
+  wide = kind_text.parse("nuq2:outliers=.5%,group=64,recent=100")
+  assert (wide.recent, wide.page, wide.codec.keys.group) == (100, 64, 64)
+  assert kind_text.parse(str(wide)) == wide
+  # As KIVI has it: keys by pages, values one by one.
+  keys = kind_text.parse("nuq3:keys.outliers=1%,residual=64")
+  assert keys.grouped and keys.codec.values == rj.kv.KINDS["nuq3"].codec.values
+  for text, says in (
+    ("nuq3:outliers=all", "write outliers=0.01, or outliers=1%"),
+    ("nuq3:outliers=60%", "above 0% up to 50%"),
+    ("nuq3:group=64", "a page of so many tokens"),
+    ("nuq3:outliers=1%,recent=0", "stay exact until a group is full"),
+    ("nuq3:outliers=1%,page=64", "page=32 and group=32"),
+    ("nuq3:outliers=1%,residual=32", "values by token"),
+    ("nuq3:outliers=1%,device=64", "keeps all tokens"),
+    ("nuq3+snapkv:outliers=1%", "no groups in common"),
+    ("h2o:budget=20%", "a value of type float"),
+  ):
+    refused(OptionError, lambda t=text: kind_text.parse(t), says)
 
 
 R = 16

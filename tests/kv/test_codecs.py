@@ -108,10 +108,49 @@ def test_code_books(bits, most, by):
   assert np.sqrt(np.mean((back - x) ** 2)) < most
 
 
+@pytest.mark.parametrize(
+  "by", [pytest.param("channel", marks=pytest.mark.long), "token"]
+)
+def test_outliers_of_a_page_are_in_any_of_its_vectors(by):
+  """All that are far out of one vector are exact, at no more bytes."""
+  codec, x = CodeBook(by=by, outliers="1%"), draw(1, 2, 96, 64)
+  x = np.clip(x, -2, 2)
+  # In head 1 and page 1; and all of a vector in page 2, more than there is
+  # room for: the farthest stay. A vector's own scale is that of most numbers.
+  some = np.arange(64) % (3 if by == "channel" else 20) == 0
+  x[0, 1, 40, some] += np.where(x[0, 1, 40, some] > 0, 20, -20)
+  x[0, 1, 70] += np.linspace(30, 60, 64)
+  given = constants(codec, 64)
+  data = encode(codec, x, given)
+  assert data.shape[-1] == codec.width(64) == CodeBook(by=by).width(64)
+  back = np.asarray(decode(codec, data, 64, jnp.float32, given))
+  exact = back == x.astype(np.float16)
+  count = codec.paged.count(64)
+  assert count >= 1.25 * 0.01 * 32 * 64
+  pages = exact.reshape(2, 3, -1).sum(-1)
+  assert (pages >= count).all() and pages.max() <= count + 4
+  assert exact[0, 1, 40, some].all()
+  assert np.abs(back - x)[0, 1, 40].max() < 1
+  if by == "channel":
+    kept = np.flatnonzero(exact[0, 1, 70])
+    assert kept.min() > 64 - count - 4 and 63 in kept
+  # Bytes of a page are those of its numbers alone.
+  x[0, 1, 70] *= 2
+  same = np.array(encode(codec, x, given) == data)
+  assert not same[0, 1, 64:].all()
+  same[0, 1, 64:] = True
+  assert same.all()
+  with pytest.raises(ShapeError, match="groups of 32"):
+    codec.encode(jnp.asarray(x[:, :, :40]), given)
+
+
+@pytest.mark.parametrize(
+  "outliers", [0.01, pytest.param("1%", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("bits", [4, 3, 2])
-def test_keys_near_the_sink_have_finer_codes(bits):
+def test_keys_near_the_sink_have_finer_codes(bits, outliers):
   """Without outliers there is no place to say which keys are near it."""
-  codec, x = CodeBook(bits=bits), draw(2, 2, 40, 128)
+  codec, x = CodeBook(bits=bits, outliers=outliers), draw(2, 2, 64, 128)
   given = constants(codec, 128)
   x[:, :, ::3] = 20 + x[:, :, ::3] / 10
   data = encode(codec, x, given)
@@ -178,6 +217,10 @@ def test_bytes_are_those_of_the_formula():
   assert CodeBook(bits=3, by="token").width(128) == 48 + 4 + 3
   assert CodeBook(bits=3, by="token", outliers=0).width(128) == 48 + 4
   assert CodeBook(bits=2, outliers=0.02).width(512) == 128 + 10 * 4
+  # 52 outliers of 32 x 128 numbers, 17 blocks of 255 and 32 bits.
+  assert CodeBook(bits=3, outliers="1%").width(128) == 48 + 6
+  assert CodeBook(bits=3, outliers="1%", by="token").width(128) == 48 + 4 + 6
+  assert CodeBook(bits=3, outliers="0.5%", group=128).width(64) == 24 + 2
 
 
 @pytest.mark.parametrize("dim", [20, 128])
@@ -236,6 +279,10 @@ def test_the_transform_keeps_lengths_and_has_an_inverse(dim):
     (lambda: Floats(format="e3m4"), "format"),
     (lambda: Hadamard(bits=8), "bits"),
     (lambda: CodeBook(outliers=0.7), "outliers"),
+    (lambda: CodeBook(outliers="0%"), "outliers=1%"),
+    (lambda: CodeBook(outliers="51%"), "outliers=1%"),
+    (lambda: CodeBook(outliers="1"), "outliers=1%"),
+    (lambda: CodeBook(group=64), "a page of so many tokens"),
     (lambda: CodeBook(by="head"), "by"),
     (lambda: rj.kv.CacheKind(codec=rj.kv.Calibrated()), "unrotated=True"),
     (lambda: rj.kv.CacheKind(codec="int4"), "an rj.kv.Codec, or None"),
@@ -248,6 +295,7 @@ def test_wrong_options(make, says):
 
 BOOKS = [CodeBook(bits=n, by=by) for n in (4, 3, 2)
          for by in ("token", "channel")]  # fmt: skip
+BOOKS.insert(0, CodeBook(bits=3, outliers="1%"))
 
 
 EVERY = [*ERRORS, *BOOKS, ChannelGroups(bits=4), ChannelGroups(bits=2)]

@@ -36,6 +36,7 @@ class Noting:
     return jnp.einsum("bnts,bsnj->btnj", p, v)
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.long
 @pytest.mark.parametrize(
   "family",

@@ -106,6 +106,7 @@ def check(model, mesh, rng, count, *, longest=96, kind=None, **options):
   return at
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(loaded, family):
@@ -254,6 +255,7 @@ def compiled():
   return found
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next"])
 def test_a_trace_compiles_few_programs(loaded, family):

@@ -54,6 +54,7 @@ def check_same(model, parts, *, rounded=False, **options):
     np.testing.assert_allclose(*logprobs, atol=1e-4 if rounded else 1e-5)
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.parametrize(
   ("family", "devices", "option", "value"),
   swept(

@@ -138,6 +138,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.parametrize(("family", "devices", "options"), EVERY)
 def test_no_request_compiles_after_it(loaded, family, devices, options):
   model, mesh = loaded(family, devices)

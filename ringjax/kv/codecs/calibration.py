@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from ringjax.errors import OptionError
+from ringjax.kv.codecs import page_outliers
 from ringjax.kv.codecs.code_book import CodeBook
 from ringjax.kv.codecs.codec import Codec
 
@@ -36,8 +37,9 @@ class Calibration:
       "N.keys.levelsB", "N.values.levelsB" [L, K, 2**B]. Files that were written
       before the sink was measured have none, and no key is near it.
     weights: by what errors were weighed, one of `WEIGHTS`.
-    outliers: part of a channel's numbers that its scale left out; None: of a
-      file that does not say it.
+    outliers: part of a channel's numbers that its scale left out, "1%" where a
+      page of values was looked at and not each; None: of a file that does not
+      say it.
     first: tokens at the beginning of each text that were left out, or None.
     keys: what a scale of keys is of, one of `KEYS`: "channel", and then the
       scales are in here; "token", and then a key has its own.
@@ -48,7 +50,7 @@ class Calibration:
   digest: str
   arrays: dict[str, np.ndarray]
   weights: str = WEIGHTS[0]
-  outliers: float | None = None
+  outliers: float | str | None = None
   first: int | None = None
   keys: str = KEYS[0]
   rotated: bool = False
@@ -110,14 +112,20 @@ class Calibration:
         f"write unrotated={not self.rotated}, or calibrate with python -m "
         f"launch.calibrate --rotated={not codec.unrotated}",
       )
+    if self.outliers is None:
+      return
     for book in (codec.keys, codec.values):
-      if self.outliers is not None and book.outliers != self.outliers:
+      same = book.outliers == self.outliers
+      if book.by == "channel":
+        # A channel's scale leaves them out, wherever they are kept.
+        same = book.share == page_outliers.share_of(self.outliers)
+      if not same:
         raise OptionError(
           "outliers",
-          f"{book.outliers:g}, with a calibration of {self.outliers:g}",
+          f"{book.outliers}, with a calibration of {self.outliers}",
           "the same part, by which scales and levels were measured",
-          f"write outliers={self.outliers:g}, or calibrate with python -m "
-          f"launch.calibrate --outliers={book.outliers:g}",
+          f"write outliers={self.outliers}, or calibrate with python -m "
+          f"launch.calibrate --outliers={book.outliers}",
         )
 
   def check_first(self, first: int) -> None:

@@ -107,13 +107,20 @@ class ChannelGroups:
 
   def _groups(self, x: jax.Array) -> jax.Array:
     """[B, K, T, D] -> [B, K, n, P, D]."""
-    tokens = x.shape[-2]
-    if tokens % self.group:
-      raise ShapeError(
-        "tokens",
-        f"{tokens} tokens to encode by channel",
-        f"groups of {self.group}",
-        "store them with rj.kv.EvictingCache, which encodes whole groups",
-      )
-    groups = tokens // self.group
-    return x.reshape(*x.shape[:-2], groups, self.group, x.shape[-1])
+    check_groups(x.shape[-2], self.group)
+    return x.reshape(*x.shape[:-2], -1, self.group, x.shape[-1])
+
+
+def check_groups(tokens: int, group: int) -> None:
+  """Refuse a part of a group.
+
+  Raises:
+    ShapeError: A part of a group.
+  """
+  if tokens % group:
+    raise ShapeError(
+      "tokens",
+      f"{tokens} tokens to encode together",
+      f"groups of {group}",
+      "store them with rj.kv.EvictingCache, which encodes whole groups",
+    )

@@ -1,8 +1,10 @@
 """Code books: numbers as the nearest of a few levels that fit a model's keys.
 
 Guarantees: the numbers that are farthest out, a fixed number a vector, are
-kept as float16, and their codes are 0; others are the nearest level. Decoding
-needs the levels (and for keys the scale of each channel), which come from a
+kept as float16, and their codes are 0; others are the nearest level. With
+`outliers` such as "1%" these are the farthest of a page of vectors, any number
+in one, as the paper has them; then pages are encoded whole. Decoding needs the
+levels (and for keys the scale of each channel), which come from a
 calibration. A key that is closer to the sink than to the channels' zeros, as
 that of a text's first token is, has codes of what it has more than the sink,
 finer by the sink's factor: at no more bytes, wherever the key is stored.
@@ -25,9 +27,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from ringjax.checks import number, one_of
-from ringjax.kv.codecs import code_bytes
+from ringjax.checks import one_of, positive_int
+from ringjax.errors import OptionError
+from ringjax.kv.codecs import code_bytes, page_outliers
 from ringjax.kv.codecs.levels import lookup, nearest
+from ringjax.kv.codecs.page_outliers import PageOutliers
 from ringjax.ops.attention.code_format import CodeFormat
 
 
@@ -38,64 +42,101 @@ class CodeBook:
   Attributes:
     bits: 2, 3 or 4.
     outliers: the part of a vector that is kept exactly, at least one number if
-      it is above 0.
+      it is above 0; or a text, "1%": the part of a page of `group` tokens, with
+      room for a quarter more, see `PageOutliers`.
     by: "channel": constants are (scale, zero, sink, factor, levels), [K, D]
       three times, [K, 1] and [K, 2**bits], or without outliers (scale, zero,
       levels); "token": a vector has a scale and a zero of its own, and the
       constants are the levels alone.
+    group: tokens of a page, where outliers are a part of it.
   """
 
   needs_constants: ClassVar[bool] = True
 
   bits: int = 3
-  outliers: int | float = 0.01
+  outliers: int | float | str = 0.01
   by: str = "channel"
+  group: int = 32
 
   def __post_init__(self) -> None:
     one_of("bits", self.bits, (2, 3, 4))
-    number("outliers", self.outliers, least=0, most=0.5)
+    outliers = page_outliers.checked(self.outliers)
+    object.__setattr__(self, "outliers", outliers)
     one_of("by", self.by, ("channel", "token"))
+    positive_int("group", self.group)
+    if self.paged is None and self.group != CodeBook.group:
+      raise OptionError(
+        "group",
+        f"{self.group}, with outliers={self.outliers} of each vector",
+        "outliers as a part of a page of so many tokens",
+        "write outliers=1%, or leave group out",
+      )
+
+  @property
+  def share(self) -> float:
+    """Part of the numbers that is kept exactly."""
+    return page_outliers.share_of(self.outliers)
+
+  @property
+  def paged(self) -> PageOutliers | None:
+    """The outliers of a page of vectors; None: a vector has some of its own."""
+    if not isinstance(self.outliers, str):
+      return None
+    return PageOutliers(share=self.share, group=self.group, marks=self.sinks)
+
+  @property
+  def page(self) -> int | None:
+    """Tokens that are encoded together; None: each is encoded alone."""
+    return self.group if isinstance(self.outliers, str) else None
 
   def sparse(self, dim: int) -> int:
-    """Numbers of a vector that are kept exactly."""
-    return max(1, round(self.outliers * dim)) if self.outliers > 0 else 0
+    """Numbers of a vector that are kept exactly, where all keep as many."""
+    return max(1, round(self.share * dim)) if self.share > 0 else 0
 
   @property
   def sinks(self) -> bool:
     """Whether a vector says if it is coded by its distance from the sink.
 
-    The lowest bit of its first outlier says so.
+    The lowest bit of its first outlier says so, or its bit in a page.
     """
-    return self.by == "channel" and self.outliers > 0
+    return self.by == "channel" and self.share > 0
 
   def width(self, dim: int) -> int:
-    own = 4 if self.by == "token" else 0
-    index = np.dtype(_index_dtype(dim)).itemsize
-    codes = code_bytes.packed_bytes(dim, self.bits)
-    return codes + own + (2 + index) * self.sparse(dim)
+    return sum(self.byte_parts(dim).values())
+
+  def byte_parts(self, dim: int) -> dict[str, int]:
+    """Bytes of a vector: codes, scales, outliers."""
+    outliers = (2 + np.dtype(_index_dtype(dim)).itemsize) * self.sparse(dim)
+    if self.paged is not None:
+      outliers = self.paged.width(dim)
+    return {
+      "codes": code_bytes.packed_bytes(dim, self.bits),
+      "scales": 4 if self.by == "token" else 0,
+      "outliers": outliers,
+    }
 
   def encode(
     self, x: Float[Array, "B K T D"], constants: Sequence[Any] = ()
   ) -> UInt8[Array, "B K T X"]:
     dim, x = x.shape[-1], x.astype(jnp.float32)
-    count = self.sparse(dim)
     near_sink = None
     if self.by == "channel":
       scale, zero = (_per_channel(c) for c in constants[:2])
       if self.sinks:
         near_sink, scale, zero = self._bases(x, constants)
-      index = _farthest((x - zero) / scale, count)
+      index, is_outlier = self._outliers((x - zero) / scale)
       own = []
     else:
-      index, scale, zero = self.by_token(x)
+      index, is_outlier, scale, zero = self.by_token(x)
       own = [code_bytes.half_bytes(jnp.concatenate([scale, zero], -1))]
       scale = jnp.where(scale > 0, scale, 1)
     codes = nearest((x - zero) / scale, constants[-1])
-    if count:
-      # So that a kernel can add what they have more.
-      codes = jnp.where(marked(index, dim), jnp.zeros_like(codes), codes)
+    # So that a kernel can add what they have more.
+    codes = jnp.where(is_outlier, jnp.zeros_like(codes), codes)
     parts = [code_bytes.pack(codes, self.bits), *own]
-    if count:
+    if self.paged is not None:
+      parts.append(self.paged.encode(x, index, near_sink))
+    elif self.sparse(dim):
       kept = jnp.take_along_axis(x, index, -1)
       index = index.astype(_index_dtype(dim))
       numbers = code_bytes.half_bytes(kept)
@@ -132,16 +173,43 @@ class CodeBook:
     )
 
   def by_token(
-    self, x: Float[Array, "*batch D"]
-  ) -> tuple[Int[Array, "*batch n"], Float[Array, "*batch 1"], jax.Array]:
-    """Of vectors the places of the outliers; scale and zero of the others."""
+    self, x: Float[Array, "B K T D"]
+  ) -> tuple[
+    Int[Array, "B K _ n"],
+    Bool[Array, "B K T D"],
+    Float[Array, "B K T 1"],
+    Float[Array, "B K T 1"],
+  ]:
+    """Scales of vectors that have their own.
+
+    Returns:
+      The places of outliers, in vectors or in pages; whether a number is one;
+      scale and zero of the others of its vector.
+    """
     mean = jnp.mean(x, -1, keepdims=True)
-    index = _farthest(x - mean, self.sparse(x.shape[-1]))
-    inside = jnp.where(marked(index, x.shape[-1]), mean, x)
+    distances = x - mean
+    if self.paged is not None:
+      # Pages have vectors of different size.
+      spread = jnp.sqrt(jnp.mean(jnp.square(distances), -1, keepdims=True))
+      distances = distances / jnp.where(spread > 0, spread, 1)
+    index, is_outlier = self._outliers(distances)
+    inside = jnp.where(is_outlier, mean, x)
     largest = jnp.max(inside, -1, keepdims=True)
     least = jnp.min(inside, -1, keepdims=True)
     half = lambda x: x.astype(jnp.float16).astype(jnp.float32)
-    return index, half((largest - least) / 2), half((largest + least) / 2)
+    scale, zero = half((largest - least) / 2), half((largest + least) / 2)
+    return index, is_outlier, scale, zero
+
+  def _outliers(
+    self, distances: Float[Array, "B K T D"]
+  ) -> tuple[Int[Array, "B K _ n"], Bool[Array, "B K T D"]]:
+    """Places of the farthest numbers, and whether a number is one of them."""
+    dim = distances.shape[-1]
+    if self.paged is not None:
+      index = self.paged.farthest(distances)
+      return index, self.paged.marked(index, dim)
+    index = _farthest(distances, self.sparse(dim))
+    return index, marked(index, dim)
 
   def decode(
     self,
@@ -155,8 +223,12 @@ class CodeBook:
     if self.by == "channel":
       scale, zero = (_per_channel(c) for c in constants[:2])
       if self.sinks:
-        place = start + self.sparse(dim) * np.dtype(_index_dtype(dim)).itemsize
-        near = (data[..., place : place + 1] & np.uint8(1)) != 0
+        if self.paged is not None:
+          near = self.paged.marks_of(data[..., start:], dim)
+        else:
+          index_bytes = np.dtype(_index_dtype(dim)).itemsize
+          place = start + self.sparse(dim) * index_bytes
+          near = (data[..., place : place + 1] & np.uint8(1)) != 0
         sink, factor = (_per_channel(c) for c in constants[2:4])
         scale = scale * jnp.where(near, factor, 1)
         zero = jnp.where(near, sink, zero)
@@ -164,6 +236,8 @@ class CodeBook:
       scale, zero = jnp.split(code_bytes.halves(data, start, 2), 2, -1)
       start += 4
     x = x * scale + zero
+    if self.paged is not None:
+      return self.paged.replace(x, data[..., start:]).astype(dtype)
     count, which = self.sparse(dim), _index_dtype(dim)
     if count:
       index = code_bytes.from_bytes(data, start, count, which)
@@ -175,8 +249,10 @@ class CodeBook:
         x = jnp.where(here, kept[..., n : n + 1], x)
     return x.astype(dtype)
 
-  def code_format(self, dim: int) -> CodeFormat:
-    """How its bytes hold the numbers."""
+  def code_format(self, dim: int) -> CodeFormat | None:
+    """How its bytes hold the numbers; None: vectors of a page share some."""
+    if self.paged is not None:
+      return None
     channels = self.by == "channel"
     return CodeFormat(
       dim=dim,
