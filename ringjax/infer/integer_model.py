@@ -55,8 +55,8 @@ class ActivationRanges:
   Attributes:
     model: Digest of the model.
     sizes: Largest absolute value of each channel of a map's input, by the map's
-      path where equal layers are a loop, float32 [L, I]. Experts of a layer share one range, as the texts may
-      not choose all of them.
+      path in a model whose equal layers are a loop, float32 [L, I]. Experts of
+      a layer share one range, as the texts may not choose all of them.
   """
 
   model: str
