@@ -7,7 +7,7 @@ Files and digests have the arrays of loops, whichever way the model runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -73,7 +73,7 @@ def _stacked(
   most: int | None,
 ) -> dict[str, A]:
   """Arrays of layers, by path; `layer` returns those of a layer's number."""
-  result = {}
+  result: dict[str, A] = {}
   for g, run in enumerate(target):
     for p in range(len(run.layers)):
       numbers = [run.number(p, n) for n in range(run.repeats)][:most]
@@ -88,7 +88,7 @@ def _stacked(
         continue
       for name, x in layers[0].items():
         on_host = isinstance(x, np.ndarray | np.generic)
-        stack = np.stack if on_host else jax.numpy.stack
+        stack: Any = np.stack if on_host else jax.numpy.stack
         result[f"{STACK}{g}.{p}.{name}"] = stack([y[name] for y in layers])
   return result
 
