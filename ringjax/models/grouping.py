@@ -7,7 +7,7 @@ Files and digests have the arrays of loops, whichever way the model runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,16 +16,14 @@ from ringjax.nn.stack import Run, runs
 
 STACK = "stack.blocks."
 
-A = TypeVar("A", np.ndarray, jax.Array)
-
 
 def regrouped(
-  arrays: Mapping[str, A],
+  arrays: Mapping[str, Any],
   source: Sequence[Run],
   target: Sequence[Run],
   *,
   most: int | None = None,
-) -> dict[str, A]:
+) -> dict[str, Any]:
   """Arrays of the layers of a stack, by the paths of another grouping.
 
   Args:
@@ -47,7 +45,7 @@ def regrouped(
     for p in range(len(run.layers))
     for n in range(run.repeats)
   }
-  by_prefix: dict[str, dict[str, A]] = {}
+  by_prefix: dict[str, dict[str, Any]] = {}
   for path, x in arrays.items():
     if path.startswith(STACK):
       g, p, name = path.removeprefix(STACK).split(".", 2)
@@ -55,7 +53,7 @@ def regrouped(
   layer = lambda n: {
     name: x[places[n][1]] for name, x in by_prefix.get(places[n][0], {}).items()
   }
-  result: dict[str, A] = {}
+  result: dict[str, Any] = {}
   stacked = False
   for path, x in arrays.items():
     if not path.startswith(STACK):
@@ -68,12 +66,12 @@ def regrouped(
 
 
 def _stacked(
-  layer: Callable[[int], dict[str, A]],
+  layer: Callable[[int], dict[str, Any]],
   target: Sequence[Run],
   most: int | None,
-) -> dict[str, A]:
+) -> dict[str, Any]:
   """Arrays of layers, by path; `layer` returns those of a layer's number."""
-  result: dict[str, A] = {}
+  result: dict[str, Any] = {}
   for g, run in enumerate(target):
     for p in range(len(run.layers)):
       numbers = [run.number(p, n) for n in range(run.repeats)][:most]
@@ -88,7 +86,7 @@ def _stacked(
         continue
       for name, x in layers[0].items():
         on_host = isinstance(x, np.ndarray | np.generic)
-        stack: Any = np.stack if on_host else jax.numpy.stack
+        stack = np.stack if on_host else jax.numpy.stack
         result[f"{STACK}{g}.{p}.{name}"] = stack([y[name] for y in layers])
   return result
 
