@@ -154,12 +154,12 @@ def calibrate(
       files.write_tensors(partial, work.arrays, work.metadata())
     if progress is not None:
       progress(work.done, total)
-  arrays = work.finish(normalized)
+  arrays = files.in_file_order(work.finish(normalized), model)
   made = files.make(mine, arrays, weights, outliers, first, keys, rotated)
   if out is not None and partial is not None:
     files.save_calibration(made, out)
     partial.unlink()
-  return made
+  return files.for_kinds(made, model)
 
 
 class _Work:

@@ -35,6 +35,7 @@ from ringjax.errors import (
 from ringjax.infer import inputs
 from ringjax.models import calibration as files
 from ringjax.models.coded_weights import rounded
+from ringjax.models.grouping import looped, regrouped
 from ringjax.models.linear_maps import inner_size, rounded_maps
 from ringjax.models.placed_maps import with_maps
 from ringjax.models.transformer import Transformer
@@ -54,8 +55,8 @@ class ActivationRanges:
   Attributes:
     model: Digest of the model.
     sizes: Largest absolute value of each channel of a map's input, by the map's
-      path, float32 [L, I]. Experts of a layer share one range, as the texts may
-      not choose all of them.
+      path in a model whose equal layers are a loop, float32 [L, I]. Experts of
+      a layer share one range, as the texts may not choose all of them.
   """
 
   model: str
@@ -157,6 +158,8 @@ def activation_ranges(
     jax.effects_barrier()
     if progress is not None:
       progress(n + 1, len(ids))
+  groups = model.stack.runs
+  sizes = regrouped(sizes, groups, looped(groups))
   return ActivationRanges(files.model_digest(model), sizes)
 
 
@@ -210,10 +213,12 @@ def integer_model(
   else:
     ranges = ActivationRanges.load(ranges, model)
   maps = rounded_maps(model, "products of integers")
-  largest = {path: ranges.sizes[path].max(1) for path in maps}
+  groups = model.stack.runs
+  sizes_by_path = regrouped(ranges.sizes, looped(groups), groups)
+  largest = {path: sizes_by_path[path].max(1) for path in maps}
   tight_scales = {}
   for path in maps:
-    sizes = np.sort(ranges.sizes[path], axis=1)
+    sizes = np.sort(sizes_by_path[path], axis=1)
     num_outliers = min(-(-shadow // 2), sizes.shape[1] - 1)
     kept_largest = sizes[:, sizes.shape[1] - 1 - num_outliers]
     # If all other channels are zero, the scale is that of the ignored ones.
@@ -242,7 +247,7 @@ def integer_model(
       _integers,
       scale=scale,
       active=active.astype(np.int32),
-      hot=_hot(ranges.sizes[path][active], scale[active], hot),
+      hot=_hot(sizes_by_path[path][active], scale[active], hot),
       channels=scales == "channel",
     )
   return with_maps(model, replacements)

@@ -22,7 +22,7 @@ import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -338,11 +338,31 @@ class PagePool:
 
     Returns:
       Pages [L, R k, ...] of each array of the group with any of these layers.
+      Kinds of layers that have the same shapes are one array, in the order of
+      layers, however the model groups them.
     """
-    cuts = self.layer_ranges(group, layers)
+    arrays = self._arrays(group)
+    cuts = tuple(_range(x.layers, layers) for x in arrays)
     if not any(cuts):
       return ()
-    return self._each(group, functools.partial(_take_pages, cuts), pages)
+    taken = self._each(group, functools.partial(_take_pages, cuts), pages)
+    parts = dict(
+      zip((n for n, cut in enumerate(cuts) if cut), taken, strict=True)
+    )
+    joined = []
+    for merged in _merged(arrays):
+      kept = [n for n in merged if n in parts]
+      if not kept:
+        continue
+      numbers = np.concatenate(
+        [np.asarray(arrays[n].layers)[list(cuts[n])] for n in kept]
+      )
+      order = np.argsort(numbers, kind="stable")
+      x = [parts[n] for n in kept]
+      x = x[0] if len(x) == 1 else jnp.concatenate(x)
+      in_order = np.array_equal(order, np.arange(order.size))
+      joined.append(x if in_order else jnp.take(x, order, 0))
+    return tuple(joined)
 
   def layer_ranges(
     self, group: int, layers: tuple[int, int] | None = None
@@ -352,20 +372,15 @@ class PagePool:
     Args:
       group: Index of the group of layers.
       layers: First and end layer of the model; None for all.
+
+    Returns:
+      A range for each array of `read_pages` of all layers.
     """
-    ranges: list[range] = []
-    for kind in self.groups[group].kinds:
-      for x in self.slots[kind]:
-        if not x.size:
-          continue
-        if layers is None:
-          ranges.append(range(x.shape[0]))
-          continue
-        layer_indices = self.shapes[kind].which
-        ranges.append(
-          range(*(bisect.bisect_left(layer_indices, n) for n in layers))
-        )
-    return tuple(ranges)
+    arrays = self._arrays(group)
+    return tuple(
+      _range(sorted(n for part in merged for n in arrays[part].layers), layers)
+      for merged in _merged(arrays)
+    )
 
   def write_pages(
     self,
@@ -380,7 +395,17 @@ class PagePool:
       pages: k pages of each shard; those out of range are not written.
       held: Contents of the pages, by `read_pages`.
     """
-    written = iter(self._each(group, _put_pages, pages, held))
+    arrays = self._arrays(group)
+    parts: list[Any] = [None] * len(arrays)
+    for merged, x in zip(_merged(arrays), held, strict=True):
+      numbers = np.concatenate([arrays[n].layers for n in merged])
+      rank, first = np.argsort(np.argsort(numbers, kind="stable")), 0
+      for n in merged:
+        count = len(arrays[n].layers)
+        whole = count == numbers.size
+        parts[n] = x if whole else _layers_of(x, rank[first : first + count])
+        first += count
+    written = iter(self._each(group, _put_pages, pages, tuple(parts)))
     slots = list(self.slots)
     for kind in self.groups[group].kinds:
       arrays = (next(written) if x.size else x for x in slots[kind])
@@ -609,24 +634,41 @@ class PagePool:
 
   def page_shapes(self, group: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """Shape [L, ...] of one page and dtype, for each array of `read_pages`."""
+    arrays = self._arrays(group)
     return tuple(
-      ((x.shape[0], *x.shape[2:]), np.dtype(x.dtype))
-      for x in self._arrays(group)
+      (
+        (sum(len(arrays[n].layers) for n in merged), *x.shape[2:]),
+        np.dtype(x.dtype),
+      )
+      for merged in _merged(arrays)
+      for x in (arrays[merged[0]].pages,)
     )
 
   def page_axes(self, group: int) -> tuple[int, ...]:
     """Token axis of one page, for each array of `read_pages`."""
-    return tuple(token_axis(x) - 1 for x in self._arrays(group))
+    arrays = self._arrays(group)
+    return tuple(
+      token_axis(arrays[merged[0]].pages) - 1 for merged in _merged(arrays)
+    )
 
-  def _arrays(self, group: int) -> tuple[Any, ...]:
+  def layers(self, group: int) -> tuple[int, ...]:
+    """Numbers of a group's layers, in order."""
     kinds = self.groups[group].kinds
-    return tuple(x for kind in kinds for x in self.slots[kind] if x.size)
+    return tuple(sorted(n for kind in kinds for n in self.shapes[kind].which))
+
+  def _arrays(self, group: int) -> tuple[_Pages, ...]:
+    return tuple(
+      _Pages(x, part, tuple(self.shapes[kind].which))
+      for kind in self.groups[group].kinds
+      for part, x in enumerate(self.slots[kind])
+      if x.size
+    )
 
   def _each(
     self, group: int, work: Callable[..., Any], pages: jax.Array, *more: Any
   ) -> tuple[Any, ...]:
     """Apply `work` to a group's arrays and pages, shard by shard."""
-    arrays = self._arrays(group)
+    arrays = tuple(x.pages for x in self._arrays(group))
     if self.mesh is None:
       return work(arrays, pages, *more)
     pages_spec = P(None, self.axis, self.heads)
@@ -649,6 +691,43 @@ class PagePool:
     real = (pos < ends[:, None, None, None]) & (table >= 0)[..., None]
     flat = lambda x: x.reshape(b, -1)
     return Coords(flat(pos), flat(real).astype(jnp.int32))
+
+
+class _Pages(NamedTuple):
+  """Pages of one kind of layer.
+
+  Fields:
+    pages: The pages, [L, ...].
+    part: Index of the array in its kind.
+    layers: Numbers of the layers.
+  """
+
+  pages: Any
+  part: int
+  layers: tuple[int, ...]
+
+
+def _merged(arrays: tuple[_Pages, ...]) -> list[list[int]]:
+  """Indices of arrays that differ only in their layers, in order."""
+  by_form: dict[Any, list[int]] = {}
+  for n, x in enumerate(arrays):
+    form = x.part, x.pages.shape[1:], jnp.dtype(x.pages.dtype)
+    by_form.setdefault(form, []).append(n)
+  return list(by_form.values())
+
+
+def _range(numbers: Sequence[int], layers: tuple[int, int] | None) -> range:
+  """Indices of the layers from the first to the end; None for all."""
+  if layers is None:
+    return range(len(numbers))
+  return range(*(bisect.bisect_left(numbers, n) for n in layers))
+
+
+def _layers_of(x: jax.Array, ranks: np.ndarray) -> jax.Array:
+  first = int(ranks[0])
+  if np.array_equal(ranks, first + np.arange(ranks.size)):
+    return x[first : first + ranks.size]
+  return x[ranks]
 
 
 def _take_pages(

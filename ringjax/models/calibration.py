@@ -6,6 +6,7 @@ it is of this model, complete and of finite numbers; no code is run.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import pathlib
@@ -23,6 +24,7 @@ from ringjax.kv.allocation import Allocation
 from ringjax.kv.codecs import page_outliers
 from ringjax.kv.codecs.calibration import KEYS, WEIGHTS, Calibration
 from ringjax.models.fingerprint import fingerprint
+from ringjax.models.grouping import kind_rows
 
 if TYPE_CHECKING:
   from ringjax.models.transformer import Transformer
@@ -152,10 +154,36 @@ def load_measured(
   if isinstance(source, Calibration):
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(model)):
       _check_model(source, model, repr(source))
-    return source
+    return for_kinds(source, model)
   if pathlib.Path(source).suffix == ".json":
     return Allocation.load(source, model)
   return load_calibration(source, model)
+
+
+def for_kinds(calibration: Calibration, model: Transformer) -> Calibration:
+  """A calibration whose parts are those of a model's kinds of layers."""
+  rows = kind_rows(model.stack.runs)
+  return dataclasses.replace(calibration, rows=rows)
+
+
+def in_file_order(
+  arrays: Mapping[str, np.ndarray], model: Transformer
+) -> dict[str, np.ndarray]:
+  """Arrays of a calibration, by the kinds of layers that its files have.
+
+  Args:
+    arrays: Arrays by name, "N.keys.scale" [L, ...], of the model's kinds.
+    model: Model that was measured.
+  """
+  layers: dict[str, dict[int, np.ndarray]] = {}
+  for name, x in arrays.items():
+    number, rest = name.split(".", 1)
+    rows = kind_rows(model.stack.runs)[int(number)]
+    for layer, (kind, index) in zip(x, rows, strict=True):
+      layers.setdefault(f"{kind}.{rest}", {})[index] = layer
+  return {
+    name: np.stack([x[n] for n in sorted(x)]) for name, x in layers.items()
+  }
 
 
 def load_calibration(
@@ -222,7 +250,7 @@ def load_calibration(
       f"{file}", "arrays of another digest than it states", "its own", _REMEDY
     )
   _check_model(calibration, model, f"{file}")
-  return calibration
+  return for_kinds(calibration, model)
 
 
 def _check_model(

@@ -38,6 +38,7 @@ from ringjax.json_text import json_text
 from ringjax.kv.base import NoCache
 from ringjax.kv.encoder_states import EncoderStates, StatesAlone
 from ringjax.models.calibration import model_digest, read_tensors, write_tensors
+from ringjax.models.grouping import looped, regrouped
 from ringjax.models.hf.tensors import parameters
 from ringjax.models.parameter_arrays import (
   arrays_of,
@@ -518,6 +519,9 @@ def split(
     k: x for k, x in arrays_of(model).items() if k not in decoder_arrays
   }
   gathered = {k: on_host(x) for k, x in arrays.items()}
+  # A file is the same, whether the model's layers are a loop or not.
+  groups = model.stack.runs
+  gathered = regrouped(gathered, groups, looped(groups))
   config = {
     "decoder": digest,
     "dtype": jnp.dtype(model.dtype).name,
@@ -569,6 +573,7 @@ def attached(
     )
   _check_decoder(decoder)
   empty = _shapes(decoder, encoder, 0)
+  arrays = regrouped(arrays, looped(empty.stack.runs), empty.stack.runs)
   have = arrays_of(decoder)
   form = {k: p for k, p in parameters(empty).items() if k not in have}
   shapes = lambda x: {k: tuple(v.shape) for k, v in x.items()}

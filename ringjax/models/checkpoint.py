@@ -67,6 +67,9 @@ EMBEDDING = "embed.weight"
 # Bytes of a float32, and the fraction of free memory up to which weights are
 # widened to float32 unasked: keys and activations need the rest.
 _WIDE, _OF_FREE = 4, 0.5
+# Mean bytes of a layer from which on layers are no loop on a CPU: the compiler
+# takes as long for a layer of this size as a few hundred tokens save.
+_LARGE_LAYER = 4 << 20
 
 
 def create(
@@ -211,7 +214,7 @@ def load(
   mesh: Mesh | None = None,
   rules: Rules | None = None,
   dtype: DTypeLike | None = None,
-  scan: bool = True,
+  scan: bool | None = None,
   strict: bool = True,
   placement: WeightPlacement | str | None = None,
   memory: int | str | None = None,
@@ -237,9 +240,11 @@ def load(
       checkpoint's. On one CPU device a checkpoint of 16 bits is kept in float32
       if that takes at most half of the free memory, and saved as it was: XLA's
       products on CPUs convert 16-bit weights again for every token.
-    scan: Whether equal layers are one loop over stacked weights; without it
-      the program grows with the layers, and no step copies weights out of a
-      stack (faster decoding on CPUs).
+    scan: Whether equal layers are one loop over stacked weights. Without it
+      the program grows with the layers, and so does the time to compile it, but
+      no step copies weights out of a stack. Default: False on one CPU device,
+      where that copy is most of a decode step, if layers take 4 MiB or more
+      on average and all are on the device; else True. Pass True to train.
     strict: Whether an unread key of config.json is an error if it may change
       the computation: if the family's class in transformers knows it, or the
       folder has code that may use it. If False, such keys are named by a
@@ -288,7 +293,7 @@ def load(
     folder = open_model(path)
     config, source, family = read_source(folder.config, strict=strict)
     stored = stored_dtype(folder, source) if dtype is None else dtype
-    shapes_in = lambda dtype: jax.eval_shape(
+    shapes_in = lambda dtype, scan=scan is not False: jax.eval_shape(
       lambda: _with_source(
         cast(Transformer(config, nnx.Rngs(0), scan=scan), dtype), source
       )
@@ -299,6 +304,11 @@ def load(
       if widened:
         empty = shapes_in(jnp.float32)
         empty.saved_dtype = jnp.dtype(stored).name
+    on_device = placement is None and memory is None
+    if scan is None and on_device and _large_on_cpu(empty, mesh):
+      saved_dtype = empty.saved_dtype
+      empty = shapes_in(empty.dtype, scan=False)
+      empty.saved_dtype = saved_dtype
     model_contents = contents(folder, family, empty, source)
     empty.origin = origin_of(
       model_contents,
@@ -505,14 +515,25 @@ def check_heads(
 _equal = jax.jit(jnp.array_equal)
 
 
+def _on_one_cpu(mesh: Mesh | None) -> bool:
+  devices = jax.local_devices()[:1] if mesh is None else [*mesh.devices.flat]
+  return len(devices) == 1 and devices[0].platform == "cpu"
+
+
+def _large_on_cpu(empty: Transformer, mesh: Mesh | None) -> bool:
+  """Whether layers should be no loop: large ones on one CPU device."""
+  weights = [p.get_value() for p in parameters(empty.stack).values()]
+  nbytes = sum(x.size * jnp.dtype(x.dtype).itemsize for x in weights)
+  large = nbytes >= _LARGE_LAYER * len(empty.config.layers)
+  return large and _on_one_cpu(mesh)
+
+
 def _wide_on_cpu(empty: Transformer, mesh: Mesh | None) -> bool:
   """Whether weights of 16 bits should be kept in float32.
 
   Where they don't fit, a warning says that they will be slow.
   """
-  devices = jax.local_devices()[:1] if mesh is None else [*mesh.devices.flat]
-  is_16_bit = jnp.dtype(empty.dtype).itemsize == 2
-  if not is_16_bit or len(devices) > 1 or devices[0].platform != "cpu":
+  if jnp.dtype(empty.dtype).itemsize != 2 or not _on_one_cpu(mesh):
     return False
   count = sum(p.get_value().size for p in parameters(empty).values())
   free = host_free_bytes()

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from ringjax.models.grouping import STACK, looped, regrouped
 from ringjax.nn.placed import PlacedLayers
 
 if TYPE_CHECKING:
@@ -48,27 +49,33 @@ def _corner(leaf: jax.Array) -> np.ndarray:
 def _corners(model: Transformer) -> Iterator[np.ndarray]:
   """The first numbers along each axis of each weight, with layers stacked."""
   stack = getattr(model, "stack", None)
-  if stack is None or stack.placed is None:
+  if stack is None:
     yield from map(_corner, jax.tree.leaves(model))
     return
   leaves = jax.tree_util.tree_leaves_with_path(
     model, is_leaf=lambda x: isinstance(x, nnx.Variable)
   )
+  corners: dict[str, np.ndarray] = {}
   for keys, leaf in leaves:
     path = jax.tree_util.keystr(keys, simple=True, separator=".")
     if not isinstance(leaf, nnx.Variable):
-      # Arrays in the host's memory are parts of placed layers.
+      # Of placed layers these are parts in the host's memory.
+      if stack.placed is None:
+        corners[path] = _corner(leaf)
       continue
     kind, name, run, position = None, "", "", ""
-    if path.startswith("stack.blocks."):
+    if path.startswith(STACK) and stack.placed is not None:
       run, position, name = path.split(".", 4)[2:]
       kind = stack.placed[int(run)][int(position)]
     if kind is None or name not in kind.paths:
-      yield _corner(leaf.get_value())
+      corners[path] = _corner(leaf.get_value())
       continue
     if kind not in _FETCHED:
       _FETCHED[kind] = _first_corners(stack, int(run), int(position), kind)
-    yield _FETCHED[kind][kind.paths.index(name)]
+    corners[path] = _FETCHED[kind][kind.paths.index(name)]
+  # The same model has the same digest, whether its layers are a loop or not.
+  groups = looped(stack.runs)
+  yield from regrouped(corners, stack.runs, groups, most=_EDGE).values()
 
 
 def _first_corners(

@@ -30,10 +30,11 @@ def first_layers(model: Transformer, count: int) -> Transformer:
     for position in range(len(run.layers)):
       for repeat in range(run.repeats):
         blocks[run.number(position, repeat)] = (g, position, repeat)
+  scan = any(run.repeats > 1 for run in model.stack.runs)
   result = copy.copy(model)
   result.config = dataclasses.replace(model.config, layers=layers)
   result.stack = nnx.eval_shape(
-    lambda: Stack(nnx.Rngs(0), layers, model.config.embed, scan=True)
+    lambda: Stack(nnx.Rngs(0), layers, model.config.embed, scan=scan)
   )
 
   def stacked_block(run: Run, position: int) -> Block:
@@ -43,6 +44,6 @@ def first_layers(model: Transformer, count: int) -> Transformer:
 
   result.stack.blocks = nnx.List(
     nnx.List(stacked_block(run, n) for n in range(len(run.layers)))
-    for run in runs(layers)
+    for run in runs(layers, scan=scan)
   )
   return result

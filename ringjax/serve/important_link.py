@@ -213,8 +213,6 @@ class ImportantLink(StoreLink):
     # Single pages are not stored on eviction.
     self._tree.on_evict = None
     self.how, self._dtype = how, np.dtype(pool.dtype)
-    self._layers = [(x.kind, x.index) for x in self._programs.layers]
-    self._kinds = pool.groups[0].kinds
     mixer: Any = self._programs.layers[0].spec.attention
     self._heads = mixer.kv_heads
     self._widths = mixer.head_dim, mixer.value
@@ -270,7 +268,7 @@ class ImportantLink(StoreLink):
   def _node(self, name: bytes, arrays: Any = None) -> StoredNode:
     """Node of a segment; it is written if its keys and values are given."""
     if arrays is None:
-      shape = len(self._layers), self._heads, self.how.segment
+      shape = len(self._programs.layers), self._heads, self.how.segment
       arrays = [
         jax.ShapeDtypeStruct((*shape, x), self._dtype) for x in self._widths
       ]
@@ -335,12 +333,9 @@ class ImportantLink(StoreLink):
   def _write(self, name: bytes, held: Any) -> None:
     """Write a segment to the store; on a failure it is just not stored."""
     try:
-      stored = iter([np.asarray(x) for x in held])
-      by_kind = {kind: (next(stored), next(stored)) for kind in self._kinds}
+      stored = [np.asarray(x) for x in held]
       keys, values = (
-        np.stack(
-          [_tokens(by_kind[kind][part][n], width) for kind, n in self._layers]
-        )
+        np.stack([_tokens(x, width) for x in stored[part]])
         for part, width in enumerate(self._widths)
       )
       if not (np.isfinite(keys).all() and np.isfinite(values).all()):
@@ -488,11 +483,8 @@ class ImportantLink(StoreLink):
   ) -> dict[tuple[int, int], bytes]:
     """Bytes of the pages from `first` to `end` that hold the kept tokens."""
     page, arrays = self._tree.page, []
-    for kind in self._kinds:
-      of_kind = [
-        x for x, (k, _) in zip(kept, self._layers, strict=True) if k == kind
-      ]
-      arrays += [np.stack([getattr(x, p) for x in of_kind]) for p in _PARTS]
+    for part in _PARTS:
+      arrays.append(np.stack([getattr(x, part) for x in kept]))
     payloads = {}
     for n in range(first, end):
       at = (n - first) * page

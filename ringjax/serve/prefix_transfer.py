@@ -43,7 +43,11 @@ from ringjax.infer import inputs
 from ringjax.kv.page_pool import PagePool
 from ringjax.serve.engine import Engine
 from ringjax.serve.prefix_tree import PrefixBlock, PrefixTree, next_digest
-from ringjax.serve.store_link import read_pages, weights_digest
+from ringjax.serve.store_link import (
+  constants_digest,
+  read_pages,
+  weights_digest,
+)
 from ringjax.transfer import (
   DevicePage,
   PageBatch,
@@ -704,8 +708,7 @@ def _layout(engine: Engine, pool: PagePool, page: int) -> PageLayout:
     )
   facts = hashlib.sha256()
   facts.update(repr((weights_digest(engine.base), engine.longest)).encode())
-  for x in jax.tree.leaves(pool.constants):
-    facts.update(np.asarray(x).tobytes())
+  facts.update(constants_digest(pool))
   text = f"{str(pool.kind)[:100]}{_OF}{facts.hexdigest()[:32]}"
   return PageLayout(
     tuple(

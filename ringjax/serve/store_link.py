@@ -21,17 +21,18 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.kv.page_pool import PagePool
 from ringjax.models.fingerprint import fingerprint
+from ringjax.models.grouping import STACK, looped, regrouped
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.programs import bounded
 from ringjax.serve.prefix_tree import PrefixBlock, next_digest
@@ -69,8 +70,8 @@ def _write_pages(
 
 @bounded
 @jax.jit
-def _sums(leaves: PyTree) -> Any:
-  """Checksum over all bits of each array."""
+def _sums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """Checksum over all bits of each array, by path; of each layer [L]."""
 
   def checksum(x: jax.Array) -> jax.Array:
     size = jnp.dtype(x.dtype).itemsize
@@ -83,7 +84,10 @@ def _sums(leaves: PyTree) -> Any:
       words = words * (place * np.uint32(2) + np.uint32(0x9E3779B1))
     return jnp.sum(words, dtype=jnp.uint32)
 
-  return [checksum(x) for x in leaves]
+  return {
+    path: (jax.vmap(checksum) if path.startswith(STACK) else checksum)(x)
+    for path, x in leaves.items()
+  }
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -425,16 +429,57 @@ def weights_digest(model: Transformer) -> str:
 
   Weights elsewhere enter only with a sample (`fingerprint`).
   """
-  leaves = jax.tree.leaves(model)
-  on_device = [
-    x
-    for x in leaves
+  facts = fingerprint(model), _by_layer(model, _checksums)
+  return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
+  """Checksums of arrays on the devices, by path; of layers' arrays [L]."""
+  on_device = {
+    path: x
+    for path, x in leaves.items()
     if jnp.dtype(x.dtype).itemsize in (1, 2, 4, 8)
     and x.sharding.memory_kind
     in (None, next(iter(x.devices())).default_memory().kind)
-  ]
-  facts = fingerprint(model), [int(x) for x in jax.device_get(_sums(on_device))]
-  return hashlib.sha256(repr(facts).encode()).hexdigest()
+  }
+  return jax.device_get(_sums(on_device))
+
+
+def _forms(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
+  """Shapes and dtypes of arrays, by path; of layers' arrays [L]."""
+  forms = {}
+  for path, x in leaves.items():
+    layered = path.startswith(STACK)
+    form = f"{x.shape[1:] if layered else x.shape} {x.dtype}"
+    forms[path] = np.full(x.shape[:1] if layered else (), form)
+  return forms
+
+
+def _by_layer(
+  model: Transformer, f: Callable[[Mapping[str, jax.Array]], dict[str, Any]]
+) -> list[Any]:
+  """What `f` says of a model's arrays, however its layers are grouped."""
+  paths = jax.tree_util.tree_leaves_with_path(model)
+  facts = f(
+    {jax.tree_util.keystr(k, simple=True, separator="."): x for k, x in paths}
+  )
+  stack = getattr(model, "stack", None)
+  if stack is not None and stack.placed is None:
+    facts = regrouped(facts, stack.runs, looped(stack.runs))
+  return [np.asarray(x).tolist() for x in facts.values()]
+
+
+def constants_digest(pool: PagePool) -> bytes:
+  """Digest of the constants of a pool's codec, layer by layer."""
+  by_layer: dict[int, Any] = {}
+  for shape, constants in zip(pool.shapes, pool.constants, strict=True):
+    for x in map(np.asarray, jax.tree.leaves(constants)):
+      for n, number in enumerate(shape.which):
+        part = x[n] if x.shape[:1] == (len(shape.which),) else x
+        hasher = by_layer.setdefault(number, hashlib.sha256())
+        hasher.update(part.tobytes())
+  digests = b"".join(by_layer[n].digest() for n in sorted(by_layer))
+  return hashlib.sha256(digests).digest()
 
 
 def _namespaces(
@@ -451,11 +496,11 @@ def _namespaces(
   leaves = jax.tree.leaves(model)
   device = next(iter(leaves[0].devices()))
   facts = (
-    "ringjax block 3",
+    "ringjax block 4",
     weights_digest(base),
     # Prefixes of different adapters differ by the adapters' names.
     sorted(adapters.items()),
-    [(x.shape, str(x.dtype)) for x in leaves],
+    _by_layer(model, _forms),
     repr(model.config),
     str(pool.kind),
     str(pool.dtype),
@@ -470,11 +515,11 @@ def _namespaces(
     jax.__version__,
   )
   digest.update(repr(facts).encode())
-  for x in jax.tree.leaves(pool.constants):
-    digest.update(np.asarray(x).tobytes())
+  digest.update(constants_digest(pool))
   return [
     hashlib.sha256(
-      digest.digest() + repr((g.reach, g.kinds, pool.page_shapes(n))).encode()
+      digest.digest()
+      + repr((g.reach, pool.layers(n), pool.page_shapes(n))).encode()
     ).digest()
     for n, g in enumerate(pool.groups)
   ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -158,3 +159,41 @@ def test_tokens_are_in_their_slots_and_no_other_is_touched(devices, dtype):
     pool = append(pool, *map(int32, (table, pos, seg)), *new)
     for mine, theirs in zip(pool.slots[0], want, strict=True):
       np.testing.assert_array_equal(np.asarray(mine, np.float32), theirs)
+
+
+def test_pages_are_the_same_however_layers_are_grouped():
+  """Kinds of equal layers are read as one array, in the order of layers."""
+  layer = LayerCacheSpec(layers=1, heads=2, key=8, value=4)
+  pool = lambda *groups: PagePool.create(
+    tuple(
+      dataclasses.replace(layer, layers=len(which), which=which)
+      for which in groups
+    ),
+    rows=2,
+    pages=lambda reach: 4,
+    page=16,
+    dtype=np.float32,
+    kind=cache_kind("dense"),
+  )
+  loop = pool((0, 1, 2, 3))
+  pages = jnp.int32([[1, 3]])
+  keys, values = loop.read_pages(0, pages)
+  draw = np.random.default_rng(0).standard_normal
+  held = tuple(jnp.float32(draw(x.shape)) for x in (keys, values))
+  for groups in (((0, 1, 2, 3),), ((0,), (1,), (2,), (3,)), ((0, 2), (1, 3))):
+    empty = pool(*groups)
+    assert empty.page_shapes(0) == loop.page_shapes(0)
+    assert empty.page_axes(0) == loop.page_axes(0)
+    assert empty.layers(0) == (0, 1, 2, 3)
+    filled = empty.write_pages(0, pages, held)
+    for which, slots in zip(groups, filled.slots, strict=True):
+      for x, want in zip(slots, held, strict=True):
+        numbers = np.array(which)
+        np.testing.assert_array_equal(x[:, np.array([1, 3])], want[numbers])
+    for layers in (None, (0, 2), (1, 4), (3, 4)):
+      first, end = layers or (0, 4)
+      read = filled.read_pages(0, pages, layers)
+      for x, want in zip(read, held, strict=True):
+        np.testing.assert_array_equal(x, want[first:end])
+      cuts = filled.layer_ranges(0, layers)
+      assert cuts == (range(first, end), range(first, end))

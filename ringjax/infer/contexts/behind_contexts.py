@@ -456,10 +456,10 @@ def _encoded(
   """Encoded contexts of all rows; those given as ids are encoded together."""
   raw = [x for row in rows for x in row if not isinstance(x, EncodedContext)]
   encoded = iter(library.encode(raw, progress=progress) if raw else ())
-  return [
-    [x if isinstance(x, EncodedContext) else next(encoded) for x in row]
-    for row in rows
-  ]
+  encoded_context = lambda x: (
+    library.of_kinds(x) if isinstance(x, EncodedContext) else next(encoded)
+  )
+  return [[encoded_context(x) for x in row] for row in rows]
 
 
 def _placed_row(

@@ -34,11 +34,13 @@ from ringjax.infer.prefill import padded
 from ringjax.infer.prompt_reading import check_callable, read_context
 from ringjax.infer.session import Session
 from ringjax.json_text import json_text
-from ringjax.kv.cache import Blocks, LayerCacheSpec
+from ringjax.kv.cache import Blocks, LayerCacheSpec, LayerKV
 from ringjax.kv.cache_kind import CacheKind, cache_kind
 from ringjax.kv.context_cache import PlacedContext, exported, placed
+from ringjax.models.grouping import kind_rows
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ShardingContext
+from ringjax.nn.stack import runs
 from ringjax.ops.mask import Coords
 from ringjax.store import Store, block_file
 
@@ -237,8 +239,18 @@ class ContextLibrary:
         "encode the document again",
       ) from None
     check_origin(context, self.origin, self.prefix, str(path))
+    context = self.of_kinds(context)
     self._add(context.digest, context)
     return context
+
+  def of_kinds(self, context: EncodedContext) -> EncodedContext:
+    """A context of this model whose layers are grouped as this model's are."""
+    convert = lambda x: None if x is None else _of_kinds(x, self.model)
+    blocks: Any = convert(context.blocks)
+    if blocks is context.blocks:
+      return context
+    before = convert(context.prefix_blocks)
+    return dataclasses.replace(context, blocks=blocks, prefix_blocks=before)
 
   def _stored_context(
     self, key: bytes, text: np.ndarray
@@ -252,7 +264,7 @@ class ContextLibrary:
     matches = context.origin == self.origin and np.array_equal(
       context.tokens, text
     )
-    return context if matches else None
+    return self.of_kinds(context) if matches else None
 
   def _add(self, key: bytes, context: EncodedContext) -> None:
     if self._store is None:
@@ -446,6 +458,31 @@ def _to_bytes(context: EncodedContext) -> bytes:
   return safetensors.numpy.save(arrays, header)
 
 
+def _of_kinds(blocks: Blocks, model: Transformer) -> Blocks:
+  """Exported tokens by the kinds of layers of a model.
+
+  Raises:
+    ValueError: If they are of other layers.
+  """
+  rows = kind_rows(model.stack.runs)
+  if len(blocks.parts) == len(rows):
+    return blocks
+  layers = model.config.layers
+  groupings = [kind_rows(runs(layers, scan=scan)) for scan in (True, False)]
+  same = [x for x in groupings if len(x) == len(blocks.parts)]
+  if not same:
+    raise ValueError(f"{len(blocks.parts)} kinds of layers of {len(rows)}")
+  by_place = {
+    place: jax.tree.map(lambda x, n=n: x[n], part)
+    for part, places in zip(blocks.parts, same[0], strict=True)
+    for n, place in enumerate(places)
+  }
+  stacked = lambda places: jax.tree.map(
+    lambda *x: np.stack(x), *(by_place[place] for place in places)
+  )
+  return blocks._replace(parts=tuple(map(stacked, rows)))
+
+
 def _from_bytes(data: bytes, kind: CacheKind, structure: Any) -> EncodedContext:
   """Deserializes a context; `structure` is the tree of a cache's slots.
 
@@ -463,7 +500,12 @@ def _from_bytes(data: bytes, kind: CacheKind, structure: Any) -> EncodedContext:
       leaves.append(arrays[key].view(jnp.dtype(dtype)).reshape(shape))
     if not leaves:
       return None
-    parts = jax.tree.unflatten(structure, leaves[2:])
+    if len(leaves) - 2 == structure.num_leaves:
+      parts = jax.tree.unflatten(structure, leaves[2:])
+    else:
+      # Layers are grouped in another way, see `_of_kinds`.
+      pairs = zip(leaves[2::2], leaves[3::2], strict=True)
+      parts = tuple(LayerKV(*pair) for pair in pairs)
     return Blocks(Coords(*leaves[:2]), parts, kind)
 
   document_blocks = unpack_blocks("own")

@@ -44,6 +44,8 @@ class Calibration:
     keys: what a scale of keys is of, one of `KEYS`: "channel", and then the
       scales are in here; "token", and then a key has its own.
     rotated: whether keys were measured behind their rotation.
+    rows: of a model's kinds of layers, the (N, index in L) of each layer; None:
+      those of `arrays`. Equal layers of a model need not be of one kind.
   """
 
   model: str
@@ -54,6 +56,7 @@ class Calibration:
   first: int | None = None
   keys: str = KEYS[0]
   rotated: bool = False
+  rows: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
   def __eq__(self, other: object) -> bool:
     return isinstance(other, Calibration) and self.digest == other.digest
@@ -68,11 +71,14 @@ class Calibration:
     self, number: int, part: str, vectors: CodeBook
   ) -> tuple[Float[np.ndarray, "L K n"], ...]:
     """Constants of a kind of layer's "keys" or "values"."""
-    names = [f"{number}.{part}.levels{vectors.bits}"]
+    names = [f"levels{vectors.bits}"]
     if vectors.by == "channel":
-      names = [f"{number}.{part}.scale", f"{number}.{part}.zero", *names]
-    sink = [f"{number}.{part}.sink", f"{number}.{part}.factor"]
-    missing = [name for name in names if name not in self.arrays]
+      names = ["scale", "zero", *names]
+    missing = [
+      f"{number}.{part}.{name}"
+      for name in names
+      if self._array(number, part, name) is None
+    ]
     if missing:
       raise OptionError(
         "calibration",
@@ -80,12 +86,26 @@ class Calibration:
         "one of this model's layers",
         "calibrate this model with python -m launch.calibrate",
       )
-    arrays = [self.arrays[name] for name in names]
+    arrays: list[Any] = [self._array(number, part, name) for name in names]
     if vectors.sinks:
       zero = arrays[1]
-      absent = zero, np.ones_like(zero[..., :1])
-      arrays[2:2] = map(self.arrays.get, sink, absent)
+      absent = {"sink": zero, "factor": np.ones_like(zero[..., :1])}
+      for at, (name, default) in enumerate(absent.items()):
+        x = self._array(number, part, name)
+        arrays.insert(2 + at, default if x is None else x)
     return tuple(arrays)
+
+  def _array(self, number: int, part: str, name: str) -> np.ndarray | None:
+    """An array of a kind of layer of the model, or None."""
+    if self.rows is None:
+      return self.arrays.get(f"{number}.{part}.{name}")
+    layers = [
+      (self.arrays.get(f"{n}.{part}.{name}"), index)
+      for n, index in (self.rows[number] if number < len(self.rows) else ())
+    ]
+    if not layers or any(x is None or index >= len(x) for x, index in layers):
+      return None
+    return np.stack([x[index] for x, index in layers if x is not None])
 
   def check(self, codec: Calibrated) -> None:
     """Refuses a codec of other keys or outliers than those measured.
