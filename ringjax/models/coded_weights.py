@@ -12,6 +12,7 @@ Ref: Sheng et al. 2023, FlexGen, arXiv 2303.06865.
 from __future__ import annotations
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,8 @@ from ringjax.ops.integer_product import codes_of
 
 BITS = (8, 4)
 GROUP = 64
+# More groups of layers than any loaded model has, unless they are no loop.
+_FEW_RUNS = 8
 
 
 def with_coded_weights(
@@ -53,6 +56,16 @@ def with_coded_weights(
   if group is not None and bits == 8:
     raise OptionError(
       "group", group, "none, for 8 bits", "leave it out, or pass bits=4"
+    )
+  on_cpu = jax.tree.leaves(model)[0].devices()
+  if len(model.stack.runs) > _FEW_RUNS and all(
+    device.platform == "cpu" for device in on_cpu
+  ):
+    warnings.warn(
+      "codes of layers that are not one loop are slow on a CPU; load the model "
+      "with scan=True",
+      RuntimeWarning,
+      stacklevel=2,
     )
   group = positive_int("group", GROUP if group is None else group)
   if group % 2:
