@@ -67,9 +67,13 @@ def _write_pages(
   return pool.write_pages(group, pages, held)
 
 
+# Index n of an axis multiplies its words by 2 n plus this.
+CHECKSUM_STEP = 0x9E3779B1
+
+
 @bounded
 @jax.jit
-def _sums(leaves: PyTree) -> Any:
+def checksums(leaves: PyTree) -> Any:
   """Checksum over all bits of each array."""
 
   def checksum(x: jax.Array) -> jax.Array:
@@ -80,7 +84,7 @@ def _sums(leaves: PyTree) -> Any:
     # Multiply by an odd number per index, so that swapped values differ.
     for axis in range(words.ndim):
       place = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-      words = words * (place * np.uint32(2) + np.uint32(0x9E3779B1))
+      words = words * (place * np.uint32(2) + np.uint32(CHECKSUM_STEP))
     return jnp.sum(words, dtype=jnp.uint32)
 
   return [checksum(x) for x in leaves]
@@ -433,8 +437,18 @@ def weights_digest(model: Transformer) -> str:
     and x.sharding.memory_kind
     in (None, next(iter(x.devices())).default_memory().kind)
   ]
-  facts = fingerprint(model), [int(x) for x in jax.device_get(_sums(on_device))]
-  return hashlib.sha256(repr(facts).encode()).hexdigest()
+  sums = [int(x) for x in jax.device_get(checksums(on_device))]
+  return digest_of_sums(fingerprint(model), sums)
+
+
+def digest_of_sums(corners: str, sums: list[int]) -> str:
+  """Digest of weights.
+
+  Args:
+    corners: Digest of a corner of each weight (`fingerprint`).
+    sums: Checksum of each weight (`checksums`).
+  """
+  return hashlib.sha256(repr((corners, sums)).encode()).hexdigest()
 
 
 def _namespaces(

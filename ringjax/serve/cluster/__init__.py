@@ -139,6 +139,11 @@ from ringjax.serve.cluster.phase_times import (
   QueuedPrompts,
   reading_s,
 )
+from ringjax.serve.cluster.pipeline_worker import (
+  PipelineWorker,
+  gather_pages,
+  serve_stage,
+)
 from ringjax.serve.cluster.role_planner import (
   RoleChange,
   RoleDecision,
