@@ -2,7 +2,8 @@
 
 Guarantees: the last rank ends with the logits that one device would have, and
 with `keep="last"` or `"blocks"` with all keys and values; a rank never waits
-for a later one, except for `credits`. The other ranks name a rank that dies, freezes or hangs.
+for a later one, except for `credits`. The other ranks name a rank that dies,
+freezes or hangs.
 Cost: each link carries the activations of all tokens, once: tokens x width,
 whatever the number of layers. KV-Runahead, whose ranks split tokens, sends keys
 and values in every layer. With `keep="last"` or `"blocks"` the last rank pulls
@@ -42,6 +43,7 @@ from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from ringjax import plan
 from ringjax.checks import float_dtype, one_of, positive_int
 from ringjax.data.special_tokens import TokenIds
 from ringjax.errors import OptionError, PeerError
@@ -73,7 +75,6 @@ from ringjax.nn.linear import stream_dtype
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.parallel import peers as peers_
 from ringjax.parallel.peers import Peers
-from ringjax import plan
 from ringjax.plan import cost
 from ringjax.transfer import PageLayout, PageLeaf, Publisher, Ticket, pull
 

@@ -52,9 +52,7 @@ def weight_sums(weights: Mapping[str, Shaped[Array, " ..."]]) -> dict[str, Any]:
   }
 
 
-def whole_digest(
-  whole: Transformer, parts: Sequence[Mapping[str, Any]]
-) -> str:
+def whole_digest(whole: Transformer, parts: Sequence[Mapping[str, Any]]) -> str:
   """The `weights_digest` of a model whose layers are in several processes.
 
   Args:
@@ -212,9 +210,9 @@ class StagePages:
     leaves: list[np.ndarray] = []
     for numbers in self._layers:
       for side in range(2):
-        rows = np.stack([
-          blocks[number][side][:, : count * self.page] for number in numbers
-        ])
+        rows = np.stack(
+          [blocks[number][side][:, : count * self.page] for number in numbers]
+        )
         layers, heads, _, dim = rows.shape
         rows = rows.reshape(layers, heads, count, self.page, dim)
         leaves.append(np.ascontiguousarray(np.moveaxis(rows, 2, 0)))

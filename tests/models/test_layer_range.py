@@ -26,7 +26,11 @@ CONFIG = {
 }
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(
+  scope="module",
+  params=[True, pytest.param(False, marks=pytest.mark.long)],
+  ids=["tied", "untied"],
+)
 def saved(request, tmp_path_factory):
   """A model and its folder, whose head is its embedding or not."""
   config = CONFIG | {"tie_word_embeddings": request.param}
