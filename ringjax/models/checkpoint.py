@@ -387,7 +387,7 @@ def zeros_of(
 
 
 def read_into(
-  arrays: dict[str, jax.Array],
+  arrays: dict[str, Shaped[Array, " ..."]],
   model_contents: Contents,
   params: dict[str, Any],
   shardings: dict[str, Any],
@@ -426,7 +426,7 @@ def read_into(
 
 
 def with_arrays(
-  empty: Transformer, arrays: Mapping[str, jax.Array]
+  empty: Transformer, arrays: Mapping[str, Shaped[Array, " ..."]]
 ) -> Transformer:
   """A model of shapes with its parameters filled, by their paths."""
   flat, tree = jax.tree.flatten(

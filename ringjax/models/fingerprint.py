@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxtyping import Array, Shaped
 
 from ringjax.nn.placed import PlacedLayers
 
@@ -39,7 +40,7 @@ def fingerprint(model: Transformer, dtype: DTypeLike | None = None) -> str:
   return hasher.hexdigest()[:16]
 
 
-def corner(leaf: jax.Array) -> np.ndarray:
+def corner(leaf: Shaped[Array, " ..."]) -> np.ndarray:
   """The first numbers of a weight along each axis."""
   on_host = all(d.platform == "cpu" for d in leaf.devices())
   weight = np.asarray(leaf) if on_host else leaf

@@ -17,9 +17,10 @@ from ringjax.infer import ChunkPipeline
 from ringjax.kv.cache_kind import cache_kind
 from ringjax.parallel.peers import Peers
 from ringjax.serve import Request, cluster
-from ringjax.serve.prefix_transfer import prefix_layout
+from ringjax.serve.prefix_transfer import export_prefix, prefix_layout
 from ringjax.serve.stage_pages import StagePages, check_pages, whole_digest
 from ringjax.serve.store_link import weights_digest
+from tests import checkpoints
 from tests.helpers import refused, until
 from tests.serve.test_cluster_live import (
   KEY,
@@ -166,6 +167,46 @@ def test_a_rank_that_is_lost_ends_the_instance(model, service):
     expected = found(alone.submit(request))
   assert [found(handle) for handle in handles] == [expected] * 2
   assert live.router.counters.again >= 1
+
+
+@pytest.mark.long
+def test_pages_are_those_of_an_engine(tmp_path):
+  """Also of layers with windows, of two kinds, in a cache that keeps all."""
+  checkpoints.write("gemma3_text", tmp_path / "model")
+  model = rj.models.load(tmp_path / "model")
+  ids = np.random.default_rng(2).integers(0, model.config.vocab, 60)
+  ids = ids.astype(np.int32)
+  options = dict(
+    rows=1, capacity=128, longest=96, page=PAGE, cache_kind="dense"
+  )
+  with rj.serve.Engine(model, **options) as made:
+    made.start()
+    made.submit(Request(prompt=ids, max_new_tokens=1)).result()
+    exported = export_prefix(made, ids)
+  group, cut = Peers.in_threads(2, timeout_s=300.0), []
+
+  def run(rank):
+    stage = ChunkPipeline.load(tmp_path / "model", group[rank], tile=16)
+    pages = cluster.gather_pages(stage, longest=96, page=PAGE, kind=DENSE)
+    blocks = stage.read(ids, stage.chunks(60), keep="blocks").blocks
+    if rank == 1:
+      cut.append((pages.layout, pages.labels(ids, 3), pages.cut(blocks)))
+
+  threads = [
+    threading.Thread(target=run, args=(n,), daemon=True) for n in range(2)
+  ]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(WAIT_S)
+  for peers in group:
+    peers.close()
+  ((layout, labels, pages),) = cut
+  assert layout == exported.layout
+  assert labels == exported.labels
+  for page, expected in zip(pages, exported.pages, strict=True):
+    for x, y in zip(page, expected, strict=True):
+      np.testing.assert_allclose(x, y, atol=1e-4)
 
 
 def test_the_layout_is_that_of_an_engine(model):
