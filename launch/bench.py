@@ -79,6 +79,7 @@ import jax
 from absl import app, flags, logging
 
 from launch import common, runahead
+from launch.flag_helpers import FlagHelper
 from ringjax.bench import (
   attention,
   decode_steps,
@@ -240,8 +241,9 @@ def _define(flag: str, words: str) -> None:
 
 for _flag, _words in _OPTIONS.items():
   _define(_flag, _words)
-flags.DEFINE_string("json", None, "File for the complete result.")
-flags.DEFINE_string("plot", None, "PNG to draw (needs matplotlib).")
+_files = FlagHelper(flags.FLAGS)
+_files.output("json", None, "File for the complete result.")
+_files.output("plot", None, "PNG to draw (needs matplotlib).")
 flags.DEFINE_bool("append", False, "Keep the rows that --json already holds.")
 flags.DEFINE_bool(
   "quick",

@@ -67,7 +67,7 @@ def define(values: flags.FlagValues) -> None:
     "Of a router: machine whose stated figures a policy predicts by, such as "
     "h100; default: --times, or what instances measure.",
   )
-  new.path(
+  new.output(
     "log_calls",
     None,
     "csv to which this process adds how long its calls take, a line each, for "

@@ -213,8 +213,8 @@ def define(values: flags.FlagValues) -> None:
     "drafts: by how much tokens are moved on.",
   )
   new.path("log", None, "curves: the log.jsonl of a training.")
-  new.path("plot", None, "PNG to draw (needs matplotlib).")
-  new.path("out", None, "File for all figures, JSON.")
+  new.output("plot", None, "PNG to draw (needs matplotlib).")
+  new.output("out", None, "File for all figures, JSON.")
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
 

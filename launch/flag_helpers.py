@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import Any
 
 from absl import flags
 
 from ringjax import fetched_models
+from ringjax.config import Config
 
 # Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
@@ -20,6 +23,26 @@ class _Path(flags.ArgumentParser):
 
   def flag_type(self) -> str:
     return "string"
+
+
+class _Output(_Path):
+  """Parser of a file to write: its folder exists after parsing, writable.
+
+  A script may work for hours before it writes a file.
+  """
+
+  def parse(self, argument: str) -> str:
+    path = super().parse(argument)
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+      os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+      raise ValueError(
+        f"{path}: no folder {folder} can be made ({error.strerror})"
+      ) from None
+    if not os.access(folder, os.W_OK):
+      raise ValueError(f"{path}: folder {folder} is not writable")
+    return path
 
 
 class _Model(_Path):
@@ -43,9 +66,34 @@ class FlagHelper:
     """Defines a path, or one with options after it; expands "~"."""
     flags.DEFINE(_Path(), name, default, text, **self._values)
 
+  def output(self, name: str, default: str | None, text: str) -> None:
+    """Defines a file to write; makes its folder, or refuses the path."""
+    flags.DEFINE(_Output(), name, default, text, **self._values)
+
   def model(self, name: str, default: str | None, text: str) -> None:
     """Defines a model's folder or file, or the name of a fetched model."""
     flags.DEFINE(_Model(), name, default, text, **self._values)
+
+  def options(self, kind: type[Config], names: Iterable[str]) -> None:
+    """Defines flags of options of a config, which say what the options say.
+
+    Args:
+      kind: Class of the config.
+      names: Names of its options that get a flag.
+    """
+    fields = {field.name: field for field in kind.fields()}
+    for name in names:
+      default: Any = fields[name].default
+      facts = fields[name].metadata
+      meaning = facts["meaning"].partition(". ")[0].removesuffix(".") + "."
+      if facts["choices"] is not None:
+        flags.DEFINE_enum(
+          name, default, facts["choices"], meaning, **self._values
+        )
+      elif facts["least"] is not None:
+        self.whole(name, default, meaning, facts["least"])
+      else:
+        self.text(name, default, meaning)
 
   def checkpoint(self, default: str = "the model in ringjax") -> None:
     """Defines --model and --strict of a script that loads a model.

@@ -64,7 +64,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("table", "text", None, "kvr", "File of partitions to look up."),
   ("save_table", "boolean", False, "kvr",
    "Search partitions and write them to --table."),
-  ("plot", "text", None, "kvr explain aot capacity offload serve",
+  ("plot", "output", None, "kvr explain aot capacity offload serve",
    "PNG to draw the result in (needs matplotlib)."),
   ("json", "boolean", False,
    "kvr explain fit pictures aot cache capacity cycles offload "
@@ -91,7 +91,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "window serve routes",
    "Dtype of the computation; kvr --fit: of the weights; window: of a preset "
    "also of its files."),
-  ("out", "text", None, "fit pictures capacity offload",
+  ("out", "output", None, "fit pictures capacity offload",
    "fit, offload: file of the measured machine; pictures: folder for the PNGs, "
    "default docs/strategies; capacity: path of the table, without its ending."),
   ("bytes", "texts", None, "fit", "Sizes of sends, e.g. 65536,1048576."),
@@ -246,7 +246,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("order", "enum", None, "aot",
    "Order of devices: a ring of neighbours, or as they are listed.",
    ("ring", "listed")),
-  ("hlo", "text", None, "aot", "File for the scheduled program's text."),
+  ("hlo", "output", None, "aot", "File for the scheduled program's text."),
   ("limit", "number", None, "aot",
    "Part of a step that may wait for sends.", 0.0),
   ("search", "boolean", False, "aot", "Try meshes, layouts, remat and tiles."),
@@ -302,7 +302,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "Seconds of a window of the requests as they come, or at --rate: where the "
    "load has drifted place anew, and let instances change their roles.",
    0.0),
-  ("timeline", "text", None, "serve",
+  ("timeline", "output", None, "serve",
    "PNG of the calls and loads of the best placement (needs matplotlib)."),
 )  # fmt: skip
 # Flags of `launch.common`.

@@ -95,7 +95,7 @@ def define(values: flags.FlagValues) -> None:
   new.text(
     "delay", None, "RANK:SECONDS, a rank that pauses before every layer."
   )
-  new.path("plot", None, "PNG of each rank's timeline (needs matplotlib).")
+  new.output("plot", None, "PNG of each rank's timeline (needs matplotlib).")
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
 

@@ -60,8 +60,7 @@ from ringjax.data import ChatTemplate, Tokenizer
 from ringjax.errors import OptionError
 from ringjax.kv import KINDS
 from ringjax.models import small
-from ringjax.serve.contiguous_rows import LAYOUTS
-from ringjax.serve.engine import SHARED_READS, SHARES
+from ringjax.serve.engine_config import EngineConfig
 from ringjax.serve.row_drafts import RowDrafts
 
 NAME = "serve"
@@ -78,9 +77,11 @@ _ENGINE_OPTIONS = (
   "page",
   "piece",
   "pieces",
+  "budget",
   "share",
   "shared_reads",
   "layout",
+  "preempt",
   "speculate",
   "layer_parts",
 )
@@ -93,57 +94,12 @@ def define(values: flags.FlagValues) -> None:
   new.text("model_name", None, "Its name in the API; default: the folder's.")
   new.text("host", "127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
   new.whole("port", 8000, "Port; 0 takes a free one.", 0, 65535)
-  new.whole("rows", 16, "Answers that are made at the same time.")
-  new.whole(
-    "capacity", None, "Tokens in the pool; default: as rj.serve.Engine."
-  )
-  new.whole(
-    "longest",
-    None,
-    "Tokens of a prompt and its answer at most; default: the model's context, "
-    "at most 16384.",
-  )
-  new.whole(
-    "page",
-    None,
-    "Tokens of a page: 16, 32, 64 or 128; default: 32, of codes on a TPU 128.",
-  )
-  new.whole("piece", 64, "Tokens of a prompt in a row of a call.")
-  new.whole("pieces", 4, "Rows of a call of prompts.")
+  new.options(EngineConfig, _ENGINE_OPTIONS)
   new.text(
     "cache",
     "windowed",
     f"How the KV cache is stored: {', '.join(KINDS)}; with options as "
     "NAME:key=value,key=value.",
-  )
-  flags.DEFINE_enum(
-    "share",
-    None,
-    SHARES,
-    "What later prompts may find; default: prompts, in pages.",
-    flag_values=values,
-  )
-  flags.DEFINE_enum(
-    "layout",
-    LAYOUTS[0],
-    LAYOUTS,
-    "Where keys are: in pages, or in contiguous rows that grow on demand.",
-    flag_values=values,
-  )
-  flags.DEFINE_enum(
-    "shared_reads",
-    SHARED_READS[0],
-    SHARED_READS,
-    "Whether rows read together what they share.",
-    flag_values=values,
-  )
-  new.text(
-    "speculate",
-    None,
-    "What drafts tokens that a call for answers then checks: lookup, suffix, "
-    "early, self:cache_kind=int4, model:model=FOLDER or "
-    "longspec:model=FOLDER, with options as NAME:key=value,key=value; tokens "
-    "are the same.",
   )
   new.texts(
     "adapters",
@@ -156,12 +112,6 @@ def define(values: flags.FlagValues) -> None:
     None,
     "bfloat16, float16 or float32; default: the folder's, on one CPU device "
     "float32 where that fits.",
-  )
-  new.whole(
-    "layer_parts",
-    1,
-    "Of an instance: programs into which the layers are cut for prompts, so "
-    "that with the router's --stream pages leave layer by layer.",
   )
   new.path(
     "store",

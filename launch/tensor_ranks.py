@@ -120,7 +120,7 @@ def define(new: FlagHelper) -> None:
     star.PATIENCE_S,
     "With --window: seconds that a process may be silent.",
   )
-  new.path("log", None, "With --window: a JSON file of what happened when.")
+  new.output("log", None, "With --window: a JSON file of what happened when.")
 
 
 def asked(values: flags.FlagValues) -> bool:

@@ -40,7 +40,7 @@ def define(values: flags.FlagValues) -> None:
     None,
     "Folder with a tokenizer.json, a name as of launch.fetch, or bytes.",
   )
-  new.path("out", None, "File to write.")
+  new.output("out", None, "File to write.")
   new.text("field", "text", "Of a line's object, in .jsonl files.")
   new.boolean("skip_bad", False, "Leaves out what is wrong, and says so.")
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")

@@ -160,8 +160,8 @@ FAULTS = (
   _fault(
     "a ring buffer takes a token for padding",
     "kv/window.py",
-    "came = jnp.max(jnp.where(at.seg > 0, index + 1, 0), 1)",
-    "came = jnp.max(jnp.where(at.seg > 0, index, 0), 1)",
+    "num_new = jnp.max(jnp.where(at.seg > 0, index + 1, 0), 1)",
+    "num_new = jnp.max(jnp.where(at.seg > 0, index, 0), 1)",
     "kv/test_window.py",
   ),
   _fault(
@@ -176,8 +176,8 @@ FAULTS = (
   _fault(
     "snapkv averages over one neighbour less",
     "kv/policies/snapkv.py",
-    "jax.lax.slice_in_dim(wide, n, n + size, axis=2)",
-    "jax.lax.slice_in_dim(wide, min(n, 3), min(n, 3) + size, axis=2)",
+    "jax.lax.slice_in_dim(padded, n, n + size, axis=2)",
+    "jax.lax.slice_in_dim(padded, min(n, 3), min(n, 3) + size, axis=2)",
     "kv/test_policy_scores.py",
   ),
   _fault(

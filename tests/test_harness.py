@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -85,3 +87,64 @@ def test_make_mesh(n, kind, axis_type):
   assert mesh.axis_types == (axis_type,)
   x = jax.device_put(jnp.arange(8), NamedSharding(mesh, P("seq")))
   assert len(x.sharding.device_set) == n
+
+
+class Case:
+  """What conftest asks of one collected case of a test."""
+
+  path, originalname = "test_of_cases.py", "test_of_cases"
+
+  def __init__(self, *marks: pytest.MarkDecorator):
+    self.marks = {mark.name: mark.mark for mark in marks}
+
+  def get_closest_marker(self, name: str) -> pytest.Mark | None:
+    return self.marks.get(name)
+
+  def add_marker(self, name: str) -> None:
+    self.marks[name] = getattr(pytest.mark, name).mark
+
+  def run(self) -> str:
+    """Name of the run that the case is in."""
+    runs = [name for name in ("slow", "long") if name in self.marks]
+    return [*runs, "default"][0]
+
+
+@pytest.fixture
+def choose_cases(request):
+  path = pathlib.Path(__file__).with_name("conftest.py")
+  return request.config.pluginmanager.get_plugin(str(path)).choose_cases
+
+
+@pytest.mark.parametrize(
+  ("marks", "runs"),
+  [
+    ([], "default default default default default"),
+    ([pytest.mark.one_case], "default slow slow slow long"),
+    ([pytest.mark.long], "slow slow slow slow long"),
+    (
+      [pytest.mark.one_case, pytest.mark.long_cases(2)],
+      "default slow long slow long",
+    ),
+    (
+      [pytest.mark.one_case, pytest.mark.long_cases(9)],
+      "default long long long long",
+    ),
+    (
+      [pytest.mark.one_case, pytest.mark.long_cases(0)],
+      "default slow slow slow slow",
+    ),
+    ([pytest.mark.long, pytest.mark.long_cases(9)], "long long long long long"),
+    ([pytest.mark.slow, pytest.mark.one_case], "slow slow slow slow slow"),
+  ],
+)
+def test_marks_say_in_which_run_a_case_is(choose_cases, marks, runs):
+  cases = [Case(*marks) for _ in range(5)]
+  choose_cases(cases)
+  assert [case.run() for case in cases] == runs.split()
+
+
+def test_a_slow_case_is_not_the_one_that_runs_by_default(choose_cases):
+  cases = [Case(pytest.mark.one_case) for _ in range(3)]
+  cases[0].add_marker("slow")
+  choose_cases(cases)
+  assert [case.run() for case in cases] == ["slow", "default", "long"]

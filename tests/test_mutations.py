@@ -10,12 +10,15 @@ import ringjax
 from tests import faults, mutations
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("check", mutations.CHECKS)
 def test_the_healthy_code_passes(check):
   mutations.CHECKS[check](ringjax)
 
 
 # The package is imported anew for each.
+@pytest.mark.one_case
+@pytest.mark.long_cases(24)
 @pytest.mark.parametrize(
   "bug", mutations.BUGS, ids=[bug.name for bug in mutations.BUGS]
 )

@@ -88,6 +88,7 @@ def check_ring(call, *args):
   np.testing.assert_allclose(program(*args), call(*args), atol=2e-6)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("call", "name"),
   [

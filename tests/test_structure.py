@@ -38,6 +38,7 @@ ROWS = (
     "typing",
     "errors",
     "checks",
+    "config",
     "fetched_models",
     "option_text",
     "regular_files",

@@ -20,7 +20,7 @@ from ringjax.data.needle import Example, Task
 from ringjax.errors import OptionError
 from ringjax.infer.generate import generate
 from ringjax.infer.inputs import within_context
-from ringjax.infer.prefill import PrefillOptions
+from ringjax.infer.prefill import PrefillConfig
 from ringjax.infer.session import Session, on_its_mesh, place_of
 from ringjax.kv.cache_kind import WINDOWED, CacheKind
 from ringjax.models.transformer import Transformer
@@ -244,7 +244,7 @@ def _check(
   if "cache" in options:
     return
   mesh, axis = place_of(options.get("mesh"), options.get("axis"), model)
-  reading = PrefillOptions(
+  reading = PrefillConfig(
     method=options.get("prefill", "auto"),
     chunk=options.get("chunk"),
     partition=options.get("partition"),

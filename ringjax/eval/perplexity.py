@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from ringjax.checks import float_dtype, positive_int
 from ringjax.errors import OptionError, PromptError
 from ringjax.eval.finite_losses import check_losses
-from ringjax.infer.prefill import Prefill, PrefillOptions
+from ringjax.infer.prefill import Prefill, PrefillConfig
 from ringjax.infer.session import Session, on_its_mesh, place_of
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
@@ -170,7 +170,7 @@ def reader(
   if cache_dtype is not None:
     float_dtype("cache_dtype", cache_dtype)
   mesh, axis = place_of(mesh, axis, model)
-  options = PrefillOptions(method=prefill, chunk=chunk)
+  options = PrefillConfig(method=prefill, chunk=chunk)
   plan = options.plan(length, model, mesh, axis)
   if cache_dtype is not None and plan.chunk is None:
     raise OptionError(

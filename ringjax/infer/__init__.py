@@ -13,6 +13,15 @@ from ringjax.infer.chunk_pipeline import ChunkPipeline
 from ringjax.infer.contexts import ContextLibrary, context_session
 from ringjax.infer.elastic import ElasticSession, owners_of
 from ringjax.infer.generate import Generated, generate
+from ringjax.infer.generate_config import (
+  CombineConfig,
+  DecodeConfig,
+  GenerateConfig,
+  PlacementConfig,
+  SamplingConfig,
+  SpeculationConfig,
+  StoppingConfig,
+)
 from ringjax.infer.integer_model import (
   ActivationRanges,
   activation_ranges,
@@ -24,7 +33,7 @@ from ringjax.infer.paired import (
   paired_prefill,
   prefill_beside,
 )
-from ringjax.infer.prefill import METHODS, Prefill
+from ringjax.infer.prefill import METHODS, Prefill, PrefillConfig
 from ringjax.infer.prompt_reading import read_context
 from ringjax.infer.repetition import evict_by_repetition
 from ringjax.infer.sampling import Greedy, Sample
@@ -45,17 +54,25 @@ __all__ = [
   "BesideReading",
   "CallMemory",
   "ChunkPipeline",
+  "CombineConfig",
   "ContextLibrary",
+  "DecodeConfig",
   "ElasticSession",
+  "GenerateConfig",
   "GenerateReport",
   "Generated",
   "Greedy",
   "PairedReading",
+  "PlacementConfig",
   "Prefill",
+  "PrefillConfig",
   "RankReport",
   "Sample",
+  "SamplingConfig",
   "Session",
+  "SpeculationConfig",
   "Stop",
+  "StoppingConfig",
   "TensorWindow",
   "TwoProcessorReading",
   "WindowReport",

@@ -57,7 +57,7 @@ from ringjax.infer.first_line import first_line
 from ringjax.infer.generate import Generated
 from ringjax.infer.inputs import Prompts
 from ringjax.infer.layerwise import LayerPrograms, TokenRows
-from ringjax.infer.prefill import PrefillOptions
+from ringjax.infer.prefill import PrefillConfig
 from ringjax.infer.prompt_reading import (
   check_call,
   check_context,
@@ -701,7 +701,7 @@ class _Decoding:
     )  # fmt: skip
     start = np.zeros(len(prompts), np.int64)
     session, reading, total = planned(
-      self.model, None, PrefillOptions(), session_options, start, lengths, 1
+      self.model, None, PrefillConfig(), session_options, start, lengths, 1
     )
     logits = read_prompts(
       self.model, session, reading, prompts, start, total, None, None

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from ringjax.checks import positive_int
 from ringjax.errors import MemoryEstimateError
-from ringjax.infer.prefill import PrefillOptions, padded
+from ringjax.infer.prefill import PrefillConfig, padded
 from ringjax.infer.session import Session, files_of, place_of
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import DEVICE, DISK, HOST, IN_HOST, TIERS, bytes_each
@@ -96,8 +96,8 @@ class CallMemory:
     self._reading()
     files_of(self.cache_placement, self.disk)
 
-  def _reading(self) -> PrefillOptions:
-    return PrefillOptions(
+  def _reading(self) -> PrefillConfig:
+    return PrefillConfig(
       method=self.prefill,
       chunk=self.chunk,
       partition=self.partition,

@@ -7,8 +7,7 @@ between calls, so that a new turn reads only its new tokens.
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from ringjax.checks import float_dtype, integer, positive_int
+from ringjax.checks import integer, positive_int
 from ringjax.errors import (
   InputTypeError,
   OptionError,
@@ -26,10 +25,14 @@ from ringjax.infer import decode, inputs
 from ringjax.infer.call_memory import report_bytes
 from ringjax.infer.contexts.behind_contexts import context_session, joined
 from ringjax.infer.contexts.combine import Cepe, Combine, Full, combine_of
-from ringjax.infer.contexts.context_library import ContextLibrary
 from ringjax.infer.finite import NotFiniteRows
+from ringjax.infer.generate_config import (
+  GenerateConfig,
+  check_pairs,
+  present_options,
+)
 from ringjax.infer.inputs import Prompts
-from ringjax.infer.prefill import PrefillOptions, padded
+from ringjax.infer.prefill import Prefill, PrefillConfig, padded
 from ringjax.infer.prompt_reading import (
   asked_repetition,
   check_call,
@@ -41,32 +44,26 @@ from ringjax.infer.prompt_reading import (
   stored_wire,
   with_pending,
 )
-from ringjax.infer.sampling import from_names, traced
+from ringjax.infer.sampling import traced
 from ringjax.infer.session import (
   GenerateReport,
   Session,
   on_its_mesh,
 )
-from ringjax.infer.speculate.drafter import Drafter
 from ringjax.infer.speculate.rounds import check_speculation, speculated
 from ringjax.infer.speculate.speculation import drafter_of
 from ringjax.infer.stopping import (
-  Stop,
   StopLike,
   as_stop,
   check_tokenizer,
 )
-from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
-from ringjax.kv.cache_kind import CacheKind
 from ringjax.models.transformer import Transformer
-from ringjax.models.weight_placement import WeightPlacement, refuse_placed
+from ringjax.models.weight_placement import refuse_placed
 from ringjax.nn.attention_function import DenseFunction
 from ringjax.nn.placed import raise_fault
-from ringjax.ops.attention.wire_format import WireLike
 from ringjax.parallel.local import here, last_device
 from ringjax.parallel.programs import make_room
-from ringjax.plan.choice import KEEPS, Machine
 
 
 # Arrays have no single truth value, by which dataclasses would compare them.
@@ -117,37 +114,17 @@ class Generated:
 def generate(
   model: Transformer,
   tokens: Prompts,
+  config: GenerateConfig | None = None,
   *,
-  max_new_tokens: int,
-  sampler: Callable[..., Any] | None = None,
-  prefill: str = "auto",
-  mesh: Mesh | None = None,
-  axis: str | None = None,
-  chunk: int | None = None,
-  partition: Sequence[int] | None = None,
-  machine: Machine | None = None,
-  keep: str = "sharded",
-  wire: WireLike | None = None,
   cache: Session | None = None,
   contexts: Sequence[Any] | None = None,
-  combine: Combine | str | None = None,
-  library: ContextLibrary | None = None,
-  speculate: Drafter | str | None = None,
-  cache_dtype: DTypeLike | None = None,
-  cache_kind: CacheKind | str | None = None,
-  rows_at_once: int | None = None,
-  cache_placement: WeightPlacement | str | None = None,
-  hidden_placement: WeightPlacement | str | None = None,
-  disk: str | os.PathLike[str] | None = None,
+  mesh: Mesh | None = None,
   attention_fn: DenseFunction | None = None,
-  grow: int | None = None,
-  stop: Stop | str | int | Iterable[int | str] | None = None,
   tokenizer: Any = None,
   stream: Callable[[np.ndarray], Any] | None = None,
   progress: Callable[[int], Any] | None = None,
   report: Callable[[GenerateReport], Any] | None = None,
-  pad_id: int = 0,
-  **names: Any,
+  **overrides: Any,
 ) -> Generated:
   """Continues prompts.
 
@@ -166,61 +143,16 @@ def generate(
   Args:
     model: Model made by `rj.models.load` or `create`.
     tokens: Token ids, int32 [B, T], or B sequences of different lengths.
-    max_new_tokens: Maximum number of tokens to add to each row.
-    sampler: Sampler that chooses a token from logits; default `Greedy()`.
-    prefill: Method that reads the prompt: "auto", "dense", "blockwise" (one
-      device); "ring", "striped", "zigzag", "bidirectional", "gather",
-      "ulysses", "hybrid", "kvr" (a sharded sequence; on one shard they all are
-      "blockwise", and the report says so); "chunked" (either).
-    mesh: Device mesh; default: the session's, the model's or the current one,
-      else one device.
-    axis: Mesh axis that shards the sequence; default "seq" if there is one.
-    chunk: Maximum number of tokens in a chunk of a chunked prefill.
-    partition: Number of tokens of each shard for "kvr", KV-Runahead's chain
-      (Cho et al. 2024, arXiv 2405.05329); default: shards have equal work.
-    machine: The model's cost on these devices and their links, by which
-      prefill="auto" then chooses (`rj.plan.choose`); the report has the
-      reasons. Default: "striped" on a sharded sequence. Refused where only one
-      method works, with a chunk or with recurrent layers on a sharded sequence.
-    keep: Location of the cache after the prompt is read: "sharded" over the
-      sequence's axis, on which all devices decode, or on the "last" device of
-      that axis, which then decodes alone, with its own copy of the weights.
-    wire: Transfer format of keys and values while a prompt is read on several
-      shards: "cache", the bytes that the cache stores, encoded once; a codec or
-      a dtype, see `Ring`; None: unchanged. Each query sees the exact keys of
-      its own shard.
+    config: Options; default: those of `GenerateConfig()`.
     cache: A `Session` to continue and to update; `tokens` then follow the
       tokens that it holds.
     contexts: Documents that `tokens` are about, each encoded separately: ids or
       an `EncodedContext`, one list for all rows, or a list for each row. See
       `context_session`.
-    combine: Strategy that combines contexts: "full", "parallel" (the default),
-      "ape", "select", "recompute", "kvlink", "cepe", with options as in
-      "ape:temperature=0.8", or an object of `rj.infer.contexts`.
-    library: A `ContextLibrary` that encodes and keeps contexts; default: a new
-      one for this call.
-    speculate: Drafter of tokens, of which one call of the model checks several:
-      a name of `rj.infer.speculate.DRAFTERS` with options, as
-      "lookup:count=8", or a `Drafter`. It changes no token, and with
-      verify="rejection" no probability.
-    cache_kind: Storage format of keys and values in a new cache, an
-      `rj.kv.CacheKind` or its name, one of `rj.kv.KINDS`; default "windowed",
-      which keeps no more than later tokens see.
-    cache_dtype: Dtype of a new cache: bfloat16, float16, float32 or float64;
-      default: the model's.
-    rows_at_once: Number of rows that a layer computes at a time, group by
-      group: activations of a large batch then need the memory of this many
-      rows, and each layer's weights are still fetched once a call. Default: all
-      rows.
-    cache_placement: Placement of the keys of layers that are not running, in
-      host memory or on disk, see `Session`; it changes no token.
-    hidden_placement: Placement of the hidden states of groups that are not
-      running, with rows_at_once.
-    disk: Folder for the part of the cache that is on disk.
+    mesh: Device mesh; default: the session's, the model's or the current one,
+      else one device.
     attention_fn: Dense attention function that reads the cache's keys as
       plain arrays, see `Session`; the prompt is then read in chunks.
-    grow: Number of tokens by which the cache's memory grows, see `Session`.
-    stop: Token ids or texts after which a row ends, or both; or a `Stop`.
     tokenizer: Tokenizer of stop texts, which may span tokens; it also encodes
       the request for a repetition, if a policy repeats the prompt
       (`rj.kv.KVzip`).
@@ -230,11 +162,9 @@ def generate(
     progress: Callback that gets the number of prompt tokens read, after each
       chunk and when all are read.
     report: Callback that gets the call's `GenerateReport`, at the end.
-    pad_id: Id that pads rows that stopped early.
-    **names: Options in place of `sampler` and `stop`, named as in transformers:
-      temperature, top_k, top_p, min_p, repetition_penalty, do_sample, seed;
-      eos_token_id. One of the first four samples, unless do_sample=False;
-      do_sample=True alone keeps all tokens, without a default top_k.
+    **overrides: Options of `GenerateConfig` and of its parts by name, in place
+      of those of `config`: max_new_tokens=64, prefill="chunked", chunk=512,
+      cache_kind="int8", temperature=0.7, stop="end", speculate="lookup".
 
   Returns:
     The new tokens: `new[row]` are those of a row, int32, including the stop id
@@ -253,102 +183,80 @@ def generate(
   """
   check_call(model, tokens)
   make_room()
-  count = positive_int("max_new_tokens", max_new_tokens)
-  sampler, stop = from_names(sampler, stop, names)
-  check_callable(sampler=sampler, stream=stream, progress=progress,
-                  report=report)  # fmt: skip
-  if cache_dtype is not None:
-    float_dtype("cache_dtype", cache_dtype)
+  check_callable(stream=stream, progress=progress, report=report)
+  config = GenerateConfig.of(config, overrides)
+  # Refused here if it is missing, as `positive_int` says.
+  count = positive_int("max_new_tokens", config.max_new_tokens)
+  sampler, stop = config.sampler_and_stop
+  check_callable(sampler=sampler)
   # Options of a session that this call makes.
   session_options: dict[str, Any] = dict(
     mesh=mesh,
-    axis=axis,
-    dtype=cache_dtype,
-    cache_kind=None if cache_kind is None else kinds.cache_kind(cache_kind),
+    axis=config.axis,
+    dtype=config.decode.cache_dtype,
+    cache_kind=config.decode.kind,
   )
-  offloaded = cache_placement is not None
-  if offloaded or getattr(getattr(cache, "cache", None), "fetch", None):
-    _check_offloaded(contexts, speculate, keep)
-  if rows_at_once is not None or getattr(cache, "rows_at_once", None):
-    _check_groups(contexts, speculate, keep, session_options["cache_kind"])
-  options = PrefillOptions(
-    method=prefill,
-    chunk=chunk,
-    partition=partition,
-    machine=machine,
-    keep=keep,
-    wire=stored_wire(model, cache, session_options)
-    if wire == "cache"
-    else wire,
+  strategy = _strategy(config, contexts)
+  apart = strategy is not None and not isinstance(strategy, Full)
+  check_pairs(
+    present_options(
+      config,
+      cache=cache,
+      contexts=contexts if apart else None,
+      attention_fn=attention_fn,
+    )
   )
+  if contexts is not None and attention_fn is not None:
+    check_pairs({"contexts": True, "attention_fn": True})
+  options = config.prefill
+  if options.sends_stored:
+    wire = stored_wire(model, cache, session_options)
+    options = options.replace(wire=wire)
+  speculate = config.speculation.drafter
   drafter = None if speculate is None else drafter_of(speculate)
   prompts = inputs.prompts(tokens, model.config.vocab)
   ending = RowEndings(
-    stop, tokenizer, stream, pad_id, len(prompts), model.config.vocab
+    stop,
+    tokenizer,
+    stream,
+    config.stopping.pad_id,
+    len(prompts),
+    model.config.vocab,
   )
   start = np.zeros(len(prompts), np.int64)
-  if contexts is not None:
-    combine = combine_of("parallel" if combine is None else combine)
-    if isinstance(combine, Full):
-      if library is not None:
-        raise OptionError(
-          "library",
-          "one with combine='full', which reads contexts anew",
-          "contexts that are read apart",
-          "leave it out",
-        )
-      prompts = joined(contexts, prompts, combine, model.config.vocab)
+  if strategy is not None and contexts is not None:
+    if isinstance(strategy, Full):
+      prompts = joined(contexts, prompts, strategy, model.config.vocab)
     else:
-      _check_apart(cache, keep, wire)
       longest = max(p.size for p in prompts)
       cache = context_session(
         model,
         contexts,
-        combine,
+        strategy,
         capacity=padded(longest, 1) + count,
         batch=len(prompts),
-        library=library,
+        library=config.combine.library,
         **session_options,
       )
       session_options = dict.fromkeys(session_options)
-  elif combine is not None or library is not None:
-    raise OptionError(
-      "combine" if library is None else "library",
-      "a value without contexts",
-      "contexts to combine",
-      "pass contexts=[...], or leave it out",
-    )
+  placement = config.placement
   session_options |= dict(
-    rows_at_once=rows_at_once,
-    cache_placement=cache_placement,
-    hidden_placement=hidden_placement,
-    disk=disk,
+    rows_at_once=placement.rows_at_once,
+    cache_placement=placement.cache,
+    hidden_placement=placement.hidden,
+    disk=placement.disk,
     attention_fn=attention_fn,
-    grow=grow,
+    grow=config.decode.grow,
   )
-  custom_attention = attention_fn or getattr(cache, "attention_fn", None)
-  if custom_attention is not None:
-    _refuse_beside("attention_fn", contexts=contexts, speculate=speculate)
-  if grow is not None:
-    _refuse_beside("grow", contexts=contexts)
   if cache is not None:
     check_session(cache, model, len(prompts), session_options)
     start = cache.lengths
     prompts = with_pending(prompts, cache)
   lengths = np.array([p.size for p in prompts])
-  held_kind = (
-    session_options["cache_kind"] if cache is None else cache.cache.kind
-  )
-  policy = None if held_kind is None else held_kind.policy
-  moves = policy is not None and policy.moves
-  if not moves:
-    check_context(model, start, lengths, count)
   spare = 0 if drafter is None else drafter.nodes - drafter.depth
-  session, reading, total = planned(
+  session, reading, total = _planned(
     model, cache, options, session_options, start, lengths, count, spare
   )
-  if moves:
-    check_context(model, start, lengths, count, session.cache.kind, reading)
   if contexts is not None and session.contexts is not None:
     # Without max_new_tokens, which must not change an answer.
     total = np.array((start + lengths).max(), np.int32)
@@ -356,7 +264,7 @@ def generate(
     check_speculation(drafter, session, sampler, ending.watches)
   repetition = asked_repetition(model, session, start, lengths, tokenizer)
   model, last = session.weights(model), None
-  if keep == "last" and session.mesh is not None:
+  if options.keep == "last" and session.mesh is not None:
     # Checked before the prompt is read rather than after it.
     refuse_placed(model, "bring it to one device", "pass keep='sharded'")
     last = last_device(session.mesh, session.axis)
@@ -377,9 +285,9 @@ def generate(
     texts = session.texts()
     if session.contexts is not None:
       # The session's tokens are not one text: contexts have separate positions.
-      texts, vocab = prompts, model.config.vocab
-      if contexts is not None and not isinstance(combine_of(combine), Cepe):
-        texts = joined(contexts, texts, Full(), vocab)
+      texts = prompts
+      if contexts is not None and not isinstance(strategy, Cepe):
+        texts = joined(contexts, texts, Full(), model.config.vocab)
     out, sizes, speculation = speculated(
       *decoding, drafter, texts, marked, undrafted
     )
@@ -408,68 +316,56 @@ def generate(
   return new
 
 
-def _check_groups(
-  contexts: Any, speculate: Any, keep: str, kind: CacheKind | None
-) -> None:
-  """Refuses arguments that do not support rows in groups."""
-  for name, is_set in (
-    ("contexts", contexts is not None),
-    ("speculate", speculate is not None),
-    ("keep", keep != KEEPS[0]),
-    ("cache_kind", kind is not None and kind.repeats),
-  ):
-    if is_set:
+def _strategy(config: GenerateConfig, contexts: object) -> Combine | None:
+  """Strategy that combines the contexts of a call; None without contexts.
+
+  Raises:
+    OptionError: If there is nothing to combine, or a library has no use.
+  """
+  combine, library = config.combine.strategy, config.combine.library
+  if contexts is None:
+    if combine is not None or library is not None:
       raise OptionError(
-        name,
-        "a value beside rows_at_once",
-        "rows in groups, or this",
-        "leave one of them out",
+        "combine" if library is None else "library",
+        "a value without contexts",
+        "contexts to combine",
+        "pass contexts=[...], or leave it out",
       )
+    return None
+  strategy = combine_of("parallel" if combine is None else combine)
+  if isinstance(strategy, Full) and library is not None:
+    raise OptionError(
+      "library",
+      "one with combine='full', which reads contexts anew",
+      "contexts that are read apart",
+      "leave it out",
+    )
+  return strategy
 
 
-def _refuse_beside(option: str, **others: Any) -> None:
-  """Refuses other arguments that cannot be combined with `option`."""
-  for name, value in others.items():
-    if value is not None:
-      raise OptionError(
-        name,
-        f"a value beside {option}",
-        f"{name}, or {option}",
-        "leave one of them out",
-      )
-
-
-def _check_offloaded(contexts: Any, speculate: Any, keep: str) -> None:
-  """Refuses arguments that do not support an offloaded cache."""
-  for name, is_set in (
-    ("contexts", contexts is not None),
-    ("speculate", speculate is not None),
-    ("keep", keep != KEEPS[0]),
-  ):
-    if is_set:
-      raise OptionError(
-        name,
-        "a value beside cache_placement",
-        "a cache that is all on the devices, or this not",
-        "leave one of them out",
-      )
-
-
-def _check_apart(cache: Any, keep: str, wire: Any) -> None:
-  """Refuses arguments that do not support separately encoded contexts."""
-  for name, value, default in (
-    ("cache", cache, None),
-    ("keep", keep, KEEPS[0]),
-    ("wire", wire, None),
-  ):
-    if value is not default and value != default:
-      raise OptionError(
-        name,
-        "a value beside contexts",
-        "contexts, or this",
-        "leave it out, or pass combine='full'; several questions to the same "
-        "contexts: rj.infer.context_session",
-      )
+def _planned(
+  model: Transformer,
+  cache: Session | None,
+  options: PrefillConfig,
+  session_options: dict[str, Any],
+  start: np.ndarray,
+  lengths: np.ndarray,
+  count: int,
+  spare: int,
+) -> tuple[Session, Prefill, np.ndarray]:
+  """Plan the prefill, see `planned`, of texts that the model supports."""
+  kind = session_options["cache_kind"] if cache is None else cache.cache.kind
+  policy = None if kind is None else kind.policy
+  # Such a policy bounds the positions of a text of any length.
+  moves = policy is not None and policy.moves
+  if not moves:
+    check_context(model, start, lengths, count)
+  session, reading, total = planned(
+    model, cache, options, session_options, start, lengths, count, spare
+  )
+  if moves:
+    check_context(model, start, lengths, count, session.cache.kind, reading)
+  return session, reading, total
 
 
 def _decode(

@@ -35,7 +35,7 @@ from ringjax.infer.decode import DecodeState
 from ringjax.infer.finite import NotFiniteRows
 from ringjax.infer.generate import Generated, RowEndings
 from ringjax.infer.inputs import Prompts
-from ringjax.infer.prefill import Prefill, PrefillOptions
+from ringjax.infer.prefill import Prefill, PrefillConfig
 from ringjax.infer.prompt_reading import (
   check_call,
   check_context,
@@ -133,7 +133,7 @@ def paired_prefill(
     prompts = inputs.prompts(tokens, model.config.vocab)
     lengths = np.array([prompt.size for prompt in prompts])
     check_context(model, np.zeros_like(lengths), lengths, 0)
-    plan = PrefillOptions(method="blockwise").plan(
+    plan = PrefillConfig(method="blockwise").plan(
       int(lengths.max()), model, mesh, axis
     )
     room = positive_int(
@@ -307,7 +307,7 @@ def prefill_beside(
   start = np.zeros_like(lengths)
   check_context(model, start, lengths, 0)
   chunk = positive_int("chunk", chunk)
-  options = PrefillOptions(method="chunked", chunk=chunk)
+  options = PrefillConfig(method="chunked", chunk=chunk)
   kind = kinds.cache_kind(cache_kind).resident("reading beside answers")
   plan = options.plan(int(lengths.max()), model, mesh, axis, kind=kind)
   room = plan.width + 256 if capacity is None else capacity

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from ringjax import plan as plans
 from ringjax.checks import one_of, positive_int
+from ringjax.config import Config, config, option
 from ringjax.errors import OptionError
 from ringjax.kv.base import CallCache
 from ringjax.kv.cache_kind import WINDOWED, CacheKind
@@ -36,7 +37,7 @@ from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.nesting import coded, group_of
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ulysses import Ulysses
-from ringjax.ops.attention.wire_format import WireLike, wire_of
+from ringjax.ops.attention.wire_format import Wire, WireLike, wire_of
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Uneven, Zigzag
 from ringjax.parallel.programs import bounded
 from ringjax.plan import cost
@@ -159,29 +160,52 @@ class Prefill:
       yield first, self.layout.padded_order(size, self.attend.size)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PrefillOptions:
-  """Options of a caller for reading prompts.
-
-  Attributes:
-    method: Strategy, one of `METHODS`.
-    chunk: Maximum number of tokens of a chunk, for "chunked".
-    partition: Number of tokens of each shard, for "kvr".
-    machine: Measured machine by which "auto" chooses; None: by rules.
-    keep: Place where the cache is kept, one of `KEEPS`.
-    wire: Format of keys and values between shards, as in `Ring`; None:
-      unencoded.
+@config
+class PrefillConfig(Config):
+  """Options for reading prompts.
 
   Raises:
     OptionError: If a name is unknown, or options contradict each other.
   """
 
-  method: str = "auto"
-  chunk: int | None = None
-  partition: Sequence[int] | None = None
-  machine: Machine | None = None
-  keep: str = KEEPS[0]
-  wire: WireLike | None = None
+  method: str = option(
+    'Method that reads the prompt: "auto", "dense", "blockwise" (one device); '
+    '"ring", "striped", "zigzag", "bidirectional", "gather", "ulysses", '
+    '"hybrid", "kvr" (a sharded sequence; on one shard they all are '
+    '"blockwise", and the report says so); "chunked" (either).',
+    default="auto",
+    override="prefill",
+  )
+  chunk: int | None = option(
+    "Maximum number of tokens in a chunk of a chunked prefill.",
+    default=None,
+  )
+  partition: Sequence[int] | None = option(
+    'Number of tokens of each shard for "kvr", KV-Runahead\'s chain (Cho et '
+    "al. 2024, arXiv 2405.05329); default: shards have equal work.",
+    default=None,
+  )
+  machine: Machine | None = option(
+    "The model's cost on these devices and their links, by which "
+    'prefill="auto" then chooses (`rj.plan.choose`); the report has the '
+    'reasons. Default: "striped" on a sharded sequence. Refused where only one '
+    "method works, with a chunk or with recurrent layers on a sharded "
+    "sequence.",
+    default=None,
+  )
+  keep: str = option(
+    'Location of the cache after the prompt is read: "sharded" over the '
+    'sequence\'s axis, on which all devices decode, or on the "last" device '
+    "of that axis, which then decodes alone, with its own copy of the weights.",
+    default=KEEPS[0],
+  )
+  wire: WireLike | None = option(
+    "Transfer format of keys and values while a prompt is read on several "
+    'shards: "cache", the bytes that the cache stores, encoded once; a codec '
+    "or a dtype, see `Ring`; None: unchanged. Each query sees the exact keys "
+    "of its own shard.",
+    default=None,
+  )
 
   def __post_init__(self) -> None:
     leave = "leave it out for the default, or pass one of these"
@@ -189,8 +213,10 @@ class PrefillOptions:
     one_of("keep", self.keep, KEEPS, remedy=leave)
     if self.chunk is not None:
       object.__setattr__(self, "chunk", positive_int("chunk", self.chunk))
-    if self.wire is not None:
-      object.__setattr__(self, "wire", wire_of(self.wire))
+    if not self.sends_stored:
+      _ = self.wire_format
+    if isinstance(self.partition, list | np.ndarray):
+      object.__setattr__(self, "partition", tuple(self.partition))
     machine = self.machine
     if machine is not None and not isinstance(machine, Machine):
       raise OptionError(
@@ -220,6 +246,20 @@ class PrefillOptions:
         "no chunk, which leaves it nothing to choose",
         "leave chunk= or machine= out",
       )
+
+  @property
+  def sends_stored(self) -> bool:
+    """Whether keys and values travel as the cache stores them."""
+    return isinstance(self.wire, str) and self.wire == "cache"
+
+  @property
+  def wire_format(self) -> Wire | None:
+    """Transfer format of keys and values; None: unchanged.
+
+    Raises:
+      OptionError: If the wire is unknown.
+    """
+    return None if self.wire is None else wire_of(self.wire)
 
   def plan(
     self,
@@ -263,14 +303,14 @@ class PrefillOptions:
     name, partition, why = self._resolved(
       width, model, size, recurrent, behind, kind
     )
-    if self.wire is not None and size > 1 and name in _UNWIRED:
+    if self.wire_format is not None and size > 1 and name in _UNWIRED:
       raise OptionError(
         "wire",
-        f"{self.wire} with prefill={name!r} ({why})",
+        f"{self.wire_format} with prefill={name!r} ({why})",
         "a method that sends keys from shard to shard",
         "pass prefill='striped', for instance, or leave wire out",
       )
-    alone = self.wire is not None and size == 1
+    alone = self.wire_format is not None and size == 1
     note = "; one shard sends nothing" if alone else ""
     if name == "chunked":
       max_chunk = self.chunk
@@ -309,7 +349,7 @@ class PrefillOptions:
         mesh=mesh,
         axis=axis,
         layout=Uneven(counts),
-        strategy=Chain(wire=self.wire),
+        strategy=Chain(wire=self.wire_format),
       )
     else:
       layout, strategy, sharded = _STRATEGIES[name]
@@ -322,8 +362,8 @@ class PrefillOptions:
         )
       if name == "hybrid":
         _check_groups(model, strategy, size)
-      if self.wire is not None and size > 1:
-        strategy = coded(strategy, self.wire)
+      if self.wire_format is not None and size > 1:
+        strategy = coded(strategy, self.wire_format)
       attend = ContextParallel(
         mesh=mesh, axis=axis, layout=layout, strategy=strategy
       )

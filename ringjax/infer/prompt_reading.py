@@ -18,7 +18,7 @@ from ringjax.errors import (
 )
 from ringjax.infer import inputs
 from ringjax.infer.inputs import Prompts
-from ringjax.infer.prefill import Prefill, PrefillOptions, padded, read
+from ringjax.infer.prefill import Prefill, PrefillConfig, padded, read
 from ringjax.infer.repetition import Instructions, check_repetition, repeat
 from ringjax.infer.session import Session, free_on, on_its_mesh, place_of
 from ringjax.kv import cache_kind as kinds
@@ -66,7 +66,7 @@ def read_context(
   """
   check_call(model, tokens)
   check_callable(progress=progress)
-  options = PrefillOptions(
+  options = PrefillConfig(
     method=prefill, chunk=chunk, partition=partition, machine=machine
   )
   prompts = inputs.prompts(tokens, model.config.vocab)
@@ -123,7 +123,7 @@ def with_pending(
 def planned(
   model: Transformer,
   session: Session | None,
-  options: PrefillOptions,
+  options: PrefillConfig,
   own: dict[str, Any],
   start: np.ndarray,
   lengths: np.ndarray,
@@ -205,7 +205,7 @@ def planned(
   return session, plan, np.array(session.capacity, np.int32)
 
 
-def _by_chunks(options: PrefillOptions) -> PrefillOptions:
+def _by_chunks(options: PrefillConfig) -> PrefillConfig:
   """Change options to "chunked", so that `attention_fn` reads the cache."""
   if options.method not in ("auto", "chunked") or options.machine is not None:
     raise OptionError(
@@ -218,7 +218,7 @@ def _by_chunks(options: PrefillOptions) -> PrefillOptions:
 
 
 def _check_alone(
-  options: PrefillOptions,
+  options: PrefillConfig,
   how: Prefill,
   lengths: np.ndarray,
   kind: CacheKind,
@@ -240,7 +240,7 @@ def _check_alone(
   widths = {padded(int(length), shards) for length in lengths}
   has_partition = options.partition is not None
   if (
-    options.wire is not None
+    options.wire_format is not None
     and shards > 1
     and len(widths) > 1
     and not isinstance(layout, Striped)
@@ -248,7 +248,7 @@ def _check_alone(
   ):
     raise OptionError(
       "wire",
-      f"{options.wire} with prefill={how.name!r}, for prompts of "
+      f"{options.wire_format} with prefill={how.name!r}, for prompts of "
       f"{lengths.tolist()} tokens",
       "prompts of one length, or a way whose shards of a row do not depend on "
       "the longest",

@@ -20,7 +20,7 @@ from ringjax.data.chat import ChatTemplate
 from ringjax.errors import InputTypeError, OptionError, PromptError
 from ringjax.infer import inputs
 from ringjax.infer.inputs import Prompts
-from ringjax.infer.prefill import PrefillOptions, padded
+from ringjax.infer.prefill import PrefillConfig, padded
 from ringjax.kv import peaks
 from ringjax.kv.evicting import EvictingCache
 from ringjax.kv.peaks import Chunk, Repeated
@@ -152,7 +152,7 @@ def repeat(
   ends = np.array([prompt.size for prompt in prompts]) * rows
   longest = max(text.size for row_texts in texts for _, _, text in row_texts)
   shards, batch = cache.shards, cache.batch
-  options = PrefillOptions(method="chunked", chunk=padded(longest, shards))
+  options = PrefillConfig(method="chunked", chunk=padded(longest, shards))
   cache = cache.with_room(
     np.full((batch, shards), padded(longest, shards) // shards)
   )

@@ -553,7 +553,7 @@ def traced(sampler: Callable[..., Any]) -> Any:
 # Names of transformers
 # ---------------------------------------------------------------------------
 
-_REMEDIES = {
+REMEDIES = {
   "attention_mask": "pass prompts as a list of rows of different lengths",
   "generation_config": "pass its numbers by name, e.g. temperature=0.7",
   "input_ids": "pass them as tokens, the second argument",
@@ -592,7 +592,7 @@ def from_names(
   """
   for name in given:
     if name not in (*PARAMETERS, "do_sample", "eos_token_id"):
-      remedy = _REMEDIES.get(name, "leave it out; see help(rj.infer.generate)")
+      remedy = REMEDIES.get(name, "leave it out; see help(rj.infer.generate)")
       raise OptionError(
         name, repr(given[name]), "an argument of generate", remedy
       )

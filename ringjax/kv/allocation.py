@@ -175,8 +175,8 @@ class Allocation:
 
   def record(self) -> dict[str, Any]:
     """Fields as JSON, without those derived from others."""
-    left_out = ("codecs", "source")
-    names = [x.name for x in dataclasses.fields(self) if x.name not in left_out]
+    derived = ("codecs", "source")
+    names = [x.name for x in dataclasses.fields(self) if x.name not in derived]
     return {"format": _FORMAT, **{name: getattr(self, name) for name in names}}
 
   def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
@@ -193,11 +193,11 @@ class Allocation:
           "kinds by their names, for a file says names",
           "pass candidates=('hadamard4', 'int4:group=32'), for instance",
         )
-    place = pathlib.Path(path)
-    if place.suffix != ".json":
-      place = place / BITS_FILE
-    _write(place, self.record())
-    return place
+    file = pathlib.Path(path)
+    if file.suffix != ".json":
+      file = file / BITS_FILE
+    _write(file, self.record())
+    return file
 
   @classmethod
   def load(cls, path: str | os.PathLike[str], model: Transformer) -> Allocation:
@@ -212,15 +212,15 @@ class Allocation:
       CheckpointFormatError: If the file is missing or not an allocation.
       OptionError: If the model or a calibration differs.
     """
-    place = pathlib.Path(path)
-    if place.is_dir():
-      place = place / BITS_FILE
-    body = _read(place)
+    file = pathlib.Path(path)
+    if file.is_dir():
+      file = file / BITS_FILE
+    body = _read(file)
     model_digest = model.digest
     if body["model"] != model_digest:
       raise OptionError(
         "table",
-        f"{place}, of a model of digest {body['model']}",
+        f"{file}, of a model of digest {body['model']}",
         f"that of this model, {model_digest}",
         _REMEDY,
       )
@@ -231,17 +231,17 @@ class Allocation:
       ):
         kind = kind_text.parse(text, "candidates")
         if digest:
-          kind = kind.with_options({"calibration": str(place.parent)})
+          kind = kind.with_options({"calibration": str(file.parent)})
         codec: Any = model.cache_kind(kind).codec
         if digest and codec.calibration.digest != digest:
           raise OptionError(
             "calibration",
-            f"one of digest {codec.calibration.digest} beside {place}",
+            f"one of digest {codec.calibration.digest} beside {file}",
             f"the one that {text} was measured with, {digest}",
             _REMEDY,
           )
         codecs.append(codec)
-      allocation = cls(**body, codecs=tuple(codecs), source=str(place))
+      allocation = cls(**body, codecs=tuple(codecs), source=str(file))
       # Check that the tables fit the candidates and the model.
       codec = allocation.kind.codec
       assert isinstance(codec, PerHead)
@@ -251,7 +251,7 @@ class Allocation:
       if isinstance(error, OptionError) and "calibration" in str(error):
         raise
       raise CheckpointFormatError(
-        f"{place}", f"{error}"[:160], "what allocate_bits wrote", _REMEDY
+        f"{file}", f"{error}"[:160], "what allocate_bits wrote", _REMEDY
       ) from None
     return allocation
 
@@ -323,21 +323,21 @@ def allocate_bits(
   sizes = [[_bytes(u, codec, shapes) for codec in codecs] for u in units]
   budget = _budget(bits, bytes_per_token, shapes, sizes, names)
   inputs = hashlib.sha256(np.ascontiguousarray(ids, np.int32).tobytes())
-  about = (model.digest, ids.shape, names, calibrations, by, measure)
-  inputs.update(f"{about}".encode())
-  work = _Losses(model, ids, kinds, measure, inputs.hexdigest()[:16], folder)
-  work.total = (len(units) * len(codecs) + len(codecs) + 2) * len(ids)
-  work.progress = progress
+  fingerprint = (model.digest, ids.shape, names, calibrations, by, measure)
+  inputs.update(f"{fingerprint}".encode())
+  meter = _Losses(model, ids, kinds, measure, inputs.hexdigest()[:16], folder)
+  meter.total = (len(units) * len(codecs) + len(codecs) + 2) * len(ids)
+  meter.progress = progress
 
-  exact = work.loss([])[0]
+  exact = meter.loss([])[0]
   losses = []
   for unit in units:
-    row = [work.loss([(unit, n)]) for n in range(len(codecs))]
+    row = [meter.loss([(unit, n)]) for n in range(len(codecs))]
     losses.append(tuple(x[measure == "kl"] for x in row))
   uniform = [
     (
       sum(size[n] for size in sizes),
-      work.loss([(unit, n) for unit in units])[0],
+      meter.loss([(unit, n) for unit in units])[0],
     )
     for n in range(len(codecs))
   ]
@@ -345,7 +345,7 @@ def allocate_bits(
   losses = [tuple(x - base for x in row) for row in losses]
   choice = choose(sizes, losses, budget)
   pairs = [*zip(units, choice, strict=True)]
-  final = work.loss(pairs)
+  final = meter.loss(pairs)
   keys, values = _tables(model, shapes, pairs)
   nbytes = sum(size[n] for size, n in zip(sizes, choice, strict=True))
   numbers = sum(shape.numbers() for shape in shapes)
@@ -366,7 +366,7 @@ def allocate_bits(
     uniform=tuple((size, loss - exact) for size, loss in uniform),
     losses=tuple(losses),
     tokens=ids.size,
-    calls=work.total,
+    calls=meter.total,
     codecs=codecs,
     unrotated=kinds[0].unrotated,
   )
@@ -411,7 +411,7 @@ def choose(
       chosen[unit], remaining = n, remaining - extra_bytes
   choice = [hull[n] for hull, n in zip(hulls, chosen, strict=True)]
   while True:
-    better = [
+    exchanges = [
       ((loss[n] - loss[old]) / max(1, size[n] - size[old]), unit, n)
       for unit, (old, size, loss) in enumerate(
         zip(choice, sizes, losses, strict=True)
@@ -419,9 +419,9 @@ def choose(
       for n in range(len(size))
       if loss[n] < loss[old] and size[n] - size[old] <= remaining
     ]
-    if not better:
+    if not exchanges:
       return choice
-    _, unit, n = min(better)
+    _, unit, n = min(exchanges)
     remaining -= sizes[unit][n] - sizes[unit][choice[unit]]
     choice[unit] = n
 
@@ -559,8 +559,10 @@ def _candidates(
     plain = _uncalibrated(kind.codec)
     kind = CacheKind(windowed=True, unrotated=kind.unrotated, codec=kind.codec)
     # Keep the text as given, but without the path of a calibration.
-    written = named and plain == kind.codec
-    text = candidate if written else str(dataclasses.replace(kind, codec=plain))
+    keeps_text = named and plain == kind.codec
+    text = (
+      candidate if keeps_text else str(dataclasses.replace(kind, codec=plain))
+    )
     names.append(text)
     kinds.append(kind)
   if len({kind.codec for kind in kinds}) < len(kinds):
@@ -741,10 +743,10 @@ class _Choices(NoCache):
     )
     layers = model_layers(model.kinds)
     heads = max(shape.heads for shape in _attention(model))
-    none = np.full((layers, heads), -1, np.int32)
+    exact = np.full((layers, heads), -1, np.int32)
     device_constants = jax.tree.map(jnp.asarray, constants)
     return cls(
-      none, none, device_constants, codecs, kinds[0].unrotated, model.kinds
+      exact, exact, device_constants, codecs, kinds[0].unrotated, model.kinds
     )
 
   def chosen(self, pairs: Sequence[tuple[_Unit, int]]) -> _Choices:
@@ -769,30 +771,32 @@ class _Choices(NoCache):
     of_layer = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
     constants = jax.tree.map(of_layer, self.constants[kind])
 
-    def with_one(n: int, part: str, x: jax.Array, here: jax.Array) -> jax.Array:
-      vectors, of = getattr(self.codecs[n], part), constants[n]
+    def with_codec(
+      n: int, part: str, x: jax.Array, in_codec: jax.Array
+    ) -> jax.Array:
+      vectors, codec_constants = getattr(self.codecs[n], part), constants[n]
       put = lambda x: jnp.where(
-        here[None, :, None, None],
-        through(vectors, x, of[part == "values"]),
+        in_codec[None, :, None, None],
+        through(vectors, x, codec_constants[part == "values"]),
         x,
       )
       # Skip the work for layers that stay exact: most, in most calls.
-      return lax.cond(jnp.any(here), put, lambda x: x, x)
+      return lax.cond(jnp.any(in_codec), put, lambda x: x, x)
 
-    def coded(part: str, x: jax.Array) -> jax.Array:
+    def encode_heads(part: str, x: jax.Array) -> jax.Array:
       if not x.shape[-1]:
         return x
       chosen = getattr(self, part)[layer, : shape.heads]
       for n in range(len(self.codecs)):
-        x = with_one(n, part, x, chosen == n)
+        x = with_codec(n, part, x, chosen == n)
       return x
 
     def change(
       k: jax.Array, v: jax.Array, rotation: Rotation
     ) -> tuple[jax.Array, jax.Array, tuple[()]]:
-      k = coded("keys", k if self.unrotated else rotation.own(k))
+      k = encode_heads("keys", k if self.unrotated else rotation.own(k))
       k = rotation.own(k) if self.unrotated else k
-      return k, coded("values", v), ()
+      return k, encode_heads("values", v), ()
 
     return FreshLayer(change=change)
 
@@ -809,12 +813,12 @@ def _sums(
 ) -> Float[Array, " 2"]:
   """Sum over predictions the loss and, if `compared`, the divergence."""
   last = (slice(None), slice(0, -1))
-  logs = lambda x: jax.nn.log_softmax(x[last], -1)
-  q = logs(model(tokens, cache=cache)[0])
+  log_probs = lambda x: jax.nn.log_softmax(x[last], -1)
+  q = log_probs(model(tokens, cache=cache)[0])
   loss = -jnp.sum(jnp.take_along_axis(q, tokens[:, 1:, None], -1))
   if not compared:
     return jnp.stack([loss, jnp.zeros_like(loss)])
-  p = logs(model(tokens))
+  p = log_probs(model(tokens))
   return jnp.stack([loss, jnp.sum(jnp.exp(p) * (p - q))])
 
 

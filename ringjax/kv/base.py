@@ -1,9 +1,9 @@
-"""What a layer sees of a cache, and the cache that keeps nothing.
+"""Interfaces of KV caches for models and layers, and the cache of no keys.
 
-A cache belongs to a whole model. Before the layers run it makes room for the
-call's tokens (`allocate`); a layer then gets a `LayerCache`, appends its keys
-and values and passes it on; the cache is put together again from what the
-layers return. Layers of one kind share an array with a leading axis, so that
+A cache belongs to a whole model. Before the layers run it allocates slots for
+the call's tokens (`allocate`). Each layer then gets a `LayerCache`, appends its
+keys and values and returns it; `updated` makes the new cache of what the layers
+returned. Layers of one kind share an array with a leading layer axis, so that
 a loop over layers carries it and writes in place.
 """
 
@@ -33,19 +33,19 @@ from ringjax.typing import Index
 if TYPE_CHECKING:
   from ringjax.kv.encoder_states import EncoderStates
 
-# Positions at which rows end: one for all of them, or one for each.
+# Positions at which rows end: one for all rows, or one for each row.
 Ends = Int[Array | np.ndarray, " ..."] | Sequence[int | np.integer] | int
-# Numbers of rows of a batch.
+# Indices of rows of a batch.
 RowIndices = Int[Array | np.ndarray, " _"] | Sequence[int | np.integer]
 
 
 class KV(NamedTuple):
-  """Keys, values and where their tokens are.
+  """Keys, values and the coordinates of their tokens.
 
   Fields:
-    k: [B, K, S, H].
-    v: [B, K, S, J].
-    at: coordinates [B or 1, S]; segment 0 is an empty slot.
+    k: Keys, [B, K, S, H].
+    v: Values, [B, K, S, J].
+    at: Coordinates of the tokens, [B or 1, S]; segment 0 is an empty slot.
   """
 
   k: jax.Array
@@ -53,13 +53,13 @@ class KV(NamedTuple):
   at: Coords
 
   def view(self, shards: int = 1) -> ContiguousView:
-    """The same as a stack of one layer, with empty slots to a multiple."""
-    over = -self.k.shape[2] % shards
+    """View of one layer, padded with empty slots to a multiple of `shards`."""
+    padding = -self.k.shape[2] % shards
 
     def pad(x: jax.Array, axis: int) -> jax.Array:
-      if not over:
+      if not padding:
         return x
-      return jnp.pad(x, [(0, over * (n == axis)) for n in range(x.ndim)])
+      return jnp.pad(x, [(0, padding * (n == axis)) for n in range(x.ndim)])
 
     return ContiguousView(
       pad(self.k, 2)[None],
@@ -74,14 +74,13 @@ class CacheSpec:
   """Cache allocation: batch, capacity, dtype and sharding.
 
   Attributes:
-    batch: B.
-    capacity: tokens that fit.
-    dtype: of keys and values.
-    mesh: None is one device.
-    axes: the mesh axes of "batch", "heads" and "tokens", as in a
-      PartitionSpec.
-    codec: stores keys and values in bytes, or None.
-    target: the platform; None: the mesh's, or else the default one.
+    batch: Number of rows, B.
+    capacity: Maximum number of tokens of a row.
+    dtype: Dtype of keys and values.
+    mesh: Mesh of the cache; None for one device.
+    axes: Mesh axes of "batch", "heads" and "tokens", as in a PartitionSpec.
+    codec: Codec that stores keys and values in bytes, or None.
+    target: Platform; None for that of the mesh, or else the default one.
   """
 
   batch: int
@@ -94,7 +93,7 @@ class CacheSpec:
 
   @property
   def platform(self) -> str:
-    """What the devices are."""
+    """Platform of the devices, such as "cpu" or "tpu"."""
     if self.target is not None:
       return self.target
     if self.mesh is None:
@@ -103,7 +102,7 @@ class CacheSpec:
 
   @property
   def shards(self) -> int:
-    """Shards of the sequence."""
+    """Number of shards of the sequence."""
     axis = self.axes.get("tokens")
     if axis is None:
       return 1
@@ -116,9 +115,9 @@ class CacheSpec:
     dtype: DTypeLike,
     names: tuple[str | None, ...],
   ) -> Any:
-    """An array's shape, dtype and sharding, which is by the dimensions' names.
+    """Shape, dtype and sharding of an array, by the names of its dimensions.
 
-    Heads are sharded if they divide.
+    Heads are sharded if their number is divisible by the size of the mesh axis.
     """
     if self.mesh is None:
       return jax.ShapeDtypeStruct(shape, dtype)
@@ -126,7 +125,7 @@ class CacheSpec:
     for i, name in enumerate(names):
       if name == "heads" and spec[i] and shape[i] % self.mesh.shape[spec[i]]:
         spec[i] = None
-    # A program for P() is not found for P(None).
+    # P() and P(None) are different keys of the cache of compiled programs.
     while spec and spec[-1] is None:
       spec.pop()
     sharding = NamedSharding(self.mesh, P(*spec))
@@ -134,9 +133,9 @@ class CacheSpec:
 
 
 def zeros(like: PyTree) -> PyTree:
-  """Zeros of these shapes, dtypes and shardings."""
-  one = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)
-  return jax.tree.map(one, like)
+  """Allocate zeros of the given shapes, dtypes and shardings."""
+  make_zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)
+  return jax.tree.map(make_zeros, like)
 
 
 def scattered_layer(
@@ -144,48 +143,46 @@ def scattered_layer(
   layer: Index,
   put: Callable[[Shaped[Array, "_ ..."], Index], Shaped[Array, "_ ..."]],
 ) -> jax.Array:
-  """`put(old, layer)`, which scatters into one layer.
+  """Compute `put(old, layer)`, which scatters into one layer.
 
-  To scatter narrow numbers XLA's CPU compiler makes all of an array wide and
-  narrow again: there of that layer's, rather than of all layers'.
+  To scatter into a 16-bit array, XLA's CPU compiler converts the whole array to
+  float32 and back. On CPUs only the layer is passed, so that only it is
+  converted.
   """
   narrow = jnp.issubdtype(old.dtype, jnp.floating) and old.dtype.itemsize < 4
   if not narrow:
     return put(old, layer)
 
-  def alone(old: jax.Array) -> jax.Array:
-    made = put(lax.dynamic_index_in_dim(old, layer, 0), jnp.int32(0))
-    made = lax.optimization_barrier(made)
-    return lax.dynamic_update_slice_in_dim(row_major(old), made, layer, 0)
+  def put_in_layer(old: jax.Array) -> jax.Array:
+    new_layer = put(lax.dynamic_index_in_dim(old, layer, 0), jnp.int32(0))
+    new_layer = lax.optimization_barrier(new_layer)
+    return lax.dynamic_update_slice_in_dim(row_major(old), new_layer, layer, 0)
 
   return lax.platform_dependent(
-    old, cpu=alone, default=lambda old: put(old, layer)
+    old, cpu=put_in_layer, default=lambda old: put(old, layer)
   )
 
 
-# The memory of a host from which devices read without a copy.
+# Memory kind of a host from which devices read without a copy.
 HOST = "pinned_host"
-# Where the weights and keys of a layer may be, the fastest memory first.
+# Memories for the weights and keys of a layer, the fastest first.
 DEVICE, IN_HOST, DISK = TIERS = ("device", "host", "disk")
 
 
 def bytes_each(tree: PyTree) -> int:
-  """Bytes of arrays, or of what stands for them, on each device.
+  """Bytes of arrays or of their shapes on each device, without host memory."""
 
-  What is in the host's memory is not among them.
-  """
-
-  def one(x: jax.Array | jax.ShapeDtypeStruct) -> int:
+  def array_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
     if x.sharding is not None and x.sharding.memory_kind == HOST:
       return 0
     shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
 
-  return sum(one(x) for x in jax.tree.leaves(tree))
+  return sum(array_bytes(x) for x in jax.tree.leaves(tree))
 
 
 def donated(tree: PyTree) -> bool:
-  """Whether some of its arrays were donated to a program."""
+  """Whether some arrays of a tree were donated to a program."""
   arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
   return any(
     x.is_deleted() for x in arrays if not isinstance(x, jax.core.Tracer)
@@ -211,26 +208,26 @@ class LayerCache(Protocol):
   ) -> LayerCache:
     """Adds the call's keys [B, K, T, H] and values [B, K, T, J].
 
-    The keys are those before `rotation`; the kind of cache says whether they
-    are stored as they are. `fresh` has them rotated.
+    The keys are not rotated yet; `CacheKind.unrotated` says whether they are
+    stored before or after `rotation`. `fresh` has them rotated.
     """
     ...
 
   def observe(
     self, rotated: Callable[[], Array], plain: Callable[[], Array]
   ) -> LayerCache:
-    """Notes the call's queries, [B, T, N, H], if the kind of cache needs them.
+    """Records the call's queries, [B, T, N, H], if the kind of cache needs it.
 
     Args:
-      rotated: returns them.
-      plain: returns them as they were before their rotation.
+      rotated: Function that returns the rotated queries.
+      plain: Function that returns the queries before their rotation.
     """
     ...
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
-    """All keys and values, the appended ones too: partials that merge.
+    """Views of all keys and values, with the appended ones; partials merge.
 
-    `apart`: the last view is of the appended ones, the others of those before.
+    `apart`: the last view has the appended ones, the others the earlier ones.
     """
     ...
 
@@ -243,19 +240,19 @@ class StateCache(Protocol):
   def slots(self) -> PyTree: ...
 
   def recall(self, empty: PyTree) -> PyTree:
-    """What earlier calls left; `empty` if they left nothing."""
+    """State that earlier calls kept, or else `empty`."""
     ...
 
   def keep(self, state: PyTree) -> StateCache:
-    """Leaves a state to later calls."""
+    """Stores a state for later calls."""
     ...
 
 
 @runtime_checkable
 class HeldKeys(Protocol):
-  """A model's keys and values, as a call that appends nothing sees them.
+  """A model's keys and values, for a call that appends nothing.
 
-  `mesh` and `axis` say over what its tokens are sharded; None: one device.
+  Tokens are sharded over `axis` of `mesh`; None for one device.
   """
 
   @property
@@ -274,9 +271,9 @@ class HeldKeys(Protocol):
 
 @runtime_checkable
 class CallCache(HeldKeys, Protocol):
-  """A model's keys and values, as a call of the model sees them.
+  """A model's keys and values, for a call that appends its own.
 
-  `states` are those of an encoder, which cross-attention reads, or None.
+  `states` are an encoder's, which cross-attention reads, or None.
   """
 
   @property
@@ -284,26 +281,26 @@ class CallCache(HeldKeys, Protocol):
 
   @property
   def length(self) -> Any:
-    """int32 [B], the position behind each example's last token; 0 if empty."""
+    """int32 [B], the position after each example's last token; 0 if empty."""
     ...
 
   def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> CallCache:
-    """Slots for tokens with these coordinates, [B, T].
+    """Allocates slots for a call's tokens.
 
     Args:
-      at: the coordinates.
-      replicated: whether the tokens are the same on all shards.
-      sees: whether the call looks at what the cache holds; a call that does
-        not starts the cache anew.
+      at: Coordinates of the tokens, [B, T].
+      replicated: Whether the tokens are the same on all shards.
+      sees: Whether the call attends to the tokens in the cache; if not, the
+        cache is emptied first.
     """
     ...
 
   def mark(self, tokens: Int[Array, "B T"], at: Coords) -> CallCache:
-    """Notes the ids of a call's tokens, behind `allocate`, if it needs them.
+    """Records a call's token ids after `allocate`, if the cache needs them.
 
     Args:
-      tokens: the ids.
-      at: the coordinates that `allocate` got.
+      tokens: Token ids, int32 [B, T].
+      at: Coordinates that were passed to `allocate`.
     """
     ...
 
@@ -314,12 +311,12 @@ class CallCache(HeldKeys, Protocol):
     ...
 
   def updated(self, slots: tuple[Any, ...]) -> Any:
-    """The cache after the layers."""
+    """Cache with the slots that the layers returned."""
     ...
 
 
 class FetchedCache(CallCache, Protocol):
-  """A cache whose layers come to the devices when they run."""
+  """A cache whose layers are copied to the devices when they run."""
 
   def fetch(
     self,
@@ -328,7 +325,7 @@ class FetchedCache(CallCache, Protocol):
     index: Index,
     after: Shaped[Array, " ..."],
   ) -> Any:
-    """What `layer` takes as `fetched`, on its way from behind `after` on."""
+    """Start to copy a layer's part after `after`, as `fetched` for `layer`."""
     ...
 
   def layer(
@@ -336,7 +333,7 @@ class FetchedCache(CallCache, Protocol):
   ) -> Any: ...
 
   def behind(self, layer: LayerCache | StateCache, after: PyTree) -> Any:
-    """A layer's part that is put back once `after` has been fetched."""
+    """Put a layer's part back, once `after` has been fetched."""
     ...
 
 
@@ -347,29 +344,29 @@ class Cache(CallCache, Protocol):
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
   ) -> None:
-    """Refuses tokens [B, T] that it has no place for, as far as it can know.
+    """Refuses tokens [B, T] that do not fit, as far as that can be known.
 
-    `sees`: whether the call looks at what the cache holds already.
+    `sees`: whether the call attends to the tokens in the cache.
     """
     ...
 
   def truncate(self, length: Ends, most: int | None = None) -> Cache:
-    """Without the tokens at positions from `length` on, an int or int [B]."""
+    """Removes the tokens at positions from `length` on, an int or int [B]."""
     ...
 
   def take(self, examples: RowIndices) -> Cache:
-    """Of these examples, int [B'], each as often as it is named."""
+    """Gathers the given examples, int [B']; an index may occur repeatedly."""
     ...
 
 
 class FreshLayer(NamedTuple):
-  """A layer that forgets: what it sees is what the call brought.
+  """A layer's part of a cache that stores nothing: only the call's own keys.
 
   Fields:
-    fresh: the call's keys and values.
-    slots: what the layer leaves to its cache.
-    change: None, or makes of keys before their rotation, values and the
-      rotation: rotated keys, values and slots.
+    fresh: Keys and values of the call.
+    slots: Arrays that the layer returns to its cache.
+    change: Function of unrotated keys, values and the rotation that returns
+      rotated keys, values and slots; None only rotates.
   """
 
   fresh: KV | None = None
@@ -408,7 +405,7 @@ class FreshLayer(NamedTuple):
 
 
 class NoCache:
-  """The cache of a call that leaves nothing behind."""
+  """The cache of a call that stores nothing."""
 
   mesh: Mesh | None = None
   axis: str | None = None

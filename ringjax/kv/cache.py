@@ -1,13 +1,13 @@
 """The cache of a model: keys of its layers, and states of recurrent ones.
 
-Guarantees: rows are independent; appending tokens, keeping fewer of them and
-appending others is the same as never having appended the first; what a row
-exports is loaded bit for bit.
+Guarantees: rows are independent; appending tokens, removing some of them and
+appending others is the same as never having appended the removed ones; exported
+tokens are loaded bit for bit.
 Memory: L B S K (H + J) numbers, where S is the capacity; for windowed layers
-of kind "windowed" S is what they look back and a slack, see `window`.
+of kind "windowed" S is their window and a slack, see `window`.
 
-`ContiguousSlots` and `WindowSlots` say which token is in which slot; the arrays
-of keys and values are one for each kind of layer of the model.
+`ContiguousSlots` and `WindowSlots` are tables of the token in each slot; each
+kind of layer of the model has one array of keys and one of values.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class LayerCacheSpec:
 
     def array_spec(dim: int, vectors: VectorCodec | None) -> Any:
       if not dim:
-        # As compiled programs return it.
+        # Compiled programs return arrays of size 0 replicated.
         return room.like((*lead, dim), room.dtype, (None,) * 5)
       if vectors is None:
         return room.like((*lead, dim), room.dtype, names)
@@ -145,9 +145,9 @@ class LayerCacheSpec:
 
 
 def model_layers(shapes: Sequence[LayerCacheSpec | StateShape]) -> int:
-  """Layers of a model up to the last that keeps something.
+  """Number of layers of a model, up to the last one that has a cache.
 
-  Fewer than there are shapes of layers where one has several mixers.
+  A layer with several mixers has several shapes and counts once.
   """
   return 1 + max(n for shape in shapes for n in shape.which)
 
@@ -258,7 +258,7 @@ class KVCache:
     dtype: DTypeLike,
     **where: Any,
   ) -> KVCache:
-    """An empty cache of `capacity` tokens a row; see `spec`."""
+    """Create an empty cache of `capacity` tokens per row; see `spec`."""
     empty = cls.spec(shapes, batch, capacity, dtype, **where)
     constants = filled_constants(shapes, empty.kind, empty.constants)
     return dataclasses.replace(zeros(empty), constants=constants)
@@ -365,7 +365,7 @@ class KVCache:
 
   @property
   def batch(self) -> int:
-    """Rows, B."""
+    """Number of rows, B."""
     return self.at.pos.shape[0]
 
   @property
@@ -531,7 +531,7 @@ class KVCache:
     return self.ring_of[kind] if self.ring_of else None
 
   def updated(self, slots: tuple[Any, ...]) -> KVCache:
-    """The cache after the layers."""
+    """Return the cache with the slots that the layers returned."""
     slot_table = dataclasses.replace(self.held, mode=FILL)
     rings = tuple(ring.committed() for ring in self.rings)
     return dataclasses.replace(self, slots=slots, held=slot_table, rings=rings)
@@ -723,8 +723,8 @@ class KVCache:
       old if state is None else jax.tree.map(jnp.copy, state)
       for old, state in zip(self.slots, snapshot.states, strict=True)
     )
-    held, rings = jax.tree.map(jnp.copy, (snapshot.slots, snapshot.rings))
-    return dataclasses.replace(self, slots=slots, held=held, rings=rings)
+    slot_table, rings = jax.tree.map(jnp.copy, (snapshot.slots, snapshot.rings))
+    return dataclasses.replace(self, slots=slots, held=slot_table, rings=rings)
 
   def reset(self, rows: RowIndices) -> KVCache:
     """Empty these rows, int [n]; the others stay."""
@@ -893,7 +893,7 @@ class KVCache:
     return token_slots, rings
 
   def load(self, row: int, blocks: Blocks, at: Coords | None = None) -> KVCache:
-    """Appends exported tokens to a row, bit for bit.
+    """Append exported tokens to a row, bit for bit.
 
     Args:
       row: Index of the row in the cache.
@@ -932,12 +932,12 @@ class KVCache:
         "make both caches with kind='unrotated'",
       )
     count = at.pos.shape[0]
-    roomy = self.with_room(count)
-    row_cache = roomy.take(np.array([row]))
+    grown = self.with_room(count)
+    row_cache = grown.take(np.array([row]))
     row_cache.check(1, count, replicated=True, sees=True)
     at = Coords(*(jnp.asarray(x, jnp.int32)[None] for x in at))
     filled = _appended(row_cache, blocks.parts, at)
-    return roomy.insert(np.array([row]), filled)
+    return grown.insert(np.array([row]), filled)
 
   def gathered(self, device: jax.Device) -> KVCache:
     """Copy the cache to one device."""
@@ -1035,13 +1035,15 @@ def _appended(cache: KVCache, parts: PyTree, at: Coords) -> KVCache:
 
   def append_layer(kind: int, old: PyTree, new: PyTree) -> PyTree:
     number = cache._ring(kind)
-    into = slot_table if number is None else rings[number]
+    target_table = slot_table if number is None else rings[number]
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
       if not old.size:
         return old
       new = as_stored(new, old)
-      layer = lambda n, x: into.write(x, lax.dynamic_index_in_dim(new, n, 0), n)
+      layer = lambda n, x: target_table.write(
+        x, lax.dynamic_index_in_dim(new, n, 0), n
+      )
       return lax.fori_loop(jnp.int32(0), jnp.int32(old.shape[0]), layer, old)
 
     return jax.tree.map(write, old, new)
@@ -1124,7 +1126,7 @@ def _found(at: Coords, row: int, start: int, stop: int) -> tuple[Any, bool]:
 
 
 def _end(at: Coords, row: int) -> int:
-  """The position after a row's last token."""
+  """Position after a row's last token."""
   pos, seg = (np.asarray(x)[row] for x in at)
   return int(np.max(np.where(seg > 0, pos + 1, 0), initial=0))
 
@@ -1147,8 +1149,8 @@ def rows_sharding(
   if not isinstance(sharding, NamedSharding):
     return sharding
   mesh, spec = sharding.mesh, [*sharding.spec]
-  over = (spec[axis] if axis < len(spec) else None) or ()
-  names = over if isinstance(over, tuple) else (over,)
+  row_axes = (spec[axis] if axis < len(spec) else None) or ()
+  names = row_axes if isinstance(row_axes, tuple) else (row_axes,)
   if rows % math.prod(mesh.shape[name] for name in names):
     spec[axis] = None
   return NamedSharding(mesh, P(*spec), memory_kind=sharding.memory_kind)
@@ -1299,7 +1301,7 @@ class KVLayer:
     shape: Any = self.cache.shapes[self.kind]
     view: Any
     if by_head is not None:
-      turned = self.cache.kind.unrotated and not self.rotation.trivial
+      rotates = self.cache.kind.unrotated and not self.rotation.trivial
       parts: Any = (slots.k, slots.v)
       assert self.cache.dtype is not None
       return by_head.view(
@@ -1308,7 +1310,7 @@ class KVLayer:
         index,
         self.cache.constants[self.kind],
         self.cache.dtype,
-        self.rotation if turned else None,
+        self.rotation if rotates else None,
       )
     if codec is None:
       widths = shape.widths(slots)

@@ -74,13 +74,13 @@ class _File:
     blocks = np.empty((count, *self.shape[1:]), self.dtype)
     remaining, offset = _bytes_of(blocks), first * self.each
     while remaining:
-      got = os.preadv(self.descriptor, [remaining[: 1 << 30]], offset)
-      if not got:
+      num_read = os.preadv(self.descriptor, [remaining[: 1 << 30]], offset)
+      if not num_read:
         raise OSError(f"an end at byte {offset:,}")
-      remaining, offset = remaining[got:], offset + got
+      remaining, offset = remaining[num_read:], offset + num_read
     return blocks
 
-  def ahead(self, first: int, count: int) -> None:
+  def prefetch(self, first: int, count: int) -> None:
     """Ask the kernel to read blocks in the background."""
     os.posix_fadvise(
       self.descriptor,
@@ -93,8 +93,8 @@ class _File:
     remaining = _bytes_of(np.ascontiguousarray(x))
     offset = first * self.each
     while remaining:
-      got = os.pwritev(self.descriptor, [remaining[: 1 << 30]], offset)
-      remaining, offset = remaining[got:], offset + got
+      num_written = os.pwritev(self.descriptor, [remaining[: 1 << 30]], offset)
+      remaining, offset = remaining[num_written:], offset + num_written
 
 
 def _bytes_of(x: np.ndarray) -> memoryview:
@@ -211,7 +211,7 @@ def read_blocks(number: int, first: int, count: int) -> np.ndarray:
 
   def read() -> np.ndarray:
     blocks = file.read(first, count)
-    file.ahead(first + count, count)
+    file.prefetch(first + count, count)
     return blocks
 
   files.bytes_read += nbytes

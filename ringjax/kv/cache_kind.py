@@ -52,34 +52,35 @@ _ROOM = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheKind:
-  """How a cache stores keys and values.
+  """Storage options of a cache: codec, eviction policy, windows, host memory.
 
   Attributes:
-    unrotated: keys are stored before their rotation and rotated where they
-      are read, so that `load` can move them to other positions at no copy of
-      the stored numbers. Reading costs a rotation of each key.
-    windowed: layers that look back w tokens keep w + `slack` of each row in a
-      ring buffer; other layers keep all.
-    slack: tokens of a call that may be taken back from a ring buffer, by
-      `keep` or `truncate`; at least 1.
-    codec: stores keys and values in fewer bytes; None stores the numbers.
-      States of recurrent layers are left as they are.
-    policy: which tokens each KV head keeps; None keeps all. Layers that look
-      back a window keep what they look back.
-    first: tokens at the beginning of each document that stay, exact.
-    recent: the newest tokens of a row that stay, exact: with a codec, tokens
-      are encoded as they leave the newest; with one of groups of tokens, once
-      a group has left them.
-    room: tokens that come between two evictions, where they come one by one;
-      with `device`, tokens of a block of the part in host memory.
-    residual: R, with a codec of groups KIVI's own rule: keys become codes R at
-      a time, at each multiple of R, values one by one behind the newest R. It
-      is `recent` as well. None: keys and values become codes together.
-    page: slots of a page, of which a KV head has a whole number; with a policy,
-      or with `first` or `recent`.
-    device: the newest tokens of a row that stay in the devices' memory, of all
-      shards together; older ones move to the hosts' memory, block by block,
-      and are read from there. None: all stay. See `TieredCache`.
+    unrotated: Whether keys are stored before their rotation and rotated when
+      they are read, so that `load` can move them to other positions without a
+      copy of the stored numbers. Reading costs a rotation of each key.
+    windowed: Whether layers with a window of w tokens keep w + `slack` tokens
+      of each row, in a ring buffer. Other layers keep all.
+    slack: Number of a call's tokens that `keep` or `truncate` may remove from
+      a ring buffer, at least 1.
+    codec: Codec that stores keys and values in fewer bytes; None stores the
+      numbers. States of recurrent layers are never encoded.
+    policy: Policy that chooses the tokens each KV head keeps; None keeps all.
+      Layers with a window keep the tokens of the window.
+    first: Number of tokens at the start of each document that stay, exact.
+    recent: Number of newest tokens of a row that stay, exact. With a codec, a
+      token is encoded when it is no longer among them; with a codec of groups
+      of tokens, when its whole group is not.
+    room: Number of tokens between two evictions, if they come one by one;
+      with `device`, tokens of a block in host memory.
+    residual: Residual length R of KIVI, for a codec of groups: keys are encoded
+      R at a time, at each multiple of R, values one by one once they are older
+      than the newest R. `recent` must be R, too. None: keys and values are
+      encoded together.
+    page: Slots of a page; each KV head has a whole number of pages. Used with
+      a policy, `first` or `recent`.
+    device: Number of newest tokens of a row that stay in device memory, all
+      shards together. Older ones move to host memory, block by block, and are
+      read from there. None: all stay. See `TieredCache`.
   """
 
   unrotated: bool = False
@@ -142,8 +143,10 @@ class CacheKind:
         "True",
         "pass rj.kv.CacheKind(codec=..., unrotated=True)",
       )
-    behind = isinstance(self.codec, Calibrated) and not self.codec.unrotated
-    if behind and self.unrotated:
+    after_rotation = (
+      isinstance(self.codec, Calibrated) and not self.codec.unrotated
+    )
+    if after_rotation and self.unrotated:
       raise OptionError(
         "unrotated",
         "True, with a calibrated codec of keys behind their rotation",
@@ -166,7 +169,7 @@ class CacheKind:
       object.__setattr__(self, "unrotated", True)
 
   def _check_residual(self) -> None:
-    """Refuses tokens that no cache of groups holds as KIVI does."""
+    """Check that `residual` fits the codec, the pages and `recent`."""
     size = self.residual
     positive_int("residual", size)
     assert size is not None
@@ -188,7 +191,7 @@ class CacheKind:
       )
 
   def _check_groups(self) -> None:
-    """Refuses what a codec of groups of tokens can't be with."""
+    """Check the options that a codec of groups of tokens restricts."""
     codec = self.codec
     assert isinstance(codec, Codec)
     if self.policy is not None:
@@ -226,12 +229,12 @@ class CacheKind:
 
   @property
   def exact(self) -> bool:
-    """Whether tokens stay as they are before they go into pages."""
+    """Whether tokens stay exact in the open cache before they go into pages."""
     return bool(self.first or self.recent)
 
   @property
   def alike(self) -> str | None:
-    """Which heads keep the same tokens, see `Policy.alike`."""
+    """Heads that keep the same tokens, see `Policy.alike`."""
     return "layers" if self.policy is None else self.policy.alike
 
   @property
@@ -240,10 +243,10 @@ class CacheKind:
     return self.policy is not None and self.policy.repeats
 
   def keeping_all(self, what: str) -> CacheKind:
-    """Itself, if a cache of this kind keeps all tokens where they came.
+    """Return the kind itself if its caches keep all tokens in their slots.
 
     Raises:
-      OptionError: it evicts, which `what` can't.
+      OptionError: If the kind evicts, which `what` does not support.
     """
     if self.evicting:
       raise OptionError(
@@ -256,10 +259,11 @@ class CacheKind:
     return self
 
   def resident(self, what: str) -> CacheKind:
-    """Itself, if a cache of this kind keeps all tokens on the devices.
+    """Return the kind itself if its caches keep all tokens on the devices.
 
     Raises:
-      OptionError: it evicts, or has a part in host memory, which `what` can't.
+      OptionError: If the kind evicts or uses host memory, which `what` does not
+        support.
     """
     if self.device is not None:
       raise OptionError(
@@ -272,13 +276,13 @@ class CacheKind:
 
   @property
   def least(self) -> int:
-    """Slots that an open cache has at least."""
+    """Minimum number of slots of an open cache."""
     window = 0 if self.policy is None else self.policy.queries or 0
-    part = self.page if self.grouped else 0
-    return max(self.first + self.recent + part + self.room, window)
+    group_tokens = self.page if self.grouped else 0
+    return max(self.first + self.recent + group_tokens + self.room, window)
 
   def opened(self) -> CacheKind:
-    """Of the open cache, in which tokens are before they go into pages."""
+    """Kind of the open cache, which holds tokens until they go into pages."""
     return dataclasses.replace(
       self,
       codec=None if self.exact else self.codec,
@@ -292,7 +296,7 @@ class CacheKind:
     )
 
   def noted(self, capacity: int) -> tuple[int, bool]:
-    """How many of the newest queries are noted, and whether their moments."""
+    """Number of newest queries that are recorded, and whether moments are."""
     policy = self.policy
     if policy is None:
       return 0, False
@@ -300,14 +304,14 @@ class CacheKind:
     return min(window, capacity), policy.moments
 
   def __add__(self, other: CacheKind) -> CacheKind:
-    """Both together, such as a codec and a policy.
+    """Combine two kinds, such as one with a codec and one with a policy.
 
     Raises:
-      OptionError: two codecs or two policies.
+      OptionError: If both have a codec or both have a policy.
     """
     for name in ("codec", "policy"):
-      both = [getattr(self, name), getattr(other, name)]
-      if None not in both:
+      pair = [getattr(self, name), getattr(other, name)]
+      if None not in pair:
         raise OptionError(
           "cache kind",
           f"two of a {name}: {self} and {other}",
@@ -330,14 +334,14 @@ class CacheKind:
     )
 
   def as_wire(self, dtype: DTypeLike) -> CodecWire:
-    """The format in which strategies send what a cache of this kind stores.
+    """Wire format in which strategies send the bytes that such a cache stores.
 
     Args:
-      dtype: of the cache.
+      dtype: Dtype of the cache's keys and values before they are encoded.
 
     Raises:
-      OptionError: a cache without a codec, or whose bytes are of other keys
-        than those that travel.
+      OptionError: If there is no codec, or the stored keys are not those that
+        are sent, as with `unrotated`.
     """
     if self.codec is None:
       raise OptionError(
@@ -363,9 +367,9 @@ class CacheKind:
     return self.codec.as_wire(dtype)
 
   def for_model(self, load: Callable[[Any], Any]) -> CacheKind:
-    """For a model; `load` reads what a file or a folder has of it.
+    """Complete the kind for a model with tables that `load` reads from files.
 
-    A calibration that is there already goes to `load` to be compared.
+    A calibration that is set already is passed to `load` to be compared.
     """
     if self.codec is None:
       return self
@@ -374,80 +378,82 @@ class CacheKind:
       codec.calibration, Calibration
     ):
       codec.calibration.check_first(self.first)
-    # What a file says may be of keys before their rotation.
+    # The codec that was read may be for keys before their rotation.
     unrotated = self.unrotated or codec.unrotated
     return dataclasses.replace(self, codec=codec, unrotated=unrotated)
 
   def options(self) -> dict[str, Any]:
-    """What can be set, by name: its own fields, and the codec's options."""
-    found = {name: getattr(self, name) for name in self._own()}
+    """All options by name: own fields, then the policy's and the codec's."""
+    options = {name: getattr(self, name) for name in self._plain_fields()}
     if self.policy is not None:
       for field in dataclasses.fields(self.policy):
-        found[f"policy.{field.name}"] = getattr(self.policy, field.name)
-    return found | ({} if self.codec is None else self.codec.options())
+        options[f"policy.{field.name}"] = getattr(self.policy, field.name)
+    return options | ({} if self.codec is None else self.codec.options())
 
   def with_options(self, options: dict[str, Any]) -> CacheKind:
-    """With other values of what `options` names."""
-    own = {n: value for n, value in options.items() if n in self._own()}
-    if own.get("residual") is not None:
-      own.setdefault("recent", own["residual"])
+    """Copy with other values for the options that `options` names."""
+    changes = {
+      n: value for n, value in options.items() if n in self._plain_fields()
+    }
+    if changes.get("residual") is not None:
+      changes.setdefault("recent", changes["residual"])
     if self.codec is not None:
-      own["codec"] = codec = self.codec.with_options(options)
-      if isinstance(codec, Calibrated) and "unrotated" in own:
-        stage = own["unrotated"]
-        own["codec"] = dataclasses.replace(codec, unrotated=stage)
+      changes["codec"] = codec = self.codec.with_options(options)
+      if isinstance(codec, Calibrated) and "unrotated" in changes:
+        stage = changes["unrotated"]
+        changes["codec"] = dataclasses.replace(codec, unrotated=stage)
     if self.policy is not None:
-      mine = {
+      policy_options = {
         name.removeprefix("policy."): value
         for name, value in options.items()
         if name.startswith("policy.")
       }
-      own["policy"] = dataclasses.replace(self.policy, **mine)
-    return dataclasses.replace(self, **own)
+      changes["policy"] = dataclasses.replace(self.policy, **policy_options)
+    return dataclasses.replace(self, **changes)
 
-  def _own(self) -> tuple[str, ...]:
+  def _plain_fields(self) -> tuple[str, ...]:
     names = (field.name for field in dataclasses.fields(self))
     return tuple(name for name in names if name not in ("codec", "policy"))
 
   def __str__(self) -> str:
-    """As `launch.generate --cache=` takes it: names and what differs."""
+    """Format as `launch.generate --cache=` takes it: names, changed options."""
     codec = self.codec
     if isinstance(codec, PerHead) and codec.source:
       from_file = Allocated(table=codec.source)
       return str(dataclasses.replace(self, codec=from_file, unrotated=False))
-    mine = self.options()
-    best: tuple[int, str] | None = None
+    options = self.options()
+    shortest: tuple[int, str] | None = None
     for name, kind in _named():
-      like = kind.options()
-      if like.keys() != mine.keys() or _classes(kind) != _classes(self):
+      defaults = kind.options()
+      if defaults.keys() != options.keys() or _classes(kind) != _classes(self):
         continue
-      other = [f"{n}={x}" for n, x in mine.items() if like[n] != x]
-      text = f"{name}:{','.join(other)}" if other else name
-      if best is None or len(other) < best[0]:
-        best = len(other), text
-    return repr(self) if best is None else best[1]
+      changed = [f"{n}={x}" for n, x in options.items() if defaults[n] != x]
+      text = f"{name}:{','.join(changed)}" if changed else name
+      if shortest is None or len(changed) < shortest[0]:
+        shortest = len(changed), text
+    return repr(self) if shortest is None else shortest[1]
 
 
 def _named() -> Iterator[tuple[str, CacheKind]]:
-  """All kinds that names alone say: one, or a codec and a policy."""
+  """Yield all kinds that have a name, and pairs of a codec and a policy."""
   yield from KINDS.items()
   yield from FROM_FILES.items()
   for name, kind in KINDS.items():
-    for other, policy in KINDS.items():
+    for policy_name, policy_kind in KINDS.items():
       coded = kind.codec is not None and not kind.grouped
-      if coded and policy.policy is not None:
-        yield f"{name}+{other}", kind + policy
+      if coded and policy_kind.policy is not None:
+        yield f"{name}+{policy_name}", kind + policy_kind
 
 
 def _classes(kind: CacheKind) -> tuple[type, ...]:
   codec = kind.codec
-  both: tuple[type, ...] = () if codec is None else (type(codec),)
+  types: tuple[type, ...] = () if codec is None else (type(codec),)
   if isinstance(codec, Codec):
-    both = type(codec.keys), type(codec.values)
-  return (*both, type(kind.policy))
+    types = type(codec.keys), type(codec.values)
+  return (*types, type(kind.policy))
 
 
-def _both(vectors: VectorCodec) -> CacheKind:
+def _encoded(vectors: VectorCodec) -> CacheKind:
   codec = Codec(keys=vectors, values=vectors)
   return CacheKind(windowed=True, codec=codec)
 
@@ -465,7 +471,7 @@ def _grouped(bits: int) -> CacheKind:
     keys=ChannelGroups(bits=bits, group=32),
     values=Integers(bits=bits, group=32),
   )
-  # A group leaves the newest tokens each time that it is full.
+  # With room for one group between evictions, each is encoded once it is full.
   return CacheKind(windowed=True, codec=codec, recent=128, room=32)
 
 
@@ -479,14 +485,14 @@ KINDS: dict[str, CacheKind] = {
   "dense": DENSE,
   "unrotated": CacheKind(unrotated=True),
   "windowed": WINDOWED,
-  "bfloat16": _both(Floats(format="bfloat16")),
-  "int8": _both(Integers(bits=8)),
-  "float8": _both(Floats(format="e4m3")),
-  "int4": _both(Integers(bits=4)),
-  "int2": _both(Integers(bits=2, group=32)),
-  "hadamard4": _both(Hadamard(bits=4)),
-  "hadamard3": _both(Hadamard(bits=3)),
-  "hadamard2": _both(Hadamard(bits=2)),
+  "bfloat16": _encoded(Floats(format="bfloat16")),
+  "int8": _encoded(Integers(bits=8)),
+  "float8": _encoded(Floats(format="e4m3")),
+  "int4": _encoded(Integers(bits=4)),
+  "int2": _encoded(Integers(bits=2, group=32)),
+  "hadamard4": _encoded(Hadamard(bits=4)),
+  "hadamard3": _encoded(Hadamard(bits=3)),
+  "hadamard2": _encoded(Hadamard(bits=2)),
   "nuq4": _calibrated(4),
   "nuq3": _calibrated(3),
   "nuq2": _calibrated(2),
@@ -506,29 +512,29 @@ KINDS: dict[str, CacheKind] = {
   "kivi4": _grouped(4),
   "kivi2": _grouped(2),
 }
-# Kinds that are not there without a file of the model.
+# Kinds that need a file of the model.
 FROM_FILES: dict[str, CacheKind] = {
   "allocated": CacheKind(windowed=True, codec=Allocated()),
 }
 
 
 def cache_kind(kind: CacheKind | str, name: str = "cache_kind") -> CacheKind:
-  """Return the kind of cache that a text names, or a kind as it is.
+  """Parse the text that names a kind of cache; return a kind unchanged.
 
   Args:
-    kind: A kind, or a text: a name of `KINDS`, or a codec's and a policy's with
-      a plus between; after a colon values of options of that kind, such as
-      "int4:group=32,keys.bits=8", where "group" is that of the keys and of the
-      values: literals of Python, in any case of letters; several values in
-      parentheses, "fastgen:punctuation=(33,46)".
+    kind: A kind, or a text: a name of `KINDS`, or the names of a codec and a
+      policy with a plus between them. After a colon, options of that kind, such
+      as "int4:group=32,keys.bits=8", where "group" sets that of keys and
+      values. Option values are Python literals, in upper or lower case; several
+      values stand in parentheses, "fastgen:punctuation=(33,46)".
     name: Name of the flag or argument, for errors.
 
   Raises:
-    OptionError: an unknown name or option, or a value of another type.
+    OptionError: If a name or an option is unknown, or a value's type is wrong.
   """
   if isinstance(kind, CacheKind):
     return kind
-  kind_name, colon, rest = (
+  kind_name, colon, options_text = (
     kind.partition(":") if isinstance(kind, str) else ("", "", "")
   )
   known_names = KINDS | FROM_FILES
@@ -541,13 +547,13 @@ def cache_kind(kind: CacheKind | str, name: str = "cache_kind") -> CacheKind:
     )
   parts = [known_names[part] for part in kind_name.split("+")]
   named = functools.reduce(operator.add, parts)
-  known = named.options()
+  defaults = named.options()
   options: dict[str, Any] = {}
-  for part in option_text.split(rest) if colon else ():
+  for part in option_text.split(options_text) if colon else ():
     key, equals, value = part.partition("=")
-    names = [n for n in known if key in (n, n.partition(".")[2])]
+    names = [n for n in defaults if key in (n, n.partition(".")[2])]
     if not names or key in options or not equals:
-      shown = ", ".join(f"{k}={v}" for k, v in known.items())
+      shown = ", ".join(f"{k}={v}" for k, v in defaults.items())
       raise OptionError(
         name,
         f"{part!r} in {kind!r}",
@@ -555,15 +561,15 @@ def cache_kind(kind: CacheKind | str, name: str = "cache_kind") -> CacheKind:
         f"write {name}={kind_name}:key=value,key=value",
       )
     for n in names:
-      options[n] = _value(name, part, value, known[n])
+      options[n] = _value(name, part, value, defaults[n])
   return named.with_options(options)
 
 
 def _value(name: str, part: str, text: str, like: Any) -> Any:
-  """What a text says, of the type of `like` or None; any where that is None."""
+  """Parse an option's text as a value of the type of `like`, or any if None."""
   value = option_text.value(text)
   if isinstance(like, float) and type(value) is int:
-    # A share; from 2 on a number of tokens.
+    # 1 means the whole share, 1.0; from 2 on it is a number of tokens.
     return value if value > 1 else float(value)
   if isinstance(like, tuple) and type(value) is int:
     return (value,)

@@ -4,20 +4,20 @@ Guarantees: the bytes of the parts add up to those of the arrays. Seconds come
 from a roofline model with sourced hardware figures; nothing is measured.
 Terms of a decode step, on each device:
 
-  memory   the slots that hold tokens, with their coordinates, and the weights
-           where they are given, once at the memory's rate; what comes from the
-           host is written there and read
-  host link  of a part in host memory its blocks, once for each step
-  unpack   codes made to numbers at the rate of the vector unit: on TPU the
+  memory   read the slots that hold tokens, their coordinates, and the weights
+           if given, once at the memory bandwidth; blocks from host memory are
+           also written
+  host link  copy the blocks in host memory, once for each step
+  unpack   decode codes to numbers at the rate of the vector unit: on TPU the
            cycles of the kernel that decodes in registers; elsewhere 4
-           operations a number and one for each level but the first, at half
+           operations per number and one for each level but the first, at half
            the float32 rate
-  products 2 (H + J) FLOPs a pair and query head, and 2 a weight, at the rate
-           of the matrix unit
-  links    of sharded tokens the sums of each layer, by two gathers
+  products 2 (H + J) FLOPs per pair and query head, and 2 per weight, at the
+           rate of the matrix unit
+  links    two gathers of each layer's partial sums, if tokens are sharded
 
-These run side by side, so the longest binds. Left out: the host, starting
-kernels, sampling.
+These overlap, so the longest one is the time of a step. Not modelled: the
+host, kernel launches, sampling.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
   from ringjax.kv.open_cache import WithOpenCache
   from ringjax.kv.pages import Pages
 
-# XLA's loops over codes on a TPU take so many times the kernel's cycles (v5e,
-# int4, in compiled schedules).
+# Factor by which XLA's loops over codes on a TPU take more cycles than the
+# kernel (v5e, int4, in compiled schedules).
 _LOOPS = 41
 _OPERATIONS = 4
 # Default host-to-device bandwidth in bytes/s: PCIe 3.0 with 16 lanes.
@@ -156,19 +156,19 @@ def report(
   tally.held = _held(cache) if held is None else held
   for n, shape in enumerate(cache.shapes):
     tally.layers(n, shape)
-  tally.rest()
+  tally.shared()
   loss, loss_from = _loss(cache.kind)
   shards, chip = cache.shards, machine_spec.chip
   numbers = float(weights) / jnp.dtype(inner.dtype).itemsize
   rate = chip.rate(jnp.dtype(inner.dtype).name)
-  moved = (tally.read + tally.copied) / shards + weights
+  moved_bytes = (tally.read + tally.copied) / shards + weights
   seconds = {
-    "memory": moved / chip.hbm_bandwidth,
+    "memory": moved_bytes / chip.hbm_bandwidth,
     "unpack": tally.unpack / shards,
     "products": (tally.flops / shards + 2.0 * numbers * cache.batch) / rate,
   }
   notes = [
-    f"memory: {moved / 1e6:,.1f} MB on each device, "
+    f"memory: {moved_bytes / 1e6:,.1f} MB on each device, "
     f"{'of the cache alone' if not weights else 'the weights with it'}, at "
     f"{chip.hbm_bandwidth / 1e9:,.0f} GB/s",
     *tally.notes,
@@ -316,7 +316,7 @@ class _Tally:
     if pages.bounds is not None:
       self.notes.append("all pages are counted; a query reads some of them")
 
-  def rest(self) -> None:
+  def shared(self) -> None:
     """Add what the kinds of layers share: coordinates, cursors, constants."""
     inner, cache = self.inner, self.cache
     owners = (inner.held, *inner.rings)
@@ -360,24 +360,24 @@ class _Tally:
     filled: float,
   ) -> None:
     """Add arrays of keys and values; a step reads the share `filled`."""
-    sides = (held.k, "keys", shape.key), (held.v, "values", shape.value)
-    for arrays, side, dim in sides:
+    pairs = (held.k, "keys", shape.key), (held.v, "values", shape.value)
+    for arrays, part, dim in pairs:
       if not dim:
+        # Values that are part of the keys take no further decoding.
         continue
-      ways: Any = [(codec, arrays)]
+      codec_arrays: Any = [(codec, arrays)]
       if isinstance(codec, PerHead):
         head_codecs = [
           codec.codecs[n] for n in HeadPlaces.of(codec, shape).ways
         ]
-        ways = zip(head_codecs, arrays, strict=True)
-      for head_codec, x in ways:
+        codec_arrays = zip(head_codecs, arrays, strict=True)
+      for head_codec, x in codec_arrays:
         kernel = head_codec is not None and _in_kernel(
           head_codec, shape, self.cache.kind.unrotated
         )
         self._array(
-          name, getattr(head_codec, side, None), dim, x, filled, kernel
+          name, getattr(head_codec, part, None), dim, x, filled, kernel
         )
-        # Values that are part of the keys take no further decoding.
 
   def _array(
     self,

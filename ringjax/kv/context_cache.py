@@ -317,19 +317,21 @@ def placed(
       per_shard = -(-count // shards)
       # Slot of each token: every shard gets a part of the context.
       shard, slot = np.divmod(np.arange(count), per_shard)
-      into = shard * local + first + slot
-      pos[row, into], seg[row, into] = context.pos, 1
-      owner[row, into // tile] = number
+      target_slots = shard * local + first + slot
+      pos[row, target_slots], seg[row, target_slots] = context.pos, 1
+      owner[row, target_slots // tile] = number
       jax.tree.map(
-        lambda x, new, into=into, row=row: _put(x, np.asarray(new), row, into),
+        lambda x, new, into=target_slots, row=row: _put(
+          x, np.asarray(new), row, into
+        ),
         parts,
         context.blocks.parts,
       )
       first += -(-per_shard // tile) * tile
     used[row] = first
-  blank: Any = spec.held
+  empty_table: Any = spec.held
   slot_table = dataclasses.replace(
-    blank, at=Coords(pos, seg), used=used, before=used.copy()
+    empty_table, at=Coords(pos, seg), used=used, before=used.copy()
   )
   cache = dataclasses.replace(spec, slots=host, held=slot_table, constants=())
   like = dataclasses.replace(spec, constants=())
@@ -338,8 +340,8 @@ def placed(
   tiles = jax.ShapeDtypeStruct(owner.shape, owner.dtype)
   if spec.mesh is not None:
     # Shard tiles like their slots.
-    lies = spec.at.pos.sharding
-    tiles = jax.ShapeDtypeStruct(owner.shape, owner.dtype, sharding=lies)
+    sharding = spec.at.pos.sharding
+    tiles = jax.ShapeDtypeStruct(owner.shape, owner.dtype, sharding=sharding)
   return (
     dataclasses.replace(cache, constants=constants),
     _on_devices(owner, tiles),

@@ -58,12 +58,12 @@ class EncoderStates(NamedTuple):
 
   def padded(self, tokens: int) -> EncoderStates:
     """Pad to `tokens` states per row."""
-    over = tokens - self.seg.shape[1]
-    if over <= 0:
+    padding = tokens - self.seg.shape[1]
+    if padding <= 0:
       return self
     return EncoderStates(
-      jnp.pad(self.phi, [(0, 0), (0, over), (0, 0)]),
-      jnp.pad(self.seg, [(0, 0), (0, over)]),
+      jnp.pad(self.phi, [(0, 0), (0, padding), (0, 0)]),
+      jnp.pad(self.seg, [(0, 0), (0, padding)]),
     )
 
 

@@ -229,8 +229,8 @@ def summed(
   ) -> tuple[jax.Array, jax.Array]:
     views, _ = layer_views(cache, kind, layer, part, Coords(*at))
     visit = visit_of(cache, kind, part.k.shape[2], q, call)
-    paged, opened = (jnp.mean(x, 2) for x in column_mass(visit, views))
-    masses = (part.noted.score, opened), (part.noted.paged, paged)
+    paged_mass, open_mass = (jnp.mean(x, 2) for x in column_mass(visit, views))
+    masses = (part.noted.score, open_mass), (part.noted.paged, paged_mass)
     return tuple(x.at[layer].add(y.astype(x.dtype)) for x, y in masses)
 
   score, paged = places.local(
@@ -330,10 +330,10 @@ def chosen(
       heads = parts[n].k.shape[2]
       first = places.first_head(heads)
       keep_mask = lax.dynamic_slice_in_dim(keep_mask, first, heads, 2)
-      back = functools.partial(
+      to_slots = functools.partial(
         unordered, scored.order, places, keep_mask.shape[3] // places.shards
       )
-      keep_slots = back(keep_mask)
+      keep_slots = to_slots(keep_mask)
       slots = stays.shape[1]
       open_ = ~stays[None, :, None] & keep_slots[..., -slots:]
       paged = keep_slots[..., :-slots]
@@ -348,10 +348,10 @@ def chosen(
       keeps[n] = keep_slots
       if n in choosing:
         choice[n] = scored.choice
-      masses[n] = None if scored.mass is None else back(scored.mass)
+      masses[n] = None if scored.mass is None else to_slots(scored.mass)
       sizes[n] = page_counts(keep_slots, parts[n].pages.slots)
-    opened = jnp.sum(stays, 1, dtype=jnp.int32)[:, None]
-    return keeps, masses, sizes, opened, wrong, choice
+    num_open = jnp.sum(stays, 1, dtype=jnp.int32)[:, None]
+    return keeps, masses, sizes, num_open, wrong, choice
 
   by_head = dict.fromkeys(kinds, places.by_head)
   heads = P(None, places.batch or None, places.heads or None)
@@ -392,8 +392,8 @@ def chosen(
   segments = [part.pages.seg for part in parts.values()]
   segments = [x for x in (cache.open.at.seg, *segments) if x is not None]
   others = jnp.stack([jnp.any(x > 1) for x in segments]).any()
-  small = jax.tree.map(everywhere, (sizes, stays, wrong, others))
-  return keeps, masses, *small, choice
+  replicated = jax.tree.map(everywhere, (sizes, stays, wrong, others))
+  return keeps, masses, *replicated, choice
 
 
 def _wrong(flags: list[jax.Array], keep: list[jax.Array]) -> jax.Array:
@@ -469,11 +469,11 @@ def _whole_groups(
   """Mask of leaving tokens whose group has any kept token."""
   number = jnp.maximum(jnp.cumsum(leaves, 1, dtype=jnp.int32) - 1, 0) // group
   index = jnp.broadcast_to(number[None, :, None], keep.shape)
-  none = jnp.zeros((*keep.shape[:3], -(-keep.shape[3] // group)), bool)
+  empty = jnp.zeros((*keep.shape[:3], -(-keep.shape[3] // group)), bool)
   put = lambda x, index, kept: x.at[index].max(kept)
   for _ in range(3):
     put = jax.vmap(put)
-  any_in_group = put(none, index, keep & leaves[None, :, None])
+  any_in_group = put(empty, index, keep & leaves[None, :, None])
   return jnp.take_along_axis(any_in_group, index, 3) & leaves[None, :, None]
 
 

@@ -118,8 +118,8 @@ class HeadStorage:
     parts = (slots[0], "keys", k, of_k), (slots[1], "values", v, of_v)
     codes = tuple(
       tuple(
-        as_stored(getattr(codec, part).encode(x, of), old)
-        for codec, of, old in zip(
+        as_stored(getattr(codec, part).encode(x, vector_constants), old)
+        for codec, vector_constants, old in zip(
           self.codecs, layer_constants, arrays, strict=True
         )
       )
@@ -128,14 +128,14 @@ class HeadStorage:
       for arrays, part, x, layer_constants in parts
     )
     way, row = self._groups(index)
-    group, alone = self.places.group, len(self.codecs) == 1
+    group, single_codec = self.places.group, len(self.codecs) == 1
 
     def write(n: Index, slots: PyTree) -> PyTree:
       def write_codec(number: int, old: jax.Array, new: jax.Array) -> jax.Array:
         in_codec = way[n] == number
         new = lax.dynamic_slice_in_dim(new, n * group, group, 1)
-        into = held if alone else held.only(in_codec)
-        return into.write(old, new, jnp.where(in_codec, row[n], 0))
+        target_table = held if single_codec else held.only(in_codec)
+        return target_table.write(old, new, jnp.where(in_codec, row[n], 0))
 
       return tuple(
         tuple(

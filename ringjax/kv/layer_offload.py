@@ -65,7 +65,7 @@ from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.typing import Index
 
-# Slots of a block: a call writes back whole ones.
+# Slots of a block: a call writes back whole blocks.
 _BLOCK = 256
 
 
@@ -129,7 +129,7 @@ class OffloadedCache:
   layers: tuple[OffloadedKV | None, ...]
 
   # -------------------------------------------------------------------------
-  # Making one
+  # Creation
   # -------------------------------------------------------------------------
 
   @classmethod
@@ -301,7 +301,7 @@ class OffloadedCache:
 
   @property
   def batch(self) -> int:
-    """Rows, B."""
+    """Number of rows, B."""
     return self.base.batch
 
   @property
@@ -621,13 +621,15 @@ def _emptied(
 
 
 def _with_shapes(
-  base: KVCache, whole: KVCache, *, filled: bool = False
+  base: KVCache, full_cache: KVCache, *, filled: bool = False
 ) -> KVCache:
   """Set the shapes and codec constants of all layers."""
-  constants = whole.constants
+  constants = full_cache.constants
   if filled:
-    constants = filled_constants(whole.shapes, whole.kind, constants)
-  return dataclasses.replace(base, shapes=whole.shapes, constants=constants)
+    constants = filled_constants(full_cache.shapes, full_cache.kind, constants)
+  return dataclasses.replace(
+    base, shapes=full_cache.shapes, constants=constants
+  )
 
 
 def _check_memory(layers: tuple[OffloadedKV | None, ...]) -> None:
@@ -672,7 +674,9 @@ def _fetched(
   rank = pick(ranks)
   count = layout.blocks
 
-  def cut(arrays: tuple[Any, ...]) -> Callable[[], tuple[jax.Array, ...]]:
+  def read_memory(
+    arrays: tuple[Any, ...],
+  ) -> Callable[[], tuple[jax.Array, ...]]:
     def local(rank: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
       return tuple(
         jax.device_put(
@@ -687,7 +691,7 @@ def _fetched(
     run = layout.places.local(local, (P(), *specs), specs)
     return lambda: tuple(run(rank, *arrays))
 
-  def filed() -> tuple[jax.Array, ...]:
+  def read_disk() -> tuple[jax.Array, ...]:
     def call(filed: Any, first: Any, real: Any, _: Any) -> Any:
       if not real:
         return tuple(np.zeros(x.shape, x.dtype) for x in slots.stored)
@@ -709,10 +713,12 @@ def _fetched(
       )
     )
 
-  ways = {
-    DEVICE: cut(slots.resident), IN_HOST: cut(slots.hosted), DISK: filed
-  }  # fmt: skip
-  readers = [ways[tier] for tier in used]
+  reader_of_tier = {
+    DEVICE: read_memory(slots.resident),
+    IN_HOST: read_memory(slots.hosted),
+    DISK: read_disk,
+  }
+  readers = [reader_of_tier[tier] for tier in used]
   blocks = (
     readers[0]() if len(readers) == 1 else lax.switch(pick(branches), readers)
   )
@@ -734,13 +740,13 @@ def _merged(
   def merge_blocks(x: jax.Array) -> jax.Array:
     axis = token_axis(x)
     count, block = x.shape[0], x.shape[axis]
-    over = count * block - layout.slots
-    last, full_blocks = x[-1], x[: count - 1] if over else x
+    overlap = count * block - layout.slots
+    last, full_blocks = x[-1], x[: count - 1] if overlap else x
     merged = jnp.moveaxis(full_blocks, 0, axis - 1)
     lead, dims = merged.shape[: axis - 1], merged.shape[axis + 1 :]
     merged = merged.reshape(*lead, full_blocks.shape[0] * block, *dims)
-    if over:
-      tail = lax.slice_in_dim(last, over, block, axis=axis - 1)
+    if overlap:
+      tail = lax.slice_in_dim(last, overlap, block, axis=axis - 1)
       merged = jnp.concatenate([merged, tail], axis - 1)
     return merged[None]
 
@@ -775,38 +781,38 @@ def _put(
   layout = slots.layout
   branches, ranks, memories = _places(layout)
   pick = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
-  rank, turn = pick(ranks), pick(branches)
+  rank, branch = pick(ranks), pick(branches)
   parts = tuple(x for x in layer if x.size)
   count, places = layout.blocks, layout.places
   block = min(_BLOCK, layout.slots)
 
   def span(before: jax.Array, used: jax.Array) -> tuple[Any, Any]:
     """First block with a token of the call, and the end of the range."""
-    came = used > before
-    first = jnp.where(came, before, layout.slots)
-    end = jnp.max(jnp.where(came, used, 0), initial=0)
+    has_new = used > before
+    first = jnp.where(has_new, before, layout.slots)
+    end = jnp.max(jnp.where(has_new, used, 0), initial=0)
     return jnp.min(first, initial=layout.slots) // block, -(-end // block)
 
   def cut(x: jax.Array, n: Index) -> jax.Array:
     """Block n of a stack of one layer; the last one ends with the last slot."""
-    found = lax.dynamic_slice_in_dim(x, n * block, block, token_axis(x))
-    return found
+    block_slots = lax.dynamic_slice_in_dim(x, n * block, block, token_axis(x))
+    return block_slots
 
-  def written(
+  def write_tier(
     arrays: tuple[Any, ...], tier: str, space: Any
   ) -> tuple[Any, ...]:
     if not arrays:
       return ()
-    in_tier = (turn == memories.index(tier)).astype(jnp.int32)
+    in_tier = (branch == memories.index(tier)).astype(jnp.int32)
 
     def local(
-      mine: jax.Array,
+      writes: jax.Array,
       rank: jax.Array,
       before: jax.Array,
       used: jax.Array,
-      *both: jax.Array,
+      *old_and_new: jax.Array,
     ) -> tuple[jax.Array, ...]:
-      olds, news = both[: len(parts)], both[len(parts) :]
+      olds, news = old_and_new[: len(parts)], old_and_new[len(parts) :]
       first, end = span(before, used)
 
       def step(n: Index, olds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -817,7 +823,7 @@ def _put(
           for old, new in zip(olds, news, strict=True)
         )
 
-      end = jnp.where(mine > 0, end, first)
+      end = jnp.where(writes > 0, end, first)
       return lax.fori_loop(first, end, step, tuple(olds))
 
     specs = (_spec(layout),) * len(arrays)
@@ -831,12 +837,12 @@ def _put(
 
   filed = slots.filed
   if DISK in memories:
-    filed = _filed(slots, rank, turn == memories.index(DISK), parts, cut,
+    filed = _filed(slots, rank, branch == memories.index(DISK), parts, cut,
                    *span(before, used))  # fmt: skip
   return dataclasses.replace(
     slots,
-    resident=written(slots.resident, DEVICE, jax.memory.Space.Device),
-    hosted=written(slots.hosted, IN_HOST, jax.memory.Space.Host),
+    resident=write_tier(slots.resident, DEVICE, jax.memory.Space.Device),
+    hosted=write_tier(slots.hosted, IN_HOST, jax.memory.Space.Host),
     filed=filed,
   )
 
@@ -844,19 +850,22 @@ def _put(
 def _filed(
   slots: OffloadedKV,
   rank: jax.Array,
-  mine: jax.Array,
+  on_disk: jax.Array,
   parts: tuple[jax.Array, ...],
   cut: Callable[[jax.Array, Index], jax.Array],
   first: jax.Array,
   end: jax.Array,
 ) -> jax.Array:
-  """Write blocks of a layer to files; return the counter that orders reads."""
+  """Write blocks of a layer to files if it is `on_disk`.
+
+  Returns `filed` with its counter increased: reads that use it come later.
+  """
   count = slots.layout.blocks
 
-  def call(filed: Any, where: Any, *found: Any) -> np.ndarray:
+  def call(filed: Any, block: Any, *blocks: Any) -> np.ndarray:
     filed = np.array(filed)
-    for number, x in zip(filed[1:], found, strict=False):
-      write_block(int(number), int(where), np.asarray(x)[0], count)
+    for number, x in zip(filed[1:], blocks, strict=False):
+      write_block(int(number), int(block), np.asarray(x)[0], count)
     filed[0] += 1
     return filed
 
@@ -870,4 +879,4 @@ def _filed(
       vmap_method="sequential",
     )
 
-  return lax.fori_loop(first, jnp.where(mine, end, first), step, slots.filed)
+  return lax.fori_loop(first, jnp.where(on_disk, end, first), step, slots.filed)

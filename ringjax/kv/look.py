@@ -1,8 +1,8 @@
 """Implementation of a policy's view of a layer, on each device of a mesh.
 
-Guarantees: the same as if all tokens were on one device, in order.
-Cost: a gather of B K S numbers for each thing that is asked for; keys and
-values stay where they are.
+Guarantees: results are those of all tokens on one device, in order.
+Cost: a gather of B K S numbers for each method call; keys and values stay on
+their devices.
 """
 
 from __future__ import annotations

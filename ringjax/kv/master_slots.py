@@ -1,10 +1,10 @@
-"""Slots of rows whose new tokens stay with their masters.
+"""Slots of rows whose new tokens are stored on each row's master shard.
 
-Rows are dealt to the shards in equal parts: a shard is the master of its rows,
-computes their new tokens and has them in its own slots. Tokens from before are
-wherever they are. A shard that joins is a master of some rows from then on.
+Rows are split evenly over the shards. A shard is the master of its rows: it
+computes their new tokens and stores them in its own slots. Earlier tokens stay
+where they are. A shard that joins becomes the master of some rows.
 
-Guarantees: as `ContiguousSlots`; nothing is sent.
+Guarantees: those of `ContiguousSlots`; no token is sent between shards.
 Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526, section 4.2.
 """
 
@@ -27,30 +27,31 @@ from ringjax.typing import Index
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MasterSlots(ContiguousSlots):
-  """The slots of a cache whose calls bring one token of each row, sharded.
+  """Slot table for calls with one token per row, whose rows are sharded.
 
-  A call has as many rows as the cache, and empty ones to a multiple of the
-  shards.
+  A call has the rows of the cache, padded with empty rows to a multiple of the
+  number of shards.
   """
 
   def allocate(self, at: Coords, mode: str) -> MasterSlots:
-    """Slots for a token of each row, [B', 1]."""
+    """Allocate slots for one token of each row, [B', 1]."""
     assert mode == REPLICATED and at.pos.shape[1] == 1
     batch, rows = self.at.pos.shape[0], at.pos.shape[0] // self.shards
     master = jnp.arange(batch, dtype=jnp.int32) // rows
     shard = jnp.arange(self.shards, dtype=jnp.int32)
     real = self._everywhere(at.seg[:batch] > 0)
-    came = (master[:, None] == shard[None]) & real
-    made = dataclasses.replace(
+    is_new = (master[:, None] == shard[None]) & real
+    allocated = dataclasses.replace(
       self,
       before=self._everywhere(self.used),
-      used=self._everywhere(self.used + came.astype(jnp.int32)),
+      used=self._everywhere(self.used + is_new.astype(jnp.int32)),
       mode=mode,
     )
     return dataclasses.replace(
-      made,
+      allocated,
       at=Coords(
-        made.write(self.at.pos, at.pos), made.write(self.at.seg, at.seg)
+        allocated.write(self.at.pos, at.pos),
+        allocated.write(self.at.seg, at.seg),
       ),
     )
 
@@ -60,12 +61,12 @@ class MasterSlots(ContiguousSlots):
     new: Shaped[Array, "C 1"] | Shaped[Array, "C K 1 H"],
     layer: Index | None = None,
   ) -> jax.Array:
-    """Puts the tokens into slots of their masters.
+    """Write the tokens to slots of their rows' masters.
 
     Args:
-      old: [B, S], or with `layer` [L, B, K, S, H].
-      new: [B', 1], or [B', K, 1, H].
-      layer: int32 [], which of the L.
+      old: Slots to write to, [B, S], or with `layer` [L, B, K, S, H].
+      new: Tokens of the call, [B', 1], or [B', K, 1, H].
+      layer: Index of the layer in `old`, int32 [].
     """
     number = jnp.int32(0) if layer is None else jnp.asarray(layer, jnp.int32)
 
@@ -80,14 +81,16 @@ class MasterSlots(ContiguousSlots):
       rows, batch = new.shape[0], used.shape[0]
       slots = old.shape[1 if layer is None else 3]
       row = me * rows + jnp.arange(rows, dtype=jnp.int32)
-      known = jnp.minimum(row, batch - 1)
-      take = lambda x: lax.dynamic_index_in_dim(x, me, 1, keepdims=False)[known]
+      safe_row = jnp.minimum(row, batch - 1)
+      take = lambda x: lax.dynamic_index_in_dim(x, me, 1, keepdims=False)[
+        safe_row
+      ]
       real = (row < batch) & (take(used) > take(before))
       slot = jnp.where(real, take(before), slots)
       new = new.astype(old.dtype)
       if layer is None:
-        return old.at[known, slot].set(new[:, 0], mode="drop")
-      return old.at[number, known, :, slot].set(new[:, :, 0], mode="drop")
+        return old.at[safe_row, slot].set(new[:, 0], mode="drop")
+      return old.at[number, safe_row, :, slot].set(new[:, :, 0], mode="drop")
 
     tokens = P(*(None,) * (1 if layer is None else 3), self.axis)
     return jax.shard_map(

@@ -1,8 +1,8 @@
-"""A cache behind contexts that leaves statistics of the attention to it.
+"""A cache after contexts that records statistics of the attention to them.
 
-Guarantees: of each layer the statistics of a call's queries over contexts,
-prefix and question, as the call itself weighs and selects them; the call is
-that of the cache.
+Guarantees: for each layer, statistics of a call's queries over contexts, prefix
+and question, weighed and selected as in the call itself. The call's outputs are
+those with a `ContextCache`.
 Cost: the attention of the call once more, see `view_statistics`.
 Memory: three float32 numbers for each layer, head and query.
 
@@ -33,12 +33,12 @@ from ringjax.typing import Index
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredContexts(ContextCache):
-  """A `ContextCache` for one call.
+  """A `ContextCache` for one call, with its attention statistics.
 
   Attributes:
-    found: for each kind of layer its statistics, [L, B, T, N].
-    sinks: for each kind of layer [L, N], or None.
-    before: keys at positions below it are those of the kept mass.
+    found: Statistics of each kind of layer, [L, B, T, N].
+    sinks: Attention sinks of each kind of layer, [L, N], or None.
+    before: Position; the kept mass is that of the keys before it.
   """
 
   found: tuple[Any, ...]
@@ -49,12 +49,13 @@ class MeasuredContexts(ContextCache):
   def of(
     cls, cache: ContextCache, tokens: int, sinks: Sequence[Any], before: int
   ) -> MeasuredContexts:
-    """For a call of `tokens` tokens; its arrays are copies.
+    """Copy a cache and allocate statistics for one call.
 
     Args:
-      cache: on one device, of layers that attend.
-      tokens: T.
-      sinks: see the attributes, as `before`.
+      cache: Cache on one device, without recurrent layers.
+      tokens: Number of tokens of the call, T.
+      sinks: Attention sinks of each kind of layer, [L, N], or None.
+      before: Position before which keys count for the kept mass.
     """
 
     def empty(shape: Any) -> AttentionStatistics:
@@ -83,23 +84,23 @@ class MeasuredContexts(ContextCache):
     return tuple(zip(self.open.slots, self.found, strict=True))
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> MeasuredLayer:
-    stored, found = slots
+    stored, statistics = slots
     inner = self.open.layer(kind, stored, index)
-    return MeasuredLayer(self, inner, kind, index, found)
+    return MeasuredLayer(self, inner, kind, index, statistics)
 
   def updated(self, slots: tuple[Any, ...]) -> MeasuredContexts:
-    stored, found = (tuple(x) for x in zip(*slots, strict=True))
+    stored, statistics = (tuple(x) for x in zip(*slots, strict=True))
     return dataclasses.replace(
-      self, open=self.open.updated(stored), found=found
+      self, open=self.open.updated(stored), found=statistics
     )
 
   def by_layer(self) -> tuple[AttentionStatistics | None, ...]:
-    """Statistics of each layer of the model; None of those without keys."""
-    found: dict[int, AttentionStatistics] = {}
-    for shape, many in zip(self.shapes, self.found, strict=True):
-      for n, which in enumerate(shape.which):
-        found[which] = jax.tree.map(lambda x, n=n: x[n], many)
-    return tuple(found.get(n) for n in range(model_layers(self.shapes)))
+    """Statistics of each layer of the model; None for layers without keys."""
+    statistics: dict[int, AttentionStatistics] = {}
+    for shape, stacked in zip(self.shapes, self.found, strict=True):
+      for index, layer in enumerate(shape.which):
+        statistics[layer] = jax.tree.map(lambda x, n=index: x[n], stacked)
+    return tuple(statistics.get(n) for n in range(model_layers(self.shapes)))
 
 
 tree.register(
@@ -114,7 +115,7 @@ class MeasuredLayer(ContextLayer):
   """One layer's part of a `MeasuredContexts` during one call.
 
   Attributes:
-    found: statistics of the layers of this kind.
+    found: Statistics of all layers of this kind.
   """
 
   found: AttentionStatistics
@@ -133,12 +134,12 @@ class MeasuredLayer(ContextLayer):
     q = rotated()
     b, t, n, h = q.shape
     heads = views[0].shape[1]
-    by_head = lambda x: jnp.asarray(x, jnp.float32).reshape(heads, -1)
+    by_kv_head = lambda x: jnp.asarray(x, jnp.float32).reshape(heads, -1)
     visit = CacheVisit(
       q=jnp.transpose(q.reshape(b, t, heads, n // heads, h), (0, 2, 3, 1, 4)),
       at=at,
       terms=Terms(
-        slopes=None if reading.slopes is None else by_head(reading.slopes)
+        slopes=None if reading.slopes is None else by_kv_head(reading.slopes)
       ),
       mask=reading.mask,
       scores=reading.scores,
@@ -147,9 +148,11 @@ class MeasuredLayer(ContextLayer):
       few=0,
     )
     if sinks is not None:
-      sinks = by_head(lax.dynamic_index_in_dim(sinks, self.index, 0, False))
-    found = view_statistics(visit, views, sinks, cache.before)
+      sinks = by_kv_head(lax.dynamic_index_in_dim(sinks, self.index, 0, False))
+    statistics = view_statistics(visit, views, sinks, cache.before)
     put = lambda old, new: lax.dynamic_update_index_in_dim(
       old, new.astype(old.dtype), self.index, 0
     )
-    return dataclasses.replace(self, found=jax.tree.map(put, self.found, found))
+    return dataclasses.replace(
+      self, found=jax.tree.map(put, self.found, statistics)
+    )

@@ -1,7 +1,7 @@
-"""What caches share whose newest tokens are in an ordinary cache, the open one.
+"""Base classes of caches with an open cache, a `KVCache` of the newest tokens.
 
-`TieredCache` and `EvictingCache` have older tokens elsewhere. Calls append to
-the open cache, whose size is theirs to choose between calls.
+`TieredCache` and `EvictingCache` store older tokens elsewhere. Calls append to
+the open cache, which the subclass may resize between calls.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ringjax.parallel import chips
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WithOpenCache:
-  """A base class of caches.
+  """Base class of caches with an open cache for the newest tokens.
 
   Attributes:
-    open: the newest tokens.
-    kind: of the cache.
-    limit: tokens of a row that it was made for.
+    open: Cache of the newest tokens.
+    kind: Kind of the whole cache.
+    limit: Maximum number of tokens of a row.
   """
 
   open: KVCache
@@ -55,12 +55,12 @@ class WithOpenCache:
 
   @property
   def batch(self) -> int:
-    """Rows, B."""
+    """Number of rows, B."""
     return self.open.batch
 
   @property
   def capacity(self) -> int:
-    """Tokens of a row that it was made for."""
+    """Maximum number of tokens of a row."""
     return self.limit
 
   @property
@@ -69,7 +69,7 @@ class WithOpenCache:
 
   @property
   def irreversible(self) -> bool:
-    """Whether a call leaves what `keep` can't take out; see `KVCache`."""
+    """Whether `keep` cannot undo a call's effects; see `KVCache`."""
     return self.open.irreversible
 
   def explain(
@@ -78,7 +78,7 @@ class WithOpenCache:
     *,
     weights: int | float = 0,
   ) -> CacheReport:
-    """What it takes now, part by part, and how fast tokens come behind it.
+    """Report the memory of each part and the predicted decoding speed.
 
     A step reads what the cache holds; for the arguments see `KVCache.explain`.
     """
@@ -86,11 +86,11 @@ class WithOpenCache:
 
   @property
   def states(self) -> EncoderStates | None:
-    """Of the rows' contexts, which cross-attention reads; None: none."""
+    """Encoder states of the rows, which cross-attention reads, or None."""
     return self.open.states
 
   def with_states(self, states: EncoderStates | None) -> Any:
-    """With contexts for cross-attention; see `KVCache.with_states`."""
+    """Set the states for cross-attention; see `KVCache.with_states`."""
     return dataclasses.replace(self, open=self.open.with_states(states))
 
   @property
@@ -102,48 +102,48 @@ class WithOpenCache:
     return self.open.dtype
 
   def mark(self, tokens: Int[Array, "B T"], at: Coords) -> Any:
-    """Itself; see `EvictingCache.mark`."""
+    """Return itself: token ids are not needed; see `EvictingCache.mark`."""
     del tokens, at
     return self
 
   @property
   def lost(self) -> bool:
-    """Whether some of its arrays were donated to a program."""
+    """Whether some of the arrays were donated to a program."""
     return donated(self)
 
   def nbytes(self) -> int:
-    """Bytes of all shards together, in all memories."""
+    """Total bytes of all shards, in all memories."""
     return sum(x.nbytes for x in jax.tree.leaves(self))
 
   def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> Any:
-    """With an open cache that a call fits into; older tokens stay as they are.
+    """Grow the open cache so that a call fits; older tokens do not change.
 
     Args:
-      taken: slots of each shard that the call takes: int [B, R]; an int for
-        tokens that are the same on all shards.
+      taken: Number of slots that the call takes on each shard, int [B, R]; an
+        int for tokens that are the same on all shards.
     """
     free = self.open.free()
     assert free is not None
     if np.ndim(taken):
-      over = int((taken - free).max())
+      missing = int((taken - free).max())
     else:
-      over = math.ceil(int((taken - free.sum(1)).max()) / self.shards)
-    if over <= 0:
+      missing = math.ceil(int((taken - free.sum(1)).max()) / self.shards)
+    if missing <= 0:
       return self
-    return self._sized(few_sizes(self.open.held.local + over))
+    return self._sized(few_sizes(self.open.held.local + missing))
 
   def _sized(self, local: int) -> Any:
-    """With an open cache of so many slots on each shard, no fewer than now."""
+    """Resize the open cache to `local` slots on each shard, never fewer."""
     raise NotImplementedError
 
   def _same_size(self, other: Any) -> tuple[Any, Any]:
-    """Both with open caches of one size, for `insert`.
+    """Resize the open caches of two caches to one size, for `insert`.
 
     Raises:
-      OptionError: a cache of another model, capacity, kind or mesh.
+      OptionError: If the model, capacity, kind or number of shards differs.
     """
-    same = lambda c: (c.kind, c.limit, c.shards, c.shapes)
-    if not isinstance(other, type(self)) or same(other) != same(self):
+    identity = lambda c: (c.kind, c.limit, c.shards, c.shapes)
+    if not isinstance(other, type(self)) or identity(other) != identity(self):
       raise OptionError(
         "other",
         f"a cache of kind {other.kind}, {other.capacity} tokens, over "
@@ -158,11 +158,11 @@ class WithOpenCache:
 
 @dataclasses.dataclass(frozen=True)
 class WithOpenLayer:
-  """A base class of one layer's part of such a cache.
+  """Base class of one layer's part of a cache with an open cache.
 
   Attributes:
-    cache: during the call.
-    inner: the layer's part of the open cache.
+    cache: Cache of the call.
+    inner: The layer's part of the open cache.
   """
 
   cache: WithOpenCache
@@ -183,5 +183,5 @@ class WithOpenLayer:
     return dataclasses.replace(self, inner=inner)
 
   def for_reading(self, rotation: Rotation) -> Any:
-    """For a call that appends nothing; see `KVLayer.for_reading`."""
+    """Prepare for a call that appends nothing; see `KVLayer.for_reading`."""
     return dataclasses.replace(self, inner=self.inner.for_reading(rotation))

@@ -1,18 +1,18 @@
 """A pool of pages that the rows of many calls share.
 
-Guarantees: a token is at the slot of its position in the pages of its row's
-table, so no metadata of tokens is stored; rows may share pages. What a row
-reads does not depend on the others, bit for bit.
+Guarantees: a token's slot follows from its position and the pages of its row's
+table, so no metadata of tokens is stored; rows may share pages. A row's results
+do not depend on other rows, bit for bit.
 Cost: an append writes whole pages. A single token would be written fastest with
 its heads adjacent but read fastest without, and a TPU's compiler would copy
 the pool of all layers between the two layouts in each layer. The host assigns
 pages by tables.
-Memory: N pages of P slots for each group of layers, whatever rows there are:
-layers that look back equally far are a group, whose pages can be freed once
-they are out of sight. Recurrent layers have a state for each row instead.
+Memory: N pages of P slots for each group of layers, whatever rows there are.
+Layers with the same window are a group, whose pages can be freed once they are
+before the window. Recurrent layers have a state for each row instead.
 
-`PagePool` has the arrays. `PooledCache` is what a call of the model sees of
-it: the pool with the tables of the call's rows.
+`PagePool` has the arrays. `PooledCache` is the pool with the page tables of the
+rows of one call of the model.
 Ref: Kwon et al. 2023, PagedAttention, arXiv 2309.06180.
 """
 
@@ -283,7 +283,7 @@ class PagePool:
         `Transformer.__call__`. The tokens then take consecutive slots whatever
         their positions, see `moved`.
     """
-    of_state = lambda x: isinstance(x, State)
+    is_state = lambda x: isinstance(x, State)
 
     def take_states(x: PyTree) -> PyTree:
       states = jnp.take(x, rows, 1, mode="clip")
@@ -291,7 +291,7 @@ class PagePool:
       return jnp.where(new, jnp.zeros_like(states), states)
 
     slots = tuple(
-      jax.tree.map(take_states, x) if of_state(x) else x for x in self.slots
+      jax.tree.map(take_states, x) if is_state(x) else x for x in self.slots
     )
     return PooledCache(
       pool=self,
@@ -514,22 +514,24 @@ class PagePool:
     page_index = jnp.swapaxes(page_index, 0, 1).reshape(shards, -1)
     # One chunk of a row may end in the page in which another begins.
     same_page = page_index[:, :, None] == page_index[:, None, :]
-    whose = jnp.argmax(same_page, 2).astype(jnp.int32)
+    first_writer = jnp.argmax(same_page, 2).astype(jnp.int32)
     order = jnp.arange(batch * pages_per_row, dtype=jnp.int32)[None]
-    alone = (whose == order) & (page_index < local)
+    is_first = (first_writer == order) & (page_index < local)
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     place = jnp.where(
       real, row * pages_per_row + number - first, batch * pages_per_row
     )
     take = lambda x: jnp.take(x, place.reshape(-1), 1, mode="clip")
-    goes = real.reshape(1, -1) & (take(page_index) < local)
-    into = jnp.where(goes, take(whose), batch * pages_per_row)
+    is_written = real.reshape(1, -1) & (take(page_index) < local)
+    write_index = jnp.where(
+      is_written, take(first_writer), batch * pages_per_row
+    )
     source = jnp.full((shards, batch * pages_per_row, page), -1, jnp.int32)
-    at = jnp.broadcast_to((new.pos % page).reshape(1, -1), into.shape)
+    at = jnp.broadcast_to((new.pos % page).reshape(1, -1), write_index.shape)
     shard_index = jnp.arange(shards, dtype=jnp.int32)[:, None]
     token = jnp.arange(batch * tokens, dtype=jnp.int32)[None]
-    source = source.at[shard_index, into, at].set(token, mode="drop")
-    return PageWrites(jnp.where(alone, page_index, local + order), source)
+    source = source.at[shard_index, write_index, at].set(token, mode="drop")
+    return PageWrites(jnp.where(is_first, page_index, local + order), source)
 
   def written(
     self,
@@ -562,14 +564,16 @@ class PagePool:
       new_pages = jnp.transpose(
         new_pages, (0, 2, 3, 1) if last else (0, 2, 1, 3)
       )
-      keeps = source < 0
-      keeps = keeps[:, None, None] if last else keeps[:, None, :, None]
+      keeps_old = source < 0
+      keeps_old = (
+        keeps_old[:, None, None] if last else keeps_old[:, None, :, None]
+      )
 
       def put(old: jax.Array, layer: Index) -> jax.Array:
         old_pages = old.at[layer, pages].get(mode="clip")
-        spot = row_major(old).at[layer, pages]
-        merged = jnp.where(keeps, old_pages, new_pages)
-        return spot.set(merged, mode="drop", unique_indices=True)
+        target = row_major(old).at[layer, pages]
+        merged = jnp.where(keeps_old, old_pages, new_pages)
+        return target.set(merged, mode="drop", unique_indices=True)
 
       return scattered_layer(old, layer, put)
 
@@ -784,7 +788,7 @@ class PooledCache:
     drafted = tree_coords(self.parents, at)
     start = self.ends - jnp.sum(at.seg > 0, 1, dtype=jnp.int32)
 
-    def with_tree(held: Coords) -> Coords:
+    def insert_tree(held: Coords) -> Coords:
       number = held.pos - start[:, None]
       inside = (number >= 0) & (held.seg > 0)
       number = jnp.clip(number, 0, at.pos.shape[1] - 1)
@@ -797,7 +801,7 @@ class PooledCache:
 
     slots = start[:, None] + jnp.arange(at.pos.shape[1], dtype=jnp.int32)[None]
     cache = self._with_new(Coords(slots, at.seg))
-    return dataclasses.replace(cache, at=tuple(map(with_tree, self.at)))
+    return dataclasses.replace(cache, at=tuple(map(insert_tree, self.at)))
 
   def _with_new(self, new: Coords) -> PooledCache:
     """Set the slots and segments of the appended tokens."""

@@ -80,12 +80,15 @@ class Places:
       axes = room.axes.get(name)
       return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
-    over = named("heads")
+    head_axes = named("heads")
     mesh = room.mesh
-    if mesh is not None and heads % math.prod(mesh.shape[a] for a in over):
-      over = ()
+    if mesh is not None and heads % math.prod(mesh.shape[a] for a in head_axes):
+      head_axes = ()
     return cls(
-      mesh=room.mesh, batch=named("batch"), heads=over, tokens=named("tokens")
+      mesh=room.mesh,
+      batch=named("batch"),
+      heads=head_axes,
+      tokens=named("tokens"),
     )
 
   @property

@@ -1,6 +1,6 @@
-"""How much keys are looked at while the model repeats its context.
+"""Largest attention weight of each key while the model repeats its context.
 
-Guarantees: the same numbers however the tokens lie over devices.
+Guarantees: the numbers do not depend on how tokens are sharded.
 Cost: two passes of a call's queries over the keys of a chunk, in each layer.
 Memory: during such a call its queries, L B T N H numbers.
 """
@@ -36,9 +36,9 @@ class Chunk(NamedTuple):
   """Tokens of each row that a call repeats.
 
   Fields:
-    start: int32 [B], the position of the first.
-    end: int32 [B], the position behind the last; as `start` if there is none.
-    length: int32 [B], the position behind the row's last token.
+    start: Position of the first token, int32 [B].
+    end: Position after the last token, int32 [B]; `start` if there is no token.
+    length: Position after the row's last token, int32 [B].
   """
 
   start: Int[Array, " B"]
@@ -47,12 +47,12 @@ class Chunk(NamedTuple):
 
 
 class Repeated(NamedTuple):
-  """What repetitions have found, for `EvictingCache.evict`.
+  """Scores of tokens by the repetition of a context, for `EvictingCache.evict`.
 
   Fields:
-    scores: by kind of layer float32 [L, B, K, S], over the slots of pages and
-      of the open cache: the largest weight of a query.
-    rows: bool [B], NumPy, which rows were repeated; the others keep all.
+    scores: Largest attention weight over all queries, by kind of layer, float32
+      [L, B, K, S], for the slots of pages and of the open cache.
+    rows: Whether a row was repeated, NumPy bool [B]; other rows keep all.
   """
 
   scores: dict[int, Any]
@@ -60,39 +60,39 @@ class Repeated(NamedTuple):
 
 
 def watching(cache: EvictingCache, tokens: int) -> EvictingCache:
-  """The cache with room for the queries of a call of so many tokens."""
+  """Make room to record the queries of a call of `tokens` tokens."""
   zeros = lambda *shape: jnp.zeros((cache.batch, *shape), jnp.int32)
   watch = QueryWatch(
     at=Coords(zeros(tokens), zeros(tokens)), mesh=cache.mesh, axis=cache.axis
   )
   noted = [Noted()] * len(cache.shapes)
-  for n in repeated_kinds(cache):
-    shape = cache.shapes[n]
+  for kind in repeated_kinds(cache):
+    shape = cache.shapes[kind]
     lead = (shape.layers, cache.batch, tokens)
     heads = shape.heads * shape.reading.groups
     newest = jnp.zeros((*lead, heads, shape.key), cache.open.dtype)
-    noted[n] = Noted(newest=newest)
+    noted[kind] = Noted(newest=newest)
   return dataclasses.replace(cache, watch=watch, noted=tuple(noted))
 
 
 def repeated_kinds(cache: EvictingCache) -> list[int]:
-  """Kinds of layers whose tokens a repetition scores."""
+  """Indices of the kinds of layers whose tokens a repetition scores."""
   return [n for n in paged_parts(cache) if not cache.windowed(n)]
 
 
 def of_chunk(cache: EvictingCache, chunk: Chunk) -> dict[int, jax.Array]:
-  """Scores of a chunk's tokens, behind the call that has repeated it.
+  """Score a chunk's tokens after the call that has repeated it.
 
-  A query sees the first tokens, the chunk and what was repeated before it.
+  A query sees the first tokens, the chunk and the tokens repeated before it.
 
   Args:
-    cache: after a call of a cache that `watching` made.
-    chunk: what was repeated.
+    cache: Cache after the call, made by `watching` before it.
+    chunk: Tokens that were repeated.
 
   Returns:
-    see `Repeated`; 0 of tokens that are not in the chunk.
+    Scores as in `Repeated`; 0 for tokens outside the chunk.
   """
-  parts = {n: paged_parts(cache)[n] for n in repeated_kinds(cache)}
+  parts = {kind: paged_parts(cache)[kind] for kind in repeated_kinds(cache)}
   policy: Any = cache.kind.policy
   places, sinks = cache.places, policy.sinks
 
@@ -105,14 +105,14 @@ def of_chunk(cache: EvictingCache, chunk: Chunk) -> dict[int, jax.Array]:
     }
 
   by_head = dict.fromkeys(parts, places.by_head)
-  each = P(places.batch or None)
+  by_row = P(places.batch or None)
   return places.local(
     local,
     (
       {n: part_specs(part) for n, part in parts.items()},
       places.by_example,
-      each,
-      each,
+      by_row,
+      by_row,
     ),
     by_head,
   )(parts, cache.open.at, cache.watch.at, chunk)
@@ -127,26 +127,26 @@ def _of_kind(
   chunk: Chunk,
   sinks: int,
 ) -> jax.Array:
-  """The scores [L, B, K, s] of one kind of layers on a device."""
+  """Scores [L, B, K, s] of one kind of layers on a device."""
   shape, heads = cache.shapes[kind], part.k.shape[2]
   column = lambda x: x[:, None, None]
 
-  def one(layer: jax.Array) -> jax.Array:
+  def layer_scores(layer: jax.Array) -> jax.Array:
     views, slots = layer_views(cache, kind, layer, part, at)
     inside = (slots.pos >= column(chunk.start)) & (
       slots.pos < column(chunk.end)
     )
-    first = slots.pos < column(jnp.minimum(chunk.start, sinks))
-    own = slots.pos >= column(chunk.length)
-    seen = (slots.seg > 0) & (inside | first | own)
-    among, start = [], 0
+    is_sink = slots.pos < column(jnp.minimum(chunk.start, sinks))
+    in_repetition = slots.pos >= column(chunk.length)
+    visible = (slots.seg > 0) & (inside | is_sink | in_repetition)
+    masks, start = [], 0
     for view in views:
-      among.append(seen[..., start : start + view.shape[2]])
+      masks.append(visible[..., start : start + view.shape[2]])
       start += view.shape[2]
     q = lax.dynamic_index_in_dim(part.noted.newest, layer, 0, keepdims=False)
     visit = visit_of(cache, kind, heads, q, watch_at)
-    peak = jnp.concatenate(column_peak(visit, views, among), 3)
+    peak = jnp.concatenate(column_peak(visit, views, masks), 3)
     peak = jnp.max(peak, 2).astype(jnp.float32)
     return jnp.where(inside & (slots.seg > 0), peak, 0)
 
-  return lax.map(one, jnp.arange(shape.layers, dtype=jnp.int32))
+  return lax.map(layer_scores, jnp.arange(shape.layers, dtype=jnp.int32))

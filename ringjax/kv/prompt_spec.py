@@ -1,7 +1,7 @@
-"""Shapes of a cache that evicts, after a prompt of so many tokens.
+"""Shapes of a cache that evicts, after a prompt of a given number of tokens.
 
 Guarantees: the shapes are those that the programs of an eviction make, on one
-device. Where the text decides how much stays, the most that it may be.
+device. If the text decides how much stays, the shapes are upper bounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PromptSpec(NamedTuple):
   Fields:
     reading: Cache that holds the whole prompt, before the eviction.
     cache: Cache after the eviction.
-    held: Tokens of all rows, heads and layers, by the number of the kind.
+    held: Tokens of all rows, heads and layers, by the index of the kind.
   """
 
   reading: EvictingCache
@@ -65,10 +65,10 @@ def prompt_spec(
   reading = jax.eval_shape(lambda cache: cache.limited(tokens), empty)
   slots = reading.open.held.local
   if tokens > slots:
-    room = few_sizes(tokens)
-    reading = jax.eval_shape(lambda cache: grown(cache, room), reading)
-    slots = room
-  stays = _open_tokens(kind, tokens)
+    few_slots = few_sizes(tokens)
+    reading = jax.eval_shape(lambda cache: grown(cache, few_slots), reading)
+    slots = few_slots
+  open_tokens = _open_tokens(kind, tokens)
   policy = kind.policy
   if policy is not None and policy.sums_prompts:
     noted = jax.eval_shape(
@@ -76,27 +76,29 @@ def prompt_spec(
       reading,
     )
     reading = dataclasses.replace(reading, noted=noted)
-  everything = [tokens] * model_layers(shapes)
+  all_tokens = [tokens] * model_layers(shapes)
   heads = reading._competing()
-  counts = everything if policy is None else policy.expected(tokens, heads)
-  sizes, held = [(0, 0)] * len(shapes), {}
+  counts = all_tokens if policy is None else policy.expected(tokens, heads)
+  sizes, held_tokens = [(0, 0)] * len(shapes), {}
   like, masses = {}, {}
   for n, (shape, pages) in enumerate(zip(shapes, reading.pages, strict=True)):
     if pages is None:
       continue
-    each = [max(stays, counts[layer]) for layer in shape.which]
+    layer_tokens = [max(open_tokens, counts[layer]) for layer in shape.which]
     if reading.windowed(n):
-      near = max(0, tokens - shape.reach)
+      window_start = max(0, tokens - shape.reach)
       if kind.grouped:
-        # Groups that the window reaches stay whole.
-        near = near // kind.page * kind.page
-      newest = tokens - (stays - kind.first)
-      some = max(0, newest - max(near, kind.first))
-      each = [stays + some] * shape.layers
-    in_pages = [math.ceil((count - stays) / pages.slots) for count in each]
-    whole = batch * shape.heads * sum(in_pages)
-    sizes[n] = first_sizes(whole, max(in_pages))
-    held[n] = batch * shape.heads * sum(each)
+        # A group is kept whole if any of its tokens is in the window.
+        window_start = window_start // kind.page * kind.page
+      newest = tokens - (open_tokens - kind.first)
+      paged_tokens = max(0, newest - max(window_start, kind.first))
+      layer_tokens = [open_tokens + paged_tokens] * shape.layers
+    in_pages = [
+      math.ceil((count - open_tokens) / pages.slots) for count in layer_tokens
+    ]
+    num_pages = batch * shape.heads * sum(in_pages)
+    sizes[n] = first_sizes(num_pages, max(in_pages))
+    held_tokens[n] = batch * shape.heads * sum(layer_tokens)
     lead = (shape.layers, batch, shape.heads)
     size = slots + pages.table.shape[3] * pages.slots
     like[n] = jax.ShapeDtypeStruct((*lead, size), jnp.bool_)
@@ -105,17 +107,17 @@ def prompt_spec(
       jax.ShapeDtypeStruct((*lead, size), jnp.float32) if sums else None
     )
   rows = jax.ShapeDtypeStruct((batch,), jnp.bool_)
-  # Programs do not depend on the budget; the kind is put back.
-  local = open_slots(kind, stays, 1)
+  # Eviction programs run without the policy's budget: set the kind again.
+  local = open_slots(kind, open_tokens, 1)
   cache = jax.eval_shape(
-    lambda *given: repacked(*given, tuple(sizes), local, False),
+    lambda *args: repacked(*args, tuple(sizes), local, False),
     *(reading, like, masses, rows),
   )
-  return PromptSpec(reading, dataclasses.replace(cache, kind=kind), held)
+  return PromptSpec(reading, dataclasses.replace(cache, kind=kind), held_tokens)
 
 
 def _open_tokens(kind: CacheKind, tokens: int) -> int:
-  """Return how many tokens of a row an eviction leaves open."""
+  """Number of a row's tokens that an eviction leaves in the open cache."""
   leaves = max(0, tokens - kind.first - kind.recent)
   if kind.grouped:
     leaves = leaves // kind.page * kind.page

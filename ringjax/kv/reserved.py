@@ -1,16 +1,16 @@
 """Arrays on CPUs whose memory is resident only where it was written.
 
 Guarantees: a reserved array reads as zeros until it is written; XLA owns its
-buffer, so that a donated update happens in place, as of any array. Nothing
-here writes where an executable may write: memory is populated, which changes
-no byte, or released, of rows that nobody reads.
+buffer, so that a donated update happens in place, as for any array. This module
+never writes where an executable may write: it populates memory, which changes
+no byte, or releases memory of rows that are not read.
 Cost: a page fault, or one `madvise`, for each of a row's tensors.
-Memory: address space of the whole array; of resident memory what was written
-or mapped, in pages of the operating system.
+Memory: address space for the whole array; resident memory for the parts that
+were written or mapped, in pages of the operating system.
 
-XLA refuses to update an imported buffer in place: it would copy an array that
-comes from `mmap`. So the buffer is XLA's own, the result of a call that writes
-nothing, and what the allocator has touched of it is released.
+XLA does not update an imported buffer in place: it would copy an array that
+comes from `mmap`. So XLA allocates the buffer, as the result of a call that
+writes nothing, and the pages that its allocator has touched are released.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from jaxtyping import PyTree
 from ringjax.errors import MemoryEstimateError, OptionError
 
 _TARGET = "ringjax_reserve"
-# Of Linux' <sys/mman.h>.
+# Constants of Linux' <sys/mman.h>.
 _DONTNEED, _NOHUGEPAGE, _POPULATE_WRITE = 4, 15, 23
 _EXTENSION_METADATA = 1
-# Of XLA's foreign function interface, which a call of another one refuses.
+# Version of XLA's foreign function interface; XLA refuses other versions.
 _MAJOR, _MINOR = 0, 3
 
 
@@ -71,7 +71,7 @@ class _Frame(ctypes.Structure):
 
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Frame))
 def _handler(frame: Any) -> None:
-  """Leaves its result as it is; says which interface it is made for."""
+  """FFI handler that writes nothing; reports its interface version if asked."""
   extension = frame.contents.extension
   if extension and extension.contents.base.type == _EXTENSION_METADATA:
     version = extension.contents.metadata.contents.version
@@ -94,41 +94,42 @@ def _libc() -> Any:
 
 
 def _inside(start: int, size: int) -> tuple[int, int]:
-  """The pages that are whole in a range: where they begin, and their bytes."""
+  """Start and size in bytes of the pages that lie wholly in a range."""
   page = mmap.PAGESIZE
   first = -(-start // page) * page
   return first, max(0, (start + size) // page * page - first)
 
 
 def _around(start: int, size: int) -> tuple[int, int]:
-  """The pages that a range touches."""
+  """Start and size in bytes of the pages that a range touches."""
   page = mmap.PAGESIZE
   first = start // page * page
   return first, -(-(start + size) // page) * page - first
 
 
 def _blank(start: int, size: int) -> None:
-  """Makes a range zeros, and releases what is whole pages of it."""
-  first, many = _inside(start, size)
-  if not many:
+  """Fills a range with zeros; releases the whole pages in it."""
+  first, whole_bytes = _inside(start, size)
+  if not whole_bytes:
     ctypes.memset(start, 0, size)
     return
   ctypes.memset(start, 0, first - start)
-  ctypes.memset(first + many, 0, start + size - first - many)
-  _libc().madvise(first, many, _NOHUGEPAGE)
-  if _libc().madvise(first, many, _DONTNEED):
+  ctypes.memset(first + whole_bytes, 0, start + size - first - whole_bytes)
+  _libc().madvise(first, whole_bytes, _NOHUGEPAGE)
+  if _libc().madvise(first, whole_bytes, _DONTNEED):
     raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED)")
 
 
 def reserved_zeros(like: PyTree) -> PyTree:
-  """Zeros of these shapes, dtypes and shardings that take no memory yet.
+  """Allocate zeros that take no resident memory until they are written.
 
   Args:
-    like: a tree of arrays, or of what stands for them, on CPUs.
+    like: Tree of arrays on CPUs, or of their shapes, dtypes and shardings.
 
   Raises:
-    OptionError: on another system than Linux.
-    MemoryEstimateError: more address space than the system gives one array.
+    OptionError: If the system is not Linux.
+    MemoryEstimateError: If an array needs more address space than the system
+      grants.
   """
   if not sys.platform.startswith("linux"):
     raise OptionError(
@@ -143,8 +144,10 @@ def reserved_zeros(like: PyTree) -> PyTree:
 
 def _reserved(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
   sharding, shape = like.sharding, tuple(like.shape)
-  part = shape if sharding is None else sharding.shard_shape(shape)
-  call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct(part, like.dtype))
+  shard_shape = shape if sharding is None else sharding.shard_shape(shape)
+  call = jax.ffi.ffi_call(
+    _TARGET, jax.ShapeDtypeStruct(shard_shape, like.dtype)
+  )
   make = lambda: call()
   if isinstance(sharding, NamedSharding):
     make = jax.shard_map(
@@ -155,31 +158,31 @@ def _reserved(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
       check_vma=False,
     )
   try:
-    made = jax.block_until_ready(jax.jit(make)())
+    array = jax.block_until_ready(jax.jit(make)())
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    size = np.dtype(like.dtype).itemsize * math.prod(part)
+    size = np.dtype(like.dtype).itemsize * math.prod(shard_shape)
     raise MemoryEstimateError(
       "reserved rows",
       f"{size:,} bytes of address space in one array",
       "no more than memory and swap, as vm.overcommit_memory=0 wants",
       "pass fewer rows=, a smaller longest=, or set vm.overcommit_memory=1",
     ) from error
-  for shard in made.addressable_shards if made.size else ():
+  for shard in array.addressable_shards if array.size else ():
     _blank(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
-  return made
+  return array
 
 
 class _Tensor(NamedTuple):
-  """One array's part on one device.
+  """One array's shard on one device.
 
   Fields:
-    start: its address.
-    layers: L.
-    layer_bytes: of a layer.
-    page_bytes: of a page of one layer.
-    pages: N.
+    start: Address of the shard.
+    layers: Number of layers, L.
+    layer_bytes: Bytes of a layer.
+    page_bytes: Bytes of a page of one layer.
+    pages: Number of pages, N.
   """
 
   start: int
@@ -193,16 +196,16 @@ class ReservedRows:
   """The memory of rows in reserved arrays [L, rows n, ...]; see `RowMemory`.
 
   Attributes:
-    row_bytes: address space of a row, all layers and devices.
-    group_bytes: of one page group of a row, all layers and devices.
+    row_bytes: Address space of a row, all layers and devices.
+    group_bytes: Address space of a row's page group, all layers and devices.
   """
 
   def __init__(self, arrays: PyTree, each: int):
-    """Of arrays that `reserved_zeros` made.
+    """Record the addresses of arrays that `reserved_zeros` made.
 
     Args:
-      arrays: a tree; donated updates of them keep their addresses.
-      each: pages of a row on each device, n.
+      arrays: Tree of arrays; donated updates keep their addresses.
+      each: Number of pages of a row on each device, n.
     """
     self._each = each
     self._tensors = []
@@ -221,55 +224,57 @@ class ReservedRows:
         )
     self.group_bytes = sum(t.layers * t.page_bytes for t in self._tensors)
     self.row_bytes = self.group_bytes * each
-    # Linux before 5.14 maps on the first write only.
+    # Linux before 5.14 can't populate; it maps pages on the first write.
     self._populates = True
 
   def map(self, slot: int, first: int, last: int) -> bool:
-    """Makes pages of a row resident; whether the system had memory."""
+    """Make pages of a row resident; return whether the system had memory."""
     for start, size in self._ranges(slot, first, last):
       if not self._populates:
         return True
       if _libc().madvise(*_around(start, size), _POPULATE_WRITE):
         error = ctypes.get_errno()
-        # EINVAL: an advice that the system does not know.
+        # EINVAL: the system does not know this advice.
         if error != 22:
           return False
         self._populates = False
     return True
 
   def unmap(self, slot: int, first: int, last: int) -> None:
-    """Releases pages of a row: the system's pages that are whole in them."""
+    """Release a row's pages: the system's pages that lie wholly in them."""
     for start, size in self._ranges(slot, first, last):
-      at, many = _inside(start, size)
-      if many and _libc().madvise(at, many, _DONTNEED):
+      address, whole_bytes = _inside(start, size)
+      if whole_bytes and _libc().madvise(address, whole_bytes, _DONTNEED):
         raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED)")
 
   def resident(self) -> int:
-    """Bytes of the arrays that are in memory now."""
+    """Bytes of the arrays that are resident in memory now."""
     total = 0
     for t in self._tensors:
-      at, size = _around(t.start, t.layers * t.layer_bytes)
+      address, size = _around(t.start, t.layers * t.layer_bytes)
       step = 1 << 30
       for offset in range(0, size, step):
-        many = min(step, size - offset)
-        found = np.zeros(many // mmap.PAGESIZE, np.uint8)
-        if _libc().mincore(at + offset, many, found.ctypes.data):
+        chunk_bytes = min(step, size - offset)
+        page_flags = np.zeros(chunk_bytes // mmap.PAGESIZE, np.uint8)
+        if _libc().mincore(
+          address + offset, chunk_bytes, page_flags.ctypes.data
+        ):
           raise OSError(ctypes.get_errno(), "mincore")
-        total += int((found & 1).sum()) * mmap.PAGESIZE
+        total += int((page_flags & 1).sum()) * mmap.PAGESIZE
     return total
 
   def reserved(self) -> int:
-    """Bytes of address space."""
+    """Bytes of address space of the arrays."""
     return sum(t.layers * t.layer_bytes for t in self._tensors)
 
   def at(self, arrays: PyTree) -> bool:
-    """Whether these arrays are still where they were made."""
-    found = [
+    """Whether these arrays are still at the recorded addresses."""
+    addresses = [
       part.data.unsafe_buffer_pointer()
       for x in jax.tree.leaves(arrays)
       for part in (x.addressable_shards if x.size else ())
     ]
-    return found == [t.start for t in self._tensors]
+    return addresses == [t.start for t in self._tensors]
 
   def _ranges(self, slot: int, first: int, last: int) -> Any:
     for t in self._tensors:

@@ -1,9 +1,9 @@
 """A batch whose rows are in several caches, a group of rows in each.
 
-Guarantees: a row is what it would be in one cache of the whole batch.
-Cost: a call runs a layer for one group after another, so that it holds what a
-layer computes on its way for the rows of one group; a layer's weights are
-fetched once for all of them. Its program has a body for each group.
+Guarantees: rows are the same as in one cache of the whole batch.
+Cost: a call runs a layer for one group after another, so that a layer's
+intermediate results take memory for one group's rows only; a layer's weights
+are fetched once for all groups. The program has a body for each group.
 Ref: Sheng et al. 2023, FlexGen, arXiv 2303.06865, the zig-zag block schedule.
 """
 
@@ -29,12 +29,12 @@ from ringjax.typing import Index
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowGroups:
-  """Caches of one kind and capacity, the rows of each behind one another.
+  """Caches of one kind and capacity, whose rows are concatenated.
 
   Attributes:
-    caches: of the groups.
-    hosted: of each whether its hidden states are in the host's memory while
-      others run; () for none.
+    caches: Cache of each group.
+    hosted: Whether each group's hidden states are in host memory while other
+      groups run; () for none.
   """
 
   caches: tuple[Any, ...]
@@ -48,17 +48,17 @@ class RowGroups:
     make: Callable[[int], Any],
     hidden: int | float = 0.0,
   ) -> RowGroups:
-    """Groups of `rows` rows, the last of what is left.
+    """Split a batch into groups of `rows` rows; the last may have fewer.
 
     Args:
-      batch: rows in all.
-      rows: of a group.
-      make: an empty cache for a number of rows.
-      hidden: the fraction of the groups that are `hosted`, the last ones.
+      batch: Number of rows in all.
+      rows: Number of rows of a group.
+      make: Function that makes an empty cache for a number of rows.
+      hidden: Fraction of the groups that are `hosted`, the last ones.
     """
     sizes = [min(rows, batch - n) for n in range(0, batch, rows)]
-    many = len(sizes) - round(hidden * len(sizes))
-    hosted = tuple(n >= many for n in range(len(sizes)))
+    first_hosted = len(sizes) - round(hidden * len(sizes))
+    hosted = tuple(n >= first_hosted for n in range(len(sizes)))
     return cls(
       caches=tuple(make(size) for size in sizes),
       hosted=hosted if any(hosted) else (),
@@ -73,22 +73,22 @@ class RowGroups:
     return self.caches[0].irreversible
 
   def with_slack(self, tokens: int) -> RowGroups:
-    """With notes of more queries; see `EvictingCache.with_slack`."""
-    return self._each(lambda cache: cache.with_slack(tokens))
+    """Make room to record more queries; see `EvictingCache.with_slack`."""
+    return self._map_caches(lambda cache: cache.with_slack(tokens))
 
   def split(self, x: Shaped[Array | np.ndarray, " ..."] | None) -> list[Any]:
-    """What each group has of an array of all rows, or of one for all."""
+    """Split an array of all rows by group; repeat one that is for all rows."""
     if x is None or x.shape[0] != self.batch:
       return [x] * len(self.caches)
     ends = np.cumsum([cache.batch for cache in self.caches])
     starts = [0, *ends[:-1]]
     return [x[a:b] for a, b in zip(starts, ends, strict=True)]
 
-  def _each(self, f: Callable[..., Any], *rows: Any) -> RowGroups:
-    """With f(cache, *its rows of each array) in place of each cache."""
+  def _map_caches(self, f: Callable[..., Any], *rows: Any) -> RowGroups:
+    """Replace each cache by f(cache, *its rows of each array)."""
     parts = zip(self.caches, *map(self.split, rows), strict=True)
-    made = tuple(f(*part) for part in parts)
-    return dataclasses.replace(self, caches=made)
+    caches = tuple(f(*part) for part in parts)
+    return dataclasses.replace(self, caches=caches)
 
   @property
   def batch(self) -> int:
@@ -134,7 +134,7 @@ class RowGroups:
 
   @property
   def length(self) -> jax.Array:
-    """int32 [B], the position behind each row's last token; 0 if empty."""
+    """int32 [B], the position after each row's last token; 0 if empty."""
     return jnp.concatenate([cache.length for cache in self.caches])
 
   @property
@@ -143,10 +143,10 @@ class RowGroups:
     return any(cache.lost for cache in self.caches)
 
   def free(self) -> np.ndarray | None:
-    """Tokens that may still come, int [B, R]; None where they are traced."""
-    found = [cache.free() for cache in self.caches]
-    known = [x for x in found if x is not None]
-    return np.concatenate(known) if len(known) == len(found) else None
+    """Number of tokens that still fit, int [B, R]; None if it is traced."""
+    per_cache = [cache.free() for cache in self.caches]
+    concrete = [x for x in per_cache if x is not None]
+    return np.concatenate(concrete) if len(concrete) == len(per_cache) else None
 
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
@@ -154,40 +154,40 @@ class RowGroups:
     """Refuses tokens that do not fit; see `KVCache.check`.
 
     Raises:
-      PromptError: tokens that do not fit.
-      OptionError: a cache that cannot be used any more.
+      PromptError: If the tokens do not fit.
+      OptionError: If a cache's arrays were donated.
     """
     for cache in self.caches:
       rows = cache.batch if batch == self.batch else batch
       cache.check(rows, tokens, replicated=replicated, sees=sees)
 
   def steps(self) -> int:
-    """How many single tokens may come before `flush` is called."""
+    """Number of single tokens that fit before `flush` must be called."""
     return min(cache.steps() for cache in self.caches)
 
   def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> RowGroups:
-    """With room for more tokens; see `EvictingCache.flush`."""
-    return self._each(lambda cache, x: cache.flush(x), rows)
+    """Make room for more tokens; see `EvictingCache.flush`."""
+    return self._map_caches(lambda cache, x: cache.flush(x), rows)
 
   def limited(self, limit: int) -> RowGroups:
-    return self._each(lambda cache: cache.limited(limit))
+    return self._map_caches(lambda cache: cache.limited(limit))
 
   def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> RowGroups:
-    """With room for a call's tokens; see `EvictingCache.with_room`."""
+    """Make room for a call's tokens; see `EvictingCache.with_room`."""
     if not np.ndim(taken):
-      return self._each(lambda cache: cache.with_room(taken))
-    return self._each(lambda cache, x: cache.with_room(x), taken)
+      return self._map_caches(lambda cache: cache.with_room(taken))
+    return self._map_caches(lambda cache, x: cache.with_room(x), taken)
 
   def truncate(self, length: Ends, most: int | None = None) -> RowGroups:
-    """Without the tokens at positions from `length` on."""
+    """Remove the tokens at positions from `length` on."""
     ends = jnp.broadcast_to(jnp.asarray(length, jnp.int32), (self.batch,))
-    return self._each(lambda cache, x: cache.truncate(x, most), ends)
+    return self._map_caches(lambda cache, x: cache.truncate(x, most), ends)
 
   def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> RowGroups:
-    """Of the last call's T tokens those in `kept`."""
-    return self._each(lambda cache, x: cache.keep(x), kept)
+    """Keep only the tokens in `kept` of the last call's T tokens."""
+    return self._map_caches(lambda cache, x: cache.keep(x), kept)
 
-  # A layer is a group's own: see `models.transformer.forward`.
+  # `models.transformer.forward` calls these on each group's cache instead.
 
   def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> RowGroups:
     return self._refused("allocate")

@@ -1,17 +1,17 @@
-"""What a codec does to a model, at the speed of a call without a cache.
+"""Simulate a cache's codec in one call of a model without a cache.
 
-Guarantees: each key and value is what decoding its code gives, so that the
-logits are those of a cache of that kind into which the tokens go one by one.
-Where the newest or the first tokens stay exact (`CacheKind.recent`, `first`), a
-query sees those exact that were so behind the token before it; a codec of
-groups counts them from the first token that it encodes.
-Memory: that of a call without a cache; nothing is stored. With exact tokens
-keys and values are there twice.
+Guarantees: each key and value is encoded and decoded, so that the logits are
+those of a cache of that kind to which the tokens are appended one by one. If
+the newest or the first tokens stay exact (`CacheKind.recent`, `first`), a query
+sees those exact that were exact after the previous token; a codec of groups
+counts groups from the first token that it encodes.
+Memory: that of a call without a cache; nothing is stored. With exact tokens,
+keys and values are held twice.
 
-For measuring what a codec costs in loss: a text is read in one call, on any
-mesh and with any strategy of attention. With exact tokens, of which each query
-has others, by `attend=CachedAttention()` alone, and each text has a row of its
-own, from position 0 on.
+For measuring how much loss a codec costs: a text is read in one call, on any
+mesh and with any strategy of attention. With exact tokens, which differ from
+query to query, only `attend=CachedAttention()` works, and each row must be one
+text that begins at position 0.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedCache(NoCache):
-  """A cache of some kind that keeps nothing, as `cache=` of a model's call.
+  """A cache for one call of a model that applies a codec and stores nothing.
 
   Attributes:
-    constants: for each kind of layer the numbers of its codecs, [L, K, n].
-    kind: of the cache.
-    shapes: what each kind of layer keeps of a token.
+    constants: Constants of the codecs for each kind of layer, [L, K, n].
+    kind: Kind of cache to simulate.
+    shapes: `LayerCacheSpec` or `StateShape` of each kind of layer.
   """
 
   constants: tuple[Any, ...]
@@ -58,25 +58,28 @@ class SimulatedCache(NoCache):
 
   @classmethod
   def create(cls, model: Transformer, kind: CacheKind | str) -> SimulatedCache:
-    """For the calls of a `Transformer`.
+    """Create a simulated cache for the calls of a `Transformer`.
 
     Raises:
-      OptionError: a kind without a codec, or with a policy.
+      OptionError: If the kind has no codec, or has a policy.
     """
-    found: CacheKind = model.cache_kind(kind)
-    if found.policy is not None:
-      found.keeping_all("one call")
-    codec = found.codec
+    resolved: CacheKind = model.cache_kind(kind)
+    if resolved.policy is not None:
+      resolved.keeping_all("one call")
+    codec = resolved.codec
     if codec is None:
       raise OptionError(
-        "kind", str(found), "one with a codec", "call the model without a cache"
+        "kind",
+        str(resolved),
+        "one with a codec",
+        "call the model without a cache",
       )
     assert not isinstance(codec, Allocated)
     constants = tuple(
       ((), ()) if isinstance(shape, StateShape) else codec.constants(n, shape)
       for n, shape in enumerate(model.kinds)
     )
-    return cls(jax.tree.map(jnp.asarray, constants), found, model.kinds)
+    return cls(jax.tree.map(jnp.asarray, constants), resolved, model.kinds)
 
   @property
   def slots(self) -> tuple[Any, ...]:
@@ -92,25 +95,29 @@ class SimulatedCache(NoCache):
     if isinstance(shape, StateShape):
       return FreshLayer()
     if self.kind.exact and self.kind.windowed and shape.reach is not None:
-      # Ring buffers hold what is exact.
+      # Ring buffers hold exact keys and values.
       return FreshLayer()
     codec, unrotated = self.kind.codec, self.kind.unrotated
     constants = self.constants[kind]
 
-    def coded(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def encode_and_decode(
+      k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
       if isinstance(codec, PerHead):
         by_head = HeadStorage(codec, self.shapes[kind])
         return by_head.through(k, v, index, constants)
       assert isinstance(codec, Codec)
-      one = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
-      of_k, of_v = jax.tree.map(one, constants)
+      select_layer = lambda x: lax.dynamic_index_in_dim(
+        x, index, 0, keepdims=False
+      )
+      k_constants, v_constants = jax.tree.map(select_layer, constants)
       return (
-        self._through(codec.keys, k, of_k),
-        self._through(codec.values, v, of_v),
+        self._through(codec.keys, k, k_constants),
+        self._through(codec.values, v, v_constants),
       )
 
     def change(k: jax.Array, v: jax.Array, rotation: Rotation) -> PyTree:
-      k, v = coded(k if unrotated else rotation.own(k), v)
+      k, v = encode_and_decode(k if unrotated else rotation.own(k), v)
       return rotation.own(k) if unrotated else k, v, ()
 
     if not self.kind.exact:
@@ -122,7 +129,7 @@ class SimulatedCache(NoCache):
   def _through(
     self, vectors: VectorCodec, x: jax.Array, constants: PyTree
   ) -> jax.Array:
-    """Vectors [B, K, T, D] once they were encoded, group by group."""
+    """Encode and decode vectors [B, K, T, D], group by group."""
     first, count = self.kind.first, x.shape[2]
     group = getattr(vectors, "page", 1)
     if group == 1 or not x.shape[-1]:
@@ -130,10 +137,10 @@ class SimulatedCache(NoCache):
     if count <= first:
       return x
     pad = [(0, 0), (0, 0), (0, -(count - first) % group), (0, 0)]
-    whole = through(
+    decoded = through(
       vectors, jnp.pad(x[:, :, first:], pad, mode="edge"), constants
     )
-    return jnp.concatenate([x[:, :, :first], whole[:, :, : count - first]], 2)
+    return jnp.concatenate([x[:, :, :first], decoded[:, :, : count - first]], 2)
 
 
 tree.register(SimulatedCache, ("constants",), ("kind", "shapes"))
@@ -141,7 +148,7 @@ tree.register(SimulatedCache, ("constants",), ("kind", "shapes"))
 
 @dataclasses.dataclass(frozen=True)
 class _NoKeys:
-  """In place of keys that are the same for all queries."""
+  """Placeholder for `fresh`, whose keys would be the same for all queries."""
 
   kind: CacheKind
 
@@ -159,15 +166,15 @@ class _NoKeys:
 
 
 class _PartlyExact(NamedTuple):
-  """One layer: a query sees some keys exact and the others decoded.
+  """One layer, in which a query sees some keys exact and the others decoded.
 
   Fields:
-    kind: says which.
-    mask: the layer's.
-    change: see `FreshLayer`.
-    own: the call's keys and values.
-    decoded: the same once they were encoded.
-    slots: nothing.
+    kind: Kind of cache, whose `first` and `recent` tokens are exact.
+    mask: Attention mask of the layer.
+    change: Function that encodes and decodes, see `FreshLayer`.
+    own: Exact keys and values of the call.
+    decoded: Keys and values after encoding and decoding.
+    slots: Always empty.
   """
 
   kind: CacheKind
@@ -188,9 +195,9 @@ class _PartlyExact(NamedTuple):
     at: Coords,
     rotation: Rotation,
   ) -> _PartlyExact:
-    of_k, of_v, _ = self.change(k, v, rotation)
-    own = KV(rotation.own(k), v, at)
-    return self._replace(own=own, decoded=KV(of_k, of_v, at))
+    decoded_k, decoded_v, _ = self.change(k, v, rotation)
+    exact = KV(rotation.own(k), v, at)
+    return self._replace(own=exact, decoded=KV(decoded_k, decoded_v, at))
 
   def observe(
     self, rotated: Callable[[], Array], plain: Callable[[], Array]
@@ -210,22 +217,22 @@ class _PartlyExact(NamedTuple):
     if kind.residual is not None:
       return self._residual_views(kind.residual)
     group = kind.page if kind.grouped else 1
-    seen = lambda coded: (
+    visible = lambda coded: (
       self.mask & Encoded(kind.recent, kind.first, group, coded)
     )
     return (
-      dataclasses.replace(self.decoded.view(), mask=seen(True)),
-      dataclasses.replace(self.own.view(), mask=seen(False)),
+      dataclasses.replace(self.decoded.view(), mask=visible(True)),
+      dataclasses.replace(self.own.view(), mask=visible(False)),
     )
 
   def _residual_views(self, size: int) -> tuple[KVView, ...]:
-    """What is decoded, keys decoded with exact values, and what is exact."""
+    """Views of decoded tokens, decoded keys with exact values, exact tokens."""
     keys = lambda coded: Encoded(0, 0, size, coded)
     values = lambda coded: Encoded(size, 0, 1, coded)
-    between = self.decoded._replace(v=self.own.v)
+    keys_decoded = self.decoded._replace(v=self.own.v)
     parts = (
       (self.decoded, values(True)),
-      (between, keys(True) & values(False)),
+      (keys_decoded, keys(True) & values(False)),
       (self.own, keys(False)),
     )
     return tuple(
@@ -236,13 +243,13 @@ class _PartlyExact(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Encoded(Mask):
-  """A query sees keys that were encoded before it came; or the others.
+  """Mask of the keys that were encoded when a query came, or of the others.
 
   Attributes:
-    recent: tokens before it that were not.
-    first: tokens at the beginning that never are.
-    group: tokens that are encoded together.
-    coded: which of the two.
+    recent: Number of tokens before a query that are not encoded yet.
+    first: Number of tokens at the start that are never encoded.
+    group: Number of tokens that are encoded together.
+    coded: Whether queries see the encoded keys, or the others.
   """
 
   recent: int
@@ -252,19 +259,21 @@ class Encoded(Mask):
 
   def _before(self, last: jax.Array, key: jax.Array) -> jax.Array:
     """Whether a key was encoded before a query at position `last`."""
-    # Groups are compared: where one ends may be beyond int32.
+    # Compare group numbers: the end of a group may exceed int32.
     newest = moved(last, -self.recent - self.first) // self.group
-    gone = moved(key, -self.first) // self.group < newest
-    return gone & (key >= self.first)
+    encoded = moved(key, -self.first) // self.group < newest
+    return encoded & (key >= self.first)
 
   def allows(self, q: Coords, k: Coords) -> jax.Array:
     return self._before(q.pos, k.pos) == self.coded
 
   def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
-    early = jnp.maximum(k.first, self.first)
-    some = self._before(q.last, early) & (k.last >= self.first)
-    all_ = self._before(q.first, k.last) & (k.first >= self.first)
-    return (some, all_) if self.coded else (~all_, ~some)
+    first_key = jnp.maximum(k.first, self.first)
+    any_encoded = self._before(q.last, first_key) & (k.last >= self.first)
+    all_encoded = self._before(q.first, k.last) & (k.first >= self.first)
+    return (
+      (any_encoded, all_encoded) if self.coded else (~all_encoded, ~any_encoded)
+    )
 
 
 tree.register(Encoded, (), ("recent", "first", "group", "coded"))

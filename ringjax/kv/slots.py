@@ -1,4 +1,4 @@
-"""Slots of a group of layers: which token is in which slot, row by row.
+"""Slot tables of a group of layers: the token in each slot, row by row.
 
 Guarantees: coordinates identify the token in each slot, so tokens may be in
 any order: a prompt stays in the layout in which it was read. Rows are
@@ -34,8 +34,7 @@ from ringjax.parallel import collectives
 from ringjax.parallel.local import move
 from ringjax.typing import ArrayLeaf, Index
 
-# How the tokens of a call come: sharded, into empty rows; sharded; the same on
-# all shards.
+# Layouts of a call's tokens: sharded, into empty rows; sharded; replicated.
 FILL, SHARDED, REPLICATED = "fill", "sharded", "replicated"
 
 
@@ -57,7 +56,7 @@ class SlotGroup:
 
   @property
   def rows_whole(self) -> bool:
-    """Whether no axis of the mesh beside the sequence's may shard rows."""
+    """Whether no mesh axis except the sequence's may shard rows."""
     shape = {} if self.mesh is None else dict(self.mesh.shape)
     shape.pop(self.axis, None)
     return math.prod(shape.values()) == 1
@@ -71,7 +70,7 @@ class SlotGroup:
 
   @property
   def capacity(self) -> int:
-    """Slots of all shards together, S."""
+    """Number of slots of all shards together, S."""
     return self.at.pos.shape[1]
 
   def _everywhere(self, x: jax.Array) -> jax.Array:
@@ -113,7 +112,7 @@ class ContiguousSlots(SlotGroup):
 
   @property
   def local(self) -> int:
-    """Slots of a shard."""
+    """Number of slots of a shard."""
     return self.capacity // self.shards
 
   def free(self) -> np.ndarray | None:
@@ -143,9 +142,9 @@ class ContiguousSlots(SlotGroup):
       local = count // self.shards
       by_shard = real.reshape(batch, self.shards, local)
       first = local * jnp.arange(self.shards, dtype=jnp.int32)
-      came = jnp.maximum(jnp.max(by_shard, 2) - first[None], 0)
+      num_new = jnp.maximum(jnp.max(by_shard, 2) - first[None], 0)
       cursors_before = jnp.zeros_like(self.used) if mode == FILL else self.used
-      used = cursors_before + came
+      used = cursors_before + num_new
     old = self.at
     if mode == FILL:
       old = Coords(old.pos, jnp.zeros_like(old.seg))
@@ -168,13 +167,13 @@ class ContiguousSlots(SlotGroup):
     new: Shaped[Array, "B T"] | Shaped[Array, "B K *tokens"],
     layer: Index | None = None,
   ) -> jax.Array:
-    """Puts the call's tokens into their slots.
+    """Write the call's tokens to their slots.
 
     Args:
-      old: [B, S], or with `layer` [L, B, K, S, H]; codes have their tokens
-        last, [L, B, K, X, S].
-      new: [B, T], or [B, K, T, H], or codes [B, K, X, T].
-      layer: int32 [], which of the L.
+      old: Slots, [B, S], or with `layer` [L, B, K, S, H]; codes have their
+        tokens last, [L, B, K, X, S].
+      new: Tokens of the call, [B, T], or [B, K, T, H], or codes [B, K, X, T].
+      layer: Index of the layer in `old`, int32 [].
     """
     lead = 0 if layer is None else 1
     axis = token_axis(old)
@@ -198,7 +197,7 @@ class ContiguousSlots(SlotGroup):
         return lax.dynamic_update_slice(old, new[(None,) * lead], tuple(start))
       take = lambda x: lax.dynamic_index_in_dim(x, me, 1, keepdims=False)
       first, end = take(before), take(used)
-      # One token is every shard's: whether it is this one's, `end` says.
+      # Every shard gets a single token; only one has `end` > `first` for it.
       if mode == REPLICATED and new.shape[axis - lead] > 1:
         size = min(new.shape[axis - lead], old.shape[axis])
         levels = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
@@ -209,18 +208,18 @@ class ContiguousSlots(SlotGroup):
     arguments = (old, new, layer, self.before, self.used)
     if self.axis is None:
       return local(*arguments)
-    over = lambda n: P(*(None,) * n, self.axis)
+    sharded = lambda n: P(*(None,) * n, self.axis)
     return jax.shard_map(
       local,
       mesh=self.mesh,
       in_specs=(
-        over(axis),
-        P() if mode == REPLICATED else over(axis - lead),
+        sharded(axis),
+        P() if mode == REPLICATED else sharded(axis - lead),
         P(),
         P(),
         P(),
       ),
-      out_specs=over(axis),
+      out_specs=sharded(axis),
       axis_names={self.axis},
     )(*arguments)
 
@@ -232,7 +231,7 @@ class ContiguousSlots(SlotGroup):
     start: jax.Array,
     count: jax.Array,
   ) -> jax.Array:
-    """Writes the first `count` [B] of n tokens from slot `start` [B] on."""
+    """Write the first `count` [B] of n tokens from slot `start` [B] on."""
     rows = lambda old: _by_rows(old, new, layer, start, count)
     if new.shape[0] == 1:
       return rows(old)
@@ -242,7 +241,7 @@ class ContiguousSlots(SlotGroup):
     scattered = lambda old: scattered_layer(old, layer, put)
     if not self.rows_whole:
       return scattered(old)
-    # A scatter's loop over rows would be over a copy in another layout.
+    # On a TPU a scatter over rows would first copy the array to another layout.
     return lax.platform_dependent(old, tpu=rows, default=scattered)
 
   def only(self, real: Bool[Array, ""]) -> ContiguousSlots:
@@ -301,7 +300,7 @@ class ContiguousSlots(SlotGroup):
     def order(
       before: jax.Array, used: jax.Array, keep: jax.Array
     ) -> tuple[Any, Any]:
-      """On a shard: which slots are read [B, n], and how many stay [B]."""
+      """Slots to read on this shard, [B, n], and number that stay, [B]."""
       me = jnp.int32(0)
       if self.axis is not None:
         me = collectives.axis_index(self.axis)
@@ -317,7 +316,7 @@ class ContiguousSlots(SlotGroup):
       source = jnp.minimum(first[:, None] + sort, self.local - 1)
       return source.astype(jnp.int32), jnp.sum(stays, 1, dtype=jnp.int32)
 
-    def moved(old: jax.Array, lead: int) -> jax.Array:
+    def permute(old: jax.Array, lead: int) -> jax.Array:
       axis = token_axis(old)
 
       def local(
@@ -337,12 +336,12 @@ class ContiguousSlots(SlotGroup):
 
       if self.axis is None:
         return local(old, self.before, self.used, keep)
-      over = P(*(None,) * axis, self.axis)
+      sharded = P(*(None,) * axis, self.axis)
       return jax.shard_map(
         local,
         mesh=self.mesh,
-        in_specs=(over, P(), P(), P()),
-        out_specs=over,
+        in_specs=(sharded, P(), P(), P()),
+        out_specs=sharded,
         axis_names={self.axis},
       )(old, self.before, self.used, keep)
 
@@ -362,14 +361,14 @@ class ContiguousSlots(SlotGroup):
         axis_names={self.axis},
       )(self.before, self.used, keep)
     used = self._everywhere(self.before + stays)
-    pos, seg = moved(self.at.pos, 0), moved(self.at.seg, 0)
+    pos, seg = permute(self.at.pos, 0), permute(self.at.seg, 0)
     index = jnp.arange(self.capacity, dtype=jnp.int32)
     shard, slot = jnp.divmod(index, jnp.int32(self.local))
     seg = jnp.where(slot[None] < jnp.take(used, shard, axis=1), seg, 0)
     slots = dataclasses.replace(
       self, at=Coords(pos, seg), used=used, before=used + 0
     )
-    return slots, lambda old: moved(old, 1) if old.size else old
+    return slots, lambda old: permute(old, 1) if old.size else old
 
   def gathered(self, device: jax.Device) -> tuple[ContiguousSlots, Any]:
     """Copy to one device, with rows filled from their first slot.
@@ -443,8 +442,8 @@ def _levelled(used: jax.Array, count: jax.Array) -> jax.Array:
   filled = jnp.maximum(used, level)
   leftover = count[:, None] - jnp.sum(filled - used, 1, keepdims=True)
   open_ = (used <= level).astype(jnp.int32)
-  turn = jnp.cumsum(open_, 1)
-  return filled + open_ * (turn <= leftover).astype(jnp.int32)
+  fill_order = jnp.cumsum(open_, 1)
+  return filled + open_ * (fill_order <= leftover).astype(jnp.int32)
 
 
 def _along(new: jax.Array, index: jax.Array) -> jax.Array:

@@ -1,16 +1,16 @@
-"""A cache that keeps no keys but statistics of the attention to them.
+"""A cache that stores no keys, but statistics of the attention to them.
 
-Guarantees: of each layer the statistics of chosen queries of a call over all of
-its keys, as the layer's own mask, positions, soft cap, slopes and sinks have
-it; latent attention in the form that a cache of latents has. The call itself is
-that without a cache.
-Cost: beside each layer's attention that of the chosen queries, see
+Guarantees: for each layer, statistics of chosen queries of a call over all of
+its keys, with the layer's own mask, positions, soft cap, slopes and sinks;
+latent attention in the form that a cache of latents has. The call's outputs are
+those without a cache.
+Cost: in each layer, attention of the chosen queries once more, see
 `rj.attention_statistics`.
-Memory: two float32 numbers for each layer, head and chosen query, and what else
-is asked for.
+Memory: two float32 numbers for each layer, head and chosen query, and the
+optional statistics.
 
-As `cache=` of a model's call with `ContextParallel`. Recurrent layers, which
-attend to nothing, have none.
+Pass it as `cache=` to a model's call with `ContextParallel`. Recurrent layers
+have no statistics, for they have no attention.
 """
 
 from __future__ import annotations
@@ -44,17 +44,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsCache(NoCache):
-  """What a call leaves of its attention.
+  """Attention statistics of one call, for `cache=` of the model.
 
   Attributes:
-    found: for each kind of layer its statistics, [L, ...]; () for recurrent
-      layers.
-    rows: int32 [B, M], which of the call's tokens are the queries.
-    keep: bool [B, T], tokens whose mass is found, or None.
-    sinks: for each kind of layer [L, N], or None.
-    attend: the `ContextParallel` of the call, with its mesh and axis.
-    shapes: what each kind of layer keeps of a token.
-    columns: whether the column mass is found.
+    found: Statistics of each kind of layer, [L, ...]; () for recurrent layers.
+    rows: Indices of the call's tokens that are the queries, int32 [B, M].
+    keep: Tokens whose mass is measured, bool [B, T], or None.
+    sinks: Attention sinks of each kind of layer, [L, N], or None.
+    attend: The `ContextParallel` of the call, with its mesh and axis.
+    shapes: `LayerCacheSpec` or `StateShape` of each kind of layer.
+    columns: Whether the column mass is measured.
   """
 
   found: tuple[Any, ...]
@@ -78,42 +77,42 @@ class StatisticsCache(NoCache):
     sinks: Sequence[Any],
     attend: ContextParallel,
   ) -> StatisticsCache:
-    """For one call of `tokens` tokens, T.
+    """Allocate statistics for one call; other arguments as the attributes.
 
     Args:
       shapes: `model.kinds`.
-      dtype: of the model's keys.
-      rows: the queries.
-      tokens: T.
-      keep: see the attributes, as the others.
+      dtype: Dtype of the model's keys.
+      rows: Indices of the queries among the tokens.
+      tokens: Number of tokens of the call, T.
 
     Raises:
-      OptionError: layers that read only some of so many keys.
+      OptionError: If layers read only some of so many keys.
     """
-    batch, many = rows.shape
+    batch, num_queries = rows.shape
     for shape in shapes:
-      most = getattr(getattr(shape, "reading", None), "most", None)
-      if most is not None and most < tokens:
+      limit = getattr(getattr(shape, "reading", None), "most", None)
+      if limit is not None and limit < tokens:
         raise OptionError(
           "tokens",
-          f"{tokens}, of which layers read the {most} that an index chooses",
-          f"at most {most}, which are all read",
+          f"{tokens}, of which layers read the {limit} that an index chooses",
+          f"at most {limit}, which are all read",
           "pass a shorter text: statistics are of weights of all keys",
         )
-    wide = wide_dtype(dtype)
+    statistics_dtype = wide_dtype(dtype)
 
     def empty(shape: Any) -> PyTree:
       if isinstance(shape, StateShape):
         return ()
       heads = shape.heads * shape.reading.groups
-      of_rows, of_keys = (
-        jnp.zeros((shape.layers, batch, n, heads), wide) for n in (many, tokens)
+      query_zeros, key_zeros = (
+        jnp.zeros((shape.layers, batch, n, heads), statistics_dtype)
+        for n in (num_queries, tokens)
       )
       return AttentionStatistics(
-        of_rows,
-        of_rows,
-        None if keep is None else of_rows,
-        of_keys if columns else None,
+        query_zeros,
+        query_zeros,
+        None if keep is None else query_zeros,
+        key_zeros if columns else None,
       )
 
     return cls(
@@ -143,13 +142,13 @@ class StatisticsCache(NoCache):
     return dataclasses.replace(self, found=slots)
 
   def by_layer(self) -> tuple[AttentionStatistics | None, ...]:
-    """Statistics of each layer of the model; None of recurrent ones."""
-    found: dict[int, AttentionStatistics] = {}
-    for shape, many in zip(self.shapes, self.found, strict=True):
+    """Statistics of each layer of the model; None for recurrent layers."""
+    statistics: dict[int, AttentionStatistics] = {}
+    for shape, stacked in zip(self.shapes, self.found, strict=True):
       if not isinstance(shape, StateShape):
-        for n, which in enumerate(shape.which):
-          found[which] = jax.tree.map(lambda x, n=n: x[n], many)
-    return tuple(found.get(n) for n in range(model_layers(self.shapes)))
+        for index, layer in enumerate(shape.which):
+          statistics[layer] = jax.tree.map(lambda x, n=index: x[n], stacked)
+    return tuple(statistics.get(n) for n in range(model_layers(self.shapes)))
 
 
 tree.register(
@@ -163,11 +162,11 @@ class StatisticsLayer(NamedTuple):
   """One layer's part of a `StatisticsCache` during one call.
 
   Fields:
-    cache: during the call.
-    kind: of the layer.
-    slots: statistics of the layers of this kind.
-    index: which layer of its kind.
-    fresh: the call's keys and values.
+    cache: Cache of the call.
+    kind: Index of the layer's kind.
+    slots: Statistics of all layers of this kind.
+    index: Index of the layer within its kind.
+    fresh: Keys and values of the call.
   """
 
   cache: StatisticsCache
@@ -192,11 +191,13 @@ class StatisticsLayer(NamedTuple):
     assert self.fresh is not None
     cache, at = self.cache, self.fresh.at
     reading = cache.shapes[self.kind].reading
-    one = lambda x: lax.dynamic_index_in_dim(x, self.index, 0, keepdims=False)
+    select_layer = lambda x: lax.dynamic_index_in_dim(
+      x, self.index, 0, keepdims=False
+    )
     sinks, slopes = cache.sinks[self.kind], reading.slopes
-    pick = lambda x: jnp.take_along_axis(x, cache.rows, 1)
+    select_queries = lambda x: jnp.take_along_axis(x, cache.rows, 1)
     q = jnp.take_along_axis(rotated(), cache.rows[:, :, None, None], 1)
-    found = attention_statistics(
+    statistics = attention_statistics(
       q,
       jnp.swapaxes(self.fresh.k, 1, 2),
       keep=cache.keep,
@@ -205,10 +206,10 @@ class StatisticsLayer(NamedTuple):
       scale=reading.scores.scale,
       logits_soft_cap=reading.scores.soft_cap,
       alibi_slopes=None if slopes is None else jnp.asarray(slopes, jnp.float32),
-      sinks=None if sinks is None else one(sinks),
-      q_positions=pick(at.pos),
+      sinks=None if sinks is None else select_layer(sinks),
+      q_positions=select_queries(at.pos),
       kv_positions=at.pos,
-      q_segment_ids=pick(at.seg),
+      q_segment_ids=select_queries(at.seg),
       kv_segment_ids=at.seg,
       mesh=cache.attend.mesh,
       axis=cache.attend.of_mesh,
@@ -216,7 +217,7 @@ class StatisticsLayer(NamedTuple):
     put = lambda old, new: lax.dynamic_update_index_in_dim(
       old, new, self.index, 0
     )
-    return self._replace(slots=jax.tree.map(put, self.slots, found))
+    return self._replace(slots=jax.tree.map(put, self.slots, statistics))
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
     del apart

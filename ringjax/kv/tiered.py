@@ -160,7 +160,7 @@ class TieredCache(WithOpenCache):
       **where: Mesh and sharding arguments of `KVCache.spec`.
 
     Raises:
-      OptionError: If `memory` is none of these, or as `KVCache.spec` does.
+      OptionError: If `memory` is another one, or as `KVCache.spec` does.
     """
     one_of("memory", memory, MEMORIES, remedy="leave it out")
     mesh: Any = where.get("mesh")
@@ -294,23 +294,25 @@ class TieredCache(WithOpenCache):
         "pass attend=CachedAttention(), or leave it out",
       )
     size = self.shards
-    fit = lambda x: int(x.sum(1).min() if replicated else size * x.min())
-    if tokens > fit(free):
+    num_fitting = lambda x: int(
+      x.sum(1).min() if replicated else size * x.min()
+    )
+    if tokens > num_fitting(free):
       raise PromptError(
         "cache",
         f"{tokens} more tokens for a cache of {self.limit} slots, of which "
-        f"{self.limit - fit(free)} are taken",
-        f"at most {fit(free)}",
+        f"{self.limit - num_fitting(free)} are taken",
+        f"at most {num_fitting(free)}",
         "make a larger one, with model.init_cache(batch, capacity)",
       )
     open_free = self.open.free()
     assert open_free is not None
-    if tokens > fit(open_free):
+    if tokens > num_fitting(open_free):
       raise PromptError(
         "cache",
         f"{tokens} more tokens, where the part on the devices has "
         f"{self.open.capacity} slots",
-        f"at most {fit(open_free)} now",
+        f"at most {num_fitting(open_free)} now",
         f"call cache.evict().with_room({tokens}) before, outside of jit",
       )
     self.open.check(batch, tokens, replicated=replicated, sees=sees)
@@ -371,16 +373,18 @@ class TieredCache(WithOpenCache):
     used, older = host(self.open.held.used), host(self.held.used)
     # Shards that have fewer tokens of a row keep fewer: they get the next.
     total = used + older
-    stay = -(-(self.kind.device or 0) // size)
-    stay = np.maximum(stay - (total.max(1, keepdims=True) - total), 0)
-    number = np.maximum(used - stay, 0) // block
-    number = np.minimum(number, (self.held.local - older) // block)
+    num_staying = -(-(self.kind.device or 0) // size)
+    num_staying = np.maximum(
+      num_staying - (total.max(1, keepdims=True) - total), 0
+    )
+    num_blocks = np.maximum(used - num_staying, 0) // block
+    num_blocks = np.minimum(num_blocks, (self.held.local - older) // block)
     if min_slots == self.limit // size:
       # All tokens fit on the devices.
-      number = np.zeros_like(number)
-    count = jnp.asarray(number, jnp.int32)
+      num_blocks = np.zeros_like(num_blocks)
+    count = jnp.asarray(num_blocks, jnp.int32)
     cache = self
-    if number.any():
+    if num_blocks.any():
       slots = tuple(
         None if blocks is None else x
         for blocks, x in zip(self.blocks, self.open.slots, strict=True)
@@ -392,9 +396,9 @@ class TieredCache(WithOpenCache):
           self.blocks, slots, self.held.used, count, self.memory, self.places
         ),
       )
-    local = max(min_slots, int((used - block * number).max(initial=0)))
-    if number.any() or local != self.open.held.local:
-      shift = jnp.asarray(block * number, jnp.int32)
+    local = max(min_slots, int((used - block * num_blocks).max(initial=0)))
+    if num_blocks.any() or local != self.open.held.local:
+      shift = jnp.asarray(block * num_blocks, jnp.int32)
       cache = cache._with_open(shift, local)
     return cache
 
@@ -451,7 +455,7 @@ class TieredCache(WithOpenCache):
     return jax.tree.map(jnp.copy, TieredSnapshot(self.open, self.held))
 
   def restore(self, snapshot: TieredSnapshot) -> TieredCache:
-    """As it was at a snapshot of the same cache, before later appends."""
+    """Restore the state of a snapshot of this cache."""
     open_cache, block_table = jax.tree.map(jnp.copy, snapshot)
     return dataclasses.replace(self, open=open_cache, held=block_table)
 
@@ -474,8 +478,8 @@ class TieredCache(WithOpenCache):
       ShapeError: If `rows` are not as many as the other cache has.
     """
     self._refuse_trace("insert")
-    this, theirs = self._same_size(other)
-    open_cache = this.open.insert(rows, theirs.open)
+    resized, other_resized = self._same_size(other)
+    open_cache = resized.open.insert(rows, other_resized.open)
     index = np.asarray(rows)
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:
@@ -526,24 +530,24 @@ class TieredCache(WithOpenCache):
     row = int(self.open._rows([row])[0])
     located_slots, rings = self.open.located(self.at, row, start, stop)
     older = self.held.capacity
-    split = located_slots < older
+    in_blocks = located_slots < older
 
-    def joined(x: jax.Array, blocks: jax.Array) -> np.ndarray:
+    def join_tokens(x: jax.Array, blocks: jax.Array) -> np.ndarray:
       axis = token_axis(x) - 1
       newer = _on_host(x[:, row], "export")
-      newer = np.take(newer, located_slots[~split] - older, axis)
+      newer = np.take(newer, located_slots[~in_blocks] - older, axis)
       # [L, N, K, P, X]
       part = self._by_layer(_on_host(blocks, "export")[:, row], len(x))
-      number, slot = np.divmod(located_slots[split], self.kind.room)
+      number, slot = np.divmod(located_slots[in_blocks], self.kind.room)
       part = np.moveaxis(part, axis + 1, 2)[:, number, slot]
       part = np.moveaxis(part, 1, axis)
-      order = np.argsort(np.argsort(~split, kind="stable"))
+      order = np.argsort(np.argsort(~in_blocks, kind="stable"))
       return np.take(np.concatenate([part, newer], axis), order, axis)
 
     def export_layer(kind: int, slots: PyTree) -> PyTree:
       blocks, number = self.blocks[kind], self.open._ring(kind)
       if blocks is not None:
-        return jax.tree.map(joined, slots, blocks)
+        return jax.tree.map(join_tokens, slots, blocks)
       assert number is not None
       take = lambda x: np.take(
         _on_host(x[:, row], "export"), rings[number], token_axis(x) - 1
@@ -559,7 +563,7 @@ class TieredCache(WithOpenCache):
   def load(
     self, row: int, blocks: Blocks, at: Coords | None = None
   ) -> TieredCache:
-    """Appends exported tokens to a row, bit for bit; see `KVCache.load`.
+    """Append exported tokens to a row, bit for bit; see `KVCache.load`.
 
     They pass through the open cache in steps of a block, or all at once if
     layers have ring buffers. As after `evict`, do not use this cache again.
@@ -588,10 +592,10 @@ class TieredCache(WithOpenCache):
     ]
     cache = self
     for first in range(0, count, step):
-      short = lambda x, first=first: cut(x, first, token_axis(x))
+      cut_slots = lambda x, first=first: cut(x, first, token_axis(x))
       cut_coords = lambda x, first=first: Coords(*(cut(y, first, 0) for y in x))
       part = blocks._replace(
-        at=cut_coords(blocks.at), parts=jax.tree.map(short, blocks.parts)
+        at=cut_coords(blocks.at), parts=jax.tree.map(cut_slots, blocks.parts)
       )
       cache = cache.evict().with_room(min(step, count - first))
       loaded = cache.open.load(row, part, cut_coords(at))
@@ -611,15 +615,15 @@ class TieredCache(WithOpenCache):
 
     def gather_blocks(x: jax.Array) -> jax.Array:
       index = order.T[None].reshape(1, count, -1, *(1,) * (x.ndim - 2))
-      apart = self._by_layer(_on_host(x, "gathered"), x.shape[0] // count)
-      ordered = np.take_along_axis(apart, index, 1).reshape(x.shape)
+      by_layer = self._by_layer(_on_host(x, "gathered"), x.shape[0] // count)
+      ordered = np.take_along_axis(by_layer, index, 1).reshape(x.shape)
       memory = x.sharding.memory_kind
       sharding = SingleDeviceSharding(device, memory_kind=memory)
       return jax.device_put(ordered, sharding)
 
     def coords(x: jax.Array) -> jax.Array:
-      apart = host(x).reshape(self.batch, count, block)
-      ordered = np.take_along_axis(apart, order[..., None], 1)
+      by_block = host(x).reshape(self.batch, count, block)
+      ordered = np.take_along_axis(by_block, order[..., None], 1)
       return move(jnp.asarray(ordered.reshape(self.batch, -1)), device)
 
     used = jnp.asarray(host(self.held.used).sum(1, keepdims=True))
@@ -638,8 +642,10 @@ class TieredCache(WithOpenCache):
     """Reshape blocks [L N, ...], stored shard by shard, to [L, N, ...]."""
     # No -1 in the reshape: values that are part of the keys have size 0.
     blocks = x.shape[0] // layers
-    apart = x.reshape(self.shards, layers, blocks // self.shards, *x.shape[1:])
-    return np.moveaxis(apart, 0, 1).reshape(layers, blocks, *x.shape[1:])
+    by_shard = x.reshape(
+      self.shards, layers, blocks // self.shards, *x.shape[1:]
+    )
+    return np.moveaxis(by_shard, 0, 1).reshape(layers, blocks, *x.shape[1:])
 
   def _refuse_trace(self, what: str, *more: Any) -> None:
     if any(
@@ -734,7 +740,7 @@ def _blocks_spec(
 
 
 def default_device() -> jax.Device:
-  """The device of arrays without a sharding."""
+  """Device of arrays without a sharding."""
   config: Any = jax.config
   device = config.jax_default_device
   if isinstance(device, jax.Device):
@@ -827,7 +833,7 @@ def moved_blocks(
           corner[axis] = n * block
           block_slots = lax.dynamic_slice(new, corner, size)[0]
           place = (which * blocks_per_layer + first + n) * rows + b
-          # Along one axis: TPU writes the host's memory no other way.
+          # A TPU can update host memory along a single axis only.
           return lax.dynamic_update_slice_in_dim(
             flat, jax.device_put(block_slots, space), place, 0
           )
@@ -870,9 +876,9 @@ def _noted(
     old: Coords, new: Coords, older: jax.Array, count: jax.Array
   ) -> Coords:
     slot = jnp.arange(old.pos.shape[1], dtype=jnp.int32)[None] - older
-    came = (slot >= 0) & (slot < block * count)
+    moves_in = (slot >= 0) & (slot < block * count)
     index = jnp.clip(slot, 0, new.pos.shape[1] - 1)
-    pick = lambda x, y: jnp.where(came, jnp.take_along_axis(y, index, 1), x)
+    pick = lambda x, y: jnp.where(moves_in, jnp.take_along_axis(y, index, 1), x)
     return Coords(*map(pick, old, new))
 
   rows = places.by_example
@@ -902,7 +908,7 @@ def _shifted(
     places: Mesh axes that shard the slots.
   """
 
-  def moved(x: jax.Array, shift: jax.Array) -> jax.Array:
+  def shift_tokens(x: jax.Array, shift: jax.Array) -> jax.Array:
     index = shift + jnp.arange(size, dtype=jnp.int32)[None]
     axis = token_axis(x)
     index = jnp.minimum(index, x.shape[axis] - 1)
@@ -913,12 +919,12 @@ def _shifted(
       return jnp.zeros((*x.shape[:3], size * cache.shards, 0), x.dtype)
     layer_places = _with_heads(places, x.shape[2])
     spec = layer_places.of_slots(x)
-    return layer_places.local(moved, (spec, layer_places.by_example), spec)(
-      x, shift
-    )
+    return layer_places.local(
+      shift_tokens, (spec, layer_places.by_example), spec
+    )(x, shift)
 
   slot_table, rows = cache.held, places.by_example
-  shift_coords = places.local(moved, (rows, rows), rows)
+  shift_coords = places.local(shift_tokens, (rows, rows), rows)
   pos, seg = (shift_coords(x, shift) for x in slot_table.at)
   used = slot_table._everywhere(slot_table.used - shift)
   slot = jnp.arange(size * cache.shards, dtype=jnp.int32) % size

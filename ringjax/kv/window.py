@@ -110,14 +110,14 @@ class WindowSlots(SlotGroup):
     at = Coords(to_batch(at.pos), to_batch(at.seg))
     index = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), at.seg.shape)
     if mode == REPLICATED:
-      came = jnp.max(jnp.where(at.seg > 0, index + 1, 0), 1)
+      num_new = jnp.max(jnp.where(at.seg > 0, index + 1, 0), 1)
     else:
-      came = jnp.sum(at.seg > 0, 1, dtype=jnp.int32)
+      num_new = jnp.sum(at.seg > 0, 1, dtype=jnp.int32)
       empty = (at.seg == 0).astype(jnp.int32)
       keys = (empty, at.seg, at.pos, index)
       index = lax.sort(keys, dimension=1, num_keys=3)[3]
     earlier_count = jnp.zeros_like(self.count) if mode == FILL else self.count
-    new_count = earlier_count + came
+    new_count = earlier_count + num_new
     token_number = self._newest(new_count) - earlier_count[:, None]
     source = jnp.take_along_axis(index, jnp.clip(token_number, 0, count - 1), 1)
     allocated = dataclasses.replace(
@@ -187,8 +187,10 @@ class WindowSlots(SlotGroup):
       size = old.shape[axis]
       local_source = lax.dynamic_slice_in_dim(source, me * size, size, 1)
       if self.few and not whole:
-        came = count - before
-        token, slot = self._own(before, came, new.shape[of_new], size, me)
+        num_new = count - before
+        token, slot = self._shard_tokens(
+          before, num_new, new.shape[of_new], size, me
+        )
         tokens = _tokens(new, token)
         single = lambda old: _put_one_by_one(old, tokens, layer, slot)
         if slot.size == 1:
@@ -215,15 +217,20 @@ class WindowSlots(SlotGroup):
       corner = (layer, *(jnp.int32(0),) * 4)
       return lax.dynamic_update_slice(row_major(old), values[None], corner)
 
-    over = lambda n: P(*(None,) * n, self.axis)
+    sharded = lambda n: P(*(None,) * n, self.axis)
     return self._per_shard(
       local,
-      (over(axis), over(of_new) if sent else P(), P(), P(), P(), P()),
-      over(axis),
+      (sharded(axis), sharded(of_new) if sent else P(), P(), P(), P(), P()),
+      sharded(axis),
     )(old, new, layer, self.source, self.before, self.count)
 
-  def _own(
-    self, before: jax.Array, came: jax.Array, count: int, size: int, me: Index
+  def _shard_tokens(
+    self,
+    before: jax.Array,
+    num_new: jax.Array,
+    count: int,
+    size: int,
+    me: Index,
   ) -> tuple[jax.Array, jax.Array]:
     """Tokens of this shard among `count`, and their slots, int32 [B, n] each.
 
@@ -234,7 +241,7 @@ class WindowSlots(SlotGroup):
     offsets = shards * jnp.arange(-(-count // shards), dtype=jnp.int32)
     token = first + offsets[None]
     slot = (before[:, None] + token) // shards % size
-    real = token < came[:, None]
+    real = token < num_new[:, None]
     return jnp.minimum(token, count - 1), jnp.where(real, slot, size)
 
   def _newest(self, count: jax.Array) -> jax.Array:
@@ -288,7 +295,7 @@ class WindowSlots(SlotGroup):
     sort = jnp.argsort(1 - keep.astype(jnp.int32), axis=1, stable=True)
     sort = sort.astype(jnp.int32)
 
-    def moved(old: jax.Array) -> jax.Array:
+    def permute(old: jax.Array) -> jax.Array:
       axis = token_axis(old)
 
       def local(
@@ -303,22 +310,22 @@ class WindowSlots(SlotGroup):
           drafted = jnp.where(_wide(on_shard, drafted), drafted, 0)
           drafted = collectives.total(drafted, self.axis)
         drafted = _tokens(drafted, sort)
-        token, slot = self._own(before, stays, count, size, me)
+        token, slot = self._shard_tokens(before, stays, count, size, me)
         return _put(old, _tokens(drafted, token), None, slot)
 
-      over = P(*(None,) * axis, self.axis)
-      return self._per_shard(local, (over, P(), P(), P()), over)(
+      sharded = P(*(None,) * axis, self.axis)
+      return self._per_shard(local, (sharded, P(), P(), P()), sharded)(
         old, self.before, stays, sort
       )
 
     newest = self._newest(self.count)
-    seg = moved(self.at.seg)
+    seg = permute(self.at.seg)
     seg = jnp.where(newest >= (self.before + stays)[:, None], 0, seg)
     used = self._everywhere(self.before + stays)
     slots = dataclasses.replace(
-      self, at=Coords(moved(self.at.pos), seg), count=used, before=used + 0
+      self, at=Coords(permute(self.at.pos), seg), count=used, before=used + 0
     )
-    return slots, lambda old: moved(old) if old.size else old
+    return slots, lambda old: permute(old) if old.size else old
 
   def gathered(
     self, device: jax.Device

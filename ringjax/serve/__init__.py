@@ -1,6 +1,7 @@
 """Serving: many requests at once over one pool of pages."""
 
 from ringjax.serve.engine import Engine, EngineCounters
+from ringjax.serve.engine_config import EngineConfig
 from ringjax.serve.http import OpenAIApp, app
 from ringjax.serve.important_link import ImportantShare
 from ringjax.serve.prefix_transfer import (
@@ -53,6 +54,7 @@ __all__ = [
   "Answer",
   "DoublingSpace",
   "Engine",
+  "EngineConfig",
   "EngineCounters",
   "ExportedPrefix",
   "GroupSpec",

@@ -36,10 +36,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 from jaxtyping import Int32
 
-from ringjax.checks import float_dtype, integer, one_of, positive_int
+from ringjax.checks import float_dtype, integer
 from ringjax.errors import (
   InputTypeError,
   MemoryEstimateError,
@@ -51,11 +50,9 @@ from ringjax.errors import (
 from ringjax.infer import inputs
 from ringjax.infer.finite import NOT_FINITE, not_finite_error
 from ringjax.infer.session import check_devices, free_on, place_of
-from ringjax.infer.speculate.drafter import Drafter
 from ringjax.infer.stopping import Watch, check_tokenizer
 from ringjax.kv.base import bytes_each, zeros
 from ringjax.kv.cache import LayerCacheSpec
-from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.page_pool import PagePool, PooledRows
 from ringjax.kv.reserved import reserved_zeros
 from ringjax.kv.state import StateShape
@@ -70,7 +67,6 @@ from ringjax.nn.placed import naming_faults, raise_fault
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.pooled import (
-  pool_tile,
   sharing_is_exact,
 )
 from ringjax.parallel import chips
@@ -89,19 +85,13 @@ from ringjax.serve.calls import (
   marked,
 )
 from ringjax.serve.contiguous_rows import (
-  LAYOUTS,
   ContiguousRows,
-  check_contiguous,
   check_dense_rows,
-  row_pages,
   row_reaches,
 )
-from ringjax.serve.important_link import (
-  ImportantLink,
-  ImportantShare,
-  share_of,
-)
-from ringjax.serve.page_swap import PREEMPTIONS, PageSwap
+from ringjax.serve.engine_config import EngineConfig, EngineSizes
+from ringjax.serve.important_link import ImportantLink, share_of
+from ringjax.serve.page_swap import PageSwap
 from ringjax.serve.prefix_tree import GroupSpec, PrefixTree
 from ringjax.serve.request import Answer, Handle, Request, TokenLogprobs
 from ringjax.serve.row_drafts import RowDrafts
@@ -121,9 +111,6 @@ from ringjax.store.prefix_store import Store
 from ringjax.train.lora import Lora, adapter_digest, with_adapters
 
 _LOG = logging.getLogger("ringjax.serve")
-
-SHARES = ("prompts", "answers", "nothing")
-SHARED_READS = ("exact", "always", "never")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -249,16 +236,11 @@ class _Owner(NamedTuple):
   search: BeamSearch | None = None
 
 
-def _platform(mesh: Mesh | None) -> str:
-  if mesh is None:
-    return jax.default_backend()
-  return mesh.devices.flat[0].platform
-
-
 class Engine:
   """Serves requests; `submit` one, then `step`, or `start` a thread.
 
   Attributes:
+    config: Options of the engine.
     model: Model with the adapters.
     counters: Counts of requests, steps and tokens so far.
     scheduler: Scheduler of rows and pages.
@@ -275,105 +257,41 @@ class Engine:
       or None for all.
   """
 
-  @entering(lambda _, model, **options: options.get("mesh") or model.mesh)
+  @entering(lambda _, model, *__, mesh=None, **___: mesh or model.mesh)
   def __init__(
     self,
     model: Transformer,
+    config: EngineConfig | None = None,
     *,
-    rows: int = 16,
-    capacity: int | None = None,
-    longest: int | None = None,
-    page: int | None = None,
-    piece: int = 64,
-    pieces: int = 4,
-    budget: int | None = None,
-    cache_kind: CacheKind | str = "windowed",
-    dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     axis: str | None = None,
     tokenizer: Any = None,
     adapters: Mapping[str, tuple[Lora, Any]] | None = None,
-    share: str | None = None,
-    shared_reads: str = "exact",
-    speculate: Drafter | str | None = None,
-    preempt: str = "auto",
     store: Store | None = None,
-    important: ImportantShare | int | float | None = None,
-    layout: str = "pages",
-    layer_parts: int = 1,
     attention_fn: DenseFunction | None = None,
     clock: Callable[[], float] = time.monotonic,
+    **overrides: Any,
   ):
     """Makes an empty pool.
 
     Args:
       model: Model from `rj.models.load` or `create`.
-      rows: Number of answers that are computed at the same time; calls always
-        have that size.
-      capacity: Number of tokens in the pool, those of shared prefixes once;
-        default: `rows` rows of `longest` tokens, at most 65,536.
-      longest: Maximum number of tokens of a prompt and its answer together;
-        default: the model's context, at most 16,384. Rotations that depend on
-        the length of the context (dynamic, longrope) are those of each row's
-        own prompt, as in `generate`; prompts that rotate otherwise share no
-        prefixes.
-      page: Number of tokens of a page, 16, 32, 64 or 128; default: 32, and 128
-        for codes on a TPU, whose memory layout pads shorter ones.
-      piece: Number of tokens of a prompt's chunk, in one row of a call.
-      pieces: Number of chunks, the rows of a call for prompts.
-      budget: Maximum number of tokens of a step, of prompts and answers
-        together; default: all that its calls have room for.
-      cache_kind: Storage of keys and values, see `Transformer.init_cache`.
-      dtype: Dtype of the cache; default: the model's.
+      config: Options; default: those of `EngineConfig()`.
       mesh: Device mesh; default: the model's.
       axis: Mesh axis that shards the pages; default "seq" if there is one.
       tokenizer: Tokenizer for stop texts and `Answer.text`.
       adapters: Low-rank adapters of the model, (config, params) by name, see
         `rj.train.Lora.start`; a request names the one that it uses.
-      share: Blocks that later prompts may reuse: those of "prompts", of prompts
-        and "answers", or "nothing"; default: "prompts" in pages, "nothing" in
-        contiguous rows, which share no memory.
-      shared_reads: Whether answers read pages that rows share once for all of
-        them (ChunkAttention): "always", "never", or where that is "exact", so
-        that a row has the same bits alone; it is tried on the device, and a
-        warning is logged if it has not. Never where a mesh axis shards the
-        rows. See `reads_apart`, and `counters.keys_read` of `keys_seen`.
-      speculate: Drafter of tokens after the last one of a row: from its text
-        "lookup" or "suffix", by a model "model:model=FOLDER", "early" or
-        "self:cache_kind=int4", by a block that was made for the model
-        "longspec:model=FOLDER", with options as in "lookup:count=4"; or an
-        object. Calls for answers then check `count` drafted tokens of each
-        row, which may have fewer; tokens are the same. A model drafts for all
-        rows at once and has a separate cache, a block a window of it. With
-        widths=, as in "early:widths=(4,4,2),best=6", models and blocks draft
-        trees. Rows with a mask or of a beam search are not drafted for. Steps
-        have no drafts where these cost more time than they save, by what was
-        measured, see `drafting`; with adapt=False all have.
-      preempt: Treatment of a row that has to make room: it is computed
-        again later ("recompute"), its pages go to the host's memory and come
-        back ("swap"), or whichever costs less by what was measured ("auto").
       store: An `rj.store.Store` to which evicted pages are written, and from
         which prefixes are read bit for bit. The engine does not close it.
-      important: Part of a prefix in the store that is read in place of the
-        whole (IMPRESS), above 0, at most 1; or an `ImportantShare` with more
-        settings. Answers that follow it are approximate. The store then has
-        prefixes by layers and no pages. Default: all, bit for bit.
-      layout: "pages"; or "contiguous", rows whose memory grows on demand
-        (vAttention): on CPUs reserved address space, elsewhere, or with
-        "doubling", extents of a pool of fixed size that double, its capacity
-        rounded down to a power of two of pages on each shard. All layers
-        then keep whole rows, also those that look back a window, and
-        preempted rows are computed again.
-      layer_parts: Number of parts into which the layers are cut for prompts,
-        each a separate program, so that pages of layers that are done can leave
-        while others compute, see `ClusterWorker`. Keys are those of one program
-        up to rounding.
       attention_fn: Dense attention function of the caller, which reads the
         keys of contiguous rows as plain arrays [B, S, K, H], see `Session`. S
         is a power of two of pages, at least what the longest row of the call
         has reached, with a program for each: tokens are those of pages up to
         rounding.
       clock: Clock in seconds, for deadlines and step times.
+      **overrides: Options of `EngineConfig` by name, as rows=8, in place of
+        those of `config`.
 
     Raises:
       OptionError: If a value is out of range, or for an `attention_fn` for
@@ -396,232 +314,32 @@ class Engine:
         "an rj.models.Transformer",
         "make one with rj.models.load",
       )
-    self.important = share_of(important, store, adapters)
-    self.model, self.tokenizer = model, tokenizer
+    self.config = config = EngineConfig.of(config, overrides)
+    self.important = share_of(config.important, store, adapters)
     if tokenizer is not None:
       check_tokenizer(tokenizer)
-    # The model without adapters; adapter number 0 stands for none.
-    self.base = model
-    self._adapters = {"": 0}
-    self._adapter_parts = dict(adapters or {})
-    self._adapter_digests = {"": ""}
-    if adapters:
-      names = list(adapters)
-      self._adapters |= {name: n + 1 for n, name in enumerate(names)}
-      self.model = with_adapters(model, [adapters[n] for n in names])
+    self.tokenizer = tokenizer
+    self._take_adapters(model, adapters or {})
     self.mesh, self.axis = place_of(mesh, axis, model)
     check_devices(model, self.mesh)
     self._attend = CachedAttention(mesh=self.mesh, axis=self.axis)
-    self._function = attention_fn
-    shards = self._attend.size
-    rows, piece = positive_int("rows", rows), positive_int("piece", piece)
-    pieces = positive_int("pieces", pieces)
-    kind, platform = model.cache_kind(cache_kind), _platform(self.mesh)
-    if page is None:
-      page = 128 if platform == "tpu" and kind.codec is not None else 32
-    one_of("page", page, (16, 32, 64, 128))
-    one_of("layout", layout, LAYOUTS)
-    contiguous = layout != "pages"
-    if share is None:
-      share = "nothing" if contiguous else "prompts"
-    one_of("share", share, SHARES)
-    one_of("shared_reads", shared_reads, SHARED_READS)
-    one_of("preempt", preempt, PREEMPTIONS)
-    if contiguous:
-      check_contiguous(share, preempt)
-      preempt = "recompute"
-    recurrent = any(isinstance(s, StateShape) for s in model.kinds)
-    parts = layer_parts_of(self.model, layer_parts)
-    if recurrent and len(parts) > 1:
-      raise OptionError(
-        "layer_parts",
-        f"{layer_parts} for a {model.config.family}, with recurrent layers",
-        "1: their states do not leave while a prompt is read",
-        "leave it out",
-      )
-    self._parts = parts
-    self.layer_parts = tuple(
-      part.stack.within or (0, len(model.config.layers)) for part in parts
-    )
-    self._drafts = None if speculate is None else RowDrafts(speculate)
-    self._paces: StepPaces | None = None
-    drafted = 0
-    if self._drafts is not None:
-      self._drafts.check(model)
-      drafted = self._drafts.count
-      if self._drafts.adapts:
-        self._paces = self._drafts.paces(rows, clock)
-    if attention_fn is not None:
-      check_function(attention_fn, model.config.layers)
-      trees = self._drafts is not None and self._drafts.trees
-      check_dense_rows(layout, shards, kind, trees)
-    context = model.config.longest
-    if longest is None:
-      longest = min(context or 16384, 16384)
-    longest = positive_int("longest", longest)
-    if context is not None and longest > context:
-      raise OptionError(
-        "longest",
-        longest,
-        f"at most the model's context, {context:,}",
-        "leave it out"
-        if model.config.positions is not None
-        else "leave it out, or extend the model (rj.train.extended)",
-      )
-    if capacity is None:
-      capacity = min(65536, rows * longest)
-    capacity = integer("capacity", capacity, least=page)
-    up = lambda n, k: -(-n // k) * k
-    self.vocab = model.config.vocab
-    pages_at_once = num_pages = up(-(-capacity // page), shards)
-    tile = pool_tile(page, platform)
-    blocks = up(-(-longest // page), shards * (tile // page))
-    reserves = layout == "contiguous" and platform == "cpu"
-    if contiguous:
-      num_pages = row_pages(num_pages, rows, blocks, shards, reserves)
-
-    def pages(reach: int | None) -> int:
-      if reach is None:
-        return num_pages
-      # Twice the pages that a row sees: as many again for prefixes that are
-      # reused.
-      pages_per_row = -(-(reach + piece * pieces) // page) + 2
-      return min(num_pages, up(2 * rows * pages_per_row, shards))
-
-    if contiguous:
-      kind = dataclasses.replace(kind, windowed=False)
-    mesh_axes = () if self.mesh is None else self.mesh.axis_names
-    spec: dict[str, Any] = dict(
-      rows=rows,
-      pages=pages,
-      page=page,
-      dtype=model.dtype if dtype is None else float_dtype("dtype", dtype),
-      kind=kind,
-      mesh=self.mesh,
-      axis=self.axis if shards > 1 else None,
-      head_axis="model" if "model" in mesh_axes else None,
-    )
-    free, devices = free_on(self.mesh)
-    page_bytes = bytes_each(PagePool.spec(model.kinds, **spec).slots)
-    if free is not None and page_bytes > free and not reserves:
-      raise MemoryEstimateError(
-        "capacity",
-        f"{page_bytes:,} bytes on each of {devices} device(s) for {capacity:,} "
-        "tokens",
-        f"at most the {free:,} that are free there",
-        "pass a smaller capacity=, a codec as cache_kind=, or more devices",
-      )
-    fill = reserved_zeros if reserves else zeros
-    self._pool = PagePool.create(model.kinds, fill=fill, **spec)
-    if self.mesh is None:
-      # Committed, as what calls return: else each program is compiled twice.
-      (device,) = jax.tree.leaves(model)[0].devices()
-      self._pool = jax.device_put(self._pool, device)
-    self._rows: ContiguousRows | None = None
-    if contiguous:
-      self._rows = ContiguousRows(
-        self._pool, rows, blocks, pages_at_once, reserves, 1 + drafted
-      )
-      self._rows.space.settle = self._settle
-      tree: PrefixTree = self._rows.space
-    else:
-      tree = PrefixTree(
-        [
-          GroupSpec(pages=g.pages // shards, reach=g.reach)
-          for g in self._pool.groups
-        ]
-        or [GroupSpec(pages=num_pages // shards)],
-        page,
-        shards=shards,
-      )
-    # Rows on other devices read their pages separately.
-    self.reads_apart = ""
-    if contiguous:
-      self.reads_apart = f"layout={layout!r}, whose rows share no pages"
-    elif self._attend.batch_axes(rows):
-      self.reads_apart = "a mesh axis shards the rows"
-    elif shared_reads == "never":
-      self.reads_apart = "shared_reads='never'"
-    elif shared_reads == "exact" and not all(
-      self._exact(rows, page, platform, width)
-      for width in self._widths(drafted)
-    ):
-      self.reads_apart = (
-        "on this device numbers of a row that reads with others differ in "
-        "their last bits from those that it has alone; pass "
-        "shared_reads='always' to read together nevertheless"
-      )
-      _LOG.warning("rows read their common pages apart: %s", self.reads_apart)
-    limits = StepLimits(
-      rows=rows,
-      pieces=pieces,
-      piece=piece,
-      budget=positive_int(
-        "budget",
-        rows * (1 + drafted) + piece * pieces if budget is None else budget,
-      ),
-      blocks=blocks,
-      one_piece=recurrent,
-    )
-    self.longest = longest
-    # Bytes of a page in all groups of layers.
-    self.page_bytes = page * sum(g.token_bytes for g in self._pool.groups)
-    self._swap = PageSwap(preempt, page, self.page_bytes)
-    # No reuse with recurrent layers: a state can't go back to a prefix's end.
-    self.scheduler = Scheduler(
-      tree,
-      limits,
-      share_answers=share == "answers",
-      reuse=share != "nothing" and not recurrent,
-      keeps=self._swap.keeps,
-    )
-    self._calls = CallBuilder(
-      self.scheduler,
-      self.vocab,
-      tile=tile,
-      together=not self.reads_apart,
-      adapters=self._adapters,
-      groups=len(self._pool.groups),
-      drafted=drafted,
-      trees=self._drafts is not None and self._drafts.trees,
-      place=self._rows.place if self._rows is not None else None,
-    )
-    self._reaches: tuple[int, ...] = ()
-    if attention_fn is not None:
-      self._reaches = row_reaches(page, tile, blocks)
+    self._cut_layers()
+    self._take_drafter(clock)
+    sizes = EngineSizes.of(model, config, self.mesh, self._attend.size)
+    self.longest, self.vocab = sizes.longest, model.config.vocab
+    self._take_function(attention_fn, sizes)
+    self._make_pool(sizes)
+    self._make_scheduler(sizes)
     self.counters = EngineCounters()
-    place = self._everywhere
-    if self.mesh is None:
-      place = lambda x: jax.device_put(x, device)
-    self._link: StoreLink | None = None
-    if store is not None:
-      if not self.scheduler.reuse:
-        raise OptionError(
-          "store",
-          "a store, for "
-          + (
-            "recurrent layers"
-            if recurrent
-            else f"layout={layout!r}, share={share!r}"
-          ),
-          "a model and a share= with which prefixes are found again",
-          "leave store out",
-        )
-      linked = store, self.model, self._pool, self.scheduler, self.counters
-      if self.important is not None:
-        self._link = ImportantLink(*linked, longest, self.important)
-      else:
-        digests = {name: self.adapter_digest(name) for name in adapters or ()}
-        self._link = StoreLink(
-          *linked, longest, base=self.base, adapters=digests
-        )
+    self._link = self._link_store(store)
     self._board = RowBoard(
-      place(jnp.zeros((rows,), jnp.int32)),
-      place(jnp.zeros((rows, self.vocab), bool)),
-      place(jnp.zeros((rows, self.vocab), jnp.int32)),
+      self._place(jnp.zeros((config.rows,), jnp.int32)),
+      self._place(jnp.zeros((config.rows, self.vocab), bool)),
+      self._place(jnp.zeros((config.rows, self.vocab), jnp.int32)),
     )
     self._all = {
-      n: place(jnp.ones((n, self.vocab), bool)) for n in {rows, pieces}
+      n: self._place(jnp.ones((n, self.vocab), bool))
+      for n in {config.rows, config.pieces}
     }
     # Length-dependent rotations: prompts that rotate otherwise share no keys.
     self._scaled = {
@@ -631,11 +349,11 @@ class Engine:
       # Draft by the base weights: rows may have several adapters.
       self._drafts.begin(
         model,
-        rows=rows,
-        longest=longest,
+        rows=config.rows,
+        longest=sizes.longest,
         mesh=self.mesh,
         axis=self.axis,
-        dtype=spec["dtype"],
+        dtype=self._pool.dtype,
       )
     self._handles: dict[Handle, list[ServedRow]] = {}
     self.on_step: Callable[[], None] | None = None
@@ -652,6 +370,221 @@ class Engine:
     self._thread: threading.Thread | None = None
     self._closed = False
     self._broken: Exception | None = None
+
+  # -------------------------------------------------------------------------
+  # Parts of an engine, made once
+  # -------------------------------------------------------------------------
+
+  def _take_adapters(
+    self, model: Transformer, adapters: Mapping[str, tuple[Lora, Any]]
+  ) -> None:
+    # The model without adapters; adapter number 0 stands for none.
+    self.base = model
+    self._adapter_parts = dict(adapters)
+    self._adapters = {"": 0} | {
+      name: n + 1 for n, name in enumerate(self._adapter_parts)
+    }
+    self._adapter_digests = {"": ""}
+    self.model = model
+    if adapters:
+      self.model = with_adapters(model, [*self._adapter_parts.values()])
+
+  @property
+  def _recurrent(self) -> bool:
+    """Whether some layers keep a state in place of keys and values."""
+    return any(isinstance(s, StateShape) for s in self.base.kinds)
+
+  def _cut_layers(self) -> None:
+    """Cut the layers into parts for prompts.
+
+    Raises:
+      OptionError: If they can't be cut so often.
+    """
+    self._parts = layer_parts_of(self.model, self.config.layer_parts)
+    if self._recurrent and len(self._parts) > 1:
+      raise OptionError(
+        "layer_parts",
+        f"{self.config.layer_parts} for a {self.base.config.family}, with "
+        "recurrent layers",
+        "1: their states do not leave while a prompt is read",
+        "leave it out",
+      )
+    self.layer_parts = tuple(
+      part.stack.within or (0, len(self.base.config.layers))
+      for part in self._parts
+    )
+
+  def _take_drafter(self, clock: Callable[[], float]) -> None:
+    self._drafts: RowDrafts | None = None
+    self._paces: StepPaces | None = None
+    self._drafted = 0
+    if self.config.speculate is None:
+      return
+    self._drafts = RowDrafts(self.config.speculate)
+    self._drafts.check(self.base)
+    self._drafted = self._drafts.count
+    if self._drafts.adapts:
+      self._paces = self._drafts.paces(self.config.rows, clock)
+
+  def _take_function(
+    self, attention_fn: DenseFunction | None, sizes: EngineSizes
+  ) -> None:
+    self._function = attention_fn
+    self._reaches: tuple[int, ...] = ()
+    if attention_fn is None:
+      return
+    check_function(attention_fn, self.base.config.layers)
+    trees = self._drafts is not None and self._drafts.trees
+    check_dense_rows(self.config.layout, sizes.shards, sizes.kind, trees)
+    self._reaches = row_reaches(sizes.page, sizes.tile, sizes.blocks)
+
+  def _make_pool(self, sizes: EngineSizes) -> None:
+    """Make the pool of pages.
+
+    Raises:
+      MemoryEstimateError: If it does not fit the devices.
+    """
+    config, model = self.config, self.base
+    mesh_axes = () if self.mesh is None else self.mesh.axis_names
+    spec: dict[str, Any] = dict(
+      rows=config.rows,
+      pages=functools.partial(sizes.group_pages, config),
+      page=sizes.page,
+      dtype=model.dtype
+      if config.dtype is None
+      else float_dtype("dtype", config.dtype),
+      kind=sizes.kind,
+      mesh=self.mesh,
+      axis=self.axis if sizes.shards > 1 else None,
+      head_axis="model" if "model" in mesh_axes else None,
+    )
+    free, devices = free_on(self.mesh)
+    pool_bytes = bytes_each(PagePool.spec(model.kinds, **spec).slots)
+    if free is not None and pool_bytes > free and not sizes.reserves:
+      raise MemoryEstimateError(
+        "capacity",
+        f"{pool_bytes:,} bytes on each of {devices} device(s) for "
+        f"{sizes.capacity:,} tokens",
+        f"at most the {free:,} that are free there",
+        "pass a smaller capacity=, a codec as cache_kind=, or more devices",
+      )
+    fill = reserved_zeros if sizes.reserves else zeros
+    self._pool = PagePool.create(model.kinds, fill=fill, **spec)
+    self._place = self._everywhere
+    if self.mesh is None:
+      # Committed, as what calls return: else each program is compiled twice.
+      (device,) = jax.tree.leaves(model)[0].devices()
+      self._place = lambda x: jax.device_put(x, device)
+      self._pool = jax.device_put(self._pool, device)
+    # Bytes of a page in all groups of layers.
+    self.page_bytes = sizes.page * sum(g.token_bytes for g in self._pool.groups)
+
+  def _make_scheduler(self, sizes: EngineSizes) -> None:
+    """Make the tree of prefixes, the scheduler and the builder of calls."""
+    config, drafted = self.config, self._drafted
+    self._rows: ContiguousRows | None = None
+    if config.contiguous:
+      self._rows = ContiguousRows(
+        self._pool,
+        config.rows,
+        sizes.blocks,
+        sizes.pages_at_once,
+        sizes.reserves,
+        1 + drafted,
+      )
+      self._rows.space.settle = self._settle
+      tree: PrefixTree = self._rows.space
+    else:
+      groups = [
+        GroupSpec(pages=g.pages // sizes.shards, reach=g.reach)
+        for g in self._pool.groups
+      ]
+      tree = PrefixTree(
+        groups or [GroupSpec(pages=sizes.pages // sizes.shards)],
+        sizes.page,
+        shards=sizes.shards,
+      )
+    self.reads_apart = self._reason_to_read_apart(sizes)
+    budget = config.budget
+    if budget is None:
+      budget = config.rows * (1 + drafted) + config.piece * config.pieces
+    limits = StepLimits(
+      rows=config.rows,
+      pieces=config.pieces,
+      piece=config.piece,
+      budget=budget,
+      blocks=sizes.blocks,
+      one_piece=self._recurrent,
+    )
+    self._swap = PageSwap(config.preemption, sizes.page, self.page_bytes)
+    # No reuse with recurrent layers: a state can't go back to a prefix's end.
+    self.scheduler = Scheduler(
+      tree,
+      limits,
+      share_answers=config.sharing == "answers",
+      reuse=config.sharing != "nothing" and not self._recurrent,
+      keeps=self._swap.keeps,
+    )
+    self._calls = CallBuilder(
+      self.scheduler,
+      self.vocab,
+      tile=sizes.tile,
+      together=not self.reads_apart,
+      adapters=self._adapters,
+      groups=len(self._pool.groups),
+      drafted=drafted,
+      trees=self._drafts is not None and self._drafts.trees,
+      place=self._rows.place if self._rows is not None else None,
+    )
+
+  def _reason_to_read_apart(self, sizes: EngineSizes) -> str:
+    """Reason for which rows read common pages apart, or ""."""
+    if self.config.contiguous:
+      return f"layout={self.config.layout!r}, whose rows share no pages"
+    # Rows on other devices read their pages separately.
+    if self._attend.batch_axes(self.config.rows):
+      return "a mesh axis shards the rows"
+    if self.config.shared_reads == "never":
+      return "shared_reads='never'"
+    if self.config.shared_reads == "always" or all(
+      self._exact(self.config.rows, sizes.page, sizes.platform, width)
+      for width in self._widths(self._drafted)
+    ):
+      return ""
+    reason = (
+      "on this device numbers of a row that reads with others differ in "
+      "their last bits from those that it has alone; pass "
+      "shared_reads='always' to read together nevertheless"
+    )
+    _LOG.warning("rows read their common pages apart: %s", reason)
+    return reason
+
+  def _link_store(self, store: Store | None) -> StoreLink | None:
+    """Link the pool and a store.
+
+    Raises:
+      OptionError: If prefixes are not found again.
+    """
+    if store is None:
+      return None
+    if not self.scheduler.reuse:
+      config = self.config
+      raise OptionError(
+        "store",
+        "a store, for "
+        + (
+          "recurrent layers"
+          if self._recurrent
+          else f"layout={config.layout!r}, share={config.sharing!r}"
+        ),
+        "a model and a share= with which prefixes are found again",
+        "leave store out",
+      )
+    linked = store, self.model, self._pool, self.scheduler, self.counters
+    if self.important is not None:
+      return ImportantLink(*linked, self.longest, self.important)
+    digests = {name: self.adapter_digest(name) for name in self._adapter_parts}
+    return StoreLink(*linked, self.longest, base=self.base, adapters=digests)
 
   def _everywhere(self, x: jax.Array) -> jax.Array:
     return jax.device_put(x, NamedSharding(self.mesh, P()))

@@ -209,6 +209,7 @@ def test_narrow_multiplies_bfloat16(monkeypatch):
   assert not wrong and difference > 0
 
 
+@pytest.mark.long
 def test_a_wrong_result_is_not_timed(monkeypatch, capsys):
   def off(case, arrays):
     built = attention.CONTESTANTS["ring"].build(case, arrays)
@@ -388,6 +389,7 @@ def test_schedule_never_skips_what_a_window_sees(layout):
   assert every[kinds == 2].all()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
 def test_schedule_is_what_the_loops_run(layout, monkeypatch):
   ran = np.zeros(4, int)
@@ -504,6 +506,7 @@ def test_store_benchmark(tmp_path, command, capsys):
   assert command("store", f"--trace={path}x") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_picture_of_other_sizes(tmp_path):
   for shards in (1, 3, 12):

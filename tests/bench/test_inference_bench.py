@@ -249,6 +249,7 @@ def test_a_wrong_result_is_not_timed(part, factor, monkeypatch, capsys):
   assert "WRONG" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_contestant_that_fails_has_a_reason(monkeypatch, capsys):
   def full(case, given):
     raise MemoryError("all gone")

@@ -7,6 +7,7 @@ import pytest
 from ringjax.bench.row_memory import RowMemoryBenchmark
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_layouts_have_the_same_answers():
   said = []

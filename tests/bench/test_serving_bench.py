@@ -104,6 +104,7 @@ def test_equal_lengths_by_chance():
   assert of("0") == {(256, 64)} and len(of("0.5")) > 4
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_live_and_compared():
   small = dict(

@@ -66,6 +66,7 @@ def test_drafts_are_counted_and_compared(tmp_path):
   assert "a call" in said and "DIFFERENT" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_all_drafters(tmp_path):
   config = json.loads((small.path() / "config.json").read_text())
@@ -89,6 +90,7 @@ def test_all_drafters(tmp_path):
     assert row["results"][name]["tokens_per_call"] > 4
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_behind_a_document():
   found, said = run(context=512, devices=4, contestants=("lookup",))

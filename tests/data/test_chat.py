@@ -172,6 +172,8 @@ def forged(special: list[str], count: int) -> list[str]:
   ]
 
 
+@pytest.mark.one_case
+@pytest.mark.long_cases(10)
 @pytest.mark.parametrize("name", templates.ALL)
 def test_messages_make_no_special_token(loaded, name):
   template, kind = template_of(name, loaded)
@@ -428,6 +430,8 @@ def attempt(folders):
     process.stdin.close()
 
 
+@pytest.mark.one_case
+@pytest.mark.long_cases(30)
 @pytest.mark.parametrize("what", ATTACKS)
 def test_attacks(attempt, what):
   said, seconds, kilobytes = attempt(ATTACKS[what])

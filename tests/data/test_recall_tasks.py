@@ -53,6 +53,7 @@ def recalled(kind: str, seed: int, **options) -> tuple[str, str]:
   return text_of(ids), text_of(ids[weights > 0])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [977, 1024, 3000])
 def test_an_example_fills_a_row_and_weighs_as_much(kind, length):

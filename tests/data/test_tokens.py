@@ -168,6 +168,8 @@ def attacks(special: list[str], count: int) -> list[str]:
   ]
 
 
+@pytest.mark.one_case
+@pytest.mark.long_cases(10)
 @pytest.mark.parametrize("kind", ALL)
 def test_no_text_makes_a_special_token(loaded, kind):
   tokenizer = loaded[kind]
@@ -271,6 +273,8 @@ def long_texts() -> dict[str, str]:
   }
 
 
+@pytest.mark.one_case
+@pytest.mark.long_cases(60)
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("what", list(long_texts()))
 def test_pieces_are_the_whole(loaded, kind, what, monkeypatch):
@@ -585,6 +589,8 @@ def hostile() -> dict[str, dict]:
   }
 
 
+@pytest.mark.one_case
+@pytest.mark.long_cases(30)
 @pytest.mark.parametrize("what", list(hostile()))
 @pytest.mark.parametrize("untrusted", [False, True])
 def test_hostile_files(tmp_path, what, untrusted, monkeypatch):
@@ -698,6 +704,7 @@ def mutants(kind: str, path: pathlib.Path, first: int, last: int) -> list[str]:
   return [line.split()[1] for line in lines]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["qwen", "llama2"])
 def test_mutants(kind, tmp_path):
   said = mutants(kind, tmp_path, 0, 50)

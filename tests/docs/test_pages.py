@@ -57,6 +57,7 @@ def blocks(page: pathlib.Path) -> str:
   return "\n".join(code)
 
 
+@pytest.mark.long_cases(14)
 @pytest.mark.parametrize(
   "page",
   [

@@ -21,6 +21,7 @@ def model():
   return rj.models.create(SMALL | {"vocab_size": 266}, seed=0)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("segments", [rj.SameSegment(), rj.SeparateDocuments()])
 def test_losses_are_those_of_the_answers(model, segments):
   separate = segments == rj.SeparateDocuments()

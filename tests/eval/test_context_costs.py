@@ -52,6 +52,7 @@ def test_one_part_costs_what_the_whole_text_costs():
   assert {x.encoded for x in asked.libraries.counters()} == {3}
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_parts_cost_more_or_less_by_the_way():
   ways, asked = context_ways(PREFIX), trial()

@@ -356,6 +356,7 @@ def of_held_out_text(shipped, rows, splits):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_chunks_make_attention_flat():
   """Zhang et al. 2025: entropy rises with P, and the loss with it."""

@@ -264,6 +264,7 @@ def test_the_id_that_begins_a_text_is_read_and_not_foretold(prefill):
   assert found.mean == pytest.approx(each.mean(), rel=1e-6)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "prefill",
   [
@@ -286,6 +287,7 @@ def test_a_sharded_text_gives_the_same(prefill):
   assert got.nll == pytest.approx(want.nll, rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [7, 16, 48, 100])
 def test_what_was_read_may_lie_in_a_cache(chunk):
   model = made(1)
@@ -427,6 +429,7 @@ def test_tasks_by_kinds_of_caches_and_what_is_missing_later(tmp_path):
   assert said == [True, True, False, False]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("change", "known"),
   [

@@ -29,6 +29,7 @@ def model():
   return models.load(tiny.path())
 
 
+@pytest.mark.long
 def test_what_a_model_has_learned(model):
   found = recall_accuracy(model, questions(), examples=3, seed=1)
   # One or two questions an example, whatever weight its text has.

@@ -55,6 +55,7 @@ def same(model, workers, prompts, count=7, *, generate=None, **options):
   return reports[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "assignment",
   [None, (0,) * 5, (0, 1, 0, 1, 1), (2, 2, 1, 0, 2), (3, 1, 0, 0, 2)],
@@ -173,6 +174,7 @@ def test_bytes_of_a_step_do_not_depend_on_the_context(loaded, four):
   assert pure < short.received_bytes < pure + headers
 
 
+@pytest.mark.long
 def test_what_is_refused(loaded, four):
   model, _ = loaded("llama3")
   prompts = prompts_of(model)

@@ -91,6 +91,7 @@ def test_each_example_goes_on_behind_its_own_last_token(model, text):
   close(logits[1], want[1, 5:9])
 
 
+@pytest.mark.long
 def test_a_sharded_cache_goes_on(text):
   tokens, want = text
   mesh = make_mesh(2, "auto")

@@ -8,7 +8,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import MemoryEstimateError, OptionError
-from ringjax.infer.prefill import PrefillOptions
+from ringjax.infer.prefill import PrefillConfig
 from ringjax.infer.prompt_reading import planned
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_kind import KINDS
@@ -111,7 +111,7 @@ def test_the_cache_is_no_larger_than_declared(options, folder):
   """Chunks, and uneven parts, take other slots than a prompt at once."""
   mesh = rj.make_mesh((3,), ("seq",)) if "method" in options else None
   model = rj.models.load(folder, mesh=mesh)
-  how = PrefillOptions(**options)
+  how = PrefillConfig(**options)
   own = dict(mesh=mesh, axis=None, dtype=None, cache_kind=KINDS["dense"])
   for prompt in (65, 64):
     declared = rj.infer.CallMemory(

@@ -87,6 +87,7 @@ def far(got, want) -> float:
   return float(np.abs(got - want).max() / np.abs(want).max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("name", "ranks", "chunks"),
   [

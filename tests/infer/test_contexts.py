@@ -86,6 +86,7 @@ def parallel(prefix, contexts, question):
   )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("family", "shards"),
   [("llama3", 4),
@@ -180,6 +181,7 @@ def test_one_context_is_read_as_one_text(how, shards):
   np.testing.assert_allclose(found, want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["parallel", "ape", "select:keep=2"])
 def test_the_order_of_contexts_does_not_matter(how):
   contexts, _ = texts()
@@ -204,6 +206,7 @@ def test_to_select_every_context_is_to_read_them_all():
   np.testing.assert_allclose(found, want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_recomputing_all_is_one_text(shards):
   contexts, question = texts()
@@ -269,6 +272,7 @@ def test_a_mesh_of_data_and_sequence(how):
   np.testing.assert_allclose(found, want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "how",
   ["recompute", "kvlink",
@@ -368,6 +372,7 @@ def test_any_subset_of_documents_is_there():
   assert library.counters.reused == 20
 
 
+@pytest.mark.long
 def test_what_is_refused_before_anything_is_computed(tmp_path):
   contexts, question = texts()
   call, encoded = model(), []

@@ -203,6 +203,7 @@ def test_every_way_leaves_the_same_cache(loaded, name):
     same_contents(cache, want)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("name", "method", "devices"),
   [
@@ -240,6 +241,7 @@ def test_every_way_is_continued_by_the_same_tokens(
   np.testing.assert_array_equal(new, expected.greedy)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("method", "devices"),
   [

@@ -39,6 +39,7 @@ def _owners(seed=1):
 
 
 # Grouped queries; windows, sinks and two rotations; slopes for positions.
+@pytest.mark.long
 @pytest.mark.parametrize(
   "name",
   [

@@ -25,6 +25,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.long_cases(6)
 @pytest.mark.parametrize(("name", "situation"), EVERY)
 def test_tokens_are_a_function_of_the_row(name, situation):
   contract.check(name, situation)

@@ -372,7 +372,7 @@ def test_a_long_prompt_gives_the_first_shards_more(loaded):
   model, mesh = loaded(NAME, 4)
   counts = {}
   for tokens in (64, 1 << 20):
-    options = prefill.PrefillOptions(method="kvr")
+    options = prefill.PrefillConfig(method="kvr")
     how = options.plan(tokens, model, mesh, "seq")
     counts[tokens] = how.attend.layout.counts
     assert sum(counts[tokens]) == how.width
@@ -644,7 +644,7 @@ def test_end_ids_by_the_name_of_transformers(loaded, said):
     (
       dict(top_k=4, temperature=0),
       OptionError,
-      "temperature: got .*greedy",
+      "temperature, top_k: got .*greedy",
     ),
     (dict(do_sample=False, top_p=0.5), OptionError, "do_sample=True"),
     (dict(seed=3), OptionError, "do_sample=True"),
@@ -746,7 +746,7 @@ def test_dense_scores_that_cannot_fit_are_refused_before_all(
     run([1] * 100, cache=session)
   assert session.empty
   for name, tokens in (("dense", 90), ("blockwise", 10_000)):
-    options = prefill.PrefillOptions(method=name)
+    options = prefill.PrefillConfig(method=name)
     how = options.plan(tokens, model, None, None)
     prompt_reading._check_scores(model, how, 2)
 
@@ -771,6 +771,7 @@ def test_texts_beyond_the_context_are_refused(loaded):
   check(model, np.zeros(2, int), np.array([1, 120]), 8)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("way", ["ring", "striped", "ulysses", "kvr"])
 def test_ways_of_several_shards_on_one(loaded, said, way):
   prompt, greedy = said

@@ -197,6 +197,7 @@ def test_ranges_are_those_of_the_inputs():
     np.testing.assert_allclose(got, want[None], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [
   pytest.param(name, marks=[pytest.mark.long] * (name != "llama3"))
   for name in FAMILIES

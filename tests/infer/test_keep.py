@@ -211,7 +211,7 @@ def test_auto_takes_the_chain_over_slow_links(loaded, said):
 def test_auto_takes_the_chain_for_one_device_that_decodes(loaded):
   model, mesh = loaded(NAME, 4)
   plans = {
-    keep: prefill.PrefillOptions(machine=machine(model, 1e6), keep=keep)
+    keep: prefill.PrefillConfig(machine=machine(model, 1e6), keep=keep)
     .plan(4096, model, mesh, "seq")
     .name
     for keep in ("sharded", "last")
@@ -224,7 +224,7 @@ def test_a_machine_without_a_choice(loaded):
   model, mesh = loaded(NAME, 4)
   slow = machine(model, 1e3)
   ways = lambda model, mesh, **more: (
-    prefill.PrefillOptions(**more).plan(64, model, mesh, "seq").name
+    prefill.PrefillConfig(**more).plan(64, model, mesh, "seq").name
   )
   with pytest.raises(OptionError, match="machine: got one with chunk=16"):
     ways(model, mesh, machine=slow, chunk=16)
@@ -232,7 +232,7 @@ def test_a_machine_without_a_choice(loaded):
     rj.infer.generate(
       model, [[1]], max_new_tokens=1, mesh=mesh, machine=slow, chunk=16
     )
-  alone = prefill.PrefillOptions(machine=slow).plan(
+  alone = prefill.PrefillConfig(machine=slow).plan(
     64, loaded(NAME)[0], None, None
   )
   assert alone.name == "blockwise"
@@ -250,7 +250,7 @@ def test_machines_that_are_none(loaded):
   other = dataclasses.replace(
     made, profile=dataclasses.replace(made.profile, layers=32)
   )
-  ask = lambda name, given: prefill.PrefillOptions(
+  ask = lambda name, given: prefill.PrefillConfig(
     method=name, machine=given
   ).plan(64, model, mesh, "seq")
   with pytest.raises(OptionError, match="32 layers; wanted one of this model"):

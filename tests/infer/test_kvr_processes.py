@@ -79,6 +79,7 @@ def test_all_ranks_came_to_the_end(noted):
     assert noted[rank].get("done"), noted[rank]["log"]
 
 
+@pytest.mark.long_cases(7)
 @pytest.mark.parametrize(("model", "part"), CASES)
 def test_logits_and_cache_are_right(noted, model, part):
   found = owner(noted, f"{model} {part}")
@@ -86,6 +87,7 @@ def test_logits_and_cache_are_right(noted, model, part):
   assert max(found["keys"]) < 5e-6
 
 
+@pytest.mark.long_cases(7)
 @pytest.mark.parametrize(("model", "part"), CASES)
 def test_greedy_tokens_are_those_of_one_device(noted, model, part):
   found = owner(noted, f"{model} {part}")
@@ -95,6 +97,7 @@ def test_greedy_tokens_are_those_of_one_device(noted, model, part):
   assert len(found["more"][0]) == 2
 
 
+@pytest.mark.long_cases(7)
 @pytest.mark.parametrize(("model", "part"), CASES)
 def test_bytes_are_counted(noted, model, part):
   for found in (n[f"{model} {part}"] for n in noted):
@@ -137,6 +140,7 @@ def test_ranks_that_do_not_agree(noted):
     assert (kind, rank) == ("PeerError", 0) and "cache dtype" in text
 
 
+@pytest.mark.long_cases(4)
 @pytest.mark.parametrize("number", range(4))
 def test_wrong_partitions(noted, number):
   for n in noted:
@@ -171,6 +175,7 @@ def test_ranks_together_wait_for_the_last(noted):
     assert when(spans, f"attend {rank}.0")[1] > start
 
 
+@pytest.mark.long_cases(4)
 @pytest.mark.parametrize("method", ["tsp", "flash_tsp", "ring", "striped"])
 def test_baselines_compute_the_same(noted, method):
   for n in noted:

@@ -72,6 +72,7 @@ def test_no_token_changes(loaded, options, how):
   assert found.tokens == found.calls + found.accepted
 
 
+@pytest.mark.slow
 @LONG
 @pytest.mark.parametrize(
   "family", ["gemma2", "gpt_oss", "qwen3", "olmo2", "mixtral", "falcon_rw",
@@ -85,6 +86,7 @@ def test_more_families(loaded, family):
   same(model, drafter(model))
 
 
+@pytest.mark.slow
 @LONG
 @pytest.mark.parametrize(
   "kind",
@@ -249,6 +251,7 @@ def test_a_query_sees_keys_that_are_as_far_behind(loaded, lag):
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_folder_comes_back_and_is_of_one_target(loaded, tmp_path):
   model, _ = loaded("llama3")
   made = longspec.with_draft(model, SMALL, init="random", seed=5)

@@ -87,7 +87,7 @@ def lowered(name, method, tokens, layers, capacity=None):
   """As it is before it is compiled."""
   mesh, model, cache = operands(name, capacity or tokens, layers)
   chunk = tokens if method == "chunked" else None
-  options = prefill.PrefillOptions(method=method, chunk=chunk)
+  options = prefill.PrefillConfig(method=method, chunk=chunk)
   how = options.plan(tokens, model, mesh, "seq")
   row = array(mesh, (BATCH, tokens))
   return prefill.read.lower(
@@ -237,6 +237,7 @@ def test_a_chunk_sends_queries_and_sums():
   assert "collective-permute" not in {op for op, _, _ in sent[0]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama3", "mixtral"])
 def test_nothing_is_as_long_as_the_prompt_and_as_wide_as_a_feedforward(name):
   """Neither F nor V numbers of each token are there at a time."""

@@ -131,6 +131,7 @@ def alone(name, way):
   return rows, stop
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.parametrize(
   ("name", "way", "drafts"),
   [
@@ -152,6 +153,7 @@ def test_a_row_is_what_it_is_alone(name, way, drafts):
     )
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["kivi2", "snapkv of codes"])
 def test_of_a_call_without_a_session(name):
@@ -170,7 +172,7 @@ def test_of_a_call_without_a_session(name):
 @pytest.mark.parametrize("room", [None, 700])
 def test_a_row_is_cut_as_if_it_were_alone(room):
   model, lengths = contract.model(1), (620, 300, 130)
-  how = prefill.PrefillOptions(method="chunked", chunk=128)
+  how = prefill.PrefillConfig(method="chunked", chunk=128)
 
   def cuts(lengths):
     plan = how.plan(max(lengths), model, None, None, room=room)
@@ -185,7 +187,7 @@ def test_a_row_is_cut_as_if_it_were_alone(room):
 
 def test_coded_tokens_in_the_hosts_memory_are_read_in_parts():
   """In one call a row would see its own keys before they are encoded."""
-  model, how = contract.model(1), prefill.PrefillOptions()
+  model, how = contract.model(1), prefill.PrefillConfig()
   plan = lambda kind, n: how.plan(
     n, model, None, None, kind=kind_text.parse(kind)
   )

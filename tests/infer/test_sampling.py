@@ -73,6 +73,8 @@ FILTERS = [
 ]
 
 
+@pytest.mark.one_case
+@pytest.mark.long_cases(100)
 @pytest.mark.smoke
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("ties", [False, True])

@@ -109,6 +109,7 @@ def goes_on(session, *parts):
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("devices", [1, 2])
 def test_between_chunks(prompt, devices):
   """The rest of the prompt can be read, and then the answer is the same."""
@@ -332,7 +333,7 @@ def test_chunks(shards):
 
 
 def test_a_long_prompt_takes_little_more_than_its_tokens():
-  plan = lambda n, **more: prefill.PrefillOptions(method="chunked").plan(
+  plan = lambda n, **more: prefill.PrefillConfig(method="chunked").plan(
     n, loaded()[0], None, None, **more
   )
   assert plan(4097).width <= 1.13 * 4097 and plan(4097).chunk == 4096

@@ -59,6 +59,7 @@ def same(model, drafter, options=GREEDY, *, count=16, lengths=(9, 23, 4),
   return reports[0].speculation
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "name",
   ["lookup", "suffix", "early", "self", "tree",
@@ -86,6 +87,7 @@ HOW = dict(greedy=GREEDY, drawn=DRAWN, penalised=PENALISED)
 
 
 # Each family, drafter and way to choose, which take turns.
+@pytest.mark.long_cases(0)
 @pytest.mark.parametrize(
   ("family", "name", "options"), swept(EVERY, EVERY[::5])
 )
@@ -94,6 +96,7 @@ def test_more_families(loaded, family, name, options):
   same(model, drafters(model)[name], HOW[options])
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("policy", [
   rj.kv.SnapKV(budget=12, window=4), rj.kv.HeavyHitters(budget=12),
@@ -143,6 +146,7 @@ def test_forty_prompts_of_each_family(loaded, family):
       same(model, drafter, count=24, lengths=lengths, seed=seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [GREEDY, pytest.param(
   DRAWN, marks=pytest.mark.long)], ids=["greedy", "drawn"])  # fmt: skip
 def test_recurrent_layers_go_back(loaded, options):
@@ -151,6 +155,7 @@ def test_recurrent_layers_go_back(loaded, options):
   assert found.drafted > found.accepted
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["early", pytest.param(
   "self", marks=pytest.mark.long), pytest.param(
@@ -195,6 +200,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.long
 @pytest.mark.parametrize(
   ("name", "kind"),
@@ -268,6 +274,7 @@ def test_stops_and_turns(loaded):
   np.testing.assert_array_equal(want.pending, got.pending)
 
 
+@pytest.mark.long
 def test_the_caller_ends_rows(loaded):
   model, _ = loaded("llama3")
   prompts = prompts_of(model)
@@ -295,6 +302,7 @@ def test_the_caller_ends_rows(loaded):
   np.testing.assert_array_equal(got[2].tokens, want[2].tokens)
 
 
+@pytest.mark.long
 def test_a_stop_string_in_a_draft():
   from tests import checkpoints
 
@@ -313,6 +321,7 @@ def test_a_stop_string_in_a_draft():
   assert got.lengths.tolist() == want.lengths.tolist()
 
 
+@pytest.mark.long
 def test_rejected_tokens_leave_nothing(loaded):
   """A cache is as if what was rejected had never been drafted."""
   model, _ = loaded("llama3")
@@ -343,6 +352,7 @@ def test_rejected_tokens_leave_nothing(loaded):
     assert real.sum(1).tolist() == a
 
 
+@pytest.mark.long
 def test_drafts_stop_where_they_are_never_right(loaded):
   model, _ = loaded("llama3")
 
@@ -478,6 +488,7 @@ def test_names_and_bad_input(loaded):
   )  # fmt: skip
 
 
+@pytest.mark.long
 def test_what_a_session_read_before_is_known(loaded):
   model, _ = loaded("llama3")
   rng = np.random.default_rng(0)

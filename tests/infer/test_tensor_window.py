@@ -103,6 +103,7 @@ def parts_of(model: SharedModel, rank: int) -> dict:
   return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "name",
   [

@@ -18,6 +18,7 @@ def prompt_of(model, length=45, seed=0):
   return rng.integers(0, model.config.vocab, (1, length)).astype(np.int32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [
   "llama3",
   pytest.param("gpt_oss", marks=pytest.mark.long),
@@ -64,6 +65,7 @@ def uneven():
   return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prune", [
   0.0, pytest.param(0.5, marks=pytest.mark.long)
 ])  # fmt: skip

@@ -150,6 +150,7 @@ PAIRS = list(itertools.product(
 
 
 # Each law, rule, tree and form, which take turns.
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("case", "rule", "parents", "form"),
   [
@@ -163,6 +164,7 @@ def test_the_joint_law_is_the_target_s(case, rule, parents, form):
   assert chance(rule, sampler, p, q, TREES[parents], form) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("case", "parents"),
   swept(
@@ -175,6 +177,7 @@ def test_a_million_draws(case, parents):
   assert chance("rejection", sampler, p, q, tree, rows=10**6) > 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parents", [CHAIN, TREE], ids=["chain", "tree"])
 def test_match_gives_the_tokens_of_the_sampler_itself(parents):
   p, q, sampler = CASES["top_k"]
@@ -284,6 +287,7 @@ def shifted(sampler, nodes):
   )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "bug",
   [

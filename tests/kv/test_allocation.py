@@ -104,6 +104,7 @@ def test_tokens_are_last_on_a_tpu(monkeypatch, made):
   assert ask() == want
 
 
+@pytest.mark.long
 def test_the_budget_holds_and_losses_are_measured(made, texts):
   model = contract.model(1)
   assert made.bits <= 10 and made.calls == (6 * 2 + 2 + 2) * 2
@@ -239,6 +240,7 @@ def test_a_killed_run_resumes(made, texts, tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ["kv_bits.json"]
 
 
+@pytest.mark.long
 def test_calibrated_candidates_and_their_file(tmp_path, texts):
   model = contract.model(1)
   rj.infer.calibrate(model, texts, folder=tmp_path)

@@ -41,6 +41,7 @@ def kind_of(text):
   return contract.kind_of(text) if text in KINDS else kind_text.parse(text)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("text", KINDS_OF_PARTS)
 def test_parts_add_up_to_all_bytes(text):
   """Before and, where something is evicted, behind an eviction."""
@@ -157,6 +158,7 @@ def test_contexts_are_told_apart(family):
   assert said.seconds["memory"] == pytest.approx(3 * alone.seconds["memory"])
 
 
+@pytest.mark.long
 def test_states_of_recurrent_layers():
   model = contract.model(1, "recurrent")
   cache = model.init_cache(2, 32)

@@ -113,6 +113,7 @@ def test_eight_bits_are_near_the_model(shards, family):
       assert (counts == P).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("unrotated", "ends"),
   [

@@ -153,6 +153,7 @@ def test_the_cost_model_knows_the_bytes():
   assert "Hadamard(bits=2)" in str(found) + str(found.record())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits", [8])
 def test_gradients_pass_the_codes(bits):
   """As of attention to what arrived, passed on to what left."""
@@ -205,6 +206,7 @@ class Noting(CodecWire):
 NOTED: list = []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("name", "dtype", "attend"),
   [

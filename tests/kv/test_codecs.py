@@ -79,6 +79,8 @@ def test_codes_come_back_from_their_bytes(bits, count):
   np.testing.assert_array_equal(back, codes)
 
 
+@pytest.mark.one_case
+@pytest.mark.long_cases(40)
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("codec", ERRORS, ids=repr)
 def test_decoded_numbers_are_near(codec, dim):
@@ -297,6 +299,7 @@ def test_attention_over_codes_is_that_over_their_numbers(codec):
   np.testing.assert_allclose(lse, back(norm)[..., 0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)]
 )

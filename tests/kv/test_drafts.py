@@ -80,6 +80,7 @@ def test_every_node_sees_its_path(kind, shards):
   check(model, kind, attend=attend, seed=shards)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "kind",
   ["int4", *(pytest.param(k, marks=pytest.mark.long) for k in

@@ -147,6 +147,7 @@ def test_what_keeps_everything_changes_nothing(name, shards, family):
   assert cache.length.tolist() == [T + 4] * B
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.long
 @pytest.mark.parametrize(
   ("name", "codec", "family"),
@@ -182,6 +183,7 @@ def test_shards_keep_the_same_tokens(name, codec, family):
         assert set(x.tolist()) == set(y.tolist()) or codec != "dense"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("name", "shards", "codec"),
   [
@@ -209,6 +211,7 @@ def test_pages_are_names_and_views_merge(name, shards, codec, change):
   contract.close(got, want, 1e-5 * max(1.0, float(np.abs(want).max())))
 
 
+@pytest.mark.long
 def test_memory_is_returned_for_each_head():
   """A head that keeps fewer tokens has fewer pages, and bytes say so."""
   config = {**SMALL, "model_type": "llama", "num_hidden_layers": 2}
@@ -360,6 +363,7 @@ def test_sums_of_a_prompt_need_none_of_its_queries(shards, codec):
   np.testing.assert_allclose(*sums, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_rows_are_independent():
   kind = kind_of(POLICIES["snapkv"], family="grouped")
   tokens = contract.text("grouped")[0]
@@ -390,6 +394,7 @@ def test_rows_are_independent():
   assert after.truncate(4).length.tolist() == [4, 4]
 
 
+@pytest.mark.long
 def test_evicting_one_of_three_rows_that_share_pages_harms_no_other():
   tokens = contract.text("grouped")[0]
   kind = kind_of(POLICIES["snapkv"], family="grouped")
@@ -429,6 +434,7 @@ def test_the_first_and_the_newest_tokens_stay_open():
   np.testing.assert_array_equal(stays, np.array(want, bool))
 
 
+@pytest.mark.long
 def test_exact_tokens_stay_as_they_are():
   """With a codec the first and the newest tokens are not encoded."""
   kind = kind_of(None, "int2", "grouped", first=2, recent=5)
@@ -446,6 +452,7 @@ def test_exact_tokens_stay_as_they_are():
   del tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("shards", "options"),
   [
@@ -474,6 +481,7 @@ def test_generate_evicts_by_itself(shards, options):
   assert session.lengths.tolist() == [20 + 9 + 5 + 2, 9 + 9 + 5 + 2]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unchecked")
 def test_what_is_refused():
   for budget in (0, 1, 0.0, 1.5, -1, True, "half"):
@@ -525,6 +533,7 @@ class Nothing(rj.kv.Policy):
     return scores > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("policy", "says"),
   [
@@ -545,6 +554,7 @@ def test_scores_that_lose_a_head_are_refused(policy, says):
   contract.close(got, contract.text("grouped")[1][:B, T : T + 1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("recovered", "shards"),
   [(0.5, 1), *(pytest.param(*x, marks=pytest.mark.long)
@@ -649,6 +659,7 @@ def test_selected_pages_hold_what_matters(codec):
     assert (np.where(real, k, -np.inf) <= high).all()
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_mesh_of_three_axes_and_one_device_of_it():
   """Batch, sequence and heads are sharded; and a cache that goes elsewhere.

@@ -208,6 +208,7 @@ def _repeated(net, tokens, kept, p):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("press", "family", "many"),
   [

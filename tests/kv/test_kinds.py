@@ -79,11 +79,13 @@ def pairs():
       yield pytest.param(law, setup, marks=marks, id=f"{law.__name__}-{setup}")
 
 
+@pytest.mark.long_cases(5)
 @pytest.mark.parametrize(("law", "setup"), [*pairs()])
 def test_law(law, setup):
   law(setup)
 
 
+@pytest.mark.long
 def test_unrotated_keys_move_to_other_positions():
   """Loaded elsewhere: as if the tokens had been read there, no key changed."""
   setup = contract.Setup("unrotated", 1)

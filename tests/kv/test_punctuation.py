@@ -208,6 +208,7 @@ def compare(model, recovered, calls=CALLS):
 NAMES = rj.kv.FastGen(punctuation=IDS).choices
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.long
 @pytest.mark.parametrize(
   ("recovered", "shards", "some"),
@@ -272,6 +273,7 @@ def marked_in(ids):
 DRAW = np.random.default_rng(3).integers(1, 101, (3, 40)).astype(np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_marks_go_with_their_rows(models, shards):
   model = models(shards)
@@ -334,6 +336,7 @@ def test_generated_tokens_are_marked_too(models, shards, options):
     assert kept_of(cache, row) == marked_in(text)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_mesh_of_three_axes_marks_the_same_tokens():
   config = {**SMALL, "model_type": "qwen3", "head_dim": 16}

@@ -33,6 +33,7 @@ def asked(session, model, question):
   return new.tokens.tolist()
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.long
 @pytest.mark.parametrize("shards", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_several_questions_about_one_context(shards):

@@ -46,6 +46,7 @@ def run(shards, cache, family="grouped", ends=(T, 20, 21)):
   return np.concatenate(got, 1), cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "shards", "family"),
   [
@@ -129,6 +130,7 @@ def test_device_bytes_are_those_of_the_newest_tokens():
   assert device[2048] < dense[2048].nbytes() / 8
 
 
+@pytest.mark.long
 def test_blocks_go_to_caches_of_one_memory_and_back():
   kind = kind_text.parse(TIERED)
   model, (tokens, want) = contract.model(1, "grouped"), contract.text("grouped")
@@ -163,6 +165,7 @@ def longer(blocks, count):
   )
 
 
+@pytest.mark.long
 def test_rows_go_back_into_their_blocks():
   """Tokens are taken back from the blocks, and others appended."""
   kind = kind_text.parse(TIERED)
@@ -233,6 +236,7 @@ def test_kinds_have_a_text():
   assert both.device == 8192 and both.unrotated
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_mesh_of_three_axes():
   """Batch, sequence and heads are sharded, also where heads do not divide."""

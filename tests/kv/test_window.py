@@ -43,6 +43,7 @@ def texts(tokens, batch=2):
   return rng.integers(0, 64, (batch, tokens)).astype(np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("shards", [1, 4])
 def test_any_split_of_a_text(shards):
@@ -93,6 +94,7 @@ def test_a_striped_prompt_then_single_tokens(shards):
     contract.close(np.asarray(logits)[1, 0], want[1, 11 + n])
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
   "family", ["gemma3_text", "gpt_oss", "llama4_text", "mistral"]

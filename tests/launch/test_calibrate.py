@@ -72,6 +72,7 @@ def test_bits_are_allocated_to_heads(tmp_path, ask):
   assert json.loads(ran.out)["cache"] == f"allocated:table={out}/kv_bits.json"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("argv", "says"),
   [
@@ -130,6 +131,7 @@ def test_two_processes_measure_as_one(tmp_path, run_together):
     np.testing.assert_allclose(got[name], x, rtol=0, atol=2e-4, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_integers_multiply_by_ranges_that_were_measured(tmp_path, ask):
   text = tmp_path / "text.txt"

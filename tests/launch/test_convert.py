@@ -111,6 +111,7 @@ def test_another_dtype_and_small_files(turn, llama, tmp_path):
     np.testing.assert_array_equal(have[name], half)
 
 
+@pytest.mark.long
 def test_what_needs_float32_keeps_it(turn, tmp_path):
   folder = checkpoints.write("deepseek_v3", tmp_path / "model")
   out = tmp_path / "out"
@@ -305,6 +306,7 @@ def test_memory_is_that_of_a_file_and_a_tensor(llama, monkeypatch):
   assert len(held) > 2
 
 
+@pytest.mark.long
 def test_the_command(start, llama, tmp_path):
   copy = tmp_path / "copy"
   shutil.copytree(llama, copy)

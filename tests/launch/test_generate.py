@@ -41,6 +41,7 @@ def plain(text: str) -> bool:
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_passkey_in_a_long_document(ask, folder):
   ran = ask(f"--model={folder}", *SHORT)
   assert ran.status == 0
@@ -155,6 +156,7 @@ def test_the_made_up_prompt_leaves_room_for_the_answer(folder, answer):
   assert room - 100 < tokens <= room - prompts.ANSWER_TOKENS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "flags",
   [
@@ -178,6 +180,7 @@ def test_every_mesh_and_method_gives_the_same_tokens(ask, folder, flags):
     assert done["prefill"] == "chunked" and done["chunk"] == 64
 
 
+@pytest.mark.long
 def test_a_chat_template_is_used_unless_raw(ask, chat_folder):
   base = (f"--model={chat_folder}", "--json", "--max_new_tokens=2")
   chat = json.loads(ask(*base, "--prompt=Hello").out)
@@ -237,6 +240,7 @@ def test_a_kind_of_cache_changes_no_token(ask, start, folder):
   assert "dense, unrotated" in values["cache"].help
 
 
+@pytest.mark.long
 def test_a_terminal_gets_a_bar_and_the_answer_stays_clean(
   ask, folder, monkeypatch
 ):
@@ -253,6 +257,8 @@ def test_a_terminal_gets_a_bar_and_the_answer_stays_clean(
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.one_case
+@pytest.mark.long_cases(8)
 @pytest.mark.parametrize(
   ("flags", "says"),
   [
@@ -424,6 +430,7 @@ def test_no_file_of_flags_is_a_word(start):
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_command_without_a_model(start):
   with start("-m", "launch.generate", "--context=2048") as process:
@@ -505,6 +512,7 @@ def test_work_that_does_not_look_is_left(interrupt):
   assert not job.stop
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("heard")
 def test_ctrl_c_before_the_answer(start, folder):
   with start("-m", "launch.generate", f"--model={folder}", *SHORT) as process:

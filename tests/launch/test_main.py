@@ -118,6 +118,32 @@ def test_paths_of_flags_may_begin_at_home():
   assert values.model == os.path.expanduser("~/models/x")
 
 
+# Flags of files that a script writes, of each script with its `define`.
+OUTPUTS = {
+  "calibrate": (), "chat": (), "evaluate": ("plot", "out"),
+  "generate": ("log",), "plan": ("plot", "out", "hlo", "timeline"),
+  "prefill": ("plot",), "serve": ("log_calls",), "tokenize": ("out",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_file_to_write_is_checked_before_the_work(name, tmp_path):
+  (tmp_path / "taken").write_text("a file, not a folder", "utf-8")
+  values = flags.FlagValues()
+  importlib.import_module(f"launch.{name}").define(values)
+  words = ("PNG", "File for", "File to write", "JSON file of", "csv to which")
+  outputs = {
+    flag for flag in values if any(x in f"{values[flag].help}" for x in words)
+  }
+  assert outputs <= {*OUTPUTS[name]}
+  for flag in OUTPUTS[name]:
+    path = tmp_path / "new" / flag / "result"
+    values([name, f"--{flag}={path}"])
+    assert path.parent.is_dir()
+    with pytest.raises(flags.IllegalFlagValueError, match="taken"):
+      values([name, f"--{flag}={tmp_path / 'taken' / 'result'}"])
+
+
 def test_configs_are_found_from_any_folder(tmp_path):
   done = subprocess.run(
     [

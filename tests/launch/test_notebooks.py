@@ -412,6 +412,7 @@ def first_code(path: pathlib.Path) -> str:
 BEGINNINGS = {first_code(path): path for path in reversed(NOTEBOOKS)}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "path", BEGINNINGS.values(), ids=lambda path: path.stem
 )
@@ -489,6 +490,7 @@ def printed_by(path: pathlib.Path, changes: dict[str, str]) -> str:
   )
 
 
+@pytest.mark.long_cases(20)
 @pytest.mark.parametrize(
   "path",
   [

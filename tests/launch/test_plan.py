@@ -175,6 +175,7 @@ def test_a_picture(tmp_path):
   assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_published_rows_beside_ours(monkeypatch):
   rows = published.TABLE["llama7b-a100"]
   long = {tokens: rows[tokens] for tokens in (8192, 16384)}
@@ -312,6 +313,7 @@ def test_who_reads_may_have_enough(start):
   assert err == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("command", "own", "foreign"),
   [
@@ -471,6 +473,7 @@ def test_refusals_of_offloading(argv, words):
   assert ran.status == 2 and ran.out == "" and words in ran.err, ran.err
 
 
+@pytest.mark.long
 def test_elastic_groups_beside_fixed_ones(monkeypatch):
   # What searches the rate has tests of its own, and takes many simulations.
   given = lambda *_, **__: Goodput(rate=2.0, tried=())
@@ -492,6 +495,7 @@ def test_elastic_groups_beside_fixed_ones(monkeypatch):
   assert ran.status == 2 and ran.out == "" and "zipf:EXPONENT" in ran.err
 
 
+@pytest.mark.long
 def test_ways_to_serve_the_same_load(monkeypatch):
   given = lambda *_, **__: Goodput(rate=2.0, tried=())
   monkeypatch.setattr(which, "goodput", given)

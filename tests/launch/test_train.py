@@ -205,6 +205,8 @@ def test_each_stage_may_have_sources_of_its_own(small, tmp_path, monkeypatch):
   ]
 
 
+@pytest.mark.long
+@pytest.mark.long_cases(8)
 @pytest.mark.parametrize(
   ("argv", "words"),
   [
@@ -682,6 +684,8 @@ def test_a_tokenizer_of_more_ids_than_the_model_has(small, tmp_path):
   assert "tokenizer: got 262 ids" in err
 
 
+@pytest.mark.one_case
+@pytest.mark.long_cases(4)
 @pytest.mark.parametrize(
   ("argv", "words"),
   [
@@ -796,6 +800,7 @@ LINKED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_link_tokens_are_new_ids_of_the_model(small, tmp_path):
   out, more = tmp_path / "out", tmp_path / "more"

@@ -140,6 +140,7 @@ def test_a_frozen_process_is_given_up(argv, tmp_path, start_together, frozen):
     assert f"rank {frozen} has said nothing for 5 s" in err
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
   ("processes", "told", "number", "status"),

@@ -127,6 +127,7 @@ def known_times(runs, rounds, *, on_run):
   return found
 
 
+@pytest.mark.long
 def test_the_devices_at_hand_are_measured_and_used(tmp_path, monkeypatch):
   monkeypatch.setattr(timing, "interleave", known_times)
   path = tmp_path / "here.json"

@@ -48,6 +48,7 @@ def close(a, b, atol=1e-5):
   np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "name", [FAMILIES[0], *(pytest.param(x, marks=LONG) for x in FAMILIES[1:])]
 )
@@ -77,6 +78,7 @@ def test_the_order_of_chunks_and_padding_change_nothing(name):
   close(mine(TOKENS, states=padded), got)
 
 
+@pytest.mark.long
 def test_rows_have_contexts_of_their_own():
   mine = model()
   rows = [[CHUNKS[0, 0], CHUNKS[0, 1, :3]], [CHUNKS[1, 2]]]
@@ -93,6 +95,7 @@ def on_mesh(shape):
   return rj.models.place(model(), mesh)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "shape", [(2, 4), *(pytest.param((1, n), marks=LONG) for n in (1, 2, 4, 8))]
 )
@@ -163,6 +166,7 @@ def test_every_kind_of_cache_carries_states(kind):
   np.testing.assert_array_equal(first, new.tokens[:, 0])
 
 
+@pytest.mark.long
 def test_rows_of_a_cache_carry_their_contexts():
   mine = model()
   states = cepe.encode(mine, CHUNKS)
@@ -180,6 +184,7 @@ def test_rows_of_a_cache_carry_their_contexts():
   )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "dtype", ["bfloat16", pytest.param("float32", marks=LONG)]
 )
@@ -203,6 +208,7 @@ def test_bytes_of_a_token_of_context(dtype):
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "name", ["llama_gqa_bias", pytest.param("gemma2", marks=LONG)]
 )
@@ -311,6 +317,7 @@ def test_states_that_do_not_fit(unchecked):
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_generate_reads_contexts_by_the_encoder():
   mine = model()
   documents = [CHUNKS[0].reshape(-1)[:20], CHUNKS[1, 0]]

@@ -95,6 +95,8 @@ def make_mesh(shape, names, count=8):
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.one_case
+@pytest.mark.long_cases(100)
 @pytest.mark.parametrize("name", NAMES)
 def test_forms_turn_back_into_the_same_bits(name):
   """What `load` and `save` do to each tensor, in NumPy."""
@@ -119,6 +121,7 @@ def test_forms_turn_back_into_the_same_bits(name):
   assert not arrays and all(x.all() for x in seen.values())
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "name",
   [n if n in FORMS else pytest.param(n, marks=pytest.mark.slow) for n in NAMES],
@@ -197,6 +200,7 @@ def test_sharded_folders(tmp_path):
   same_bits(stored(tmp_path / "again"), stored(tmp_path / "one"))
 
 
+@pytest.mark.long
 def test_a_random_model_is_saved_too(tmp_path):
   model = models.create(checkpoints.config("llama3"), seed=3)
   models.save(model, tmp_path / "a")
@@ -256,6 +260,7 @@ def even(tmp_path_factory):
   return folder
 
 
+@pytest.mark.long
 def test_onto_a_mesh(even):
   mesh = make_mesh((2, 2, 2), ("data", "seq", "model"))
   one, many = models.load(even), models.load(even, mesh=mesh)
@@ -280,6 +285,7 @@ def test_moved_to_another_mesh(even):
 
 
 # Eight experts on four devices; five, which stay on each; none.
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("name", "experts"),
   [
@@ -638,6 +644,7 @@ def test_a_head_of_its_own_must_be_there(tmp_path):
   )
 
 
+@pytest.mark.long
 def test_parameters_are_named_by_their_axes():
   """Of every parameter of every family the rules know all axes."""
   known = {*Rules.__dataclass_fields__, None}

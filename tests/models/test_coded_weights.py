@@ -28,6 +28,7 @@ MIXTURE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("group", "inner"), [(64, 100), (6, 31)])
 def test_codes_are_the_nearest(group, inner):
   weight = np.random.default_rng(0).normal(size=(inner, 7)).astype(np.float32)
@@ -49,6 +50,7 @@ def test_codes_are_the_nearest(group, inner):
   np.testing.assert_array_equal(of_nibbles(*same, jnp.float32), 3.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits", [8, 4])
 def test_few_tokens_and_many_have_one_result(bits):
   """Of few, products are made group by group; of many, of decoded weights."""
@@ -91,6 +93,7 @@ def answers(model, **how):
   return rj.infer.generate(model, prompts, max_new_tokens=6, **how).tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [
   "gemma2",
   *(
@@ -123,6 +126,7 @@ def test_every_way_gives_the_same(tmp_path, name):
     np.testing.assert_array_equal(answers(sharded), answers(four))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits", [8, 4])
 def test_experts_have_codes_of_their_own(bits):
   """An expert's numbers are those of a map that is rounded alone."""
@@ -200,6 +204,7 @@ def test_streamed_layers_on_a_mesh(tmp_path):
       np.testing.assert_array_equal(answers(made), answers(whole))
 
 
+@pytest.mark.long
 def test_bytes_and_errors_of_a_trained_model():
   model = rj.models.load(tiny.path())
   text = np.asarray(
@@ -224,6 +229,7 @@ def test_bytes_and_errors_of_a_trained_model():
   assert abs(loss(eight) - plain) < abs(loss(four) - plain) < 0.5
 
 
+@pytest.mark.long
 def test_what_is_refused(tmp_path):
   model = rj.models.load(tiny.path())
   for made in (make_coded(model), make_integers(model)):

@@ -62,6 +62,8 @@ def test_every_family_has_a_fixture():
   assert len(types) == len(families)
 
 
+@pytest.mark.one_case
+@pytest.mark.long_cases(100)
 @pytest.mark.parametrize("name", NAMES)
 def test_shape_of_a_model_is_that_of_its_tensors(name):
   """As many numbers as the checkpoint has, without making the model."""
@@ -374,6 +376,8 @@ def survives(config):
     return None
 
 
+@pytest.mark.one_case
+@pytest.mark.long_cases(70)
 @pytest.mark.parametrize(
   ("name", "spelling"),
   [*((n, "v5") for n in NAMES), *((n, "v4") for n in NAMES_V4)],

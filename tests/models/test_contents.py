@@ -350,6 +350,7 @@ def test_packed_weights_become_floats(pair, tmp_path):
   assert "quantization_config" not in json.loads(model.source)
 
 
+@pytest.mark.long
 def test_devices_read_their_own_codes(pair, monkeypatch):
   """Each of two devices has half of them, and the floats are the same."""
   folder, packed, plain = pair

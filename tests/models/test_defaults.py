@@ -115,6 +115,7 @@ def deviations(name):
         yield way, path, fact, fault
 
 
+@pytest.mark.long_cases(60)
 @pytest.mark.parametrize(
   "name",
   [

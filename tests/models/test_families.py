@@ -79,6 +79,7 @@ def marks(name):
   return pytest.mark.smoke if name == "llama3" else ()
 
 
+@pytest.mark.long_cases(12)
 @pytest.mark.parametrize(
   "name", [pytest.param(n, marks=marks(n)) for n in NAMES]
 )
@@ -101,6 +102,7 @@ def test_older_spelling(name, tmp_path):
   close(model(expected.tokens), expected.logits)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "name", turns(NAMES, ("gemma3_text", "deepseek_v3", "llama4_text"))
 )

@@ -29,6 +29,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SHAPES)
 def test_known_tokens_stay_and_new_ones_are_near_their_mean(name, tmp_path):
   model = models.create(SHAPES[name], seed=0)

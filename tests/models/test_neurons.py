@@ -50,6 +50,7 @@ def answers(model, prompts=PROMPTS, **how):
   return new.tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_a_gated_model_answers_the_same(gated, window):
   model, path = gated

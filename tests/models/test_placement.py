@@ -63,6 +63,7 @@ def tokens_of(model, **options):
   return np.asarray(new)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "placement",
   [MIXED, *(pytest.param(x, marks=pytest.mark.long) for x in ("disk", "host"))],

@@ -98,6 +98,7 @@ def test_the_current_mesh_comes_before_that_of_the_weights(placed, said):
   np.testing.assert_array_equal(new, said)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["weights", "current", "shard"])
 def test_a_layout_alone_is_that_of_the_place(made, placed, where):
   layout, shards = rj.Striped(block=2), 4
@@ -175,6 +176,7 @@ def test_a_shard_map_over_the_batch_leaves_the_sequence(made, axis):
   close(jax.jit(call)(model, TOKENS), logits)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", ["data", "seq"])
 def test_in_a_shard_map_no_axis_is_guessed(made, name, check_vma):
@@ -236,6 +238,7 @@ def test_queries_visit_the_cache_where_it_lies(placed):
   assert {how for _, how in sent} == {"all-reduce"}
 
 
+@pytest.mark.long
 def test_all_of_a_model_s_work_under_an_explicit_mesh(made, said, tmp_path):
   """Which is what jax.make_mesh makes, and jax.set_mesh sets."""
   model, _ = made(NAME)

@@ -63,6 +63,8 @@ def test_every_preset_is_here():
   assert set(PUBLISHED) == set(models.PRESETS)
 
 
+@pytest.mark.one_case
+@pytest.mark.long_cases(50)
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_number_of_parameters(name):
   before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -285,6 +285,7 @@ def test_yarn_that_was_trained():
   assert rope.scaling.factor == 16.0 and rope.scaling.original == 4096
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "name",
   [

@@ -162,6 +162,7 @@ def test_layers_that_read_in_a_loop(tmp_path):
   np.testing.assert_allclose(model(tokens), flat(tokens), atol=2e-5)
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.long
 @pytest.mark.parametrize(
   ("name", "kind"),

@@ -49,6 +49,7 @@ def test_all_layers_rotate_and_see_everything(model):
     assert layer == model.config.layers[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", LEAST)
 def test_recalls(model, kind):
   cls, options, least = LEAST[kind]

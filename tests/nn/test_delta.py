@@ -174,6 +174,7 @@ def test_shards_read_chunks_and_decode(model, expected):
     close(logits[:, 0], expected.logits[:, i])
 
 
+@pytest.mark.long
 def test_documents_and_padding(model, expected):
   """Two documents and padding in a row are what they are alone."""
   one, two = expected.tokens[:1, :9], expected.tokens[1:2, :12]
@@ -189,6 +190,7 @@ def test_documents_and_padding(model, expected):
     close(got[:, 9:21], expected.logits[1:2, :12])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shards", [_slow(1), 8])
 def test_padded_prompts_go_on(model, expected, shards):
   """Rows of different lengths; the last shards hold nothing but padding."""

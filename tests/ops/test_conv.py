@@ -89,6 +89,7 @@ def test_calls_go_on(cut):
   check(out, began, tail, x, weight, seg)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
 def test_shards(shards):
   x, weight, seg = data(PACKED)

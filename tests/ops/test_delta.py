@@ -143,6 +143,7 @@ def test_a_call_goes_on_where_another_ended():
   close((jnp.concatenate([first, second], 1), last), (out, end), 3e-6)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("gone", [-np.inf, -3e38, -1e4])
 def test_strong_decay_forgets_exactly(gone):
   q, k, v, decay, beta, state = operands(3, 200)
@@ -188,6 +189,7 @@ def test_tokens_without_weight_change_nothing():
   close(end, rule(*short, state)[1], 1e-6)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("t", "shards"),
   [(8, 8), _slow(160, 1), _slow(160, 2), _slow(160, 4), (160, 8), (2128, 2)],

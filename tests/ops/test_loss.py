@@ -279,6 +279,7 @@ def test_forward_mode_is_refused():
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("kind", "entered", "t"),
   [

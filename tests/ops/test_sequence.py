@@ -153,6 +153,7 @@ def shifts(by, layout, shards, mesh, seg=None, fill=0.5):
   return f
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("layout", "shards", "bys"),
   [
@@ -312,6 +313,7 @@ def scans(reverse, layout=None, mesh=None, axis=None):
   return f
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("layout", "shards", "rounds", "reverse"),
   [
@@ -481,6 +483,7 @@ def convolutions(seg, layout, shards, mesh):
   )  # fmt: skip
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("layout", "shards", "seg", "taps", "before"),
   [
@@ -649,6 +652,7 @@ def spec(does):
   return P(None, "seq") if does else P()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", CALLS)
 def test_explicit_mesh(name):
   call, x, _, cut, tokens = CALLS[name]

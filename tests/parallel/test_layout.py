@@ -13,6 +13,7 @@ import ringjax as rj
 from ringjax.parallel.layout import into_slots, out_of_slots, slots_of
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("layout", "shards", "lengths"),
   [
@@ -46,6 +47,7 @@ def test_slots_are_filled_and_emptied(layout, shards, lengths):
     assert np.array_equal(out_of_slots(y, slots), x)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("axis", [1, -2])
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize(

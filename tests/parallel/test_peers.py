@@ -233,6 +233,7 @@ except PeerError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_processes_that_die_or_freeze(sent, tmp_path):
   env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -34,6 +34,7 @@ def test_mappings_are_counted():
   assert found is not None and 0 < found <= programs.most_mappings()
 
 
+@pytest.mark.long
 def test_programs_go_where_mappings_run_out(model, monkeypatch):
   """Answers stay, and a limit that is far changes nothing."""
   want = [asked(model, n) for n in (9, 33)]
@@ -62,6 +63,7 @@ def test_all_caches_go_with_a_warning(model, monkeypatch):
   np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.long
 def test_nothing_is_counted_where_nothing_was_compiled(model, monkeypatch):
   asked(model, 9)
   asked(model, 9)

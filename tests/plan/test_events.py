@@ -303,6 +303,7 @@ def test_what_holds_of_every_timeline(graph):
   assert simulate(graph) == timeline
 
 
+@pytest.mark.long
 def test_the_same_in_every_process():
   code = (
     "import json, sys; sys.path.insert(0, '.')\n"

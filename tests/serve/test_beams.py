@@ -168,6 +168,7 @@ def prompts(rng, vocab, count):
   ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "family", ["llama3", pytest.param("gemma2", marks=pytest.mark.long)]
 )
@@ -216,6 +217,7 @@ MORE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "case",
   [*REFERENCES, *(pytest.param(x, marks=pytest.mark.long) for x in MORE)],
@@ -307,6 +309,7 @@ def test_alone_and_in_a_crowd_bit_for_bit(loaded, family, devices):
       assert [one.token for one in x.logprobs] == x.tokens
 
 
+@pytest.mark.long
 def test_one_more_program(loaded):
   from ringjax.serve import calls
 
@@ -419,6 +422,7 @@ def test_an_adapter(loaded):
   assert plain.answers[0].tokens != own.answers[0].tokens
 
 
+@pytest.mark.long
 def test_stop_texts(tiny):
   """A text ends a hypothesis with the token that completes it."""
   at = engine(tiny, tokenizer=Bytes())
@@ -466,6 +470,7 @@ def test_a_score_is_a_mean_by_the_length_to_a_power():
   assert search._score(answer) == -4
 
 
+@pytest.mark.long
 def test_few_hypotheses(tiny):
   """A mask that leaves two paths: the other answers are empty."""
   at, two = engine(tiny), np.zeros(tiny.config.vocab, bool)
@@ -653,6 +658,7 @@ def teams(seed, operations, *, shards=1, reach=None, pages=24):
   return preempted, forks
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "options",
   [{}, dict(shards=4), dict(reach=6), dict(reach=9, shards=2)],

@@ -435,6 +435,7 @@ def test_a_restart_under_a_name_whose_end_is_not_noticed_yet(model, alone):
     hung.close()
 
 
+@pytest.mark.long
 def test_instances_join_leave_and_change_their_roles(model, alone):
   with Live(model, "prefill", "decode") as live:
     wanted = requests(24, seed=5)

@@ -215,6 +215,7 @@ def test_many_steps_at_once_are_the_same_as_one_by_one(seed, options):
     assert found == pytest.approx(want[x.number], rel=1e-9), x.number
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("roles", "options"),
   [

@@ -310,6 +310,7 @@ def swing(policy, trace, decoders=1):
   return float(total.mean()), float(total.std()), result
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
   ("seed", "decoders"), [(0, 1), pytest.param(1, 2, marks=pytest.mark.long)]

@@ -106,6 +106,7 @@ def check(model, mesh, rng, count, *, longest=96, kind=None, **options):
   return at
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(loaded, family):
   model, _ = loaded(family)
@@ -128,6 +129,7 @@ def test_more_families_and_meshes(loaded, family, devices):
   check(model, mesh, np.random.default_rng(devices), 12)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_any_filters_of_a_request(loaded):
   model, _ = loaded("llama3")
@@ -159,6 +161,7 @@ def test_codecs_on_a_mesh(loaded, kind):
   check(model, mesh, np.random.default_rng(1), 6, kind=kind)
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.parametrize(
   ("family", "kind"),
   swept(
@@ -179,6 +182,7 @@ def test_more_codecs(loaded, family, kind):
   check(model, None, np.random.default_rng(2), 8, kind=kind)
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["llama3", "gpt_oss", "deepseek_v3"])
 def test_calibrated_levels(loaded, family):
@@ -197,6 +201,7 @@ def test_calibrated_levels(loaded, family):
     assert own.answers[0].logprobs == result.answers[0].logprobs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [9, pytest.param(13, marks=pytest.mark.long)])
 def test_every_slot_gives_the_same_bits(loaded, rows):
   """Also of a family whose gates are products with a single column."""
@@ -302,6 +307,7 @@ def test_a_trace_compiles_few_programs(loaded, family):
   assert sum(found.values()) <= 12, found
 
 
+@pytest.mark.long
 def test_answers_that_later_prompts_find(loaded):
   model, _ = loaded("llama3")
   at = engine(model, share="answers", capacity=512)
@@ -500,6 +506,7 @@ def test_what_is_refused(loaded):
   )
 
 
+@pytest.mark.long
 def test_a_thread_of_its_own(loaded):
   model, _ = loaded("llama3")
   rng = np.random.default_rng(5)
@@ -512,6 +519,7 @@ def test_a_thread_of_its_own(loaded):
     assert streamed == handles[0].result().tokens.tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("devices", "speculate"),
   [(1, None), (4, None), (1, "lookup:count=3,adapt=false")],
@@ -595,6 +603,7 @@ def test_rows_that_read_apart_say_why(loaded, monkeypatch, caplog):
   assert engine(model, shared_reads="always").reads_apart == ""
 
 
+@pytest.mark.long
 def test_what_rows_share_is_found_anew_only_when_it_changes(
   loaded, monkeypatch
 ):
@@ -657,6 +666,7 @@ def test_a_page_that_is_not_ready_is_not_read_together():
   assert plan.count.tolist() == [2] and plan.done.tolist() == [[2, 2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("family", "devices"),
   [("llama3", 1), ("gpt_oss", 1), ("qwen3_next", 1), ("gpt_oss", 4)],
@@ -729,6 +739,7 @@ def test_the_cheaper_of_copies_and_computing_is_taken(
   assert swaps == (2 * size / rate < 64 * token_seconds)
 
 
+@pytest.mark.long
 def test_an_adapter_for_each_row(loaded):
   model, _ = loaded("llama3")
   rng = np.random.default_rng(8)

@@ -45,6 +45,7 @@ class _Known:
     return [token ^ self.wrong for token in found]
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.long
 @pytest.mark.parametrize(
   ("family", "devices", "options"),
@@ -73,6 +74,7 @@ def test_answers_are_those_of_generate(loaded, family, devices, options):
   assert 0 < at.counters.accepted < at.counters.drafted
 
 
+@pytest.mark.long
 def test_right_drafts_save_steps_and_wrong_ones_change_nothing(loaded):
   model, _ = loaded("llama3")
   wanted = requests(np.random.default_rng(1), model.config.vocab, 6)
@@ -92,6 +94,7 @@ def test_right_drafts_save_steps_and_wrong_ones_change_nothing(loaded):
   assert steps[0] < 0.6 * steps[1]
 
 
+@pytest.mark.long
 def test_alone_and_in_a_crowd(loaded):
   model, _ = loaded("gpt_oss")
   rng = np.random.default_rng(3)
@@ -160,6 +163,7 @@ def test_a_stop_within_a_draft_ends_the_row(loaded):
   at.scheduler.tree.check()
 
 
+@pytest.mark.long
 def test_a_planted_bug_changes_tokens(loaded, monkeypatch):
   """Of a draft that is right in part the wrong rest is taken too."""
   model, _ = loaded("llama3")
@@ -221,6 +225,7 @@ def test_rows_for_which_a_step_has_no_room_keep_their_drafts(loaded):
   assert at.counters.accepted == at.counters.drafted > 30
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.long
 @pytest.mark.parametrize(
   ("family", "devices", "how", "kind"),
@@ -289,6 +294,7 @@ def test_trees_of_a_block(loaded):
   assert 0 < at.counters.accepted < at.counters.drafted
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.parametrize(
   ("family", "devices", "options"),
   [
@@ -311,6 +317,7 @@ def test_a_block_reads_the_pages_of_rows(loaded, family, devices, options):
   assert 0 < at.counters.accepted < at.counters.drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "how",
   [

@@ -205,6 +205,7 @@ def test_pages_of_an_adapter_are_its_own():
       assert again.submit(ask("a")).result().cached_tokens == 32
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_refused(loaded):
   model, _ = loaded("llama3")
   prompt = np.arange(70, dtype=np.int32)

@@ -75,6 +75,7 @@ def same_answers(loaded, family, kind, layout, devices):
   assert found == answers(pages, model.config.vocab)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("family", "layout"), [("llama3", "contiguous"), ("llama3", "doubling")]
 )
@@ -384,6 +385,7 @@ def test_a_row_is_a_dense_view(loaded):
   assert abs(got - want) < 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "devices", [1, pytest.param(4, marks=pytest.mark.long)]
 )
@@ -420,6 +422,7 @@ def test_an_engine_is_resident_by_use(loaded, devices):
   at.close()
 
 
+@pytest.mark.long
 def test_a_row_for_which_the_system_has_no_memory_is_refused(
   loaded, monkeypatch
 ):

@@ -129,6 +129,8 @@ CASES = {
 }
 
 
+@pytest.mark.one_case
+@pytest.mark.long_cases(20)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
   "seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))]
@@ -184,6 +186,7 @@ FINISH, MATCH = PrefixTree.finish, PrefixTree.match
 REMOVE = PrefixTree._remove
 
 
+@pytest.mark.long_cases(10)
 @pytest.mark.long
 @pytest.mark.parametrize(
   ("name", "broken"),

@@ -73,6 +73,7 @@ def noting(at):
   return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"share": "nothing", "pieces": 1}])
 def test_decisions_are_those_of_an_engine(model, options):
   rng = np.random.default_rng(0)
@@ -143,6 +144,7 @@ def test_costs():
   refused(OptionError, lambda: StepCost.fit(rows[:7], np.ones(7)), "8")
 
 
+@pytest.mark.long
 def test_a_trace_is_replayed_live_and_simulated(model):
   live = engine(model, capacity=512)
   cost = measure_cost(live)

@@ -69,6 +69,7 @@ def check(model, mesh, seed, store, **options):
   return at
 
 
+@pytest.mark.long
 def test_same_bits_as_without(loaded):
   # Layers that look back a window have pages of their own.
   model, _ = loaded("gpt_oss")
@@ -77,6 +78,7 @@ def test_same_bits_as_without(loaded):
   assert store.counters.host_hits > 0 and store.counters.disk_hits == 0
 
 
+@pytest.mark.long
 def test_from_the_disk_on_a_mesh(loaded, tmp_path):
   model, mesh = loaded("llama3", 4)
   with rj.store.Store(disk=(tmp_path / "blocks", 1 << 24)) as store:
@@ -91,6 +93,7 @@ EVERY = itertools.product(
 )
 
 
+@pytest.mark.long_cases(0)
 @pytest.mark.parametrize(
   ("family", "kind", "devices"),
   swept(
@@ -130,6 +133,7 @@ def test_a_window_begins_in_the_page_of_its_first_token(reach, first):
   assert StoreLink._first(link, reach, 10) == first
 
 
+@pytest.mark.long
 def test_who_finds_what(loaded, tmp_path):
   model, _ = loaded("llama3")
   prompt = np.arange(40, dtype=np.int32)

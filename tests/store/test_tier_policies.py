@@ -91,6 +91,7 @@ def test_belady_is_the_best(seed):
     assert hits(requests, 3, policy) <= want
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_predicted_reuse_beats_what_does_not_learn(seed):
   requests = sessions(np.random.default_rng(seed), 600)

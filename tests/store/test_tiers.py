@@ -433,6 +433,7 @@ def kill_many(folder, times):
   return torn
 
 
+@pytest.mark.long
 def test_killed_while_writing(tmp_path):
   kill_many(tmp_path / "d", 2)
 

@@ -77,6 +77,7 @@ def test_adapters_add_their_product(model, targets):
       np.testing.assert_allclose(new - old, want.reshape(old.shape), atol=1e-5)
 
 
+@pytest.mark.long
 def test_only_adapters_are_trained(model):
   lora, attend = Lora(rank=4, targets=TARGETS), ContextParallel()
   rows = batches.place(batches.whole_rows(TOKENS), attend)
@@ -99,6 +100,7 @@ def test_only_adapters_are_trained(model):
   assert mean == pytest.approx(float(figures.loss), rel=1e-5)
 
 
+@pytest.mark.long
 def test_gradients_of_adapters(model):
   """Those of A and B follow from that of W = W0 + s A B."""
   lora, attend = Lora(rank=2, alpha=8.0, targets=("q",)), ContextParallel()
@@ -129,6 +131,7 @@ def test_merged_models_are_saved(model, tmp_path):
   np.testing.assert_array_equal(read(TOKENS), merged(TOKENS))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "tied", [pytest.param(False, marks=pytest.mark.long), True]
 )
@@ -223,6 +226,7 @@ SPELLINGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize(
   ("method", "slowest"),

@@ -388,6 +388,7 @@ c.save(7, jnp.arange(1 << 20))
 """
 
 
+@pytest.mark.long
 def test_a_program_that_ends_without_waiting(tmp_path):
   """Its last step is there, or somebody says that it is not."""
   with (
@@ -578,6 +579,7 @@ print("FOUND" + json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_files_that_cannot_grow(tmp_path):
   """Orbax' own part, which writes from C++."""
   with child(ORBAX, tmp_path / "root") as made:
@@ -724,6 +726,7 @@ def damage(root, flips, seed):
   return tried
 
 
+@pytest.mark.long
 def test_what_was_altered_is_found(root):
   assert damage(root, 10, seed=0) >= 200
 
@@ -1235,6 +1238,7 @@ POINTS = {
 FEW = (("fsync", 17), ("fsync", 19), ("rename", 2), ("rename", 7))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "points",
   [

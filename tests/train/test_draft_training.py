@@ -47,6 +47,7 @@ def recipe(**options):
   return rj.train.Recipe(**given | options)
 
 
+@pytest.mark.long
 def test_the_target_has_gradients_of_zero_and_the_block_others():
   method, mine = DraftTraining(longest=256), draft()
   batch = batches.place(method.rows(rows(), 0), ContextParallel())
@@ -81,6 +82,7 @@ def losses_that_change(lags, mine):
   return [np.flatnonzero(x).tolist() for x in np.asarray(losses[0] - losses[1])]
 
 
+@pytest.mark.long
 def test_a_loss_depends_on_keys_that_are_as_far_behind_alone(monkeypatch):
   mine, lags = draft(), (1, 2, 3)
   weight = mine.block.attention.o.weight

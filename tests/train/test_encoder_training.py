@@ -58,6 +58,7 @@ def recipe(**options):
   return rj.train.Recipe(**given | options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "name", ["llama_gqa_bias", *(pytest.param(x, marks=LONG) for x in MORE)]
 )
@@ -178,6 +179,7 @@ def test_distillation_adds_the_divergence_from_the_decoder_alone(shards):
   np.testing.assert_allclose(taught.nll, plain.nll, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_fresh_heads_look_up_what_followed_a_token():
   config = checkpoints.config("llama3")
   config |= {"tie_word_embeddings": True, "num_hidden_layers": 1}
@@ -203,6 +205,7 @@ def test_fresh_heads_look_up_what_followed_a_token():
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_recipes_that_cannot_be():
   stage = lambda **options: rj.train.Stage(
     **{"steps": 1, "length": 32, "batch": 2} | options

@@ -59,6 +59,7 @@ def rotary(**options):
   return RotaryInductionHeads(back=ROTARY_BACK, reach=1024, **options)
 
 
+@pytest.mark.long
 def test_heads_look_as_far_back_as_they_are_told():
   """By the biases alone, which every token has."""
   model = InductionHeads(back=BACK).apply(made())
@@ -81,6 +82,7 @@ def test_heads_look_as_far_back_as_they_are_told():
       assert int(np.argmax(logits[::-1])) == far
 
 
+@pytest.mark.long
 def test_the_layer_that_sees_all_reads_what_the_one_before_writes():
   """Its query is what a head says of a token, its key what it says of the
   token before: equal values match."""
@@ -99,6 +101,7 @@ def test_the_layer_that_sees_all_reads_what_the_one_before_writes():
     np.testing.assert_allclose(back[head], 0.25 * v[:, group].T, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_on_a_mesh_it_is_the_same_and_lies_the_same():
   mesh = rj.make_mesh((2, 2), ("data", "seq"), devices=jax.devices()[:4])
   one, many = made(), made(mesh)

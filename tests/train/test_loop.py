@@ -91,6 +91,7 @@ def same(a, b) -> bool:
   return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.long
 def test_reports(training):
   reports = []
   ended = training.run(8, report=reports.append)
@@ -395,6 +396,7 @@ class FullDisk:
     self._is_full = taken + 1 in self._steps
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("full", "most", "kept"),
   [
@@ -423,6 +425,7 @@ def test_goes_on_over_a_failed_save(
   assert same(ended.state, training.run(4).state)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("full", "most", "kept"),
   [

@@ -74,6 +74,7 @@ def test_only_matrices_decay():
   assert {"norm.weight", "pre_attention.weight", "q.bias"} <= set(found)
 
 
+@pytest.mark.long
 def test_decay_moves_no_norm():
   model = rj.models.create(BIASED)
   optimizer = recipe.Optimizer(

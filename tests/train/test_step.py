@@ -129,6 +129,7 @@ def spread_of(way: str, **more) -> ContextParallel:
   )
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "way",
   # What contiguous shards do, all axes do too, in stripes.
@@ -152,6 +153,7 @@ def test_loss_and_gradients_are_the_plain_model_s(wanted, way):
   assert float(figures.gradient_norm) == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("way", ["one device", "all axes"])
 def test_micro_batches_add_up(wanted, way):
   model, rows, loss, grads = wanted
@@ -171,6 +173,7 @@ def test_what_is_computed_again_is_the_same(wanted, name):
   assert far(got, grads) < 1e-5
 
 
+@pytest.mark.long
 def test_a_bfloat16_step_keeps_float32_parameters(wanted):
   model, rows, loss, grads = wanted
   figures, got, after = taken(
@@ -250,6 +253,7 @@ def test_a_step_that_is_not_finite_changes_nothing(wanted):
   assert far(state.params, before[0]) > 0
 
 
+@pytest.mark.long
 def test_padding_alone_has_no_gradient(wanted):
   model, rows, *_ = wanted
   empty = rows._replace(weights=np.zeros_like(rows.weights))
@@ -258,6 +262,7 @@ def test_padding_alone_has_no_gradient(wanted):
   assert not any(np.any(x) for x in jax.tree.leaves(got))
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
   "config",
@@ -331,6 +336,7 @@ def test_rows_that_do_not_fit(wanted):
     remat.policy("some")
 
 
+@pytest.mark.long
 def test_whole_rows_need_no_coordinates(wanted):
   model, *_ = wanted
   draw = np.random.default_rng(3)

@@ -71,6 +71,7 @@ def shapes(program: Program):
       yield from i.shapes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "layout",
   ["striped", pytest.param("contiguous", marks=pytest.mark.slow)],
@@ -95,6 +96,7 @@ def test_no_array_is_as_long_as_the_sequence(layout):
   assert {LOCAL, HIDDEN, VOCAB} <= seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shards", [4, 8])
 def test_a_step_of_the_head_has_a_block_of_each_shard(shards):
   # Fewer tokens are steps too small for a matrix unit, and as many times the

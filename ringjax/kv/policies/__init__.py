@@ -1,4 +1,4 @@
-"""Policies of eviction: which tokens each KV head keeps."""
+"""Eviction policies, which choose the tokens each KV head keeps."""
 
 from ringjax.kv.policies.adakv import AdaKV
 from ringjax.kv.policies.duo import Duo

@@ -1,4 +1,4 @@
-"""Budgets that the heads of a layer share.
+"""Ada-KV: budgets that the heads of a layer share.
 
 Ref: Feng et al. 2024, Ada-KV, arXiv 2407.11550.
 """
@@ -18,14 +18,14 @@ from ringjax.kv.policies.snapkv import SnapKV
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaKV(SnapKV):
-  """As `SnapKV`, with a budget for all heads of a layer together.
+  """Keeps the highest scores over all heads of a layer, which share a budget.
 
   A head whose attention is spread over many tokens keeps more of them.
 
   Attributes:
-    safe: the share of its budget that each head has for itself.
-    by: the policy whose scores the heads compare, in place of SnapKV's with
-      `window`, `kernel` and `pool`; its own budget does not count.
+    safe: Share of the budget that each head is guaranteed.
+    by: Policy whose scores the heads compare; its own budget is not used. None
+      for the scores of SnapKV with `window`, `kernel` and `pool`.
   """
 
   safe: int | float = 0.2
@@ -43,9 +43,9 @@ class AdaKV(SnapKV):
         "a policy that keeps the highest scores of each head",
         "pass by=rj.kv.KeyNorm(), for instance",
       )
-    plain = SnapKV()
-    given = self.window, self.kernel, self.pool
-    if given != (plain.window, plain.kernel, plain.pool):
+    defaults = SnapKV()
+    window_options = self.window, self.kernel, self.pool
+    if window_options != (defaults.window, defaults.kernel, defaults.pool):
       raise OptionError(
         "window",
         f"window={self.window}, kernel={self.kernel}, pool={self.pool!r} "
@@ -94,12 +94,17 @@ class AdaKV(SnapKV):
 def shared(
   scores: Float[Array, "L B K S"], counts: Int[Array, "L B"], safe: float
 ) -> Bool[Array, "L B K S"]:
-  """The highest of a layer, K counts in all, a share of them of each head."""
+  """Mask of the K * counts highest scores of all K heads of a layer.
+
+  Each head keeps at least the share `safe` of its count, and at least one.
+  """
   layers, b, heads, size = scores.shape
-  least = floored_share(counts, safe)
+  head_counts = floored_share(counts, safe)
   if safe:
-    least = jnp.maximum(least, 1)
-  sure = highest(scores, jnp.broadcast_to(least[:, :, None], scores.shape[:3]))
+    head_counts = jnp.maximum(head_counts, 1)
+  guaranteed = highest(
+    scores, jnp.broadcast_to(head_counts[:, :, None], scores.shape[:3])
+  )
   top = jnp.maximum(scores, jnp.finfo(jnp.float32).max)
-  flat = jnp.where(sure, top, scores).reshape(layers, b, heads * size)
+  flat = jnp.where(guaranteed, top, scores).reshape(layers, b, heads * size)
   return highest(flat, heads * counts).reshape(scores.shape)

@@ -53,21 +53,23 @@ class Duo(Policy):
 
   def scores(self, look: Look) -> Float[Array, "B K S"]:
     is_newest = look.pos >= (look.length - self.newest)[:, None, None]
-    streams = (look.pos < self.sinks) | is_newest
+    in_stream = (look.pos < self.sinks) | is_newest
     number, first = look.layer, look.first_head
     heads = first + jnp.arange(look.pos.shape[1], dtype=jnp.int32)
     is_streaming = jnp.zeros(heads.shape, bool)
     for layer, head in self.streaming:
       is_streaming = is_streaming | ((number == layer) & (heads == head))
-    return jnp.where(streams | ~is_streaming[None, :, None], 1.0, 0.0)
+    return jnp.where(in_stream | ~is_streaming[None, :, None], 1.0, 0.0)
 
   def expected(self, length: int, heads: Sequence[int]) -> list[int | float]:
     streams = min(length, self.sinks + self.newest)
     pairs = set(self.streaming)
 
     def mean(layer: int, count: int) -> int | float:
-      few = sum((layer, head) in pairs for head in range(count))
-      return (few * streams + (count - few) * length) / max(1, count)
+      num_streaming = sum((layer, head) in pairs for head in range(count))
+      return (num_streaming * streams + (count - num_streaming) * length) / max(
+        1, count
+      )
 
     return [mean(layer, count) for layer, count in enumerate(heads)]
 

@@ -1,4 +1,4 @@
-"""Tokens that later queries are expected to look at.
+"""Expected Attention: keep the tokens that later queries should attend to.
 
 Ref: Devoto et al. 2025, Expected Attention, arXiv 2510.00636.
 """
@@ -19,16 +19,16 @@ from ringjax.ops.attention.blockwise import loop
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Policy):
-  """Tokens with the largest mass of a query that is drawn from a normal law.
+  """Keeps tokens with the largest expected mass of normally drawn queries.
 
-  The law has the mean and the covariance of all queries of the row, rotated to
-  the positions to come. The first four tokens stay.
+  The distribution has the mean and covariance of all queries of the row,
+  rotated to the positions that follow. The first four tokens stay.
 
   Attributes:
-    positions: how many positions to come.
-    covariance: whether it counts.
-    by_value: whether the mass is multiplied by the norm of the value.
-    least: added to the mass before that.
+    positions: Number of following positions to average the rotation over.
+    covariance: Whether to use the covariance, and not only the mean.
+    by_value: Whether to multiply the mass by the norm of the value.
+    least: Number added to the mass before it is multiplied.
   """
 
   positions: int = 512
@@ -43,15 +43,15 @@ class ExpectedAttention(Policy):
     integer("positions", self.positions, least=1)
 
   def scores(self, look: Look) -> Float[Array, "B K S"]:
-    mean, wide = self._rotated(look)
+    mean, covariance = self._rotated(look)
     scale = look.reading.scores.scale
 
     def logits(k, v):
       del v
       s = scale * jnp.einsum("bksh,bkgh->bksg", k, mean)
       if self.covariance:
-        far = jnp.einsum("bksh,bkghj,bksj->bksg", k, wide, k)
-        s = s + scale**2 / 2 * far
+        variance = jnp.einsum("bksh,bkghj,bksj->bksg", k, covariance, k)
+        s = s + scale**2 / 2 * variance
       return s
 
     first = look.pos < 4
@@ -73,27 +73,29 @@ class ExpectedAttention(Policy):
     return jnp.where(first, jnp.inf, mass)
 
   def _rotated(self, look: Look):
-    """Mean and covariance by the mean rotation of the positions to come."""
-    mean, wide = look.mean, look.covariance
+    """Mean and covariance by the mean rotation of the following positions."""
+    mean, covariance = look.mean, look.covariance
     if look.reading.rope is None:
-      return mean, wide
+      return mean, covariance
     assert mean is not None
     size = mean.shape[-1]
     units = jnp.eye(size, dtype=jnp.float32)[None, :, None]
 
-    def of_row(start):
+    def mean_rotation(start):
       rotation = look.reading.rotation(start)
 
-      def add(n, total):
+      def add_rotation(n, total):
         return (
           total + rotation.anywhere(units, (start + n)[None, None])[0, :, 0]
         )
 
       zero = jnp.zeros((size, size), jnp.float32)
-      # Row i is what the mean rotation makes of unit i.
-      return loop(self.positions, add, zero) / self.positions
+      # Row i is the image of unit vector i under the mean rotation.
+      return loop(self.positions, add_rotation, zero) / self.positions
 
-    turn = jax.vmap(of_row)(look.length)
-    mean = jnp.einsum("bkgi,bih->bkgh", mean, turn)
-    wide = jnp.einsum("bkgij,bih,bjl->bkghl", wide, turn, turn)
-    return mean, wide
+    rotations = jax.vmap(mean_rotation)(look.length)
+    mean = jnp.einsum("bkgi,bih->bkgh", mean, rotations)
+    covariance = jnp.einsum(
+      "bkgij,bih,bjl->bkghl", covariance, rotations, rotations
+    )
+    return mean, covariance

@@ -1,4 +1,4 @@
-"""Tokens that all queries together looked at the most.
+"""H2O: keep the tokens with the most attention from all queries.
 
 Ref: Zhang et al. 2023, H2O, arXiv 2306.14048.
 """
@@ -18,19 +18,20 @@ from ringjax.kv.policies.policy import Look, Policy, floored_share, highest
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeavyHitters(Policy):
-  """Tokens with the largest mass of attention of all queries.
+  """Keeps the tokens with the largest attention mass, summed over all queries.
 
-  It is summed up from one eviction to the next: by layers while a prompt is
-  read; queries of single tokens are kept until the next eviction, and so are
-  those of a call of `rj.models.CachedAttention()`, which may be drafts.
-  `CacheKind.recent` keeps the newest tokens as well. The paper's form is
-  `score="sum", newest=0.5`, with an int `budget`.
+  Masses are summed up from one eviction to the next. While a prompt is read,
+  each layer adds its queries' masses at once. Queries of single tokens, and of
+  a call with `rj.models.CachedAttention()`, which may be drafts, are recorded
+  until the next eviction. `CacheKind.recent` also keeps the newest tokens. The
+  paper's form is `score="sum", newest=0.5`, with an int `budget`.
 
   Attributes:
-    score: "mean", a token's mass over the number of queries that could see it,
-      or "sum", the mass itself as in the paper, which favours old tokens.
-    newest: how many tokens of the budget are the newest of the row: an int, or
-      a share of the budget from 0 to 1. The paper's is 0.5.
+    score: "mean", a token's mass divided by the number of queries that could
+      see it, or "sum", the mass itself as in the paper, which favours old
+      tokens.
+    newest: Part of the budget for the newest tokens of the row: a number of
+      tokens, int, or a share of the budget from 0 to 1. The paper uses 0.5.
   """
 
   score: str = "mean"
@@ -40,9 +41,9 @@ class HeavyHitters(Policy):
     super().__post_init__()
     newest = self.newest
     share = isinstance(newest, float) and 0 <= newest <= 1
-    whole = isinstance(newest, int) and not isinstance(newest, bool)
-    # 1 and 1.0 are equal in Python, and so would be what they compile to.
-    if not share and not (whole and newest >= 2):
+    is_count = isinstance(newest, int) and not isinstance(newest, bool)
+    # 1 == 1.0 in Python, so that policies would share compiled programs.
+    if not share and not (is_count and newest >= 2):
       raise OptionError(
         "newest",
         repr(newest),
@@ -62,8 +63,8 @@ class HeavyHitters(Policy):
 
   @property
   def ranks(self) -> bool:
-    kept = type(self).kept is HeavyHitters.kept
-    return (super().ranks or kept) and not self.newest
+    inherits_kept = type(self).kept is HeavyHitters.kept
+    return (super().ranks or inherits_kept) and not self.newest
 
   def scores(self, look: Look) -> Float[Array, "B K S"]:
     if self.score == "sum":
@@ -82,7 +83,7 @@ class HeavyHitters(Policy):
       newest = jnp.minimum(counts, self.newest)
     # Tokens are in order, and empty slots last.
     real = scores > -jnp.inf
-    behind = jnp.sum(real, -1, keepdims=True, dtype=jnp.int32)
-    behind = behind - lax.broadcasted_iota(jnp.int32, scores.shape, 3)
-    near = real & (behind <= newest[:, :, None, None])
-    return highest(jnp.where(near, jnp.inf, scores), counts[:, :, None])
+    age = jnp.sum(real, -1, keepdims=True, dtype=jnp.int32)
+    age = age - lax.broadcasted_iota(jnp.int32, scores.shape, 3)
+    is_newest = real & (age <= newest[:, :, None, None])
+    return highest(jnp.where(is_newest, jnp.inf, scores), counts[:, :, None])

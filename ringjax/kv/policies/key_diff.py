@@ -1,4 +1,4 @@
-"""Keys that are unlike the others.
+"""KeyDiff: keep the tokens whose keys are unlike the others.
 
 Ref: Park et al. 2025, KeyDiff, arXiv 2504.15364.
 """
@@ -15,7 +15,7 @@ from ringjax.kv.policies.policy import Look, Policy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyDiff(Policy):
-  """Keys whose angle to the mean direction of all keys is the largest."""
+  """Keeps the keys with the largest angle to the mean direction of all keys."""
 
   def scores(self, look: Look) -> Float[Array, "B K S"]:
     mean = look.average(lambda k, v: _direction(k))

@@ -1,4 +1,4 @@
-"""Tokens that the model needs to repeat its context.
+"""KVzip: keep the tokens that the model needs to repeat its context.
 
 Ref: Kim et al. 2025, KVzip, arXiv 2505.23416.
 """
@@ -19,24 +19,23 @@ from ringjax.kv.policies.policy import Look, Policy, highest
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVzip(Policy):
-  """Tokens that one query of a repetition of the context looks at the most.
+  """Keeps tokens with the largest weight of a query that repeats the context.
 
-  Once the context is read, the model is asked to repeat it, chunk by chunk; of
-  a chunk's tokens each head keeps those that some query of the repetition
-  looks at, whatever is asked later. `rj.infer.generate` repeats the prompt
-  that it reads into an empty cache, and evicts once; tokens that come later
-  stay. The budget is one for all heads of all layers together. Reading costs
-  two to three times as much, and the repetition as much memory for queries as
-  a chunk's keys of as many heads.
+  Once the context is read, the model is asked to repeat it, chunk by chunk. A
+  chunk's token is scored by the largest weight that any query of the repetition
+  gives it, so that the choice does not depend on later questions.
+  `rj.infer.generate` repeats the prompt that it reads into an empty cache and
+  evicts once; later tokens stay. All heads of all layers share one budget.
+  Reading takes two to three times as long. The repetition needs memory for a
+  chunk's queries, as much as for keys of the same number of heads.
 
   Attributes:
-    sinks: how many of the first tokens stay; they count in the budget, and
-      all chunks are repeated with them.
-    chunk: tokens that are repeated at once.
-    prefix: of a row's first tokens those that are not repeated, such as a
-      template's; they go first, but for the sinks.
-    by_layer: whether each layer has a budget of its own, for its heads
-      together.
+    sinks: Number of first tokens that stay; they count in the budget, and
+      every chunk is repeated with them.
+    chunk: Number of tokens that are repeated at once.
+    prefix: Number of a row's first tokens that are not repeated, such as a
+      template's; except for the sinks, they are evicted first.
+    by_layer: Whether each layer has its own budget, shared by its heads.
   """
 
   sinks: int = 4
@@ -57,22 +56,22 @@ class KVzip(Policy):
     return dataclasses.replace(self, budget=1.0, chunk=1, prefix=0)
 
   def counts(self, length: int, heads: Sequence[int]) -> Sequence[int]:
-    """Tokens of all heads of a layer, or of all layers, together."""
+    """Total number of tokens of all heads: of the layer, or of all layers."""
     if self.by_layer:
-      return [self._of(length, n) for n in heads]
-    return [self._of(length, sum(heads))] * len(heads)
+      return [self._total(length, n) for n in heads]
+    return [self._total(length, sum(heads))] * len(heads)
 
   def expected(self, length: int, heads: Sequence[int]) -> list[int | float]:
     shares = heads if self.by_layer else [sum(heads)] * len(heads)
-    both = zip(self.counts(length, heads), shares, strict=True)
-    return [count / max(1, share) for count, share in both]
+    layer_counts = zip(self.counts(length, heads), shares, strict=True)
+    return [count / max(1, share) for count, share in layer_counts]
 
-  def _of(self, length: int, heads: int) -> int:
+  def _total(self, length: int, heads: int) -> int:
     if isinstance(self.budget, int):
       return min(length, self.budget) * heads
-    # 1 - 0.9 is less than a tenth.
-    gone = int(length * heads * (1 - self.budget) + 1e-6)
-    return length * heads - gone
+    # In floats 1 - 0.9 is less than a tenth.
+    removed = int(length * heads * (1 - self.budget) + 1e-6)
+    return length * heads - removed
 
   def scores(self, look: Look) -> Float[Array, "B K S"]:
     return jnp.where(look.pos < self.sinks, jnp.inf, look.repeated())
@@ -90,10 +89,12 @@ class KVzip(Policy):
     if not flat:
       return []
     keep = highest(jnp.concatenate(flat, 1), counts[0][0])
-    found, start = [], 0
+    masks, start = [], 0
     for x, part in zip(scores, flat, strict=True):
-      layers, b, *rest = x.shape
-      mine = keep[:, start : start + part.shape[1]].reshape(b, layers, *rest)
-      found.append(jnp.swapaxes(mine, 0, 1))
+      layers, b, *dims = x.shape
+      kind_mask = keep[:, start : start + part.shape[1]].reshape(
+        b, layers, *dims
+      )
+      masks.append(jnp.swapaxes(kind_mask, 0, 1))
       start += part.shape[1]
-    return found
+    return masks

@@ -1,4 +1,4 @@
-"""All tokens stay; a query reads those pages that promise it the most.
+"""Quest: keep all tokens; a query reads the pages with the best bounds.
 
 Ref: Tang et al. 2024, Quest, arXiv 2406.10774.
 """
@@ -17,13 +17,14 @@ from ringjax.kv.policies.policy import Look, Policy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Select(Policy):
-  """Nothing goes; while decoding, each query reads its best pages.
+  """Keeps all tokens; while decoding, each query reads only its best pages.
 
-  `budget` is what it reads of a KV head: a share of the pages of its row, or
-  tokens. The bounds of a page's keys say how large a product with a query can
-  be; the queries of a group choose together. On a mesh each shard of the
-  sequence reads the best of its own pages. The tokens of a prompt read
-  everything. Drafts, other tokens of a call and other rows change no choice.
+  `budget` is the part of a KV head that a query reads: a share of the row's
+  pages, or a number of tokens. Pages are ranked by an upper bound of the
+  product of the query with the page's keys; the queries of a group choose
+  together. On a mesh each shard of the sequence reads the best of its local
+  pages. The tokens of a prompt read all pages. A choice does not depend on
+  drafts, other tokens of a call or other rows.
   """
 
   selects: ClassVar[bool] = True

@@ -101,7 +101,7 @@ class Look(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-  """A policy of eviction; hashable, compared by value.
+  """Base class of eviction policies; hashable, compared by value.
 
   Attributes:
     budget: Number of tokens that each head keeps: an int, or a float share of

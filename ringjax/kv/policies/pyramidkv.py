@@ -1,4 +1,4 @@
-"""Fewer tokens in later layers.
+"""PyramidKV: keep fewer tokens in later layers.
 
 Ref: Cai et al. 2024, PyramidKV, arXiv 2406.02069.
 """
@@ -14,13 +14,13 @@ from ringjax.kv.policies.snapkv import SnapKV
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PyramidKV(SnapKV):
-  """As `SnapKV`, with budgets that fall from the first layer to the last.
+  """SnapKV with budgets that decrease linearly from the first layer on.
 
-  Their mean is the budget. If the last layer's would be less than the window,
-  or the first layer's more than the row, all layers have the same.
+  Their mean is the budget. If the last layer's budget would be less than the
+  window, or the first layer's more than the row, all layers have the same.
 
   Attributes:
-    beta: the last layer's budget is 1 / beta of the mean.
+    beta: Ratio of the mean budget to the last layer's budget.
   """
 
   beta: int = 20
@@ -32,15 +32,15 @@ class PyramidKV(SnapKV):
   def counts(self, length: int, heads: Sequence[int]) -> Sequence[int]:
     layers = len(heads)
     share = isinstance(self.budget, float)
-    whole = length * self.budget if share else min(self.budget, length)
-    # As it is computed elsewhere, to the last digit.
-    mean = (self.window + whole) - self.window
-    low = mean / self.beta
-    high = 2 * mean - low
-    if high >= length - self.window:
-      high = length - self.window
-      low = 2 * mean - high
-    if not length >= high >= low >= self.window:
-      return [max(1, round(whole))] * layers
-    step = (high - low) / (layers - 1) if layers > 1 else 0
-    return [round(high - n * step) for n in range(layers)]
+    budget = length * self.budget if share else min(self.budget, length)
+    # Added and subtracted as in other implementations, for the same rounding.
+    mean = (self.window + budget) - self.window
+    last = mean / self.beta
+    first = 2 * mean - last
+    if first >= length - self.window:
+      first = length - self.window
+      last = 2 * mean - first
+    if not length >= first >= last >= self.window:
+      return [max(1, round(budget))] * layers
+    step = (first - last) / (layers - 1) if layers > 1 else 0
+    return [round(first - n * step) for n in range(layers)]

@@ -1,4 +1,4 @@
-"""The first tokens and the newest.
+"""StreamingLLM: keep the first tokens and the newest.
 
 Ref: Xiao et al. 2024, StreamingLLM, arXiv 2309.17453.
 """
@@ -18,13 +18,14 @@ from ringjax.kv.policies.policy import Look, Policy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sinks(Policy):
-  """The first tokens of a row, and of the others the newest.
+  """Keeps the first tokens of a row, and the newest of the others.
 
   Attributes:
-    sinks: how many of the first stay; they count in the budget.
-    positions: "text", a token attends from its position in the text, or
-      "cache", as in the paper, from its index among the tokens that are there:
-      a text may then be longer than the model's context. Needs an int budget.
+    sinks: Number of first tokens that stay; they count in the budget.
+    positions: Position of a token for attention: "text", its position in the
+      text, or "cache", as in the paper, its index among the tokens in the
+      cache. With "cache" a text may be longer than the model's context; the
+      budget must be an int.
   """
 
   sinks: int = 4
@@ -42,8 +43,8 @@ class Sinks(Policy):
         "'text' or 'cache'",
         "pass positions='cache' for the index in the cache",
       )
-    whole = isinstance(self.budget, int) and self.budget > self.sinks > 0
-    if self.positions == "cache" and not (whole and type(self) is Sinks):
+    is_count = isinstance(self.budget, int) and self.budget > self.sinks > 0
+    if self.positions == "cache" and not (is_count and type(self) is Sinks):
       raise OptionError(
         "positions",
         f"'cache' with budget={self.budget} and sinks={self.sinks} of "
@@ -62,7 +63,7 @@ class Sinks(Policy):
     return self.sinks if self.positions == "cache" else 0
 
   def traced(self) -> Policy:
-    # What stays does not depend on positions for attention.
+    # The tokens that stay do not depend on positions for attention.
     return dataclasses.replace(self, budget=1.0, positions="text")
 
   def scores(self, look: Look) -> Float[Array, "B K S"]:

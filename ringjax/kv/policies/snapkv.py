@@ -1,4 +1,4 @@
-"""Tokens that the newest queries look at.
+"""SnapKV: keep the tokens that the newest queries attend to.
 
 Ref: Li et al. 2024, SnapKV, arXiv 2404.14469.
 """
@@ -19,14 +19,14 @@ from ringjax.kv.policies.policy import Look, Policy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SnapKV(Policy):
-  """Tokens with the largest mass of attention of the newest queries.
+  """Keeps the tokens with the largest attention mass of the newest queries.
 
   The newest tokens themselves stay.
 
   Attributes:
-    window: how many queries.
-    kernel: masses are pooled over so many neighbours, an odd number.
-    pool: "mean" or "max", how they are pooled.
+    window: Number of newest queries.
+    kernel: Number of neighbouring tokens over which masses are pooled, odd.
+    pool: Kind of pooling, "mean" or "max".
   """
 
   window: int = 64
@@ -51,15 +51,15 @@ class SnapKV(Policy):
     mass = jnp.mean(look.column_mass(), 2)
     newest = look.pos >= (look.length - self.window)[:, None, None]
     mass = jnp.where(look.real & ~newest, mass, 0)
-    side = self.kernel // 2
-    wide = jnp.pad(mass, ((0, 0), (0, 0), (side, side)))
+    margin = self.kernel // 2
+    padded = jnp.pad(mass, ((0, 0), (0, 0), (margin, margin)))
     size = mass.shape[2]
-    parts = [
-      jax.lax.slice_in_dim(wide, n, n + size, axis=2)
+    shifted = [
+      jax.lax.slice_in_dim(padded, n, n + size, axis=2)
       for n in range(self.kernel)
     ]
     if self.pool == "max":
-      pooled = functools.reduce(jnp.maximum, parts)
+      pooled = functools.reduce(jnp.maximum, shifted)
     else:
-      pooled = sum(parts) / self.kernel
+      pooled = sum(shifted) / self.kernel
     return jnp.where(newest, jnp.inf, pooled)

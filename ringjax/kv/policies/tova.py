@@ -1,4 +1,4 @@
-"""Tokens that the newest query looks at.
+"""TOVA: keep the tokens that the newest query attends to.
 
 Ref: Oren et al. 2024, TOVA, arXiv 2401.06104.
 """
@@ -15,7 +15,7 @@ from ringjax.kv.policies.policy import Look, Policy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tova(Policy):
-  """Tokens with the largest mass of the newest query, the mean of all heads.
+  """Keeps tokens with the largest mass of the newest query, a mean over heads.
 
   All heads of a layer keep the same tokens.
   """

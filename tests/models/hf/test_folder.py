@@ -864,6 +864,7 @@ print(
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("cut", ["rows", "columns"])
 def test_host_memory_holds_a_few_tensors(tmp_path, cut):

@@ -165,6 +165,7 @@ def test_bad_header(parse, name):
   assert said.isprintable()
 
 
+@pytest.mark.long
 def test_many_tensors_of_no_size_are_refused(parse):
   entry = b'"%d":{"dtype":"I8","shape":[0],"data_\\u006fffsets":[0,0]}'
   many = b",".join(entry % i for i in range(200_001))

@@ -379,6 +379,7 @@ def close(model, want, rtol=1e-6):
     np.testing.assert_allclose(got[name], x, rtol, err_msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", some(*QUICK))
 def test_codes_become_the_numbers_they_stand_for(name, tmp_path):
   folder, _, plain = folder_of(tmp_path / "a", FORMATS[name])

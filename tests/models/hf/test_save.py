@@ -468,6 +468,7 @@ print(n)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "how", [pytest.param("swap", marks=pytest.mark.slow), "rename"]
 )
@@ -548,6 +549,7 @@ jax.distributed.shutdown()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "fail", ["", "taken", pytest.param("full", marks=pytest.mark.slow)]
 )

@@ -107,6 +107,7 @@ def run(given, wrap, shards=1, *, sharded=False, cap=None, slopes=None, few=16):
 EXTRAS = {"plain": {}, "cap and alibi": dict(cap=2.0, slopes=SLOPES)}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("shards", "sharded"), [(1, False), (4, False), (4, True)]
 )
@@ -144,6 +145,7 @@ def chosen(p, owner, keep, by):
   return np.broadcast_to(rank < keep, (B, count, *p.shape[1:4]))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("by", ["query", "token", "head", "call"])
 @pytest.mark.parametrize(
   ("shards", "sharded"), [(1, False), (4, False), (4, True)]

@@ -111,6 +111,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "shards", [1, pytest.param(4, marks=pytest.mark.slow), 8]
 )

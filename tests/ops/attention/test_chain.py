@@ -48,6 +48,7 @@ def verify(name, layout, shards, local=TILES):
   oracle.check(got, want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "name",
   [
@@ -58,6 +59,7 @@ def test_every_causal_feature(name):
   verify(name, Uneven(PARTS[8]), 8)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "shards",
   [1, pytest.param(2, marks=pytest.mark.slow), 3, 4],

@@ -131,6 +131,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("shards", "layout", "strategy"), PLACES)
 def test_all_drop_the_same_pairs(shards, layout, strategy):
   """The truth's weights, and so one another's; gradients drop them too."""

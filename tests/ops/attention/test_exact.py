@@ -244,22 +244,27 @@ def deal(names, all_of=(), turn=(0, 1)):
   return chosen
 
 
+@pytest.mark.one_case
+@pytest.mark.long_cases(5)
 @pytest.mark.parametrize(("feature", "layout"), deal(FEATURES, QUICK, (0, 9)))
 def test_ring_serves_every_feature(feature, layout):
   verify(feature, LAYOUTS[layout], Ring(TILES, unroll=1))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("feature", "layout"), deal(FEATURES, turn=(1, 9)))
 def test_ulysses_serves_every_feature(feature, layout):
   verify(feature, LAYOUTS[layout], Ulysses(TILES))
 
 
 # These two share with the ring all but a few lines, each other's ones.
+@pytest.mark.one_case
 @pytest.mark.parametrize(("feature", "layout"), deal(FEATURES, turn=(3, 8)))
 def test_gather_serves_every_feature(feature, layout):
   verify(feature, LAYOUTS[layout], Gather(TILES))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("feature", "layout"), deal(FEATURES, turn=(7, 8)))
 def test_dense_serves_every_feature(feature, layout):
   verify(feature, LAYOUTS[layout], Ring(Dense()))
@@ -268,11 +273,13 @@ def test_dense_serves_every_feature(feature, layout):
 SIZES = [1, 2, 3, 5, 6, 7]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("shards", "layout"), deal(SIZES, turn=(1, 2)))
 def test_ring_sizes(shards, layout):
   verify("everything", LAYOUTS[layout], Ring(TILES), shards)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("shards", "layout"),
   [
@@ -289,6 +296,7 @@ def test_a_ring_of_separate_documents(shards, layout):
   verify("separate", LAYOUTS[layout], Ring(TILES, unroll=1), shards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("strategy", "layout"),
   [
@@ -307,6 +315,7 @@ def test_other_strategies_of_separate_documents(strategy, layout):
   verify("separate", LAYOUTS[layout], strategy, 4)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("strategy", [Gather(TILES), Ulysses(TILES)])
 @pytest.mark.parametrize(
   "shards", [1, pytest.param(3, marks=pytest.mark.smoke)]
@@ -315,6 +324,7 @@ def test_sizes_of_other_strategies(shards, strategy):
   verify("everything", Zigzag(), strategy, shards)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("n", "kv", "shards"), [(6, 3, 4), (8, 8, 4), (6, 2, 8), (3, 1, 2)]
 )
@@ -327,6 +337,7 @@ def test_ulysses_deals_heads_that_do_not_divide(n, kv, shards):
   oracle.check(got, oracle.truth(case))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "unroll", [1, 3, pytest.param(16, marks=pytest.mark.slow)]
 )
@@ -356,6 +367,7 @@ def test_without_a_batch_axis():
   oracle.check(got, want)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("shards", "layout", "q_block"),
   [
@@ -577,6 +589,7 @@ def test_a_shard_has_all_columns_of_its_rows_of_bias_and_mask(layout, strategy):
   oracle.check(got, oracle.truth(case))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("layout", "strategy"),
   [
@@ -601,6 +614,7 @@ def test_inside_shard_map(layout, strategy):
   oracle.check(got, want)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("layout", [Contiguous(), Zigzag()])
 def test_gradients_taken_inside_shard_map(layout):
   case, want = whole_problem()
@@ -664,6 +678,7 @@ def in_vmap(shards):
   return function
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("layout", "strategy"),
   [
@@ -722,6 +737,7 @@ def test_vmap(strategy):
     oracle.check({i: x[n] for i, x in got.items()}, oracle.truth(case))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("policy", ["nothing", "names"])
 def test_scan_and_remat(policy):
   policy = {

@@ -56,6 +56,7 @@ def test_signature_is_a_superset():
     assert ours[name].kind == parameter.kind
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("size", "group", "use_vmap", "dtype"),
   [
@@ -84,6 +85,7 @@ def test_groups_and_vmap(size, group, use_vmap, dtype):
     close((out, back(do)), (want, want_back(do)), 0.02)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(
   "modes",
@@ -140,6 +142,7 @@ def test_bias_gradient_of_each_example(size):
   close(grads(sharded(size)), grads(jax.nn.dot_product_attention), 2e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_no_batch_axis_and_unequal_lengths(size):
   q, k, v = draw(3, (T, N, H), (40, 2, H), (40, 2, H), dtype=jnp.float32)

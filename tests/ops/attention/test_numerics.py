@@ -95,6 +95,7 @@ def within(found, dtype):
   assert not wrong, f"relative errors {wrong}"
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("spread", [1.0, 16.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_errors_are_small(dtype, spread):
@@ -107,6 +108,7 @@ def test_errors_are_small(dtype, spread):
     assert found["out"] <= 2 * rounding
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "strategy",
   [
@@ -307,6 +309,7 @@ def test_a_token_reaches_those_who_see_it_only(layout, strategy):
         assert not hidden.any(), plant
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("value", [None, np.nan, np.inf])
 @pytest.mark.parametrize("plant", ["padding", "beyond the keys' length"])
 def test_a_key_that_nobody_sees_changes_nothing_in_plain_attention(

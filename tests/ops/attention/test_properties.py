@@ -284,6 +284,7 @@ def test_positions_agree_with_the_order(layout, length, shards):
   assert np.all(np.diff(positions.reshape(shards, local), axis=1) > 0)
 
 
+@pytest.mark.long
 @given(
   layouts,
   st.integers(1, 8),

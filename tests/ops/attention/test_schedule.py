@@ -70,6 +70,7 @@ def sent(program):
   return keys, coords
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("size", [3, 8])
 def test_forward_sends_each_block_once(layout, size):
@@ -85,6 +86,7 @@ def test_forward_sends_each_block_once(layout, size):
   assert not program.ops() & {"all-gather", "all-to-all", "all-reduce"}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("size", [3, 8])
 def test_backward_sends_keys_and_sums(layout, size):
@@ -105,6 +107,7 @@ def test_unequal_head_dims_send_keys_and_values_apart():
   assert sent(program)[0] == {(B, K, 12, H): 3, (B, K, 12, 8): 3}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("window", [1, 13, 14, 60])
 def test_window_cuts_the_ring(window, backward):
@@ -177,6 +180,7 @@ def test_gather_and_ulysses_use_their_collectives():
   assert "all-to-all" in ops and "collective-permute" not in ops
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ring"])
 def test_program_does_not_grow(strategy):
   size = lambda shards, tokens: len(

@@ -126,6 +126,7 @@ def test_the_automatic_axis_of_a_shard_map_over_the_batch():
   refused_by_both_names(lambda: run()(Q, K, V), "data")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["seq", "i"])
 def test_a_vmap_s_axis_is_taken_where_it_is_named(name):
   """As in JAX, an axis that is mapped over is no dimension of the operands."""

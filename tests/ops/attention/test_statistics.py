@@ -116,6 +116,7 @@ def test_odd_lengths_and_several_tiles(t):
   check(find(case), direct(case))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("shards", "layout", "feature"),
   [
@@ -194,6 +195,7 @@ def test_large_scores_lose_their_rounding_alone():
   assert got["entropy"].min() >= 0
 
 
+@pytest.mark.long
 def test_without_a_batch_and_of_half_precision():
   case = oracle.build(b=1, is_causal=True, sees=causal, dtype=jnp.bfloat16)
   keep = sets(case)

@@ -107,6 +107,7 @@ def test_all_features_at_once(strategy):
   verify("everything", layout, STRATEGIES[strategy])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "feature",
   [
@@ -130,6 +131,7 @@ def test_heads_traded_around_ways_for_consecutive_tokens(local):
   verify("window-wide", Contiguous(), Ulysses(local, inner=2))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("shards", "feature"),
   [
@@ -145,6 +147,7 @@ def test_two_ways_around_any_ring(shards, feature):
   verify(feature, Zigzag(), Ring(TILES, unroll=1, two_way=True), shards)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "shards",
   [
@@ -158,6 +161,7 @@ def test_queries_around_any_ring(shards):
   verify("everything", Striped(), RingQ(TILES), shards)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "strategy",
   [
@@ -185,6 +189,7 @@ def test_one_device(strategy):
 # Meshes.
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("strategy", "kind"),
   [
@@ -215,6 +220,7 @@ def test_two_axes_carry_the_sequence(strategy, kind):
   oracle.check(got, want)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "strategy",
   [Ulysses(Ring(TILES), inner=2), Ring(TILES, two_way=True), RingQ(TILES)],
@@ -233,6 +239,7 @@ def test_batch_and_heads_are_sharded_too(strategy):
   )
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "strategy",
   [
@@ -334,6 +341,7 @@ def reach_of(shards, mask):
   )
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("lengths", "causal", "want"),
   [
@@ -372,6 +380,7 @@ def test_hops_never_fall_short(seed):
         assert (i - j) % 5 <= behind or (j - i) % 5 <= ahead
 
 
+@pytest.mark.long
 def test_one_program_for_every_packing():
   traces = []
   mesh, ring = ring_mesh(8), Ring(TILES, by_document=True)

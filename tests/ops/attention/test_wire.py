@@ -89,6 +89,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "dtype",
   [
@@ -105,12 +106,14 @@ def test_attention_and_its_gradients_are_near(dtype):
   assert max(errors.values()) > LIMITS[dtype] / 40, errors
 
 
+@pytest.mark.long
 def test_errors_do_not_grow_with_hops():
   two, eight = found("int8", 2), found("int8", 8)
   for name in two:
     assert eight[name] < 2 * two[name], (two, eight)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Gather, Chain])
 def test_others_that_move_keys(kind):
   errors = found("int8", 4, kind)
@@ -149,6 +152,7 @@ def test_the_stated_bound_of_an_output():
   assert off > bound / 1000  # The bound is of this size and not just any.
 
 
+@pytest.mark.long
 def test_own_keys_stay_exact():
   """With a window inside of shards nothing that is seen has travelled."""
   sees = lambda i, j: (i // 12 == j // 12) & (j <= i)

@@ -178,6 +178,7 @@ class Astray(Vendor):
     return dq, dk, dv * (0.9 if self.fault == "dv" else 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "fault",
   [
@@ -195,6 +196,7 @@ def test_the_check_tries_every_kind_of_hop(monkeypatch, fault):
   assert off > auto_kernel._ALLOWED if fault else off <= auto_kernel._ALLOWED
 
 
+@pytest.mark.long
 def test_the_check_has_no_part_in_what_is_traced(fresh, monkeypatch, caplog):
   """The first call is mostly inside of a jit, a shard_map and a mesh."""
   monkeypatch.setitem(auto_kernel.KERNELS, "cpu", (Sound,))
@@ -209,6 +211,7 @@ def test_the_check_has_no_part_in_what_is_traced(fresh, monkeypatch, caplog):
   np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("shape", "said", "taken"),
   [

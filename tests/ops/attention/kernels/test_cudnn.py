@@ -158,6 +158,7 @@ def calls(text):
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 
 
+@pytest.mark.long
 @pytest.mark.smoke
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])
 def test_a_ring_is_compiled_for_cuda_without_one(layout):
@@ -258,6 +259,7 @@ def emulated(monkeypatch):
   return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "layout", [pytest.param("striped", marks=pytest.mark.slow), "zigzag"]
 )
@@ -282,6 +284,7 @@ def test_a_ring_of_it_is_right(emulated, monkeypatch, layout):
   assert all(bind.masks == {"NO_MASK", "CAUSAL"} for bind in emulated)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", on_gpu.kinds(8))
 def test_the_check_for_a_gpu_checks(kind):
   """Its cases, on what stands in for one: right, and wrong where planted."""

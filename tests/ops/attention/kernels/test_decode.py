@@ -30,6 +30,7 @@ def kernel(request):
   return request.param(16, interpret=True)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("name", "shards"),
   [
@@ -72,6 +73,7 @@ def test_a_few_queries(kernel, shards, sharded):
   close(got, truth(*given, 1, **OPTIONS["all"]))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("heads", [1, 2])
 def test_beside_axes_of_batch_and_heads(kernel, heads):
   resident.on_axes(
@@ -139,6 +141,7 @@ def same(ours, theirs, limit):
     assert far <= limit * np.linalg.norm(b[seen])
 
 
+@pytest.mark.one_case
 def test_the_partial_is_that_of_the_loops(kernel):
   args = call(3, dtype=jnp.bfloat16)
   same(decoded(kernel.decode, args), decoded(decode_attention, args), 1e-2)
@@ -228,6 +231,7 @@ def test_they_stay_one_in_a_shard_map(kind):
   close(got, want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_passes_its_own_check(kind):
   assert (

@@ -126,6 +126,7 @@ def call(of_k, of_v=None, *, dtype=jnp.float32, slots=300, queries=2, mask=None,
   return q, view, ScoreArgs(scores, terms or Terms(), context)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "codec",
   [
@@ -139,6 +140,7 @@ def test_it_equals_the_loops(codec):
   same(decoded(KERNEL.decode, args), decoded(decode_attention, args), 3e-6)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "codec",
   [
@@ -174,6 +176,7 @@ def by_channel(bits, outliers=0.02, **options):
   )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("bits", "outliers", "name", "start"),
   [
@@ -211,6 +214,7 @@ def test_rotated_keys_beside_other_values():
   same(decoded(kernel.decode, args), decoded(decode_attention, args), 3e-6)
 
 
+@pytest.mark.long
 def test_rotated_keys_in_half_precision():
   args = by_channel(3, rotation=ROTATIONS["halves"], dtype=jnp.bfloat16)
   same(decoded(KERNEL.decode, args), decoded(decode_attention, args), 2e-2)
@@ -243,18 +247,21 @@ OPTIONS = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", OPTIONS)
 def test_masks_and_scores(name):
   args = call(Integers(bits=4), **OPTIONS[name])
   same(decoded(KERNEL.decode, args), decoded(decode_attention, args), 3e-6)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("slots", [1, 21, 128, 700])
 def test_any_number_of_slots(slots):
   args = call(Hadamard(bits=3), slots=slots, queries=1)
   same(decoded(KERNEL.decode, args), decoded(decode_attention, args), 3e-6)
 
 
+@pytest.mark.long
 def test_keys_and_values_have_codecs_of_their_own():
   for pair in (
     (Integers(bits=8), Integers(bits=2, group=32)),
@@ -272,6 +279,7 @@ def test_values_that_are_keys():
   same(run(KERNEL.decode), run(decode_attention), 3e-6)
 
 
+@pytest.mark.long
 def test_several_heads_a_tile():
   """On chips of one core."""
   kernel = dataclasses.replace(KERNEL, chip="tpu-v5e")
@@ -280,6 +288,7 @@ def test_several_heads_a_tile():
   same(decoded(kernel.decode, args), decoded(decode_attention, args), 3e-6)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [0, 7, 8])
 def test_what_is_not_seen_does_not_matter(n):
   """Bit for bit, even if it is no number; what is seen reaches its queries."""

@@ -67,6 +67,7 @@ def check(args, limit=3e-6):
   return got
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", SHARING)
 def test_it_equals_the_loops(name):
   args = call(name)
@@ -74,6 +75,7 @@ def test_it_equals_the_loops(name):
   check(args)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("what", ["window", "cap", "half", "one head"])
 def test_masks_and_dtypes(what):
   options = {

@@ -43,11 +43,13 @@ def verify(name, strategy, layout=None, shards=1):
   oracle.check(got, want)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("feature", pick(SERVED, QUICK))
 def test_one_device(feature):
   verify(feature, Gather(SMALL))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "layout", [Striped(), pytest.param(Zigzag(), marks=pytest.mark.slow)]
 )
@@ -70,6 +72,7 @@ def test_other_strategies(strategy):
   verify(name, made, Contiguous(), 2 if strategy == "ulysses" else 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["bfloat16", "dropout"])
 def test_blockwise_is_met(kind):
   """What the truth has other roundings or no numbers for."""
@@ -99,6 +102,7 @@ def test_blockwise_is_met(kind):
     assert oracle.error(a, b) < limit
 
 
+@pytest.mark.long
 def test_a_nan_reaches_those_who_see_it_only():
   keys = jax.random.split(jax.random.key(1), 3)
   q, k, v = (jax.random.normal(key, (1, 40, 1, 8)) for key in keys)
@@ -120,6 +124,7 @@ def test_a_nan_reaches_those_who_see_it_only():
     assert np.array_equal(ours, theirs)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "kinds",
   [

@@ -335,6 +335,7 @@ def verify(name, local, layout, shards, strategy=None, check=True):
   return {key: oracle.error(got[key], want[key]) for key in want}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("shards", "layout"),
   [
@@ -354,6 +355,7 @@ def test_a_ring_of_kernels(layout, shards):
   verify("causal", Vendor(Poison()), LAYOUTS[layout], shards)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("name", "layout"),
   [

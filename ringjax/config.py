@@ -1,0 +1,279 @@
+"""Configs: frozen values in place of long parameter lists.
+
+A config is a class with the decorator `config`, whose fields are made by
+`option` and documented there. It prints the options that differ from their
+defaults, is written as plain values and read back, and takes overrides by name:
+`EngineConfig(rows=8).replace(page=64)`.
+
+A config may have other configs as parts. Overrides name the options of parts
+directly: `GenerateConfig().replace(chunk=512)` changes `prefill.chunk`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import textwrap
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar, dataclass_transform
+
+from ringjax.checks import integer, one_of
+from ringjax.errors import InputTypeError, OptionError
+
+_C = TypeVar("_C", bound="Config")
+_T = TypeVar("_T", bound="type[Config]")
+
+
+def option(
+  meaning: str,
+  *,
+  default: object,
+  override: str | None = None,
+  text: Callable[[Any], Any] | None = None,
+  choices: Collection[str] | None = None,
+  least: int | None = None,
+) -> Any:
+  """Make a field of a config.
+
+  Args:
+    meaning: Noun phrase that says what the value is, for docs and flags.
+    default: Default value.
+    override: Name by which a config that has this one as a part takes the
+      option; default: the field's name.
+    text: Function that converts a value to a plain one, from which the config
+      makes the same value again; default: values have to be plain.
+    choices: Allowed texts; None: any value.
+    least: Smallest value of an option that is an int; None: no int.
+  """
+  facts = {
+    "meaning": meaning,
+    "override": override,
+    "text": text,
+    "choices": choices,
+    "least": least,
+  }
+  return dataclasses.field(default=default, metadata=facts)
+
+
+def part(
+  meaning: str, *, default_factory: type[Any], main: str | None = None
+) -> Any:
+  """Make a field of a config that is a config itself.
+
+  Args:
+    meaning: Noun phrase that says what the part is about.
+    default_factory: Class of the part.
+    main: Option of the part that an override of the field's name sets, if the
+      override is not a config: prefill="ring".
+  """
+  facts = {"meaning": meaning, "part": default_factory, "main": main}
+  return dataclasses.field(default_factory=default_factory, metadata=facts)
+
+
+class Config:
+  """Base of configs; see the module.
+
+  Raises:
+    OptionError: If a value is out of its range, see `option`.
+  """
+
+  def __post_init__(self) -> None:
+    for field in self.fields():
+      value, facts = getattr(self, field.name), field.metadata
+      if "part" in facts or (value is None and field.default is None):
+        continue
+      if facts["choices"] is not None:
+        one_of(field.name, value, facts["choices"])
+      if facts["least"] is not None:
+        integer(field.name, value, least=facts["least"])
+
+  @classmethod
+  def fields(cls) -> tuple[dataclasses.Field[Any], ...]:
+    """Fields of the config."""
+    config_class: Any = cls
+    return dataclasses.fields(config_class)
+
+  @classmethod
+  def of(cls: type[_C], config: _C | None, overrides: Mapping[str, Any]) -> _C:
+    """Return a config, or the default one, with overrides.
+
+    Raises:
+      InputTypeError: If `config` is of another class.
+      OptionError: If an override is unknown, or a value is wrong.
+    """
+    if config is None:
+      config = cls()
+    if not isinstance(config, cls):
+      raise InputTypeError(
+        "config",
+        type(config).__name__,
+        f"an {cls.__name__}",
+        "pass one, or options by their names",
+      )
+    return config.replace(**overrides) if overrides else config
+
+  @classmethod
+  def options(cls) -> dict[str, tuple[str, ...]]:
+    """Names of overrides, with the path of fields that each one sets."""
+    paths: dict[str, tuple[str, ...]] = {}
+    for field in cls.fields():
+      facts = field.metadata
+      if "part" in facts:
+        paths[field.name] = (field.name,)
+        for name, path in facts["part"].options().items():
+          paths.setdefault(name, (field.name, *path))
+      else:
+        paths[facts["override"] or field.name] = (field.name,)
+    return paths
+
+  def replace(self: _C, **overrides: Any) -> _C:
+    """Copy with other values of some options, also of parts' options.
+
+    Raises:
+      OptionError: If an option is unknown, or a value is wrong.
+    """
+    paths = self.options()
+    changes: dict[str, Any] = {}
+    of_parts: dict[str, dict[str, Any]] = {}
+    for name, value in overrides.items():
+      if name not in paths:
+        raise self._unknown(name, value, paths)
+      first, *rest = paths[name]
+      facts = self._facts(first)
+      is_part = "part" in facts
+      if rest:
+        # The part's own name of the option.
+        of_parts.setdefault(first, {})[name] = value
+      elif is_part and not isinstance(value, facts["part"]):
+        if facts["main"] is None:
+          raise InputTypeError(
+            name,
+            type(value).__name__,
+            f"a {facts['part'].__name__}",
+            "pass one, or its options by their names",
+          )
+        of_parts.setdefault(first, {})[facts["main"]] = value
+      else:
+        changes[first] = value
+    for first, values in of_parts.items():
+      changes[first] = changes.get(first, getattr(self, first)).replace(
+        **values
+      )
+    instance: Any = self
+    return dataclasses.replace(instance, **changes)
+
+  def to_dict(self) -> dict[str, Any]:
+    """Options that differ from their defaults, as values of JSON.
+
+    Raises:
+      OptionError: If a value is an object that can't be written.
+    """
+    values: dict[str, Any] = {}
+    for name, value, facts in self._changed():
+      if "part" in facts:
+        values[name] = value.to_dict()
+        continue
+      plain = value if facts["text"] is None else facts["text"](value)
+      if not _is_plain(plain):
+        raise OptionError(
+          name,
+          f"a {type(value).__name__}",
+          "a number, a text, or a list of them, which can be written",
+          "write the config without it, and pass the object as an override",
+        )
+      values[name] = plain
+    return values
+
+  @classmethod
+  def from_dict(cls: type[_C], values: Mapping[str, Any]) -> _C:
+    """Make a config of values that `to_dict` returned.
+
+    Raises:
+      OptionError: If an option is unknown, or a value is wrong.
+    """
+    fields = {field.name: field for field in cls.fields()}
+    for name, value in values.items():
+      if name not in fields:
+        raise cls._unknown(name, value, fields)
+    for name, value in values.items():
+      if "part" in fields[name].metadata and not isinstance(value, Mapping):
+        raise InputTypeError(
+          name,
+          type(value).__name__,
+          "a mapping of options",
+          "pass what to_dict returned",
+        )
+    parts = {
+      name: fields[name].metadata["part"].from_dict(value)
+      for name, value in values.items()
+      if "part" in fields[name].metadata
+    }
+    return cls(**{**values, **parts})
+
+  def __repr__(self) -> str:
+    options = ", ".join(
+      f"{name}={value!r}" for name, value, _ in self._changed()
+    )
+    return f"{type(self).__name__}({options})"
+
+  def _changed(self) -> list[tuple[str, Any, Mapping[str, Any]]]:
+    """Name, value and facts of fields that differ from their defaults."""
+    changed: list[tuple[str, Any, Mapping[str, Any]]] = []
+    for field in self.fields():
+      value = getattr(self, field.name)
+      if "part" in field.metadata:
+        is_default = value == field.metadata["part"]()
+      else:
+        is_default = value is field.default or (
+          type(value) is type(field.default) and value == field.default
+        )
+      if not is_default:
+        changed.append((field.name, value, field.metadata))
+    return changed
+
+  def _facts(self, name: str) -> Mapping[str, Any]:
+    return {x.name: x for x in self.fields()}[name].metadata
+
+  @classmethod
+  def _unknown(
+    cls, name: str, value: object, paths: Mapping[str, Any]
+  ) -> OptionError:
+    near = difflib.get_close_matches(name, paths, n=3)
+    return OptionError(
+      name,
+      repr(value),
+      f"an option of {cls.__name__}: {', '.join(near or paths)}",
+      f"pass {near[0]}=" if near else f"leave it out; see help({cls.__name__})",
+    )
+
+
+@dataclass_transform(
+  kw_only_default=True,
+  frozen_default=True,
+  field_specifiers=(option, part),
+)
+def config(cls: _T) -> _T:
+  """Make a config of a class whose fields are made by `option` and `part`."""
+  config_class: Any = dataclasses.dataclass(
+    frozen=True, kw_only=True, repr=False
+  )(cls)
+  entries = [
+    textwrap.fill(
+      f"{field.name}: {field.metadata['meaning']}",
+      76,
+      initial_indent="    ",
+      subsequent_indent="      ",
+    )
+    for field in dataclasses.fields(config_class)
+  ]
+  about, mark, errors = (cls.__doc__ or "").rstrip().partition("\n\n  Raises:")
+  config_class.__doc__ = "\n".join(
+    [about, "", "  Attributes:", *entries, mark.strip("\n") + errors, "  "]
+  )
+  return config_class
+
+
+def _is_plain(value: object) -> bool:
+  if isinstance(value, list | tuple):
+    return all(_is_plain(x) for x in value)
+  return value is None or isinstance(value, bool | int | float | str)
