@@ -202,19 +202,21 @@ class ChunkPipeline:
     _check_ranks(peers.size, count)
     counts = cost.even(count, peers.size)
     first = sum(counts[: peers.rank])
-    how: dict[str, Any] = {"dtype": weights_dtype, "strict": strict}
+    load_options: dict[str, Any] = {"dtype": weights_dtype, "strict": strict}
     if decodes and peers.rank == peers.size - 1:
-      model = checkpoint.load(path, **how)
+      model = checkpoint.load(path, **load_options)
       options["digest"] = digest_of(open_model(path))
     else:
-      model = load_layers(path, first, first + counts[peers.rank], **how)
+      model = load_layers(
+        path, first, first + counts[peers.rank], **load_options
+      )
     return cls(model, peers, **options)
 
   @property
   def weight_bytes(self) -> int:
     """Bytes of the weights in this process."""
-    own = self.model if self._part is None else self._part.model
-    return sum(x.nbytes for x in jax.tree.leaves(own))
+    model = self.model if self._part is None else self._part.model
+    return sum(x.nbytes for x in jax.tree.leaves(model))
 
   def own_weights(self) -> dict[str, jax.Array]:
     """Weights of this rank by their paths in the whole model.

@@ -151,7 +151,7 @@ class PipelineWorker:
 
     Args:
       stage: Last rank of the pipeline.
-      pages: What `gather_pages` returned.
+      pages: Layout and labels of its pages, from `gather_pages`.
       key: Secret key that the whole cluster shares, at least 16 bytes.
       router: Host and port where instances join.
       longest: Maximum number of tokens of a prompt and its answer.
@@ -304,9 +304,9 @@ class PipelineWorker:
     with self._work:
       dropped = task.dropped
       published_tokens = sum(
-        other.prompt.size
-        for other in self._tasks.values()
-        if other.ticket is not None
+        published.prompt.size
+        for published in self._tasks.values()
+        if published.ticket is not None
       )
     has_room = (
       published_tokens + task.prompt.size <= _PUBLISHED * self._capacity
