@@ -198,15 +198,6 @@ def check(values: flags.FlagValues) -> None:
     OptionError: If two flags conflict or a value is invalid.
   """
   joins = values.join is not None
-  if (values.num_processes or 1) > 1:
-    raise OptionError(
-      "--num_processes",
-      values.num_processes,
-      "1: an instance is one process, whose engine has all layers and their "
-      "pages, and no stages of chunks",
-      "join an instance for each process; a prompt is read in stages by "
-      "python -m launch.prefill --method=cpp",
-    )
   asks = values.instances or values.set_role is not None
   if values.role == "router" and joins:
     raise OptionError(

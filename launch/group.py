@@ -34,10 +34,17 @@ class Group:
   Args:
     screen: Console of this process.
     doing: Function that returns its current activity, for its last message.
+    leaving: Called before this process ends because of a failure.
   """
 
-  def __init__(self, screen: console.Screen, doing: Callable[[], str]):
-    self._screen, self._doing = screen, doing
+  def __init__(
+    self,
+    screen: console.Screen,
+    doing: Callable[[], str],
+    *,
+    leaving: Callable[[], object] = lambda: None,
+  ):
+    self._screen, self._doing, self._leaving = screen, doing, leaving
     self._peers: Peers | None = None
     self._ending = threading.Lock()
 
@@ -61,6 +68,7 @@ class Group:
       # Before JAX notices and aborts with a stack trace.
       with self._ending:
         self._screen.error(f"{error}, while {self._doing()}")
+        self._leaving()
         _leave(FAILED)
 
     if self.several:
@@ -72,6 +80,7 @@ class Group:
 
     Returns only if there is no other process.
     """
+    self._leaving()
     if self._peers is None or not self.several:
       # JAX may already have connected processes that did not `meet` yet.
       if jax.distributed.is_initialized():

@@ -10,7 +10,8 @@
 Methods: kvr (a balanced partition, or --partition, or --search), kvr_even, tsp
 (an all-gather, all products, then the mask), flash_tsp (without the masked
 tiles), ring, striped, cpp (Mooncake's pipeline: each of several processes has
-a part of the layers and reads --chunks of equal time); auto is the one of the
+a part of the layers and reads --chunks of equal time; with --method=cpp alone
+it loads these only, but the last one all to decode); auto is the one of the
 others that --profile and --bandwidth predict to be the fastest. Each is run in
 turn, --rounds times after a first run that is not counted; times to the first
 token are medians.
@@ -147,6 +148,7 @@ class _Work:
     self.doing = "starting"
     self.group = Group(screen, lambda: self.doing)
     self._values, self._screen = values, screen
+    self._stage: ChunkPipeline | None = None
 
   def run(self) -> dict[str, Any]:
     """Prefills the prompt by all methods; returns all figures."""
@@ -168,7 +170,7 @@ class _Work:
           "several, each of which is a rank",
           "start more with --num_processes, or leave it out",
         )
-    model = self._load(mesh)
+    model = self._load(mesh, methods)
     rj.infer.inputs.within_context(
       model.config,
       values.context + values.max_new_tokens,
@@ -196,9 +198,22 @@ class _Work:
     readings = self._interleave(runs)
     return self._figures(readings, ids, mesh, model)
 
-  def _load(self, mesh: Mesh) -> Transformer:
-    values = self._values
+  def _load(self, mesh: Mesh, methods: Sequence[str]) -> Transformer:
+    """Loads the model; for the pipeline alone its shapes, and this stage."""
+    values, peers = self._values, self._peers
     self._begin("loading the model")
+    alone = tuple(methods) == (_PIPELINE,) and peers.size > 1
+    if alone and values.preset is None:
+      self._stage = ChunkPipeline.load(
+        values.model or tiny.path(),
+        peers,
+        decodes=values.max_new_tokens > 1,
+        weights_dtype=values.dtype,
+        strict=values.strict,
+        credits=values.credits,
+        tile=values.tile,
+      )
+      return self._stage.whole
     if values.preset is not None:
       dtype = values.dtype or "float32"
       model = rj.models.create(
@@ -274,14 +289,13 @@ class _Work:
     self, model: Transformer, ids: np.ndarray
   ) -> Callable[[], kvr.Reading]:
     values, peers = self._values, self._peers
-    local = jax.tree.map(lambda a: a.addressable_data(0), model)
-    stage = ChunkPipeline(
-      local, peers, credits=values.credits, tile=values.tile
-    )
-    count = values.chunks or 4 * peers.size
-    tile_tokens = tile(ids.size, peers.size)
-    count = plan.balance.most_ranks(ids.size, count, tile_tokens)
-    chunks = kvr.balanced(model, ids.size, count, tile_tokens)
+    stage = self._stage
+    if stage is None:
+      local = jax.tree.map(lambda a: a.addressable_data(0), model)
+      stage = self._stage = ChunkPipeline(
+        local, peers, credits=values.credits, tile=values.tile
+      )
+    chunks = stage.chunks(ids.size, values.chunks)
     # Keys are needed only if more tokens are generated.
     keep = "last" if values.max_new_tokens > 1 else "stages"
     return lambda: stage.read(
@@ -404,6 +418,9 @@ class _Work:
         row["simulated_s"] = float(simulation.seconds)
       if median.timeline.spans:
         pairs += [median, *filter(None, [simulation])]
+      if name == _PIPELINE:
+        assert self._stage is not None
+        row["weight_bytes_by_rank"] = peers.gather(self._stage.weight_bytes)
       rows.append(row | self._continue(readings[-1], model, ids.size))
     if values.plot is not None and peers.rank == 0:
       draw.outcomes(pairs, values.plot)
@@ -603,6 +620,9 @@ def words(done: dict[str, Any]) -> list[str]:
       tiles = " ".join(f"{n:,}" for n in row["tiles_by_rank"])
       lines.append(f"{'':<11}tiles by rank {tiles}")
     lines.append(f"{'':<11}links {links or '-'}")
+    if "weight_bytes_by_rank" in row:
+      weights = " ".join(map(console.nbytes, row["weight_bytes_by_rank"]))
+      lines.append(f"{'':<11}weights by rank {weights}")
     tokens = " ".join(map(str, row["new_tokens"][:8]))
     lines.append(f"{'':<11}continues with {tokens}")
   return lines

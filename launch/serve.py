@@ -18,6 +18,9 @@
       A cluster: the router serves clients, prefill instances read prompts,
       decode instances pull their pages and answer. They join and leave at any
       time.
+  python -m launch.serve --role=prefill --model=DIR --cluster_key=FILE \\
+      --join=HOST:8001 --stages=4
+      A prefill instance of four processes, which have layers each.
   python -m launch.serve --join=HOST:8001 --cluster_key=FILE --instances
   python -m launch.serve --join=HOST:8001 --cluster_key=FILE \\
       --set_role=NAME=decode
@@ -42,7 +45,14 @@ import jax
 from absl import flags
 
 import ringjax as rj
-from launch import answering, cluster_roles, common, console, http_server
+from launch import (
+  answering,
+  cluster_roles,
+  common,
+  console,
+  http_server,
+  stage_instance,
+)
 from launch.flag_helpers import FlagHelper
 from ringjax import fetched_models
 from ringjax.checks import number
@@ -135,6 +145,7 @@ def define(values: flags.FlagValues) -> None:
   )
   new.whole("grace", 30, "Seconds to finish in, once it is told to end.")
   cluster_roles.define(values)
+  stage_instance.define(new)
   common.define(values)
 
 
@@ -156,6 +167,9 @@ def run(
     cluster_roles.check(values)
     if values.instances or values.set_role is not None:
       return cluster_roles.command(values, stdout)
+    if stage_instance.asked(values):
+      stage_instance.check(values)
+      return stage_instance.run(values, screen)
     joins, routes = values.join is not None, values.role == "router"
     if not joins:
       uvicorn = _uvicorn()

@@ -12,7 +12,7 @@ import numpy as np
 from ringjax.errors import OptionError, PeerError, RingjaxError
 from ringjax.json_text import json_text
 from ringjax.models.fingerprint import digest, fingerprint
-from ringjax.models.transformer import Transformer
+from ringjax.models.transformer import Transformer, TransformerConfig
 from ringjax.parallel.peers import Peers
 from ringjax.plan import cost
 
@@ -80,9 +80,15 @@ def agree(peers: Peers, make: Callable[[], tuple[dict[str, Any], _T]]) -> _T:
 
 def reading(model: Transformer, ids: np.ndarray) -> dict[str, Any]:
   """Values that ranks compare before reading a prompt: model and token ids."""
-  return {
-    "tokens": f"{ids.size} of digest {digest(ids.tobytes())}",
-    "model config": digest(repr(model.config).encode()),
+  return prompt_of(model.config, ids) | {
     "model weights": fingerprint(model),
     "model dtype": jnp.dtype(model.dtype).name,
+  }
+
+
+def prompt_of(config: TransformerConfig, ids: np.ndarray) -> dict[str, Any]:
+  """Values that ranks compare which do not all have the same weights."""
+  return {
+    "tokens": f"{ids.size} of digest {digest(ids.tobytes())}",
+    "model config": digest(repr(config).encode()),
   }

@@ -1,14 +1,16 @@
 """Chunked pipeline prefill: each process has some layers, and reads all chunks.
 
 Guarantees: the last rank ends with the logits that one device would have, and
-with `keep="last"` with its whole cache; a rank never waits for a later one,
-except for `credits`. The other ranks name a rank that dies, freezes or hangs.
+with `keep="last"` or `"blocks"` with all keys and values; a rank never waits
+for a later one, except for `credits`. The other ranks name a rank that dies,
+freezes or hangs.
 Cost: each link carries the activations of all tokens, once: tokens x width,
 whatever the number of layers. KV-Runahead, whose ranks split tokens, sends keys
-and values in every layer. With `keep="last"` the last rank pulls the keys and
-values of earlier ranks' layers while it computes.
-Memory: the keys and values of all tokens for each layer of a rank. Every
-process loads the whole model and runs its own layers.
+and values in every layer. With `keep="last"` or `"blocks"` the last rank pulls
+the keys and values of earlier ranks' layers while it computes: each once.
+Memory: the weights of a rank's layers, if `load_layers` has loaded them, and
+their keys and values of all tokens; on the last rank those of all layers, with
+"blocks" in the host's memory. "last" needs the whole model on the last rank.
 
 Rank x of p has an even part of the layers. Chunk by chunk:
 
@@ -25,7 +27,9 @@ Ref: Qin et al. 2025, Mooncake (FAST), arXiv 2407.00079, section 5.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
+import os
 import secrets
 import struct
 import threading
@@ -33,21 +37,39 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from ringjax import plan
 from ringjax.checks import float_dtype, one_of, positive_int
 from ringjax.data.special_tokens import TokenIds
 from ringjax.errors import OptionError, PeerError
 from ringjax.infer import agree, inputs, prefill, spans
-from ringjax.infer.kvr import CREDITS, PromptTile, Reading, nothing
-from ringjax.infer.layerwise import LayerPrograms, StackedLayer, TokenSpan
+from ringjax.infer.kvr import (
+  CREDITS,
+  PromptTile,
+  Reading,
+  balanced,
+  nothing,
+)
+from ringjax.infer.layerwise import (
+  LayerPrograms,
+  StackedLayer,
+  TokenSpan,
+  stacked_layers,
+)
 from ringjax.infer.links import LinkEnd
 from ringjax.infer.session import Session
 from ringjax.json_text import json_text
 from ringjax.kv.cache import KVCache
+from ringjax.models import checkpoint
+from ringjax.models.fingerprint import fingerprint
+from ringjax.models.gguf.gguf_folder import open_model
+from ringjax.models.layer_range import LayerRange, config_of, load_layers
+from ringjax.models.tensor_shares import digest_of
 from ringjax.models.transformer import Transformer
 from ringjax.nn.linear import stream_dtype
 from ringjax.nn.sharding_context import CachedAttention
@@ -56,7 +78,7 @@ from ringjax.parallel.peers import Peers
 from ringjax.plan import cost
 from ringjax.transfer import PageLayout, PageLeaf, Publisher, Ticket, pull
 
-KEEPS = ("last", "stages")
+KEEPS = ("last", "stages", "blocks")
 # Tokens of a tile, for which all programs are compiled.
 _TILE = 512
 # Header of a message: kind, first token, end, bytes of the contents.
@@ -76,43 +98,49 @@ class ChunkPipeline:
 
   def __init__(
     self,
-    model: Transformer,
+    model: Transformer | LayerRange,
     peers: Peers,
     *,
     stages: Sequence[int] | None = None,
     credits: int = CREDITS,
     tile: int | None = None,
     dtype: DTypeLike | None = None,
+    digest: str | None = None,
   ):
     """Checks the arguments; nothing is computed yet.
 
     Args:
-      model: The whole model, on one device of this process.
+      model: Layers of this rank (`rj.models.load_layers`), or the whole model,
+        on one device of this process.
       peers: Process group; each rank is a stage.
       stages: Number of layers of each rank; default: an even split.
       credits: Maximum number of chunks that wait to be sent.
       tile: Number of tokens in a tile; default: 512, or less for a short
         prompt.
       dtype: Dtype of the cache; default: the model's.
+      digest: Text that is equal on ranks with weights of one model; default:
+        that of the folder of a rank's layers, or of a whole model's weights.
 
     Raises:
       ConfigError: If layers of the model keep more than keys and values.
-      OptionError: If an argument is out of range, or there are more ranks than
-        layers.
+      OptionError: If an argument is out of range, there are more ranks than
+        layers, or the layers of `model` are not this rank's.
     """
-    self.model, self.peers = model, peers
+    part = model if isinstance(model, LayerRange) else None
+    own_model = model.model if isinstance(model, LayerRange) else model
+    # Of layers alone: shapes.
+    self.whole = model.whole if isinstance(model, LayerRange) else model
+    self.model = None if part is not None else own_model
+    self.config, self.peers = self.whole.config, peers
     self.credits = positive_int("credits", credits)
     self.tile = None if tile is None else positive_int("tile", tile)
-    self.dtype = float_dtype("dtype", model.dtype if dtype is None else dtype)
-    self.programs = LayerPrograms(model, CachedAttention())
-    count = len(self.programs.layers)
-    if stages is None and peers.size > count:
-      raise OptionError(
-        "stages",
-        f"{peers.size} ranks for {count} layers",
-        "a layer for each rank",
-        f"start at most {count} processes",
-      )
+    self.dtype = float_dtype(
+      "dtype", self.whole.dtype if dtype is None else dtype
+    )
+    self.layers = stacked_layers(self.whole)
+    count = len(self.layers)
+    if stages is None:
+      _check_ranks(peers.size, count)
     layer_counts = cost.even(count, peers.size) if stages is None else stages
     self.stages = tuple(positive_int("stages", n) for n in layer_counts)
     if sum(self.stages) != count or len(self.stages) != peers.size:
@@ -123,9 +151,99 @@ class ChunkPipeline:
         "leave stages out for an even split",
       )
     first = sum(self.stages[: peers.rank])
-    self._layers = self.programs.layers[first : first + self.stages[peers.rank]]
+    end = first + self.stages[peers.rank]
+    if part is not None and (part.first, part.end) != (first, end):
+      raise OptionError(
+        "model",
+        f"layers {part.first} to {part.end - 1}",
+        f"layers {first} to {end - 1}, which rank {peers.rank} has",
+        "load these with rj.models.load_layers",
+      )
+    self.programs = LayerPrograms(own_model, CachedAttention())
+    if part is None:
+      self._layers = self.programs.layers[first:end]
+    else:
+      self._layers = tuple(
+        dataclasses.replace(layer, number=first + layer.number)
+        for layer in self.programs.layers
+      )
+    if digest is None and part is not None:
+      digest = part.digest
+    self._part, self._digest = part, digest
     self._compiled: set[Any] = set()
-    (self.device,) = model.embed.weight.get_value().devices()
+    (self.device,) = jax.tree.leaves(own_model)[0].devices()
+
+  @classmethod
+  def load(
+    cls,
+    path: str | os.PathLike[str],
+    peers: Peers,
+    *,
+    decodes: bool = False,
+    weights_dtype: DTypeLike | None = None,
+    strict: bool = True,
+    **options: Any,
+  ) -> ChunkPipeline:
+    """Loads the layers of this rank and makes its part of the pipeline.
+
+    Args:
+      path: Folder, file or name, as for `rj.models.load`.
+      peers: Process group; each rank is a stage of an even split.
+      decodes: Whether the last rank loads the whole model, to continue after
+        `read(keep="last")`.
+      weights_dtype: Dtype of the weights; default: see `load_layers`.
+      strict: See `rj.models.load`.
+      **options: Arguments of the class, except `stages`.
+
+    Raises:
+      RingjaxError: See `load_layers` and the class.
+    """
+    count = len(config_of(path, strict=strict).layers)
+    _check_ranks(peers.size, count)
+    counts = cost.even(count, peers.size)
+    first = sum(counts[: peers.rank])
+    load_options: dict[str, Any] = {"dtype": weights_dtype, "strict": strict}
+    if decodes and peers.rank == peers.size - 1:
+      model = checkpoint.load(path, **load_options)
+      options["digest"] = digest_of(open_model(path))
+    else:
+      model = load_layers(
+        path, first, first + counts[peers.rank], **load_options
+      )
+    return cls(model, peers, **options)
+
+  @property
+  def weight_bytes(self) -> int:
+    """Bytes of the weights in this process."""
+    model = self.model if self._part is None else self._part.model
+    return sum(x.nbytes for x in jax.tree.leaves(model))
+
+  def own_weights(self) -> dict[str, jax.Array]:
+    """Weights of this rank by their paths in the whole model.
+
+    Raises:
+      OptionError: If this rank has the whole model.
+    """
+    if self._part is None:
+      raise OptionError(
+        "model",
+        "a whole model",
+        "the layers of this rank",
+        "load these with rj.models.load_layers",
+      )
+    return self._part.weights()
+
+  def chunks(self, tokens: int, count: int | None = None) -> tuple[int, ...]:
+    """Chunks of a prompt that take each stage about the same time.
+
+    Args:
+      tokens: Number of tokens in the prompt.
+      count: Number of chunks, at most; default: four for each rank.
+    """
+    tile_tokens = self.tile or prefill.tile(tokens, self.peers.size)
+    count = 4 * self.peers.size if count is None else count
+    count = plan.balance.most_ranks(tokens, count, tile_tokens)
+    return balanced(self.whole, tokens, count, tile_tokens)
 
   def read(
     self,
@@ -144,7 +262,8 @@ class ChunkPipeline:
       chunks: Number of tokens in each chunk; see `rj.plan.equal_times`.
       new_tokens: Tokens after the prompt that the cache has room for.
       keep: "last" brings the whole cache to the last rank, whose reading
-        `rj.infer.kvr.follow` continues; "stages" drops it.
+        `rj.infer.kvr.follow` continues; "blocks" brings it there as arrays of
+        the host (`Reading.blocks`); "stages" drops it.
       method: Name of the method in the outcome.
       pause: Callback at the beginning of every chunk, with its number; lets
         tests delay a rank.
@@ -155,23 +274,34 @@ class ChunkPipeline:
       messages ("send"), and on the last rank of pulled blocks ("pull").
 
     Raises:
-      OptionError: If the chunks do not add up to the prompt.
+      OptionError: If the chunks do not add up to the prompt, or `keep` is
+        "last" and the last rank has a part of the layers only.
       PromptError: If the prompt is empty, too long, or has unknown ids.
       PeerError: If the ranks' arguments differ, or one of them failed.
     """
 
     def check() -> tuple[dict[str, Any], tuple[np.ndarray, tuple[int, ...]]]:
-      ids = inputs.prompt(tokens, self.model.config.vocab)
+      ids = inputs.prompt(tokens, self.config.vocab)
       lengths = cost.check_lengths(chunks, ids.size)
       positive_int("new_tokens", new_tokens)
       one_of("keep", keep, KEEPS)
+      rank, last = self.peers.rank, self.peers.size - 1
+      if keep == "last" and rank == last and self.model is None:
+        raise OptionError(
+          "keep",
+          "'last' with a part of the layers on the last rank",
+          "the whole model there, which decodes with the cache",
+          "load it there with rj.models.load, or pass keep='blocks'",
+        )
       inputs.within_context(
-        self.model.config,
+        self.config,
         ids.size + new_tokens,
         f"{ids.size:,} tokens and new_tokens={new_tokens:,}",
       )
       card = {"method": method, "chunks": list(lengths)}
-      card |= agree.reading(self.model, ids) | {
+      card |= agree.prompt_of(self.config, ids) | {
+        "model weights": self._model_digest(),
+        "model dtype": jnp.dtype(self.whole.dtype).name,
         "cache dtype": self.dtype.name,
         "stages": list(self.stages),
         "tile": self.tile or 0,
@@ -184,6 +314,13 @@ class ChunkPipeline:
     ids, lengths = agree.agree(self.peers, check)
     with self.peers.abandoning(), jax.default_device(self.device):
       return self._read(ids, lengths, new_tokens, keep, method, pause)
+
+  def _model_digest(self) -> str:
+    """Text that is equal on ranks with weights of one model."""
+    if self._digest is not None:
+      return self._digest
+    assert self.model is not None
+    return fingerprint(self.model)
 
   def _read(
     self,
@@ -198,9 +335,13 @@ class ChunkPipeline:
     rank, last = peers.rank, peers.size - 1
     size = self._size(ids.size)
     room = prefill.padded(ids.size + size, 1)
-    gathers = keep == "last"
-    session = None
-    if rank == last and gathers:
+    if keep == "blocks":
+      # Many prompts come: one program for an octave of lengths.
+      room = 1 << (room - 1).bit_length()
+    gathers = keep in ("last", "blocks")
+    session = blocks = None
+    if rank == last and keep == "last":
+      assert self.model is not None
       session = Session(
         self.model, max(room, ids.size + new_tokens), dtype=self.dtype
       )
@@ -208,7 +349,7 @@ class ChunkPipeline:
     self._compile(stage, session, size, room)
     secret = bytes.fromhex(peers.gather(secrets.token_hex(16))[0])
     recorder = spans.SpanRecorder(peers)
-    layers = self.programs.layers
+    layers = self.layers
     earlier_layers = layers[: sum(self.stages[:rank])]
     link = peers, layers, self.credits, recorder, ids.size
     sender = receiver = publisher = puller = logits = None
@@ -231,8 +372,8 @@ class ChunkPipeline:
           *link,
           lengths=lengths,
           tickets=len(earlier_layers) * len(lengths) * gathers,
-          width=self.model.config.embed,
-          dtype=stream_dtype(self.model.dtype),
+          width=self.config.embed,
+          dtype=stream_dtype(self.whole.dtype),
           told=tell,
         )
       start_s = recorder.now()
@@ -243,6 +384,8 @@ class ChunkPipeline:
         end_s = recorder.now()
         if session is not None:
           self._gather(session, stage, puller, ids)
+        elif rank == last and gathers:
+          blocks = self._host_blocks(stage, puller, ids.size)
       # Publishers stay open until the last rank has pulled all blocks.
       parts = peers.gather(
         {"start": start_s, "end": end_s, "spans": recorder.spans}
@@ -251,7 +394,7 @@ class ChunkPipeline:
       for worker in (stage.publish, puller, publisher):
         if worker is not None:
           worker.close()
-    width = self.model.config.embed * stream_dtype(self.model.dtype).itemsize
+    width = self.config.embed * stream_dtype(self.whole.dtype).itemsize
     sent = float(ids.size * width)
     return Reading(
       outcome=spans.measured(
@@ -266,6 +409,7 @@ class ChunkPipeline:
       length=ids.size,
       logits=logits,
       session=session,
+      blocks=blocks,
     )
 
   def _chunks(
@@ -330,6 +474,25 @@ class ChunkPipeline:
     session.cache = jax.block_until_ready(cache)
     session.seen[0, ids] = True
 
+  def _host_blocks(
+    self, run: _Stage, puller: _BlockPuller | None, tokens: int
+  ) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Keys and values [K, tokens, H] of each layer of the model, in order."""
+    if puller is not None:
+      puller.finish()
+    blocks = []
+    for layer in self.layers:
+      if layer.number in run.caches:
+        slots = run.caches[layer.number].slots[0]
+        pair = np.asarray(slots.k[0, 0]), np.asarray(slots.v[0, 0])
+      else:
+        assert puller is not None
+        pair = puller.blocks[layer.number]
+        pair = pair[0][0], pair[1][0]
+      blocks.append((pair[0][:, :tokens], pair[1][:, :tokens]))
+      self.peers.tick()
+    return tuple(blocks)
+
   def _compile(
     self, run: _Stage, session: Session | None, size: int, room: int
   ) -> None:
@@ -339,11 +502,13 @@ class ChunkPipeline:
       return
     self._compiled.add(key)
     spare = _Stage(self, run.ids, room)
-    width = self.model.config.embed
-    rows = np.zeros((1, width), stream_dtype(self.model.dtype))
+    width = self.config.embed
+    rows = np.zeros((1, width), stream_dtype(self.whole.dtype))
     activations = None if self.peers.rank == 0 else rows
     (x,) = spare.chunk([PromptTile(0, size, 1)], activations)
-    jax.block_until_ready(self.programs.head(self.programs.outer, x, 0))
+    jax.block_until_ready(x)
+    if self.peers.rank == self.peers.size - 1:
+      jax.block_until_ready(self.programs.head(self.programs.outer, x, 0))
     if session is not None:
       for layer in self.programs.layers:
         zeros = np.zeros(_shape(layer, room), self.dtype)
@@ -356,6 +521,17 @@ class ChunkPipeline:
     if self.tile is not None:
       return self.tile
     return min(_TILE, 8 * -(-tokens // 64))
+
+
+def _check_ranks(ranks: int, layers: int) -> None:
+  """Refuses more ranks than layers."""
+  if ranks > layers:
+    raise OptionError(
+      "stages",
+      f"{ranks} ranks for {layers} layers",
+      "a layer for each rank",
+      f"start at most {layers} processes",
+    )
 
 
 def _shape(layer: StackedLayer, room: int) -> tuple[int, int, int, int]:

@@ -93,6 +93,8 @@ class Reading:
     logits: Logits after the last token, float32 [1, V], on the last rank; None
       on the others.
     session: Session with the whole cache, on the last rank; None on the others.
+    blocks: Keys and values of each layer, [K, length, H] in the host's memory,
+      on the last rank of a pipeline with keep="blocks"; else None.
   """
 
   outcome: Outcome
@@ -100,6 +102,7 @@ class Reading:
   length: int
   logits: jax.Array | None = None
   session: Session | None = None
+  blocks: tuple[tuple[np.ndarray, np.ndarray], ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,11 @@ from ringjax.kv.base import KV, NoCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.cache_kind import DENSE, CacheKind
 from ringjax.kv.codecs import Codec
-from ringjax.models.transformer import Transformer, logits_of
+from ringjax.models.transformer import (
+  Transformer,
+  TransformerConfig,
+  logits_of,
+)
 from ringjax.nn.attention import Attention
 from ringjax.nn.block import Layer
 from ringjax.nn.linear import part_dtype
@@ -82,47 +86,56 @@ class StackedLayer:
     return 0 if reach is None else max(0, end - reach)
 
 
+def check_layers(config: TransformerConfig) -> None:
+  """Refuses a model whose layers can't be run one at a time.
+
+  Raises:
+    ConfigError: If a layer keeps anything but keys and values of one width, or
+      needs more than the output of the layer before, or positions are learned.
+  """
+  if config.positions is not None:
+    raise ConfigError(
+      "model",
+      f"{config.family}, whose embeddings know their positions",
+      "tokens that are embedded without them",
+      "read it with rj.infer.generate",
+    )
+  for number, spec in enumerate(config.layers):
+    if not isinstance(spec.attention, Attention):
+      raise ConfigError(
+        "model",
+        f"{config.family}, whose layer {number} is "
+        f"{type(spec.attention).__name__}",
+        "keys and values in every layer",
+        "read it with rj.infer.generate",
+      )
+    if spec.attention.reads or spec.inputs is not None:
+      raise ConfigError(
+        "model",
+        f"{config.family}, whose layers read each other's keys, or tokens' ids",
+        "layers that read what the one before them made",
+        "read it with rj.infer.generate",
+      )
+    if spec.attention.value != spec.attention.head_dim:
+      raise ConfigError(
+        "model",
+        f"{config.family}, whose values have {spec.attention.value} "
+        f"numbers a head and keys {spec.attention.head_dim}",
+        "keys and values of one width",
+        "read it with rj.infer.generate",
+      )
+
+
 def stacked_layers(model: Transformer) -> tuple[StackedLayer, ...]:
   """List the layers of a model, in order.
 
   Raises:
-    ConfigError: If a layer keeps anything but keys and values of one width, or
-      positions are learned.
+    ConfigError: See `check_layers`.
   """
-  if model.config.positions is not None:
-    raise ConfigError(
-      "model",
-      f"{model.config.family}, whose embeddings know their positions",
-      "tokens that are embedded without them",
-      "read it with rj.infer.generate",
-    )
+  check_layers(model.config)
   layers, kind = [], 0
   for run in model.stack.runs:
     for position, spec in enumerate(run.layers):
-      if not isinstance(spec.attention, Attention):
-        raise ConfigError(
-          "model",
-          f"{model.config.family}, whose layer "
-          f"{run.number(position, 0)} is {type(spec.attention).__name__}",
-          "keys and values in every layer",
-          "read it with rj.infer.generate",
-        )
-      if spec.attention.reads or spec.inputs is not None:
-        raise ConfigError(
-          "model",
-          f"{model.config.family}, whose layers read each other's keys, or "
-          "tokens' ids",
-          "layers that read what the one before them made",
-          "read it with rj.infer.generate",
-        )
-      if spec.attention.value != spec.attention.head_dim:
-        raise ConfigError(
-          "model",
-          f"{model.config.family}, whose values have {spec.attention.value} "
-          f"numbers a head and keys {spec.attention.head_dim}",
-          "keys and values of one width",
-          "read it with rj.infer.generate",
-        )
       for index in range(run.repeats):
         number = run.number(position, index)
         layers.append(

@@ -11,6 +11,7 @@ from ringjax.models.checkpoint import (
 from ringjax.models.coded_weights import with_coded_weights
 from ringjax.models.contents import read_config
 from ringjax.models.families import FAMILIES
+from ringjax.models.layer_range import LayerRange, load_layers
 from ringjax.models.more_tokens import with_more_tokens
 from ringjax.models.neuron_predictors import NeuronPredictors
 from ringjax.models.neurons import neuron_report, sparse_model, write_neurons
@@ -32,6 +33,7 @@ __all__ = [
   "PRESETS",
   "CachedAttention",
   "ContextParallel",
+  "LayerRange",
   "NeuronPredictors",
   "NeuronReport",
   "Placement",
@@ -44,6 +46,7 @@ __all__ = [
   "create",
   "list",
   "load",
+  "load_layers",
   "longspec",
   "neuron_report",
   "place",

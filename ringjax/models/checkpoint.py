@@ -35,7 +35,12 @@ from ringjax.errors import (
 from ringjax.kv.base import DEVICE, DISK, IN_HOST
 from ringjax.models import cepe
 from ringjax.models.coded_weights import refuse_codes
-from ringjax.models.contents import contents, read_source, text_config
+from ringjax.models.contents import (
+  Contents,
+  contents,
+  read_source,
+  text_config,
+)
 from ringjax.models.gguf.gguf_folder import GgufFolder, open_model
 from ringjax.models.gguf.stored import stored_tensor, with_stored_codes
 from ringjax.models.hf.config_reader import error
@@ -116,7 +121,7 @@ def create(
   # In a trace nothing is allocated, so memory is not checked.
   if not isinstance(jnp.zeros(()), jax.core.Tracer):
     params = parameters(abstract)
-    _check_memory(params, _by_path(params, mesh, rules), mesh)
+    check_memory(params, _by_path(params, mesh, rules), mesh)
   if shardings is None:
     return jax.jit(build)()
   return jax.jit(build, out_shardings=shardings)()
@@ -301,7 +306,7 @@ def load(
     )
     empty = shapes_in(float_dtype("dtype", stored))
     if dtype is None and placement is None and memory is None:
-      widened = _wide_on_cpu(empty, mesh)
+      widened = wide_on_cpu(parameters(empty), empty.dtype, mesh)
       if widened:
         empty = shapes_in(jnp.float32)
         empty.saved_dtype = jnp.dtype(stored).name
@@ -358,43 +363,90 @@ def load(
       )
     params = parameters(empty)
     shardings = _by_path(params, mesh, rules)
-    _check_memory(params, shardings, mesh)
+    check_memory(params, shardings, mesh)
     if streaming is not None or call:
       hosted = 0 if streaming is None else streaming.host_bytes
       check_host(hosted, call.get(IN_HOST, 0))
-  shapes = tuple((p.shape, jnp.dtype(p.dtype).name) for p in params.values())
-  zeros = _zeros(shapes, None if mesh is None else tuple(shardings.values()))
-  arrays = dict(zip(params, zeros, strict=True))
+  arrays = zeros_of(params, shardings, mesh)
   device_targets = lambda t: _targets(t, params, shardings, mesh)
+
+  def to_host(t: CheckpointTensor, x: tuple[Any, ...]) -> bool:
+    hosts = streaming is not None and t.name in in_host
+    if hosts:
+      streaming.host(t, x)
+    return hosts
+
   with outcome.failing_together(ranks):
-    for t, x in model_contents.read(device_targets):
-      paths, indices = zip(*t.targets, strict=True)
-      packed = isinstance(t.form, Packed)
-      if packed:
-        check_unpacked(t, x, arrays[paths[0]].dtype)
-      if streaming is not None and t.name in in_host:
-        streaming.host(t, x)
-        continue
-      put = _put(
-        t.form,
-        tuple(shardings[path] for path in paths),
-        tuple(arrays[path] for path in paths),
-        x if packed else x[0],
-        indices,
-      )
-      # Without this, ever more tensors would wait in memory to be put.
-      arrays.update(zip(paths, jax.block_until_ready(put), strict=True))
+    read_into(arrays, model_contents, params, shardings, mesh, to_host)
     check_heads(folder, model_contents.heads, arrays[EMBEDDING])
-    flat, tree = jax.tree.flatten(
-      empty, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
-    filled = [p.replace(arrays[k]) for k, p in zip(params, flat, strict=True)]
-    model = jax.tree.unflatten(tree, filled)
+    model = with_arrays(empty, arrays)
     if streaming is not None:
       model = streaming.finish(model, folder, streamed, device_targets)
     else:
       model = cepe.attached(path, model, rules)
   return model
+
+
+def zeros_of(
+  params: Mapping[str, nnx.Variable],
+  shardings: Mapping[str, Any],
+  mesh: Mesh | None = None,
+) -> dict[str, jax.Array]:
+  """Zeros for parameters by their paths, for `read_into` to fill."""
+  shapes = tuple((p.shape, jnp.dtype(p.dtype).name) for p in params.values())
+  zeros = _zeros(shapes, None if mesh is None else tuple(shardings.values()))
+  return dict(zip(params, zeros, strict=True))
+
+
+def read_into(
+  arrays: dict[str, Shaped[Array, " ..."]],
+  model_contents: Contents,
+  params: dict[str, Any],
+  shardings: dict[str, Any],
+  mesh: Mesh | None = None,
+  to_host: Callable[[CheckpointTensor, tuple[Any, ...]], bool] | None = None,
+) -> None:
+  """Reads tensors into arrays of parameters, some at a time.
+
+  Args:
+    arrays: Array of each parameter, by its path; each is replaced.
+    model_contents: Folder, and its tensors to read.
+    params: Parameters by their paths.
+    shardings: Sharding of each parameter; None on one device.
+    mesh: Mesh of the shardings.
+    to_host: Called with each tensor that was read and the arrays of its pieces;
+      True if it has taken them.
+  """
+  for t, x in model_contents.read(
+    lambda t: _targets(t, params, shardings, mesh)
+  ):
+    paths, indices = zip(*t.targets, strict=True)
+    packed = isinstance(t.form, Packed)
+    if packed:
+      check_unpacked(t, x, arrays[paths[0]].dtype)
+    if to_host is not None and to_host(t, x):
+      continue
+    put = _put(
+      t.form,
+      tuple(shardings[path] for path in paths),
+      tuple(arrays[path] for path in paths),
+      x if packed else x[0],
+      indices,
+    )
+    # Without this, ever more tensors would wait in memory to be put.
+    arrays.update(zip(paths, jax.block_until_ready(put), strict=True))
+
+
+def with_arrays(
+  empty: Transformer, arrays: Mapping[str, Shaped[Array, " ..."]]
+) -> Transformer:
+  """A model of shapes with its parameters filled, by their paths."""
+  flat, tree = jax.tree.flatten(
+    empty, is_leaf=lambda x: isinstance(x, nnx.Variable)
+  )
+  paths = parameters(empty)
+  filled = [p.replace(arrays[k]) for k, p in zip(paths, flat, strict=True)]
+  return jax.tree.unflatten(tree, filled)
 
 
 def _refuse_encoder(path: str | os.PathLike[str]) -> None:
@@ -530,19 +582,21 @@ def _large_on_cpu(empty: Transformer, mesh: Mesh | None) -> bool:
   return large and _on_one_cpu(mesh)
 
 
-def _wide_on_cpu(empty: Transformer, mesh: Mesh | None) -> bool:
+def wide_on_cpu(
+  params: Mapping[str, nnx.Variable], dtype: DTypeLike, mesh: Mesh | None = None
+) -> bool:
   """Whether weights of 16 bits should be kept in float32.
 
   Where they don't fit, a warning says that they will be slow.
   """
-  if jnp.dtype(empty.dtype).itemsize != 2 or not _on_one_cpu(mesh):
+  if jnp.dtype(dtype).itemsize != 2 or not _on_one_cpu(mesh):
     return False
-  count = sum(p.get_value().size for p in parameters(empty).values())
+  count = sum(p.get_value().size for p in params.values())
   free = host_free_bytes()
   if free is None or _WIDE * count <= _OF_FREE * free:
     return True
   warnings.warn(
-    f"weights stay in {empty.dtype}, which is slow on a CPU: in float32 they "
+    f"weights stay in {dtype}, which is slow on a CPU: in float32 they "
     f"take {_WIDE * count:,} bytes, more than half of the {free:,} that are "
     'free; pass dtype="float32" all the same, or take '
     "rj.models.with_coded_weights",
@@ -564,7 +618,7 @@ def stored_dtype(folder: Folder, source: Mapping[str, Any]) -> str:
   return name
 
 
-def _check_memory(
+def check_memory(
   params: dict[str, Any], shardings: dict[str, Any], mesh: Mesh | None
 ) -> None:
   """Refuses weights that do not fit, before any of them is allocated."""

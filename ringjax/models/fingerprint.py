@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxtyping import Array, Shaped
 
 from ringjax.models.grouping import STACK, looped, regrouped
 from ringjax.nn.placed import PlacedLayers
@@ -33,24 +34,25 @@ def fingerprint(model: Transformer, dtype: DTypeLike | None = None) -> str:
     dtype: Dtype that weights are rounded to first; None: as they are.
   """
   hasher = hashlib.sha256()
-  for corner in _corners(model):
-    if dtype is not None and jnp.issubdtype(corner.dtype, jnp.floating):
-      corner = corner.astype(dtype)
-    hasher.update(corner.tobytes())
+  for part in _corners(model):
+    if dtype is not None and jnp.issubdtype(part.dtype, jnp.floating):
+      part = part.astype(dtype)
+    hasher.update(part.tobytes())
   return hasher.hexdigest()[:16]
 
 
-def _corner(leaf: jax.Array) -> np.ndarray:
+def corner(leaf: Shaped[Array, " ..."]) -> np.ndarray:
+  """The first numbers of a weight along each axis."""
   on_host = all(d.platform == "cpu" for d in leaf.devices())
   weight = np.asarray(leaf) if on_host else leaf
-  return np.asarray(weight[(slice(0, _EDGE),) * weight.ndim])
+  return np.asarray(weight[(slice(0, EDGE),) * weight.ndim])
 
 
 def _corners(model: Transformer) -> Iterator[np.ndarray]:
   """The first numbers along each axis of each weight, with layers stacked."""
   stack = getattr(model, "stack", None)
   if stack is None:
-    yield from map(_corner, jax.tree.leaves(model))
+    yield from map(corner, jax.tree.leaves(model))
     return
   leaves = jax.tree_util.tree_leaves_with_path(
     model, is_leaf=lambda x: isinstance(x, nnx.Variable)
@@ -61,21 +63,21 @@ def _corners(model: Transformer) -> Iterator[np.ndarray]:
     if not isinstance(leaf, nnx.Variable):
       # Of placed layers these are parts in the host's memory.
       if stack.placed is None:
-        corners[path] = _corner(leaf)
+        corners[path] = corner(leaf)
       continue
     kind, name, run, position = None, "", "", ""
     if path.startswith(STACK) and stack.placed is not None:
       run, position, name = path.split(".", 4)[2:]
       kind = stack.placed[int(run)][int(position)]
     if kind is None or name not in kind.paths:
-      corners[path] = _corner(leaf.get_value())
+      corners[path] = corner(leaf.get_value())
       continue
     if kind not in _FETCHED:
       _FETCHED[kind] = _first_corners(stack, int(run), int(position), kind)
     corners[path] = _FETCHED[kind][kind.paths.index(name)]
   # The same model has the same digest, whether its layers are a loop or not.
   groups = looped(stack.runs)
-  yield from regrouped(corners, stack.runs, groups, most=_EDGE).values()
+  yield from regrouped(corners, stack.runs, groups, most=EDGE).values()
 
 
 def _first_corners(
@@ -84,7 +86,7 @@ def _first_corners(
   """Corners of the weights of a kind's first layers, which are fetched."""
   fetch = jax.jit(lambda stack, n: stack.layer(run, position, n))
   layers = []
-  for n in range(min(_EDGE, len(kind.tiers))):
+  for n in range(min(EDGE, len(kind.tiers))):
     leaves = jax.tree_util.tree_leaves_with_path(
       fetch(stack, n), is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
@@ -94,11 +96,11 @@ def _first_corners(
     }
     # Adapters add a `base` to the path.
     plain = {k.replace(".base.", "."): x for k, x in by_path.items()}
-    layers.append([_corner((by_path | plain)[path]) for path in kind.paths])
+    layers.append([corner((by_path | plain)[path]) for path in kind.paths])
   return [np.stack(corners) for corners in zip(*layers, strict=True)]
 
 
 # Numbers of a corner along an axis.
-_EDGE = 4
+EDGE = 4
 # Weights do not change: their corners are read once.
 _FETCHED: Any = weakref.WeakKeyDictionary()

@@ -239,7 +239,7 @@ def export_prefix(
     tokens=len(pages) * tree.page,
     pages=pages,
     layout=layout,
-    labels=[_label(x) for x in digests[first:]],
+    labels=[label_of(x) for x in digests[first:]],
   )
 
 
@@ -326,7 +326,7 @@ def begin_layers(
       tokens=len(blocks) * tree.page,
       pages=_pages_of(copies, len(blocks), on_devices),
       layout=layout,
-      labels=[_label(x) for x in digests],
+      labels=[label_of(x) for x in digests],
     )
 
   return LayerCopies(layers, len(blocks), export)
@@ -511,7 +511,7 @@ def import_prefix(
   for valid, (page_digest, label) in enumerate(
     zip(page_digests, pulled.labels, strict=False), 1
   ):
-    if _label(page_digest) != label:
+    if label_of(page_digest) != label:
       raise OptionError(
         f"page {valid - 1} of the ticket",
         "one of other tokens, another adapter or another place",
@@ -555,12 +555,16 @@ def import_prefix(
 
 
 def _label_start(engine: Engine, length: int, adapter: str) -> bytes:
+  """Start of the hashes of an engine's prompt."""
+  return label_start(engine.adapter_digest(adapter), engine.rotations(length))
+
+
+def label_start(adapter: str, rotations: tuple[str, ...]) -> bytes:
   """Start of the hashes: what keys depend on besides tokens and layout."""
-  facts = engine.adapter_digest(adapter), engine.rotations(length)
-  return repr(facts).encode()
+  return repr((adapter, rotations)).encode()
 
 
-def _label(digest: bytes) -> str:
+def label_of(digest: bytes) -> str:
   """Text label of a page."""
   return digest.hex()[:32]
 
@@ -706,8 +710,19 @@ def _layout(engine: Engine, pool: PagePool, page: int) -> PageLayout:
       "pages of whole tokens, all in one process",
       "pass cache_kind='dense', or let the other side compute the prompt",
     )
+  return page_layout(pool, weights_digest(engine.base), engine.longest)
+
+
+def page_layout(pool: PagePool, weights: str, longest: int) -> PageLayout:
+  """Layout of whole pages of a pool, or of one of shapes.
+
+  Args:
+    pool: Pool, whose pages can be cut to another size.
+    weights: Digest of the weights (`weights_digest`).
+    longest: Maximum number of tokens of a prompt and its answer.
+  """
   facts = hashlib.sha256()
-  facts.update(repr((weights_digest(engine.base), engine.longest)).encode())
+  facts.update(repr((weights, longest)).encode())
   facts.update(constants_digest(pool))
   text = f"{str(pool.kind)[:100]}{_OF}{facts.hexdigest()[:32]}"
   return PageLayout(
@@ -715,11 +730,9 @@ def _layout(engine: Engine, pool: PagePool, page: int) -> PageLayout:
       PageLeaf(
         f"{group}.{n}", dtype.name, shape, _axes(len(shape), at), codec=text
       )
-      for group, (group_shapes, places) in enumerate(
-        zip(shapes, axes, strict=True)
-      )
+      for group in range(len(pool.groups))
       for n, ((shape, dtype), at) in enumerate(
-        zip(group_shapes, places, strict=True)
+        zip(pool.page_shapes(group), pool.page_axes(group), strict=True)
       )
     )
   )

@@ -21,7 +21,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -70,7 +70,7 @@ def _write_pages(
 
 @bounded
 @jax.jit
-def _sums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
   """Checksum over all bits of each array, by path; of each layer [L]."""
 
   def checksum(x: jax.Array) -> jax.Array:
@@ -429,8 +429,18 @@ def weights_digest(model: Transformer) -> str:
 
   Weights elsewhere enter only with a sample (`fingerprint`).
   """
-  facts = fingerprint(model), _by_layer(model, _checksums)
-  return hashlib.sha256(repr(facts).encode()).hexdigest()
+  return digest_of_sums(fingerprint(model), _by_layer(model, _checksums))
+
+
+def digest_of_sums(corners: str, sums: Sequence[int | list[int]]) -> str:
+  """Digest of weights.
+
+  Args:
+    corners: Digest of a corner of each weight (`fingerprint`).
+    sums: Checksum of each weight (`checksums`); of weights of layers that are
+      alike, those of each layer.
+  """
+  return hashlib.sha256(repr((corners, [*sums])).encode()).hexdigest()
 
 
 def _checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
@@ -442,7 +452,7 @@ def _checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
     and x.sharding.memory_kind
     in (None, next(iter(x.devices())).default_memory().kind)
   }
-  return jax.device_get(_sums(on_device))
+  return jax.device_get(checksums(on_device))
 
 
 def _forms(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:

@@ -7,11 +7,15 @@ import json
 import signal
 import socket
 
+import jax
+import numpy as np
 import pytest
 
+import ringjax as rj
 from launch import common, prefill
 from launch.group import FAILED
 from ringjax import plan
+from ringjax.data import Tokenizer, documents
 from ringjax.plan import profiles
 
 PATIENCE_S = 600
@@ -141,6 +145,32 @@ def test_a_pipeline_of_two_processes(folder, start):
   # Activations of 96 tokens, in place of keys and values of two layers.
   (sent,) = rows["cpp"]["bytes_by_link"].values()
   assert sent % (96 * 4) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("new", [1, 4])
+def test_a_pipeline_alone_loads_a_part_in_each_process(folder, start, new):
+  at = port()
+  more = ("--method=cpp", "--rounds=1", "--json", f"--max_new_tokens={new}")
+  with (
+    start(*argv(folder, at, 0, *more)) as first,
+    start(*argv(folder, at, 1, *more)) as second,
+  ):
+    out, err = first.communicate(timeout=PATIENCE_S)
+    second.communicate(timeout=PATIENCE_S)
+  assert (first.returncode, second.returncode) == (0, 0), err
+  done = json.loads(out)
+  (row,) = done["methods"]
+  model = rj.models.load(folder)
+  nbytes = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+  layer, table = nbytes(model.stack) // 2, nbytes(model.embed)
+  last = nbytes(model) if new > 1 else layer + table + nbytes(model.norm)
+  assert row["weight_bytes_by_rank"] == [layer + table, last]
+  tokenizer = Tokenizer.load(folder)
+  text = documents.fit(96 + 256, lambda x: len(tokenizer.encode(x))).text
+  ids = np.asarray(tokenizer.encode(text))[:96].astype(np.int32)
+  expected = rj.infer.generate(model, [ids], max_new_tokens=new)[0].tolist()
+  assert row["new_tokens"] == expected
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import os
 import re
 import signal
 import threading
@@ -11,6 +12,7 @@ import threading
 import pytest
 
 from launch import serve
+from launch.group import FAILED
 from ringjax.serve.cluster import ask_router, read_calls
 from tests.launch.conftest import PATIENCE_S, command
 from tests.launch.test_serve import (
@@ -74,7 +76,9 @@ class Processes:
     if role == "router":
       options += ["--port=0", "--cluster_port=0"]
     else:
-      options += [f"--join={self.join}", "--rows=4", "--capacity=2048"]
+      options += [f"--join={self.join}", "--capacity=2048"]
+    if not any(x.startswith("--stages") for x in argv):
+      options.append("--rows=4")
     argv = ("-m", "launch.serve", *options, *argv)
     return Process(self._stack.enter_context(command(*argv)))
 
@@ -127,6 +131,8 @@ def test_flags_of_a_cluster(tmp_path, capsys):
   short.write_bytes(b"x")
   key = tmp_path / "key"
   key.write_bytes(bytes(32))
+  joins = ["--join=127.0.0.1:1", f"--cluster_key={key}"]
+  stages = ["--role=prefill", *joins, "--stages=2"]
   for argv, word in (
     (["--role=prefill"], "--join"),
     (["--role=router"], "--cluster_key"),
@@ -138,7 +144,21 @@ def test_flags_of_a_cluster(tmp_path, capsys):
     (["--device_pages=9"], "--join"),
     (["--role=router", f"--cluster_key={key}", "--device_pages=9"], "--join"),
     (["--policy=conductor"], "--role=router"),
-    (["--num_processes=2"], "launch.prefill --method=cpp"),
+    (["--num_processes=2"], "--role=prefill --join=HOST:PORT"),
+    (["--stages=2"], "--role=prefill --join=HOST:PORT"),
+    (["--role=decode", *joins, "--stages=2"], "stages read prompts"),
+    ([*stages, "--num_processes=2"], "starts the processes itself"),
+    (["--role=prefill", *joins, "--num_processes=2"], "all three"),
+    ([*stages, "--cache=int8"], "--cache=dense"),
+    ([*stages, "--adapters=a=b"], "--adapters"),
+    ([*stages, "--speculate=lookup"], "--speculate"),
+    ([*stages, "--layer_parts=2"], "--layer_parts"),
+    ([*stages, "--device_pages=9"], "--device_pages"),
+    ([*stages, "--host_store=9"], "--host_store"),
+    ([*stages, "--mesh=seq:2"], "--mesh"),
+    ([*stages, "--rows=2"], "--rows"),
+    ([*stages[:-1], "--stages=99"], "layers"),
+    ([*stages, "--longest=99999999"], "--longest"),
     (["--role=router", f"--cluster_key={key}", "--policy=best"], "conductor"),
     (["--chip=h100"], "--role=router"),
     (["--role=router", f"--cluster_key={key}", "--chip=h0"], "h0"),
@@ -260,6 +280,80 @@ def test_the_conductor_starts_without_a_file(tmp_path, folder):
     port = serves(router)
     until(lambda: len(cluster.ask(what="instances")) == 2)
     assert all_of(port, range(12)) == want
+
+
+@pytest.mark.long
+def test_an_instance_of_two_processes(tmp_path, folder):
+  """Each has a layer; the answers are those of an instance that has both."""
+  pytest.importorskip("uvicorn")
+  numbers = range(8)
+  with processes(tmp_path, folder) as cluster:
+    router = cluster.start("router")
+    made = cluster.instances(
+      router, {"p": ("prefill",), "d": ("decode", "--page=16")}
+    )
+    port = serves(router)
+    expected = all_of(port, numbers)
+    made["p"].process.send_signal(signal.SIGTERM)
+    assert made["p"].process.wait(PATIENCE_S) == 0
+    moved = metric(port, "ringjax_requests_moved_total")
+    stages = cluster.instances(router, {"s": ("prefill", "--stages=2")})["s"]
+    weights = [
+      int(stages.said(rf"rank {n} of 2, .* (\d+(?:,\d+)*) bytes")
+          .replace(",", ""))
+      for n in range(2)
+    ]  # fmt: skip
+    # The embedding is the head, and in both.
+    table, norm = 262 * 32 * 4, 32 * 4
+    assert weights[1] - norm == weights[0]
+    layer = weights[0] - table
+    assert 0 < layer < weights[0]
+    assert all_of(port, numbers) == expected
+    assert metric(port, "ringjax_requests_moved_total") == 2 * moved > 0
+    assert metric(port, "ringjax_requests_again_total") == 0
+    child = int(stages.said(r"rank 0 of 2, process (\d+)"))
+    stages.process.send_signal(signal.SIGTERM)
+    assert stages.process.wait(PATIENCE_S) == 0
+    assert is_gone(child)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_of_an_instance_is_lost(tmp_path, folder, number):
+  """The instance ends and names it; another one reads the prompts."""
+  pytest.importorskip("uvicorn")
+  numbers = range(12)
+  with processes(tmp_path, folder) as cluster:
+    router = cluster.start("router")
+    made = cluster.instances(
+      router,
+      {
+        "s": ("prefill", "--stages=2", "--silence=10"),
+        "p": ("prefill",),
+        "d": ("decode",),
+      },
+    )
+    port = serves(router)
+    expected = all_of(port, numbers)
+    child = int(made["s"].said(r"rank 0 of 2, process (\d+)"))
+    lose = lambda: os.kill(child, number)
+    assert all_of(port, numbers, lose) == expected
+    assert made["s"].process.wait(PATIENCE_S) == FAILED
+    word = "is gone" if number == signal.SIGKILL else "has said nothing"
+    made["s"].said(f"(rank 0 {word})")
+    assert is_gone(child)
+    until(lambda: metric(port, "ringjax_instances_lost_total") == 1)
+    assert metric(port, "ringjax_requests_failed_total") == 0
+    assert all_of(port, numbers) == expected
+
+
+def is_gone(process):
+  """Whether a process has ended."""
+  try:
+    os.kill(process, 0)
+  except ProcessLookupError:
+    return True
+  return False
 
 
 @pytest.mark.slow

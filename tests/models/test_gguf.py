@@ -15,6 +15,8 @@ from launch import cluster_roles, common, serve, train
 from ringjax.data.gguf_file import open_gguf
 from ringjax.data.gguf_tokenizer import tokenizer_files
 from ringjax.models.gguf.gguf_folder import open_model
+from ringjax.serve.stage_pages import weight_sums, whole_digest
+from ringjax.serve.store_link import weights_digest
 
 _SIZES = dict(
   vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -436,6 +438,21 @@ def test_numbers_are_those_of_the_package(tmp_path, kind):
   got = open_gguf(tmp_path / "m.gguf").floats("x")
   np.testing.assert_array_equal(got, gguf.dequantize(packed, kind))
   np.testing.assert_allclose(got, x, atol=0.6)
+
+
+@pytest.mark.long
+def test_layers_are_read_without_the_others(tmp_path):
+  config, tensors = _small(tmp_path, "llama")
+  path = tmp_path / "m.gguf"
+  _write(path, "llama", config, tensors)
+  first, last = (rj.models.load_layers(path, n, n + 1) for n in range(2))
+  numbers = [{p[0] for p in x.weights() if p[0].isdigit()}
+             for x in (first, last)]  # fmt: skip
+  assert numbers == [{"0"}, {"1"}]
+  digest = whole_digest(
+    first.whole, [weight_sums(x.weights()) for x in (first, last)]
+  )
+  assert digest == weights_digest(rj.models.load(path))
 
 
 def test_a_rope_of_llama_3_comes_from_its_factors(tmp_path):

@@ -725,7 +725,7 @@ def test_a_prefix_is_fetched_from_who_has_it(model, alone, roles):
 
 
 def test_what_is_no_engine_is_no_instance():
-  """A pipeline of stages, which has no pages that others could pull."""
+  """A stage of a pipeline, which has a worker of its own."""
   pipeline = object.__new__(rj.infer.ChunkPipeline)
   refused(
     InputTypeError, lambda: check_engine(pipeline), "ChunkPipeline", "stages"

@@ -139,6 +139,11 @@ from ringjax.serve.cluster.phase_times import (
   QueuedPrompts,
   reading_s,
 )
+from ringjax.serve.cluster.pipeline_worker import (
+  PipelineWorker,
+  gather_pages,
+  serve_stage,
+)
 from ringjax.serve.cluster.role_planner import (
   RoleChange,
   RoleDecision,
@@ -213,6 +218,7 @@ __all__ = [
   "LocalConductor",
   "MeasuredCall",
   "PhaseTimes",
+  "PipelineWorker",
   "PlacementSearch",
   "PredictiveRejection",
   "PrefillBatch",
@@ -259,6 +265,7 @@ __all__ = [
   "even_parts",
   "fetch_bytes_per_flop",
   "fewest_instances",
+  "gather_pages",
   "goodput",
   "group_rows",
   "instance_times",
@@ -277,6 +284,7 @@ __all__ = [
   "repeated",
   "replan",
   "routing_policy",
+  "serve_stage",
   "share_met",
   "short_key",
   "simulate_elastic",

@@ -163,6 +163,7 @@ class ClusterInstance:
     heard: Number of messages received from it.
     sent: Number of tasks that were sent to it.
     since: Sent tasks that its last report does not count yet.
+    roles: Roles that it can have.
   """
 
   name: str
@@ -180,6 +181,7 @@ class ClusterInstance:
   since: collections.deque[SentTask] = dataclasses.field(
     default_factory=collections.deque
   )
+  roles: tuple[str, ...] = ROLES
 
   def view(self) -> InstanceView:
     """Load as policies see it: the report plus the tasks sent since."""
@@ -701,6 +703,15 @@ class ClusterRouter:
 
   def _change_roles(self, changed: Mapping[str, str]) -> None:
     """Change roles of instances; the lock is held."""
+    for name, role in changed.items():
+      roles = self._instances[name].roles if name in self._instances else ROLES
+      if role not in roles:
+        raise OptionError(
+          "role",
+          f"{role} for {name}",
+          f"{', '.join(roles)}: stages read prompts and do not answer",
+          "leave its role, or let another instance join",
+        )
     check_roles({view.name: view.role for view in self._views()}, changed)
     for name, role in changed.items():
       instance = self._instances[name]
@@ -735,6 +746,8 @@ class ClusterRouter:
           name: role
           for name, role in sorted(decision.roles.items())
           if current_roles.get(name, role) != role
+          # A planner does not know that stages only read prompts.
+          and role in self._instances[name].roles
         }
         self._change_roles(changed)
         self.counters.roles += len(changed)
@@ -915,7 +928,14 @@ class ClusterRouter:
       page=positive_int("page", fields["page"]),
       capacity=positive_int("capacity", fields["capacity"]),
       rows=positive_int("rows", fields["rows"]),
+      roles=tuple(
+        one_of("roles", role, ROLES) for role in fields.get("roles", ROLES)
+      ),
     )
+    if instance.role not in instance.roles:
+      raise OptionError(
+        "role", instance.role, f"one of {instance.roles}", "join with one"
+      )
     instance.report = {"free_tokens": instance.capacity}
     common = fields["codec"], fields["dtype"], fields["vocab"]
     with self._work:

@@ -105,8 +105,8 @@ def check_engine(engine: object) -> None:
       "engine",
       type(engine).__name__,
       "an rj.serve.Engine, which has all layers and their pages in one process",
-      "make one of the model; rj.infer.ChunkPipeline reads a prompt through "
-      "stages without a router",
+      "make one of the model, or give the last of the stages of an "
+      "rj.infer.ChunkPipeline to rj.serve.cluster.PipelineWorker",
     )
   if engine.important is not None:
     raise OptionError(
