@@ -26,7 +26,8 @@ from jax.sharding import Mesh
 from launch import console, rendezvous
 from launch.flag_helpers import FlagHelper
 from ringjax.errors import MeshError, OptionError
-from ringjax.kv import CacheKind, Calibrated, kind_text
+from ringjax.kv import CacheKind, kind_text
+from ringjax.kv.codecs import Allocated, Calibrated
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan import draw
 
@@ -294,18 +295,27 @@ def cache_kind(text: str, *, calibrated: bool = True) -> CacheKind:
 
   Args:
     text: Value of --cache.
-    calibrated: Whether a calibration has to be there if the kind needs one.
+    calibrated: Whether the file of a calibration, or of a table of codecs, has
+      to be there if the kind needs one.
 
   Raises:
-    OptionError: If there is no such kind, or its calibration is missing.
+    OptionError: If there is no such kind, or its file is missing.
   """
   kind = kind_text.parse(text, "--cache")
-  codec = kind.codec
-  if not isinstance(codec, Calibrated) or not calibrated:
-    return kind
-  if codec.calibration is None or not os.path.exists(str(codec.calibration)):
-    raise codec.uncalibrated()
+  if calibrated:
+    check_files_of(kind)
   return kind
+
+
+def check_files_of(kind: CacheKind) -> None:
+  """Refuses a kind of cache without the files that it needs.
+
+  Raises:
+    OptionError: If the file of a calibration or of a table of codecs is
+      missing.
+  """
+  if isinstance(kind.codec, Calibrated | Allocated):
+    kind.codec.check_file()
 
 
 def share(make: Callable[[], np.ndarray]) -> np.ndarray:

@@ -42,7 +42,14 @@ import jax
 from absl import flags
 
 import ringjax as rj
-from launch import answering, cluster_roles, common, console, http_server
+from launch import (
+  answering,
+  cluster_roles,
+  common,
+  console,
+  http_server,
+  model_flags,
+)
 from launch.flag_helpers import FlagHelper
 from ringjax import fetched_models
 from ringjax.checks import number
@@ -175,7 +182,8 @@ def run(
       )
     kind = common.cache_kind(values.cache)
     if values.speculate is not None:
-      RowDrafts(values.speculate, "--speculate")
+      drafter = model_flags.checked_drafter(values.speculate)
+      RowDrafts(drafter, "--speculate")
     if not joins:
       listener = _listener(values.host, values.port)
     common.start(values, single=True)
