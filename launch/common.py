@@ -318,6 +318,11 @@ def check_files_of(kind: CacheKind) -> None:
     kind.codec.check_file()
 
 
+def measured(kind: CacheKind) -> bool:
+  """Whether a file of a kind goes with certain weights, and with no codes."""
+  return isinstance(kind.codec, Calibrated | Allocated)
+
+
 def share(make: Callable[[], np.ndarray]) -> np.ndarray:
   """Broadcasts the result of `make` in process 0, int32 [n], to every process.
 

@@ -231,7 +231,9 @@ def load(
     values,
     folder,
     mesh,
-    codes=policy is None and all(values[name].value is None for name in exact),
+    codes=policy is None
+    and all(values[name].value is None for name in exact)
+    and not measured(values),
     placement=policy or placement,
     memory=values.memory,
     beside=beside,
@@ -251,6 +253,15 @@ def load(
     bits = int(values.weights.removeprefix("int"))
     model = rj.models.with_coded_weights(model, bits=bits)
   return model
+
+
+def measured(values: flags.FlagValues) -> bool:
+  """Whether a cache or a drafter was made for the weights as floats."""
+  if common.measured(kind_text.parse(values.cache, "--cache")):
+    return True
+  return values.speculate is not None and isinstance(
+    speculate.drafter_of(values.speculate, "--speculate"), speculate.LongSpec
+  )
 
 
 def tell_placement(model: Transformer, say: Callable[[str], Any]) -> None:

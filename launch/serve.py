@@ -205,7 +205,12 @@ def run(
       engine = cluster_roles.router(values, folder, tokenizer)
       joined_at = "{}:{}".format(*engine.address)
     else:
-      model, note = answering.load(values, folder, mesh, codes=not joins)
+      model, note = answering.load(
+        values,
+        folder,
+        mesh,
+        codes=not joins and not model_flags.measured(values),
+      )
       options: dict[str, Any] = {
         name: values[name].value for name in _ENGINE_OPTIONS
       }
