@@ -79,7 +79,7 @@ def define(
     None,
     f"What drafts tokens: {', '.join(_DRAFTERS)}; with options as "
     "lookup:count=8 or model:model=FOLDER, which may have another tokenizer. "
-    "No token changes by it.",
+    "Tokens are those without it, but where rounding decides.",
   )
   for name, parameter in PARAMETERS.items():
     if name != "seed":
