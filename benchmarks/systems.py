@@ -89,8 +89,8 @@ def _bytes(kind: str) -> Run:
 def _of(kind: str, most: str = "") -> Callable[[Figures, Figures], str]:
   def says(kinds: Figures, shares: Figures) -> str:
     return (
-      f"loss {kinds[kind]['loss']:+.3f} nat above dense ({kind}, texts of 1,024 "
-      f"tokens); {most}{shares['8192']:.3f} of a dense cache's bytes behind "
+      f"loss {kinds[kind]['loss']:+.3f} nat above dense ({kind}, texts of "
+      f"1,024 tokens); {most}{shares['8192']:.3f} of a dense cache's bytes behind "
       f"8,192 tokens, {shares['32768']:.3f} behind 32,768"
     )
 
@@ -108,8 +108,8 @@ def _stream_says(kinds: Figures, shares: Figures, stream: Figures) -> str:
     return " ".join(f"{loss:.2f}" for loss in stream["losses"][kind])
 
   return (
-    f"{_of('sinks:budget=.2')(kinds, shares)}; a stream of {stream['tokens']:,} tokens "
-    "beyond a context of 8,192, loss of each 1,024: positions in the cache "
+    f"{_of('sinks:budget=.2')(kinds, shares)}; a stream of "
+    f"{stream['tokens']:,} tokens beyond a context of 8,192, loss of each 1,024: positions in the cache "
     f"{losses('sinks:budget=512,positions=cache')}; positions in the text "
     f"{losses('sinks:budget=512')}; all tokens, as far as they go "
     f"{losses('dense')}"

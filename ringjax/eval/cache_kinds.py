@@ -5,8 +5,8 @@ a cache of that kind decodes them (`rj.kv.SimulatedCache`); bytes are those of a
 cache's arrays, with scales and coordinates. With a policy of eviction the first
 half of a text is read and evicted once, and only the second half counts. Bytes
 and bits of a kind that evicts are those behind a whole text, read at once.
-Cost: one forward pass for each row and kind, and one without a cache; for a kind
-that evicts another one of the first row.
+Cost: one forward pass for each row and kind, and one without a cache; for a
+kind that evicts another one of the first row.
 """
 
 from __future__ import annotations

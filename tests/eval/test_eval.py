@@ -891,6 +891,6 @@ def test_policies_are_measured_behind_what_they_evicted():
   )
   assert abs(every.loss) < 1e-4
   assert every.far < 1e-4 < few.far
-  assert few.nbytes < 0.3 * every.nbytes
+  assert few.nbytes < 0.6 * every.nbytes
   # Bits are of the numbers that stay, and of all bytes.
   assert few.bits > every.bits > 32
