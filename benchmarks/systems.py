@@ -90,8 +90,8 @@ def _of(kind: str, most: str = "") -> Callable[[Figures, Figures], str]:
   def says(kinds: Figures, shares: Figures) -> str:
     return (
       f"loss {kinds[kind]['loss']:+.3f} nat above dense ({kind}, texts of "
-      f"1,024 tokens); {most}{shares['8192']:.3f} of a dense cache's bytes behind "
-      f"8,192 tokens, {shares['32768']:.3f} behind 32,768"
+      f"1,024 tokens); {most}{shares['8192']:.3f} of a dense cache's bytes "
+      f"behind 8,192 tokens, {shares['32768']:.3f} behind 32,768"
     )
 
   return says
@@ -109,7 +109,8 @@ def _stream_says(kinds: Figures, shares: Figures, stream: Figures) -> str:
 
   return (
     f"{_of('sinks:budget=.2')(kinds, shares)}; a stream of "
-    f"{stream['tokens']:,} tokens beyond a context of 8,192, loss of each 1,024: positions in the cache "
+    f"{stream['tokens']:,} tokens beyond a context of 8,192, loss of each "
+    "1,024: positions in the cache "
     f"{losses('sinks:budget=512,positions=cache')}; positions in the text "
     f"{losses('sinks:budget=512')}; all tokens, as far as they go "
     f"{losses('dense')}"
