@@ -130,7 +130,8 @@ class _Picture(NamedTuple):
 
 _PICTURES = {
   "caches": _Picture(
-    "Loss above a dense cache by its share of a dense cache's bytes",
+    "Loss above a dense cache by its share of a dense cache's bytes (1,024 "
+    "tokens, of which policies evict from the first half)",
     KINDS,
     _caches,
   ),

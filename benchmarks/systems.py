@@ -28,16 +28,20 @@ def _perplexity(printed: Any) -> Figures:
 
 
 def _kinds(printed: Any) -> Figures:
-  """Loss above dense, bits and share of dense bytes, by kind of cache."""
+  """Loss above dense and share of dense bytes, by kind of cache."""
   dense = printed["kinds"][0]
   return {
     kind["name"]: {
       "loss": kind["loss"],
-      "bits": kind["bits"],
       "bytes": kind["nbytes"] / dense["nbytes"],
     }
     for kind in printed["kinds"]
   }
+
+
+def _shares(printed: Any) -> Figures:
+  """Share of a dense cache's bytes behind a prompt, by its tokens."""
+  return {f"{row['tokens']}": row["share"] for row in printed["rows"]}
 
 
 def _ways(printed: Any) -> Figures:
@@ -73,12 +77,21 @@ CONTEXTS = Run(
 )
 
 
-def _of(kind: str) -> Callable[[Figures], str]:
-  def says(kinds: Figures) -> str:
-    x = kinds[kind]
+def _bytes(kind: str) -> Run:
+  """All bytes of a kind, also those of what the text decides, as a share."""
+  return Run(
+    "python -m launch.plan cache --model=smollm2-135m --tokens=8192,32768 "
+    f"--chip=h100 --cache={kind} --json",
+    _shares,
+  )
+
+
+def _of(kind: str, most: str = "") -> Callable[[Figures, Figures], str]:
+  def says(kinds: Figures, shares: Figures) -> str:
     return (
-      f"loss {x['loss']:+.3f} nat above dense with {x['bytes']:.2f} of its "
-      f"bytes ({kind}, {x['bits']:.2f} bits a number)"
+      f"loss {kinds[kind]['loss']:+.3f} nat above dense ({kind}, texts of "
+      f"1,024 tokens); {most}{shares['8192']:.3f} of a dense cache's bytes "
+      f"behind 8,192 tokens, {shares['32768']:.3f} behind 32,768"
     )
 
   return says
@@ -90,13 +103,14 @@ STREAM = Run(
 )
 
 
-def _stream_says(kinds: Figures, stream: Figures) -> str:
+def _stream_says(kinds: Figures, shares: Figures, stream: Figures) -> str:
   def losses(kind: str) -> str:
     return " ".join(f"{loss:.2f}" for loss in stream["losses"][kind])
 
   return (
-    f"{_of('sinks:budget=.2')(kinds)}; a stream of {stream['tokens']:,} tokens "
-    "beyond a context of 8,192, loss of each 1,024: positions in the cache "
+    f"{_of('sinks:budget=.2')(kinds, shares)}; a stream of "
+    f"{stream['tokens']:,} tokens beyond a context of 8,192, loss of each "
+    "1,024: positions in the cache "
     f"{losses('sinks:budget=512,positions=cache')}; positions in the text "
     f"{losses('sinks:budget=512')}; all tokens, as far as they go "
     f"{losses('dense')}"
@@ -163,9 +177,9 @@ ROWS: tuple[Row, ...] = (
     claim="2 bits by channel for keys and by token for values, with the newest "
     "tokens exact, lose almost nothing.",
     published="2.6 times less peak memory",
-    runs=(KINDS,),
-    says=lambda kinds: (
-      f"{_of('kivi2')(kinds)}; plain int2 {kinds['int2']['loss']:+.3f}"
+    runs=(KINDS, _bytes("kivi2")),
+    says=lambda kinds, shares: (
+      f"{_of('kivi2')(kinds, shares)}; plain int2 {kinds['int2']['loss']:+.3f}"
     ),
   ),
   Row(
@@ -175,7 +189,7 @@ ROWS: tuple[Row, ...] = (
     claim="A fifth of the tokens, those of the largest summed attention beside "
     "the newest, is enough.",
     published="20 % of the cache",
-    runs=(KINDS,),
+    runs=(KINDS, _bytes("h2o:budget=.2")),
     says=_of("h2o:budget=.2"),
   ),
   Row(
@@ -184,7 +198,7 @@ ROWS: tuple[Row, ...] = (
     paper="2404.14469",
     claim="The last queries of a prompt show which keys an answer reads.",
     published="8.2 times less memory at 16k tokens",
-    runs=(KINDS,),
+    runs=(KINDS, _bytes("snapkv:budget=.2")),
     says=_of("snapkv:budget=.2"),
   ),
   Row(
@@ -193,8 +207,8 @@ ROWS: tuple[Row, ...] = (
     paper="2310.01801",
     claim="Each head's own policy, chosen by what its attention looks like.",
     published="half of the cache at 65B",
-    runs=(KINDS,),
-    says=_of("fastgen"),
+    runs=(KINDS, _bytes("fastgen")),
+    says=_of("fastgen", "where every head keeps all, "),
   ),
   Row(
     name="sinks",
@@ -202,7 +216,7 @@ ROWS: tuple[Row, ...] = (
     paper="2309.17453",
     claim="The first tokens beside a window keep a stream going.",
     published="a stream of 4M tokens at a steady perplexity",
-    runs=(KINDS, STREAM),
+    runs=(KINDS, _bytes("sinks:budget=.2"), STREAM),
     says=_stream_says,
   ),
   Row(

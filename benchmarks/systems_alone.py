@@ -90,7 +90,7 @@ def says_bits(kinds: Figures) -> str:
   of = lambda name: f"{kinds[name]['loss']:+.3f}"
   return (
     f"loss above dense: nuq4 {of('nuq4')}, nuq3 {of('nuq3')}, nuq2 "
-    f"{of('nuq2')} nat at {kinds['nuq4']['bits']:.2f}, "
+    f"{of('nuq2')} nat (1 x 1,024 tokens) at {kinds['nuq4']['bits']:.2f}, "
     f"{kinds['nuq3']['bits']:.2f} and {kinds['nuq2']['bits']:.2f} bits; "
     f"integers int4 {of('int4')}, int2 {of('int2')} at "
     f"{kinds['int4']['bits']:.2f} and {kinds['int2']['bits']:.2f}"
@@ -107,6 +107,8 @@ def says_drafters(names: Figures) -> str:
         "times as fast as plain"
         for name, x in names.items()
       ),
+      "each draft has all 5 tokens, where by default (adapt) those that cost "
+      "time pause",
       "all tokens as without drafts" if equal else "NOT the same tokens",
     ]
   )

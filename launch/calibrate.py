@@ -36,7 +36,7 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch import common, console
+from launch import answering, common, console
 from launch.flag_helpers import FlagHelper
 from launch.group import Group
 from ringjax import option_text
@@ -64,7 +64,10 @@ def define(values: flags.FlagValues) -> None:
   new = FlagHelper(values)
   new.checkpoint()
   new.text(
-    "dtype", None, "bfloat16, float16 or float32; default: the folder's."
+    "dtype",
+    None,
+    "bfloat16, float16 or float32; default: the folder's, on one CPU device "
+    "float32 where that fits.",
   )
   new.path("text", None, "File or folder of text; default: Python's sources.")
   new.path("out", None, "Folder for the calibration; default: the model's.")
@@ -206,9 +209,9 @@ def _calibrate(
   screen.begin("loading the model")
   folder = values.model or tiny.path()
   mesh = common.mesh(values.mesh)
-  model = rj.models.load(
-    folder, mesh=mesh, dtype=values.dtype, strict=values.strict
-  )
+  model, note = answering.load(values, folder, mesh)
+  if note is not None:
+    screen.say(note)
   tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
   rows = _rows(tokenizer, corpus, values.rows, values.length, screen.say)
   if values.bits is not None:

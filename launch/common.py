@@ -26,7 +26,8 @@ from launch import console, rendezvous
 from launch.flag_helpers import FlagHelper
 from launch.flag_helpers import check_output as check_file
 from ringjax.errors import MeshError, OptionError
-from ringjax.kv import CacheKind, Calibrated, kind_text
+from ringjax.kv import CacheKind, kind_text
+from ringjax.kv.codecs import Allocated, Calibrated
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan import draw
 
@@ -283,18 +284,32 @@ def cache_kind(text: str, *, calibrated: bool = True) -> CacheKind:
 
   Args:
     text: Value of --cache.
-    calibrated: Whether a calibration has to be there if the kind needs one.
+    calibrated: Whether the file of a calibration, or of a table of codecs, has
+      to be there if the kind needs one.
 
   Raises:
-    OptionError: If there is no such kind, or its calibration is missing.
+    OptionError: If there is no such kind, or its file is missing.
   """
   kind = kind_text.parse(text, "--cache")
-  codec = kind.codec
-  if not isinstance(codec, Calibrated) or not calibrated:
-    return kind
-  if codec.calibration is None or not os.path.exists(str(codec.calibration)):
-    raise codec.uncalibrated()
+  if calibrated:
+    check_files_of(kind)
   return kind
+
+
+def check_files_of(kind: CacheKind) -> None:
+  """Refuses a kind of cache without the files that it needs.
+
+  Raises:
+    OptionError: If the file of a calibration or of a table of codecs is
+      missing.
+  """
+  if isinstance(kind.codec, Calibrated | Allocated):
+    kind.codec.check_file()
+
+
+def measured(kind: CacheKind) -> bool:
+  """Whether a file of a kind goes with certain weights, and with no codes."""
+  return isinstance(kind.codec, Calibrated | Allocated)
 
 
 def share(make: Callable[[], np.ndarray]) -> np.ndarray:

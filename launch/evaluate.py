@@ -95,7 +95,7 @@ from ringjax.eval.needle import grid, mean, table
 from ringjax.infer import METHODS
 from ringjax.infer.contexts import APE, combine_of
 from ringjax.json_text import json_text
-from ringjax.kv import KINDS
+from ringjax.kv import KINDS, kind_text
 from ringjax.models import small, tiny
 from ringjax.models.cepe import CepeTransformer
 from ringjax.models.fingerprint import fingerprint
@@ -347,7 +347,7 @@ class _Evaluation:
   """Runs one sub-command and writes each of its figures to --out.
 
   Attributes:
-    record: All figures, as JSON.
+    record: All figures, as JSON; "loading" says what `load` chose.
     done: Number of figures that are in --out.
     said: Message about the contents of --out.
   """
@@ -358,6 +358,7 @@ class _Evaluation:
     self._values, self._screen, self._group = values, screen, group
     self.done, self.said = 0, "nothing was written"
     self.record: dict[str, Any] = {}
+    self._note: str | None = None
 
   def _begin(
     self,
@@ -372,6 +373,8 @@ class _Evaluation:
     """
     self._unit, self._total = unit, total
     self.record = self._about() | about
+    if self._note is not None:
+      self.record["loading"] = self._note
     self.record |= {unit: [*known], "complete": len(known) == total}
 
   def _about(self, default_model: str = "ringjax-tiny") -> dict[str, Any]:
@@ -421,19 +424,24 @@ class _Evaluation:
     self._screen.quiet = jax.process_index() > 0
 
   def _load(
-    self, default_model: Any = tiny
+    self, default_model: Any = tiny, *, codes: bool = True
   ) -> tuple[Any, Tokenizer, dict[str, Any]]:
     """Loads the model, its tokenizer and the options of prefill.
 
-    `default_model`: module of the shipped model that is measured without
-    --model.
+    Args:
+      default_model: Module of the shipped model that is measured without
+        --model.
+      codes: Whether weights may become codes where float32 does not fit.
     """
     values, screen = self._values, self._screen
+    kinds = [kind_text.parse(text, "--cache") for text in values.cache or ()]
+    codes = codes and not any(map(common.measured, kinds))
     self._start()
     screen.begin("loading the model")
     mesh = common.mesh(values.mesh)
     folder = values.model or default_model.path()
-    model, note = answering.load(values, folder, mesh)
+    model, note = answering.load(values, folder, mesh, codes=codes)
+    self._note = note
     if note is not None:
       screen.say(note)
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
@@ -836,7 +844,7 @@ class _Evaluation:
     if not values["contexts"].present:
       count_texts = ["0", "4", "8", "16", "32"]
     counts = _numbers("contexts", count_texts, int, 0, math.inf)
-    model, tokenizer, _ = self._load(small)
+    model, tokenizer, _ = self._load(small, codes=False)
     if not isinstance(model, CepeTransformer):
       raise OptionError(
         "--model",
@@ -867,7 +875,7 @@ class _Evaluation:
         "the folder of a draft",
         "train one: python -m launch.train --config=configs/train/longspec.py",
       )
-    model, tokenizer, _ = self._load(small)
+    model, tokenizer, _ = self._load(small, codes=False)
     drafts = {x: rj.models.longspec.load(x, model) for x in values.draft}
     ids = (np.asarray(tokenizer.encode(t)) for t in self._texts())
     long_rows = [x[: values.context] for x in ids if x.size >= values.context]

@@ -6,6 +6,7 @@ Also creates the objects that these flags ask for.
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
@@ -16,12 +17,13 @@ from absl import flags
 import ringjax as rj
 from launch import answering, common, console, integer_flags, machines, prompts
 from launch.flag_helpers import FlagHelper
-from ringjax import option_text
+from ringjax import fetched_models, option_text
 from ringjax.checks import positive_int
 from ringjax.data import Tokenizer, fingerprint
 from ringjax.errors import OptionError
 from ringjax.infer import METHODS, Sample, speculate
 from ringjax.infer.sampling import PARAMETERS, from_names
+from ringjax.infer.speculate.draft_model import ModelDrafter
 from ringjax.kv import KINDS, kind_text
 from ringjax.models.checkpoint import WEIGHTS
 from ringjax.models.coded_weights import BITS
@@ -77,7 +79,7 @@ def define(
     None,
     f"What drafts tokens: {', '.join(_DRAFTERS)}; with options as "
     "lookup:count=8 or model:model=FOLDER, which may have another tokenizer. "
-    "No token changes by it.",
+    "Tokens are those without it, but where rounding decides.",
   )
   for name, parameter in PARAMETERS.items():
     if name != "seed":
@@ -141,12 +143,7 @@ def check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is loaded."""
   common.cache_kind(values.cache)
   if values.speculate is not None:
-    drafter = speculate.drafter_of(values.speculate, "--speculate")
-    if _has_folder(drafter) and not drafter.model:
-      raise OptionError(
-        "--speculate", repr(values.speculate), "the folder of a draft model",
-        "pass --speculate=model:model=FOLDER",
-      )  # fmt: skip
+    checked_drafter(values.speculate)
   if values.max_new_tokens is not None:
     positive_int("--max_new_tokens", values.max_new_tokens)
   if values.model == "":
@@ -172,6 +169,36 @@ def check(values: flags.FlagValues) -> None:
   ):  # fmt: skip
     if refused:
       raise prompts.clash(got, want)
+
+
+def checked_drafter(text: str) -> speculate.Drafter:
+  """The drafter of --speculate, refused before anything is loaded.
+
+  Raises:
+    OptionError: If there is no such drafter, or the folder of its model or the
+      file of its cache's calibration is missing.
+  """
+  drafter = speculate.drafter_of(text, "--speculate")
+  if isinstance(drafter, ModelDrafter):
+    kind = drafter.cache_kind
+    if isinstance(kind, str):
+      kind = kind_text.parse(kind, "--speculate")
+    common.check_files_of(kind)
+  if _has_folder(drafter) or isinstance(drafter, speculate.LongSpec):
+    assert isinstance(drafter.model, str)
+    missing = None if drafter.model else repr(text)
+    if not missing and not os.path.exists(
+      fetched_models.resolve(drafter.model, "--speculate")
+    ):
+      missing = f"{drafter.model}, which does not exist"
+    if missing:
+      raise OptionError(
+        "--speculate",
+        missing,
+        "the folder of a draft model",
+        f"pass --speculate={drafter.name}:model=FOLDER",
+      )
+  return drafter
 
 
 def load(
@@ -204,7 +231,9 @@ def load(
     values,
     folder,
     mesh,
-    codes=policy is None and all(values[name].value is None for name in exact),
+    codes=policy is None
+    and all(values[name].value is None for name in exact)
+    and not measured(values),
     placement=policy or placement,
     memory=values.memory,
     beside=beside,
@@ -226,6 +255,15 @@ def load(
     bits = int(values.weights.removeprefix("int"))
     model = rj.models.with_coded_weights(model, bits=bits)
   return model
+
+
+def measured(values: flags.FlagValues) -> bool:
+  """Whether a cache or a drafter was made for the weights as floats."""
+  if common.measured(kind_text.parse(values.cache, "--cache")):
+    return True
+  return values.speculate is not None and isinstance(
+    speculate.drafter_of(values.speculate, "--speculate"), speculate.LongSpec
+  )
 
 
 def tell_placement(model: Transformer, say: Callable[[str], Any]) -> None:

@@ -51,6 +51,7 @@ from launch import (
   common,
   console,
   http_server,
+  model_flags,
   stage_instance,
 )
 from launch.flag_helpers import FlagHelper
@@ -189,7 +190,8 @@ def run(
       )
     kind = common.cache_kind(values.cache)
     if values.speculate is not None:
-      RowDrafts(values.speculate, "--speculate")
+      drafter = model_flags.checked_drafter(values.speculate)
+      RowDrafts(drafter, "--speculate")
     if not joins:
       listener = _listener(values.host, values.port)
     common.start(values, single=True)
@@ -211,7 +213,12 @@ def run(
       engine = cluster_roles.router(values, folder, tokenizer)
       joined_at = "{}:{}".format(*engine.address)
     else:
-      model, note = answering.load(values, folder, mesh, codes=not joins)
+      model, note = answering.load(
+        values,
+        folder,
+        mesh,
+        codes=not joins and not model_flags.measured(values),
+      )
       options: dict[str, Any] = {
         name: values[name].value for name in _ENGINE_OPTIONS
       }

@@ -4,8 +4,9 @@ Guarantees: all kinds read the same tokens, with each token's keys and values as
 a cache of that kind decodes them (`rj.kv.SimulatedCache`); bytes are those of a
 cache's arrays, with scales and coordinates. With a policy of eviction the first
 half of a text is read and evicted once, and only the second half counts. Bytes
-of a kind with exact tokens are those after a whole text.
-Cost: one forward pass for each row and kind, and one without a cache.
+and bits of a kind that evicts are those behind a whole text, read at once.
+Cost: one forward pass for each row and kind, and one without a cache; for a
+kind that evicts another one of the first row.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from jaxtyping import Array, Float, Int
 from ringjax.errors import OptionError, ShapeError
 from ringjax.eval.finite_losses import check_losses
 from ringjax.infer.repetition import evict_by_repetition
-from ringjax.kv.base import CacheSpec, bytes_each
+from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.simulated import SimulatedCache
-from ringjax.kv.state import StateShape
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
+
+# Of a cache's report only bytes are read, which no machine changes.
+_MACHINE = "tpu-v5e"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +39,10 @@ class KindCost:
 
   Attributes:
     name: Name of the kind.
-    bits: Bits of a number of the keys and values, with scales.
-    nbytes: Bytes of the cache of one row of T tokens; after the eviction, for a
-      kind with a policy.
+    bits: Bits of a number of the keys and values: all bytes of the cache over
+      the numbers of its tokens, as of `explain`.
+    nbytes: Bytes of the cache of one row of T tokens; of a kind that evicts,
+      behind the first text.
     nll: Mean negative log-likelihood, nats a token.
     loss: Increase of `nll` over that without a cache.
     kl: Mean Kullback-Leibler divergence of the predictions, nats a token.
@@ -104,32 +108,31 @@ def compare_caches(
   }
   costs, num_passes = [], 0
   for name, kind in model_kinds.items():
-    sums, nbytes = np.zeros(6), 0
+    sums = np.zeros(6)
     choices_by_row: list[list[list[str] | None]] = []
     for number, row in enumerate(ids):
       text = jnp.asarray(row[None], jnp.int32)
       if kind.evicting and name not in caches:
-        part, nbytes, choices = _costs_after_eviction(model, text, kind)
+        part, choices = _costs_after_eviction(model, text, kind)
         choices_by_row.append(choices)
       else:
         part = _costs(model, text, caches.get(name))
-      if kind.evicting and name in caches and not nbytes:
-        cache = model.init_cache(1, ids.shape[1], kind=kind)
-        _, cache = model(text, cache=cache.with_room(ids.shape[1]))
-        nbytes = bytes_each(cache.evict())
       check_losses(part[0], model, document=number, first=1)
       check_losses(part[1], model, document=number, first=1)
       sums += np.asarray(part, np.float64)
       num_passes += 1
       on_read(num_passes)
     nll, base, kl, square, total_square = sums[:5] / sums[5]
-    if not kind.evicting:
-      nbytes = bytes_each(model.init_cache_spec(1, ids.shape[1], kind=kind))
+    if kind.evicting:
+      text = jnp.asarray(ids[:1], jnp.int32)
+      cache = _evicted(model, text, kind, ids.shape[1])
+    else:
+      cache = model.init_cache_spec(1, ids.shape[1], kind=kind)
     costs.append(
       KindCost(
         name=name,
-        bits=_bits(model, kind),
-        nbytes=nbytes,
+        bits=cache.explain(_MACHINE).bits,
+        nbytes=bytes_each(cache),
         nll=float(nll),
         loss=float(nll - base),
         kl=float(kl),
@@ -157,25 +160,34 @@ def _costs(
 
 def _costs_after_eviction(
   model: Transformer, tokens: Int[Array, "1 T"], kind: CacheKind
-) -> tuple[Float[Array, " 6"], int, list[list[str] | None]]:
+) -> tuple[Float[Array, " 6"], list[list[str] | None]]:
   """Sums of the second half of a text, after the first half was evicted.
 
-  Also returns the bytes of the cache, and the choices of its heads.
+  Also returns the choices of the cache's heads.
   """
   length = tokens.shape[1]
   half = length // 2
-  cache = model.init_cache(1, length, kind=kind)
-  _, cache = model(tokens[:, :half], cache=cache)
-  if kind.repeats:
-    cache = evict_by_repetition(model, cache, tokens[:, :half])
-  else:
-    cache = cache.evict(ended=np.ones(1, bool))
+  cache = _evicted(model, tokens[:, :half], kind, length)
   choices = cache.choices(0)
   cache = cache.with_room(length - half)
   cached_logits, cache = model(tokens[:, half:], cache=cache)
   exact_logits = model(tokens)[:, half:]
   sums = _sums(exact_logits, cached_logits, tokens[:, half:])
-  return sums, bytes_each(cache.flush()), choices
+  return sums, choices
+
+
+def _evicted(
+  model: Transformer,
+  tokens: Int[Array, "1 T"],
+  kind: CacheKind,
+  capacity: int,
+) -> Any:
+  """Cache of a capacity that has read a text at once, behind its eviction."""
+  cache = model.init_cache(1, capacity, kind=kind).with_room(tokens.shape[1])
+  _, cache = model(tokens, cache=cache)
+  if kind.repeats:
+    return evict_by_repetition(model, cache, tokens)
+  return cache.evict(ended=np.ones(1, bool))
 
 
 def _choices(
@@ -215,14 +227,3 @@ def _sums(
       jnp.float32(a.shape[1]),
     ]
   )
-
-
-def _bits(model: Transformer, kind: CacheKind) -> float:
-  """Mean bits of a number, over all layers that keep keys and values."""
-  room = CacheSpec(batch=1, capacity=1, dtype=model.dtype, codec=kind.codec)
-  numbers = nbytes = 0
-  for shape in model.kinds:
-    if not isinstance(shape, StateShape):
-      numbers += shape.numbers()
-      nbytes += bytes_each(shape.slots(room))
-  return 8 * nbytes / max(1, numbers)

@@ -175,7 +175,9 @@ class SpeculationConfig(Config):
   drafter: Drafter | str | None = option(
     "Drafter: a name of `rj.infer.speculate.DRAFTERS` with options, as "
     '"lookup:count=8", or a `Drafter`. It changes no token, and with '
-    'verify="rejection" no probability.',
+    'verify="rejection" no probability, but where rounding decides: bits of '
+    "logits differ with the number of tokens in a call, and beside a coded "
+    "cache such bits may change a code.",
     default=None,
     override="speculate",
   )

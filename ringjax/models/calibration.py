@@ -22,14 +22,19 @@ from safetensors.numpy import save
 from ringjax.errors import CheckpointFormatError, OptionError
 from ringjax.kv.allocation import Allocation
 from ringjax.kv.codecs import page_outliers
-from ringjax.kv.codecs.calibration import KEYS, WEIGHTS, Calibration
+from ringjax.kv.codecs.calibration import (
+  CALIBRATION_FILE,
+  KEYS,
+  WEIGHTS,
+  Calibration,
+)
 from ringjax.models.fingerprint import fingerprint
 from ringjax.models.grouping import kind_rows
 
 if TYPE_CHECKING:
   from ringjax.models.transformer import Transformer
 
-FILE = "kv_calibration.safetensors"
+FILE = CALIBRATION_FILE
 _REMEDY = "calibrate again: python -m launch.calibrate --model=DIR --text=FILE"
 
 

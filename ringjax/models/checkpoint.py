@@ -598,8 +598,8 @@ def wide_on_cpu(
   warnings.warn(
     f"weights stay in {dtype}, which is slow on a CPU: in float32 they "
     f"take {_WIDE * count:,} bytes, more than half of the {free:,} that are "
-    'free; pass dtype="float32" all the same, or take '
-    "rj.models.with_coded_weights",
+    'free; pass dtype="float32" all the same, or go on with '
+    "rj.models.with_coded_weights(model, bits=8)",
     RuntimeWarning,
     stacklevel=4,
   )

@@ -122,7 +122,8 @@ class EngineConfig(Config):
     '"self:cache_kind=int4", by a block that was made for the model '
     '"longspec:model=FOLDER", with options as in "lookup:count=4". An '
     "object is taken, too. Calls for answers then check `count` drafted "
-    "tokens of each row, which may have fewer; tokens are the same. A model "
+    "tokens of each row, which may have fewer; tokens are the same: with "
+    "adapt=False bit for bit, else but where rounding decides. A model "
     "drafts for all rows at once and has a separate cache, a block a window of "
     'it. With widths=, as in "early:widths=(4,4,2),best=6", models and blocks '
     "draft trees. Rows with a mask or of a beam search are not drafted for. "

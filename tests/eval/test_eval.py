@@ -630,7 +630,10 @@ def test_costs_of_caches_by_script(tmp_path):
   found = {cost["name"]: cost for cost in record["kinds"]}
   dense, byte = found["dense"], found["int8"]
   assert dense["kl"] == dense["loss"] == dense["far"] == 0
-  assert dense["bits"] == 32 and byte["bits"] == 9
+  # 32 numbers of a token and 8 bytes of its coordinates and the row's.
+  numbers = 64 * 32
+  assert dense["bits"] == 8 * dense["nbytes"] / numbers > 32
+  assert byte["bits"] == pytest.approx(dense["bits"] - 23)
   assert byte["nbytes"] < 0.4 * dense["nbytes"]
   divergences = [cost["kl"] for cost in found.values()]
   assert divergences == sorted(divergences) and divergences[1] > 0
@@ -883,3 +886,5 @@ def test_policies_are_measured_behind_what_they_evicted():
   assert abs(every.loss) < 1e-4
   assert every.far < 1e-4 < few.far
   assert few.nbytes < 0.6 * every.nbytes
+  # Bits are of the numbers that stay, and of all bytes.
+  assert few.bits > every.bits > 32

@@ -14,7 +14,7 @@ from ringjax.errors import CheckpointFormatError, OptionError, ShapeError
 from ringjax.eval import compare_caches
 from ringjax.kv import kind_text
 from ringjax.kv.allocation import choose
-from ringjax.kv.base import CacheSpec
+from ringjax.kv.base import CacheSpec, bytes_each
 from ringjax.kv.cache_kind import KINDS
 from ringjax.models.checkpoint import abstract
 from tests import checkpoints
@@ -112,14 +112,19 @@ def test_the_budget_holds_and_losses_are_measured(made, texts):
   assert made.bits == 8 * made.bytes_per_token / numbers
   # What a cache of that kind takes, and costs.
   (cost,) = compare_caches(model, texts, {"": made.kind})
-  assert cost.bits == pytest.approx(made.bits)
+  # `compare_caches` counts positions, too.
+  count = numbers * texts.shape[1]
+  assert cost.bits == pytest.approx(8 * cost.nbytes / count)
+  dense = bytes_each(model.init_cache_spec(1, texts.shape[1]))
+  positions = 8 * dense / count - 32
+  assert cost.bits == pytest.approx(made.bits + positions)
   assert made.loss == pytest.approx(cost.loss, abs=1e-5)
   assert made.measured == made.loss
   for n, name in enumerate(CANDIDATES):
     (cost,) = compare_caches(model, texts, {name: name})
     nbytes, loss = made.uniform[n]
     assert loss == pytest.approx(cost.loss, abs=1e-5)
-    assert cost.bits == pytest.approx(8 * nbytes / numbers)
+    assert cost.bits == pytest.approx(8 * nbytes / numbers + positions)
   # No exchange of two heads' codecs is better by what was measured.
   units = [n for layer in made.keys for n in layer]
   spent = sum(row[n] for row, n in zip(made.losses, units, strict=True))

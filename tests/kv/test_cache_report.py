@@ -17,6 +17,7 @@ from ringjax.kv.cache_report import report
 from ringjax.kv.context_cache import ContextCache
 from ringjax.kv.prompt_spec import prompt_spec
 from ringjax.kv.tiered import TieredCache
+from ringjax.models.checkpoint import abstract
 from ringjax.parallel import chips
 from tests.contracts import cache as contract
 from tests.helpers import SMALL
@@ -259,3 +260,36 @@ def test_what_decodes_on_a_tpu(text, words):
   cache = KVCache.spec((shape,), 1, 4096, "bfloat16", kind=kind, platform="tpu")
   (note,) = (x for x in cache.explain("tpu-v5e").notes if "unpack" in x)
   assert words in note
+
+
+# A model of 30 layers with 3 KV heads of 64, in bfloat16.
+_SHAPE = dict(
+  model_type="llama", vocab_size=64, hidden_size=576, intermediate_size=64,
+  num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+  max_position_embeddings=32768,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("text", "most"),
+  [
+    ("int4", {8192: 0.282, 32768: 0.282}),
+    ("kivi2", {8192: 0.210, 32768: 0.195}),
+    pytest.param(
+      "h2o:budget=.2", {8192: 0.232, 32768: 0.215}, marks=pytest.mark.long
+    ),
+    pytest.param(
+      "snapkv:budget=.2", {8192: 0.229, 32768: 0.211}, marks=pytest.mark.long
+    ),
+  ],
+)
+def test_shares_of_a_dense_caches_bytes_do_not_grow(text, most):
+  """All bytes behind a prompt, by shapes alone; see docs/how/cache.md."""
+  model = abstract(_SHAPE, dtype="bfloat16")
+  kind = kind_text.parse(text)
+  for tokens, share in most.items():
+    cache = model.init_cache_spec(1, tokens, kind=kind)
+    if kind.evicting:
+      cache = prompt_spec(model.kinds, 1, tokens, model.dtype, kind=kind).cache
+    dense = bytes_each(model.init_cache_spec(1, tokens))
+    assert share - 0.003 < bytes_each(cache) / dense <= share

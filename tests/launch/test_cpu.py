@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import pytest
 
 import ringjax as rj
-from launch import answering, common, console, generate
+from launch import (
+  answering,
+  calibrate,
+  common,
+  console,
+  evaluate,
+  generate,
+  model_flags,
+)
+from launch.group import Group
 from ringjax.data import Bytes
 from ringjax.models import checkpoint
 from tests.launch.conftest import CONFIG, PATIENCE_S, command
@@ -25,6 +34,14 @@ def half(tmp_path_factory) -> str:
   rj.models.save(rj.models.create(CONFIG, seed=3, dtype="bfloat16"), path)
   Bytes(chat_template=None).save(path)
   return str(path)
+
+
+@pytest.fixture
+def no_room(monkeypatch):
+  """No room for weights in float32."""
+  monkeypatch.setattr(checkpoint, "host_free_bytes", lambda: 1)
+  # No memory at all is refused elsewhere.
+  monkeypatch.setattr(checkpoint, "free_bytes", lambda *_: None)
 
 
 def _loaded(folder: str, *flags: str, codes: bool = False):
@@ -55,16 +72,55 @@ def test_no_flag_of_devices_says_how_to_get_a_mesh(half):
   assert note is None
 
 
-def test_codes_where_float32_has_no_room(half, monkeypatch):
-  monkeypatch.setattr(checkpoint, "host_free_bytes", lambda: 1)
-  # No memory at all is refused elsewhere.
-  monkeypatch.setattr(checkpoint, "free_bytes", lambda *_: None)
+def test_codes_where_float32_has_no_room(half, no_room):
   model, note = _loaded(half, codes=True)
   assert note is not None and "codes of 8 bits" in note
   kinds = {leaf.dtype for leaf in jax.tree.leaves(model)}
   assert jnp.dtype("int8") in kinds
   model, note = _loaded(half, "--dtype=bfloat16", codes=True)
   assert note is not None and "codes" not in note
+
+
+def test_the_warning_of_slow_weights_names_what_to_do(half, no_room):
+  with pytest.warns(RuntimeWarning) as said:
+    model = rj.models.load(half)
+  remedy = "rj.models.with_coded_weights(model, bits=8)"
+  assert remedy in str(said[0].message)
+  small = eval(remedy, {"rj": rj, "model": model})
+  assert jnp.dtype("int8") in {leaf.dtype for leaf in jax.tree.leaves(small)}
+
+
+@pytest.mark.parametrize(
+  ("flag", "coded"), [("--cache=int8", True), ("--cache=nuq4", False)]
+)
+def test_what_is_of_float_weights_keeps_them(half, no_room, flag, coded):
+  argv = [f"--model={half}", "--mesh=seq:1", flag]
+  values = common.parse("generate", generate.define, argv)
+  mesh = common.mesh("seq:1")
+  loaded = [model_flags.load(values, half, mesh, lambda line: None)]
+  values = common.parse("evaluate", evaluate.define, argv)
+  screen = console.Screen("evaluate", io.StringIO())
+  evaluation = evaluate._Evaluation(values, screen, Group(screen, str))
+  loaded.append(evaluation._load()[0])
+  evaluation._begin("kinds", 1)
+  assert ("codes of 8 bits" in evaluation.record["loading"]) == coded
+  for model in loaded:
+    kinds = {leaf.dtype for leaf in jax.tree.leaves(model)}
+    assert (jnp.dtype("int8") in kinds) == coded
+
+
+def test_calibration_has_one_device_and_float32_too(
+  half, tmp_path, monkeypatch
+):
+  starts = []
+  monkeypatch.setattr(common, "start", lambda _, **how: starts.append(how))
+  argv = [f"--model={half}", "--mesh=seq:1", f"--out={tmp_path}"]
+  argv += ["--ranges", "--rows=1", "--length=16"]
+  values, words = common.parse_words("calibrate", calibrate.define, argv)
+  err = io.StringIO()
+  assert calibrate.run(values, words, stdout=io.StringIO(), stderr=err) == 0
+  assert starts == [{"single": True}]
+  assert "weights of bfloat16 held in float32" in err.getvalue()
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import ringjax as rj
-from launch import chat, common, generate, model_flags
+from launch import chat, common, evaluate, generate, model_flags, serve
 from ringjax.errors import ConfigError
 from tests import checkpoints
 
@@ -42,3 +42,55 @@ def test_flags_that_do_not_go_together(script, flags, words):
   values = common.parse(script.NAME, script.define, flags)
   with pytest.raises(rj.errors.OptionError, match=words):
     model_flags.check(values)
+
+
+_WITHOUT_FILES = [
+  ("--cache=nuq3", "got none"),
+  ("--cache=nuq3:calibration=DIR", "without kv_calibration.safetensors"),
+  ("--cache=nuq3:calibration=DIR/no", "does not exist"),
+  ("--cache=allocated", "table: got none"),
+  ("--cache=allocated:table=DIR", "kv_bits.json, which does not exist"),
+  ("--speculate=self:cache_kind=nuq3", "got none"),
+  ("--speculate=early:cache_kind='nuq3:calibration=DIR'", "without kv_"),
+  ("--speculate=model", "folder of a draft model"),
+  ("--speculate=model:model=DIR/no", "does not exist"),
+  ("--speculate=longspec", "folder of a draft model"),
+  ("--speculate=longspec:model=DIR/no", "does not exist"),
+]
+
+
+@pytest.mark.parametrize(
+  ("script", "flag", "words"),
+  [
+    (script, flag, words)
+    for script in (chat, generate, serve, evaluate)
+    for flag, words in _WITHOUT_FILES
+    # launch.evaluate has no drafts.
+    if script is not evaluate or flag.startswith("--cache")
+  ],
+)
+def test_files_that_a_flag_names_are_there_before_a_model_is_loaded(
+  script, flag, words, tmp_path, monkeypatch, capsys
+):
+  def load(*args, **options):
+    raise AssertionError("a model is loaded")
+
+  if script is serve:
+    pytest.importorskip("uvicorn")
+  monkeypatch.setattr(rj.models, "load", load)
+  monkeypatch.setattr(rj.data.Tokenizer, "load", load)
+  argv = [flag.replace("DIR", str(tmp_path))]
+  commands = [[]]
+  if script is evaluate:
+    commands = [["caches"], ["needle"], ["contexts"]]
+  for command in commands:
+    values, rest = common.parse_words(
+      script.NAME, script.define, [*command, *argv]
+    )
+    if script in (chat, generate):
+      with pytest.raises(rj.errors.OptionError, match=words):
+        model_flags.check(values)
+      continue
+    inputs = (rest,) if script is evaluate else ()
+    assert script.run(values, *inputs) == 2
+    assert words in capsys.readouterr().err

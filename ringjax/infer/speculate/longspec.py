@@ -1,7 +1,7 @@
 """Drafts by a block that reads the target's own cache (LongSpec).
 
-Guarantees: as with all drafters no token changes. A draft's program depends on
-the context only by the shapes of the target's cache.
+Guarantees: as with all drafters no token changes, but where rounding decides. A
+draft's program depends on the context only by the shapes of the target's cache.
 Cost: at the start, keys of a window of the text; then for each drafted token of
 a chain one block, which reads its window and one layer of the target's cache.
 Memory: keys and values of a window for each row, whatever the context's length.

@@ -6,6 +6,7 @@ Ref: Hooper et al. 2024, KVQuant, arXiv 2401.18079, sections 3.1 to 3.4.
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from ringjax.kv.codecs.codec import Codec
 if TYPE_CHECKING:
   from ringjax.kv.cache import LayerCacheSpec
 
+# What `rj.infer.calibrate` writes beside a model.
+CALIBRATION_FILE = "kv_calibration.safetensors"
 BITS = (2, 3, 4)
 WEIGHTS = ("fisher", "none")
 KEYS = ("channel", "token")
@@ -194,11 +197,29 @@ class Calibrated(Codec):
         "leave values.by out, or write keys.by for the keys alone",
       )
 
-  def uncalibrated(self) -> OptionError:
+  def check_file(self) -> None:
+    """Refuses a calibration that has no file.
+
+    Raises:
+      OptionError: If there is no calibration, no such file, or no file of a
+        calibration in the folder.
+    """
+    if isinstance(self.calibration, Calibration):
+      return
+    if self.calibration is None:
+      raise self.uncalibrated()
+    path = pathlib.Path(self.calibration)
+    if path.is_dir() and not (path / CALIBRATION_FILE).is_file():
+      raise self.uncalibrated(f"{path}, without {CALIBRATION_FILE}")
+    if not path.exists():
+      raise self.uncalibrated(f"{path}, which does not exist")
+
+  def uncalibrated(self, got: str | None = None) -> OptionError:
     """What says that the codec has no calibration that was read."""
+    given = "none" if self.calibration is None else repr(self.calibration)
     return OptionError(
       "calibration",
-      "none" if self.calibration is None else repr(self.calibration),
+      got or given,
       "the calibration of this model",
       "name the folder, e.g. nuq3:calibration=DIR; to make one: python -m "
       "launch.calibrate --model=DIR --text=FILE --out=DIR",

@@ -215,20 +215,36 @@ class Allocated:
   table: str | None = None
   unrotated: bool = dataclasses.field(default=False, init=False)
 
+  def check_file(self) -> None:
+    """Refuses a table that has no file.
+
+    Raises:
+      OptionError: If there is no table, or its file is missing.
+    """
+    path = self._path()
+    if not path.is_file():
+      raise self._without_table(f"{path}, which does not exist")
+
   def for_model(self, load: Callable[[Any], Any]) -> PerHead:
     """The codecs; `load` reads what a file has of a model."""
+    return load(str(self._path())).kind.codec
+
+  def _path(self) -> pathlib.Path:
+    """File of the table."""
     if self.table is None:
-      raise OptionError(
-        "table",
-        "none",
-        "the file that says which codec each head has",
-        "name its folder, e.g. allocated:table=DIR; to make one: python -m "
-        "launch.calibrate --model=DIR --text=FILE --bits=3.2",
-      )
+      raise self._without_table("none")
     path = pathlib.Path(self.table)
-    if path.suffix != ".json":
-      path = path / BITS_FILE
-    return load(str(path)).kind.codec
+    return path if path.suffix == ".json" else path / BITS_FILE
+
+  def _without_table(self, got: str) -> OptionError:
+    """Error for a table that is missing."""
+    return OptionError(
+      "table",
+      got,
+      "the file that says which codec each head has",
+      "name its folder, e.g. allocated:table=DIR; to make one: python -m "
+      "launch.calibrate --model=DIR --text=FILE --bits=3.2",
+    )
 
   def options(self) -> dict[str, Any]:
     """What can be set: by name."""
