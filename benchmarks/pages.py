@@ -32,7 +32,8 @@ def printed(row: Row, results: dict[str, Any]) -> str:
   parts = [results.get(run.command) for run in row.runs]
   if not all(parts):
     return "not run yet"
-  return row.says(*(part["figures"] for part in parts))
+  parts += [results.get(run.command) for run in row.more]
+  return row.says(*(part and part["figures"] for part in parts))
 
 
 def page(results: dict[str, Any]) -> str:
@@ -55,12 +56,12 @@ def page(results: dict[str, Any]) -> str:
   lines.append("\n## Commands\n")
   seen: set[str] = set()
   for row in ROWS:
-    for run in row.runs:
+    for run in (*row.runs, *row.more):
       result = results.get(run.command)
       if run.command in seen or result is None:
         continue
       seen.add(run.command)
-      names = [r.system for r in ROWS if run in r.runs]
+      names = [r.system for r in ROWS if run in r.runs + r.more]
       commands = "\n".join((*(x.command for x in run.before), run.command))
       lines.append(
         f"\n{', '.join(names)} ({result['seconds']:,.0f} s, at most "

@@ -170,7 +170,7 @@ def main(argv: list[str]) -> int:
   results, failed = Results(RESULTS), []
   rows = [row for row in ROWS if not values.rows or row.name in values.rows]
   for row in () if values.pages else rows:
-    for run in row.runs:
+    for run in (*row.runs, *row.more):
       if run.command in results.read() and not values.again:
         continue
       print(f"{row.name}: {run.command}", file=sys.stderr, flush=True)

@@ -65,6 +65,16 @@ def ways(printed: Any) -> Figures:
   return printed["ways"]
 
 
+def two_devices(printed: Any) -> Figures:
+  """Takes how long two devices read a prompt and how long the first waited."""
+  return {
+    "prompt_tokens": printed["prompt_tokens"],
+    "prefill_s": printed["prefill_s"],
+    "waiting": printed["two_devices"]["waiting"],
+    "simulated_s": printed["two_devices"]["simulated_s"],
+  }
+
+
 def ranks(printed: Any) -> Figures:
   """Takes the answer, and the peak bytes of weights of each process."""
   return {
@@ -98,7 +108,7 @@ def says_bits(kinds: Figures) -> str:
 
 
 def says_drafters(names: Figures) -> str:
-  """Tokens a call and speed by drafter."""
+  """Tokens a call and speed by drafter; why `self` is not sooner."""
   equal = all(x["equal"] for x in names.values())
   return "; ".join(
     [
@@ -111,12 +121,19 @@ def says_drafters(names: Figures) -> str:
       "time pause",
       "all tokens as without drafts" if equal else "NOT the same tokens",
     ]
+  ) + (
+    ". `self` is slower than plain decoding: each drafted token is "
+    "a step of the whole model, and only its cache is smaller"
+    if "self" in names and names["self"]["speed"] < 1
+    else ""
   )
 
 
-def says_drafted(plain: Figures, *drafted: Figures) -> str:
+def says_drafted(
+  plain: Figures, short: Figures, long: Figures, plain_long: Figures | None
+) -> str:
   """Tokens a call by the prompt's length, and whether they are the same."""
-  equal = plain["tokens"] == drafted[0]["tokens"]
+  drafted = [short, long]
   return "; ".join(
     [
       *(
@@ -124,8 +141,13 @@ def says_drafted(plain: Figures, *drafted: Figures) -> str:
         f"tokens a call, {x['accepted']} of {x['drafted']} drafted ones stay"
         for x in drafted
       ),
-      f"{'the same' if equal else 'NOT the same'} {len(plain['tokens'])} "
-      f"tokens as without drafts behind {plain['prompt_tokens']:,}",
+      *(
+        f"{'the same' if x['tokens'] == y['tokens'] else 'NOT the same'} "
+        f"{len(x['tokens'])} tokens as without drafts behind "
+        f"{x['prompt_tokens']:,}"
+        for x, y in ((plain, short), (plain_long, long))
+        if x is not None
+      ),
     ]
   )
 
@@ -138,14 +160,23 @@ def says_answers(scores: Figures) -> str:
   )
 
 
-def says_ways(losses: Figures) -> str:
-  """Loss above floats, and distance, by way."""
+def says_ways(losses: Figures, two: Figures | None) -> str:
+  """Loss above floats, and distance, by way; two devices once they have run."""
   floats = losses["floats"]["loss"]
   return "; ".join(
     f"{name}: loss {x['loss'] - floats:+.4f} nat, logits {x['distance']:.1%} "
     "away"
     for name, x in losses.items()
     if name != "floats"
+  ) + (
+    f"; two devices read {two['prompt_tokens']:,} tokens in "
+    f"{two['prefill_s']:.1f} s, of which the first waits {two['waiting']:.0%}; "
+    "with the times of these parts the paper's rule takes "
+    f"{two['simulated_s']['waits']:.1f} s, order of arrival "
+    f"{two['simulated_s']['fifo']:.1f}, chunk by chunk "
+    f"{two['simulated_s']['serial']:.1f}"
+    if two
+    else ""
   )
 
 
@@ -232,6 +263,7 @@ _DRAFTED = tuple(
     ("docs/how/offload.py", "", ()),
     ("docs/how/offload.py", _BY_DRAFT, (FOLDER, _DRAFT)),
     ("launch/prefill.py", _BY_DRAFT, (FOLDER, _DRAFT)),
+    ("launch/prefill.py", "", ()),
   )
 )
 _WINDOWS = tuple(
@@ -272,6 +304,14 @@ _INTEGERS = Run(
   ways,
   (_RANGES,),
 )
+_TWO_DEVICES = Run(
+  f"python -m launch.generate {_SMOL} --dtype=float32 --devices=2 --chunk=128 "
+  "--integer=runs/smollm2-ranges:shadow=16,prune=0.85,devices=2,rule=fifo "
+  "--prompt_file=docs/how/offload.py --raw --prompt='def read(' "
+  "--max_new_tokens=1 --json",
+  two_devices,
+  (_RANGES,),
+)
 _OFFLOADED = Run(
   "python -m benchmarks.offloaded --model=runs/smollm2 "
   "--placements=device,host,disk --rows=1,8",
@@ -308,7 +348,8 @@ ROWS: tuple[Row, ...] = (
     claim="A block that reads the target's last keys drafts for long contexts "
     "from a window of its own.",
     published="3.5 to 4.5 tokens a call of 13B, up to 3.26 times as fast",
-    runs=_DRAFTED,
+    runs=_DRAFTED[:3],
+    more=_DRAFTED[3:],
     says=says_drafted,
   ),
   Row(
@@ -329,6 +370,7 @@ ROWS: tuple[Row, ...] = (
     "computed beside, lose about 1 % of accuracy; prompts are read in chunks.",
     published="about -1 % of accuracy, prompts 22 times as fast on a phone",
     runs=(_INTEGERS,),
+    more=(_TWO_DEVICES,),
     says=says_ways,
   ),
   Row(

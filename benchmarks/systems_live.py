@@ -57,6 +57,12 @@ def _split_says(split: Figures, combined: Figures) -> str:
     f"within 5 times what a request takes alone, {bytes_per_request / 1e6:.1f} "
     f"MB moved for each; two that do both: {_times(combined)}, "
     f"{combined['in_time']['5']:.0%}; {same(split, combined)}"
+    + (
+      ". Two that do both are sooner on two shared cores: there prefill and "
+      "decode compete for the same cores in whatever process they are"
+      if combined["ttft"]["p50"] < split["ttft"]["p50"]
+      else ""
+    )
   )
 
 
@@ -99,6 +105,12 @@ def _shared_says(exact: Figures, never: Figures) -> str:
     f"{exact['keys_seen']:,.0f} keys, {never['keys_read']:,.0f} where each row "
     f"reads its own; TPOT p50 {exact['tpot']['p50']:.3f} s and "
     f"{never['tpot']['p50']:.3f}; {same(exact, never)}"
+    + (
+      ". Fewer keys read make no step shorter here: behind 512 tokens "
+      "attention is about an eighth of the operations of a step of this model"
+      if exact["tpot"]["p50"] >= never["tpot"]["p50"]
+      else ""
+    )
   )
 
 
@@ -140,11 +152,21 @@ def _chain_says(alone: Figures, chain: Figures) -> str:
     if (x := chain["methods"].get(name))
   ]
   equal = chain["same"] and chain["new_tokens"] == alone["new_tokens"]
+  chained = chain["methods"]["kvr"]
+  partition = chained["partition"]
+  why = ""
+  if chained["seconds"] >= chain["methods"]["tsp"]["seconds"]:
+    why = (
+      ". The chain is later here: both processes share one memory, so that "
+      "sending less saves little"
+      + (", and its parts were even" if len({*partition}) == 1 else "")
+    )
   return (
     f"{chain['tokens']:,} tokens, {chain['processes']} processes with a core "
-    f"each: {'; '.join(parts)}; one process with both cores "
+    f"each: {'; '.join(parts)}; the chain's parts have "
+    f"{' and '.join(map(str, partition))} tokens; one process with both cores "
     f"{alone['seconds']:.2f} s; {'the same' if equal else 'ANOTHER'} first "
-    "token"
+    f"token{why}"
   )
 
 
@@ -170,7 +192,7 @@ def _beside_says(x: Figures) -> str:
   return f"{x['workers']} processes attend: {'; '.join(parts)}"
 
 
-def _rows_say(x: Figures) -> str:
+def _rows_say(x: Figures, dense: Figures | None) -> str:
   grown = x["layouts"]["contiguous"]
   mib = lambda n: f"{n / 2**20:.0f} MiB"
   return (
@@ -179,10 +201,16 @@ def _rows_say(x: Figures) -> str:
     f"tokens wasted in a row, {grown['maps']} maps of which "
     f"{grown['background']} ahead and {grown['waited']} waited for; "
     f"{_tokens(x)} as in pages"
+    + (
+      "; contiguous rows that `jax.nn.dot_product_attention` reads give "
+      f"{_tokens(dense)} too"
+      if dense
+      else ""
+    )
   )
 
 
-def _groups_say(x: Figures) -> str:
+def _groups_say(x: Figures, changed: Figures | None) -> str:
   steps = [
     f"{len(read['group'])} then {len(read['answers'])}" for read in x["reads"]
   ]
@@ -192,8 +220,14 @@ def _groups_say(x: Figures) -> str:
     f"for {x['slots']} tokens each, processes that read, then answer: "
     f"{'; '.join(steps)}; {x['moved_tokens']} tokens moved, "
     f"{x['kept_bytes'] / 1e6:.1f} MB stayed where the ring left them, "
-    f"{x['bytes_sent'] / 1e6:.1f} MB between processes, {x['grows']} processes "
-    f"joined; {_tokens(x)}"
+    f"{x['bytes_sent'] / 1e6:.1f} MB between processes; {_tokens(x)}"
+    + (
+      f"; slots for {changed['reserve']} tokens of an answer at a time, and "
+      f"process {changed['leave']} leaves: {changed['grows']} joined, "
+      f"{changed['moved_tokens']} tokens moved, {_tokens(changed)}"
+      if changed
+      else ""
+    )
   )
 
 
@@ -206,7 +240,7 @@ def _paired_says(x: Figures) -> str:
   )
 
 
-def _important_says(x: Figures) -> str:
+def _important_says(x: Figures, read: Figures | None) -> str:
   full = x["losses"]["1.0"]["few probes"]
   parts = [
     f"{float(part):.0%} kept {y['few probes'] - full:+.3f} nat (each head its "
@@ -218,6 +252,16 @@ def _important_says(x: Figures) -> str:
   return (
     "loss of tokens that only the prefix tells, above that with all of it: "
     + "; ".join(parts)
+    + (
+      f"; of {read['tokens']:,} stored tokens, "
+      + ", ".join(
+        f"{float(part):.0%}: {y['bytes'] / 1e6:.1f} MB read, first token after "
+        f"{y['ttft_s']:.2f} s"
+        for part, y in read["parts"].items()
+      )
+      if read
+      else ""
+    )
   )
 
 
@@ -300,6 +344,7 @@ ROWS: tuple[Row, ...] = (
     "before a step needs it.",
     published="decoding up to 1.99 times as fast as vLLM's paged attention",
     runs=(_way("rows --tokens=256 --rows=2"),),
+    more=(_way("rows --tokens=64 --rows=1 --new=4 --layouts=pages,dense"),),
     says=_rows_say,
   ),
   Row(
@@ -311,6 +356,9 @@ ROWS: tuple[Row, ...] = (
     published="up to 5.81 times DistServe's throughput, giving up devices "
     "costs less than 2 %",
     runs=(_way("groups --devices=3 --tokens=192 --new=4"),),
+    more=(
+      _way("groups --devices=3 --tokens=48 --new=12 --reserve=4 --leave=0"),
+    ),
     says=_groups_say,
   ),
   Row(
@@ -340,6 +388,7 @@ ROWS: tuple[Row, ...] = (
         _figures,
       ),
     ),
+    more=(_way("important --tokens=512 --rounds=1"),),
     says=_important_says,
   ),
   Row(

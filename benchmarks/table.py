@@ -52,7 +52,9 @@ class Row:
     claim: Claim of the paper, in a sentence.
     published: Figures of the paper.
     runs: Commands that show it here.
-    says: Function that makes a sentence of the runs' figures, in order.
+    more: Commands that add to it.
+    says: Function that makes a sentence of the figures of `runs` and `more`, in
+      order; those of `more` are None until they have run.
     unless: Reason why no real model can show it; "" if runs do.
   """
 
@@ -62,5 +64,6 @@ class Row:
   claim: str
   published: str
   runs: tuple[Run, ...] = ()
+  more: tuple[Run, ...] = ()
   says: Callable[..., str] = lambda *_: ""
   unless: str = ""

@@ -12,9 +12,12 @@
       steps of an answer (Liger), on devices of this process
   python -m benchmarks.ways rows       memory of rows in pages and in contiguous
       rows that grow (vAttention)
+  python -m benchmarks.ways important  bytes read of a stored prefix, and time
+      to the first token, with all of it and a quarter (IMPRESS)
 
 Prompts are parts of Python's manual. It prints one JSON object; `same` is
-whether the tokens equal those of the plain way.
+whether the tokens equal those of the plain way. Another part of a prefix has
+other tokens, so that `important` prints no `same`.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import pydoc_data.topics
 import secrets
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -206,11 +210,25 @@ def _groups(flags: argparse.Namespace) -> dict[str, Any]:
   texts = prompts(flags.model, [size, size // 8])
   # One process has room for the long prompt and its answer.
   slots = size + 2 * flags.new
+  if flags.reserve is not None:
+    # Later tokens of the long prompt's answer need another process.
+    slots = size + flags.reserve
+  leaving = [] if flags.leave is None else [flags.leave]
   with cluster.ElasticWorkers.start(
     flags.model, count, slots=slots, dtype="float32"
   ) as workers:
+
+    def watch(event: dict[str, Any]) -> None:
+      # The first step follows the prompts.
+      if event["event"] == "step" and leaving:
+        workers.leave(leaving.pop())
+
     served = workers.serve(
-      texts, flags.new, policy=workers.policy(steps=max(flags.new // 4, 1))
+      texts,
+      flags.new,
+      policy=workers.policy(steps=max(flags.new // 4, 1)),
+      reserve=flags.reserve,
+      watch=watch,
     )
   model = rj.models.load(flags.model, dtype="float32")
   alone = [
@@ -220,6 +238,8 @@ def _groups(flags: argparse.Namespace) -> dict[str, Any]:
   return {
     "instances": count,
     "slots": slots,
+    "reserve": flags.reserve,
+    "leave": flags.leave,
     "prompts": [len(text) for text in texts],
     "reads": [
       {"group": event["group"], "answers": event["answers"]}
@@ -287,18 +307,47 @@ def _rows(flags: argparse.Namespace) -> dict[str, Any]:
     capacity=8192,
   )  # fmt: skip
   layouts, answers = {}, []
-  for layout in ("pages", "contiguous"):
+  for layout in flags.layouts.split(","):
     layouts[layout], tokens = row_memory.served(layout, settings)
     answers.append(tokens)
   return {
     "rows": flags.rows,
     "longest": settings.longest,
-    "same": answers[0] == answers[1],
+    "same": answers[1:] == answers[:-1],
     "layouts": layouts,
   }
 
 
+def _important(flags: argparse.Namespace) -> dict[str, Any]:
+  """Times first tokens behind all of a stored prefix, and behind a quarter."""
+  model = rj.models.load(flags.model, dtype="float32")
+  document, question = prompts(flags.model, [flags.tokens, 24])
+  room, parts = flags.tokens + 64, {}
+  with tempfile.TemporaryDirectory() as folder:
+
+    def ask(important: float) -> dict[str, float]:
+      # Opened anew, so that nothing is in host memory.
+      with rj.store.Store(disk=(folder, 1 << 32)) as store:
+        start = time.perf_counter()
+        prefixes = rj.infer.contexts.ImportantPrefixes(
+          model, store=store, important=important
+        )
+        session = prefixes.session([document], [question], capacity=room)
+        rj.infer.generate(model, [question], max_new_tokens=1, cache=session)
+        seconds = time.perf_counter() - start
+        return {"ttft_s": seconds, "bytes": prefixes.counters.chunk_bytes}
+
+    ask(1.0)
+    for part in (1.0, 0.25):
+      asked = [ask(part) for _ in range(1 + flags.rounds)][1:]
+      parts[str(part)] = {
+        name: statistics.median(x[name] for x in asked) for name in asked[0]
+      }
+  return {"tokens": flags.tokens, "parts": parts}
+
+
 _WAYS = {
+  "important": _important,
   "runahead": _runahead,
   "beside": _beside,
   "pull": _pull,
@@ -323,6 +372,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   to("--rows", type=int, default=4, help="prompts at a time")
   to("--new", type=int, default=16, help="tokens of an answer")
   to("--rounds", type=int, default=3, help="timed ones")
+  to("--layouts", default="pages,contiguous", help="of rows")
+  to("--reserve", type=int, help="slots of an answer at a time, for groups")
+  to("--leave", type=int, help="process of groups that leaves")
   flags = parser.parse_args(argv)
   if flags.way in _SEVERAL:
     jax.config.update("jax_num_cpu_devices", flags.devices)

@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from benchmarks import pages, real, systems, table
+from benchmarks import blockwise_memory, pages, real, systems, table
+from ringjax.models import small
 
 
 def test_the_page_is_that_of_the_stored_results():
@@ -23,7 +24,8 @@ def test_rows_have_names_and_show_something_or_say_why_not():
   for row in systems.ROWS:
     assert re.fullmatch(r"\d{4}\.\d{5}|[A-Z]\S* \d{4}", row.paper), row.name
     assert bool(row.runs) != bool(row.unless), row.name
-    for run in row.runs:
+    assert row.runs or not row.more, row.name
+    for run in (*row.runs, *row.more):
       for command in (*(step.command for step in run.before), run.command):
         script = command.split()[2].replace(".", "/")
         assert (real.ROOT / f"{script}.py").is_file(), command
@@ -87,9 +89,9 @@ def test_a_command_may_write_its_object_into_a_file(tmp_path):
 def _said(name, *printed):
   """What a row says of what its commands printed."""
   (row,) = (row for row in systems.ROWS if row.name == name)
-  return row.says(
-    *(run.pick(x) for run, x in zip(row.runs, printed, strict=True))
-  )
+  runs = (row.runs + row.more)[: len(printed)]
+  figures = [run.pick(x) for run, x in zip(runs, printed, strict=True)]
+  return row.says(*figures, *[None] * (len(row.runs + row.more) - len(runs)))
 
 
 def test_bits_of_kvquant():
@@ -132,6 +134,9 @@ def test_drafters_and_their_tokens():
   assert said.endswith("all tokens as without drafts")
   names["lookup"]["equal"] = False
   assert _said("speculation", {"summary": names}).startswith("lookup")
+  own = names["lookup"] | {"x_plain": figures(0.5)}
+  said = _said("speculation", {"summary": {"self": own}})
+  assert "`self` is slower" in said
   assert _said("speculation", {"summary": names}).endswith(
     "NOT the same tokens"
   )
@@ -153,6 +158,12 @@ def test_tokens_a_call_of_a_draft_by_length():
   assert said.startswith("behind 512 tokens 1.50 tokens a call, 8 of 40")
   assert "behind 7,680 tokens 1.75" in said
   assert said.endswith("the same 2 tokens as without drafts behind 512")
+  said = _said(
+    "longspec",
+    printed(512, [3, 4], None), printed(512, [3, 4], drafts), many,
+    printed(7680, [5, 7], None),
+  )  # fmt: skip
+  assert said.endswith("; NOT the same 2 tokens as without drafts behind 7,680")
   said = _said(
     "longspec",
     printed(512, [3, 4], None), printed(512, [3, 5], drafts), many,
@@ -178,6 +189,34 @@ def test_losses_of_integer_products():
   said = _said("npu", {"ways": ways})
   assert said.startswith("no shadow: loss +1.5000 nat, logits 40.0% away")
   assert "shadow: loss +0.0100" in said
+  simulated = {"waits": 3.0, "fifo": 2.5, "serial": 6.0}
+  two = {
+    "prompt_tokens": 611,
+    "prefill_s": 8.0,
+    "two_devices": {"waiting": 0.25, "step_s": {}, "simulated_s": simulated},
+  }
+  said = _said("npu", {"ways": ways}, two)
+  assert "the first waits 25%" in said and "order of arrival 2.5" in said
+
+
+def test_memory_of_blockwise_layers():
+  way = lambda size: {
+    "dense": 50 * size, "attention": 1.5 * size, "blockwise": size
+  }  # fmt: skip
+  said = _said("blockwise", {"bytes": {"4096": way(1e9), "32768": way(3e9)}})
+  assert "4,096 tokens 1.00 GB, 1.50 with blockwise attention" in said
+  assert "32,768 tokens 3.00 GB" in said and "150.00 with dense" in said
+
+
+@pytest.mark.slow
+def test_a_blockwise_layer_needs_less_memory_than_a_dense_one():
+  config = json.loads((pathlib.Path(small.path()) / "config.json").read_text())
+  config |= {"num_hidden_layers": 1}
+  dense, attention, blockwise = (
+    blockwise_memory.program_bytes(config, way, 2048, block=128)
+    for way in ("dense", "attention", "blockwise")
+  )
+  assert blockwise < attention < dense / 4
 
 
 def test_memory_of_a_window_of_layers():

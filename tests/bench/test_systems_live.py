@@ -73,7 +73,13 @@ PRINTED = {
         },
       ),
     ],
-    ["a chain 1.50 s, 3.0 MB", "TSP 1.50", "cores 2.00 s", "the same first"],
+    [
+      "a chain 1.50 s, 3.0 MB",
+      "TSP 1.50",
+      "300 and 212 tokens",
+      "cores 2.00 s",
+      "the same first",
+    ],
   ),
   "kvdirect": (
     [
@@ -119,9 +125,15 @@ PRINTED = {
           }
           for name, size in (("pages", 64), ("contiguous", 12))
         },
-      )
+      ),
+      way(same=False),
     ],
-    ["12 MiB resident at most of 64 MiB", "0 waited for", "the same tokens"],
+    [
+      "reads give OTHER tokens",
+      "12 MiB resident at most of 64 MiB",
+      "0 waited for",
+      "the same tokens",
+    ],
   ),
   "loongserve": (
     [
@@ -137,9 +149,16 @@ PRINTED = {
         kept_bytes=9e6,
         bytes_sent=4e6,
         grows=1,
-      )
+      ),
+      way(reserve=4, leave=0, grows=2, moved_tokens=48),
     ],
-    ["192 and 24 tokens", "3 then 2; 1 then 1", "0 tokens moved", "4.0 MB"],
+    [
+      "process 0 leaves: 2 joined, 48 tokens moved",
+      "192 and 24 tokens",
+      "3 then 2; 1 then 1",
+      "0 tokens moved",
+      "4.0 MB",
+    ],
   ),
   "liger": (
     [way(devices=3, beside=8, together_s=4.0, apart_s=4.5)],
@@ -153,9 +172,16 @@ PRINTED = {
           "0.5": dict.fromkeys(("few probes", "own", "random", "newest"), 2.25),
         },
         "vectors": {},
-      }
+      },
+      {
+        "tokens": 512,
+        "parts": {
+          "1.0": {"ttft_s": 2.0, "bytes": 23e6},
+          "0.25": {"ttft_s": 1.5, "bytes": 18e6},
+        },
+      },
     ],
-    ["50% kept +0.250 nat"],
+    ["25%: 18.0 MB read, first token after 1.50 s", "50% kept +0.250 nat"],
   ),
 }
 
@@ -165,11 +191,37 @@ def test_a_row_says_what_its_commands_printed(name):
   objects, words = PRINTED[name]
   row = ROWS[name]
   figures = [
-    run.pick(printed) for run, printed in zip(row.runs, objects, strict=True)
+    run.pick(printed)
+    for run, printed in zip(row.runs + row.more, objects, strict=True)
   ]
   text = row.says(*json.loads(json.dumps(figures)))
   for word in words:
     assert word in text, text
+  # Commands that add to a row may not have run yet.
+  short = row.says(*figures[: len(row.runs)], *(None for _ in row.more))
+  assert (len(short) < len(text)) == bool(row.more)
+
+
+def test_a_claim_that_does_not_hold_here_has_its_reason():
+  slow = served(ttft_s={"p50": 3.0, "p90": 4.0})
+  says = lambda name, *objects: ROWS[name].says(
+    *(run.pick(x) for run, x in zip(ROWS[name].runs, objects, strict=True))
+  )
+  assert "compete for the same cores" in says("distserve", slow, served())
+  assert "compete" not in says("distserve", served(), slow)
+  late = served(tpot_s={"p50": 0.5, "p90": 0.5})
+  assert "an eighth" in says("chunkattention", late, served())
+  assert "an eighth" not in says("chunkattention", served(), late)
+  alone, chain = PRINTED["kvr"][0]
+  kvr, tsp = chain["methods"]["kvr"], chain["methods"]["tsp"]
+  for partition, even in (([300, 212], False), ([256, 256], True)):
+    methods = {"kvr": kvr | {"partition": partition}, "tsp": tsp}
+    said = says("kvr", alone, chain | {"methods": methods})
+    assert "The chain is later here" in said
+    assert ("its parts were even" in said) == even
+    methods["tsp"] = tsp | {"seconds": 9.0}
+    said = says("kvr", alone, chain | {"methods": methods})
+    assert "later" not in said and "were even" not in said
 
 
 def test_every_row_is_shown_above():
@@ -274,14 +326,29 @@ def test_a_server_that_does_not_start_says_why(capsys):
   [
     ["beside", "--tokens=32", "--new=3", "--rows=2"],
     ["groups", "--devices=3", "--tokens=64", "--new=4"],
+    [
+      "groups",
+      "--devices=3",
+      "--tokens=48",
+      "--new=12",
+      "--reserve=4",
+      "--leave=0",
+    ],
+    ["important", "--tokens=64", "--rounds=1"],
     ["paired", "--tokens=32", "--new=4", "--rounds=1"],
     ["pull", "--tokens=96", "--rounds=1"],
     ["rows", "--tokens=32", "--new=4", "--rows=2"],
+    ["rows", "--tokens=32", "--new=4", "--rows=1", "--layouts=pages,dense"],
     ["runahead", "--tokens=64", "--rounds=1"],
   ],
-  ids=lambda flags: flags[0],
+  ids=" ".join,
 )
 def test_a_way_gives_the_tokens_of_the_plain_one(flags, capsys):
   assert ways.main([*flags, f"--model={small.path()}"]) == 0
   printed = json.loads(capsys.readouterr().out)
+  if "parts" in printed:
+    assert printed["parts"]["0.25"]["bytes"] < printed["parts"]["1.0"]["bytes"]
+    return
   assert all(x["same"] for x in printed.get("contexts", [printed]))
+  if "--leave=0" in flags:
+    assert printed["grows"] and printed["moved_tokens"]
