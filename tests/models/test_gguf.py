@@ -594,6 +594,49 @@ def test_scales_that_are_nan_are_refused(tmp_path):
     rj.models.load(tmp_path / "m.gguf")
 
 
+def test_a_folder_may_have_a_config_beside_a_file(tmp_path):
+  config, tensors = _small(tmp_path, "llama")
+  folder = tmp_path / "both"
+  folder.mkdir()
+  _write(folder / "M.GGUF", "llama", config, tensors)
+  (folder / "config.json").write_bytes(
+    (tmp_path / "hf" / "config.json").read_bytes()
+  )
+  _same(folder, tmp_path / "hf")
+  # Safetensors go before.
+  (tmp_path / "hf" / "m.gguf").write_bytes(b"GGUF")
+  rj.models.load(tmp_path / "hf")
+
+
+def test_a_file_is_read_where_a_link_points(tmp_path):
+  """By its first bytes, out of the folder, and in the hub's cache."""
+  config, tensors = _small(tmp_path, "llama")
+  cache = tmp_path / "cache"
+  blob, snapshot = cache / "blobs" / "1f", cache / "snapshots" / "9c" / "Q4"
+  blob.parent.mkdir(parents=True)
+  snapshot.mkdir(parents=True)
+  _write(blob, "llama", config, tensors)
+  (snapshot / "m.gguf").symlink_to("../../../blobs/1f")
+  (tmp_path / "link.gguf").symlink_to(blob)
+  (tmp_path / "model").symlink_to(tmp_path / "link.gguf")
+  for path in (
+    blob, snapshot / "m.gguf", snapshot, tmp_path / "link.gguf",
+    tmp_path / "model",
+  ):  # fmt: skip
+    _same(path, tmp_path / "hf")
+  (tmp_path / "folder").mkdir()
+  (tmp_path / "folder" / "m.gguf").symlink_to(blob)
+  with pytest.raises(rj.errors.CheckpointFormatError, match="a link out"):
+    rj.models.load(tmp_path / "folder")
+
+
+def test_a_file_that_is_not_there_is_said_so(tmp_path):
+  with pytest.raises(rj.errors.CheckpointFormatError) as caught:
+    rj.models.load(tmp_path / "m.gguf")
+  assert "no such file" in str(caught.value)
+  assert "part" not in str(caught.value).replace(str(tmp_path), "")
+
+
 def test_parts_are_one_model(tmp_path):
   config, tensors = _small(tmp_path, "llama")
   (tmp_path / "parts").mkdir()

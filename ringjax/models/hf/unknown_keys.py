@@ -20,6 +20,11 @@ _FILE = pathlib.Path(__file__).parents[1] / "known_keys.json"
 # Largest number of names in a warning.
 _SHOWN = 20
 _CODE = "auto_map"
+# Classes of a folder's code that read no config of a model.
+_OTHER_CLASSES = frozenset({
+  "AutoFeatureExtractor", "AutoImageProcessor", "AutoProcessor",
+  "AutoTokenizer", "AutoVideoProcessor",
+})  # fmt: skip
 
 
 @functools.cache
@@ -47,7 +52,10 @@ class UnknownKeys:
       strict: Whether a key that may change the computation is an error.
     """
     self._strict = strict
-    self._own_code = bool(config.get(_CODE))
+    code = config.get(_CODE) or {}
+    self._own_code = not isinstance(code, Mapping) or bool(
+      set(code) - _OTHER_CLASSES
+    )
     self._types = [config.get("model_type")]
     self.ignored: list[str] = []
     self.overruled: list[str] = []
