@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 
 import ringjax as rj
 from launch.common import DEVICES
+from ringjax import fetched_models
+from ringjax.data.gguf_file import is_gguf
 from ringjax.models.transformer import Transformer
 
 
@@ -50,19 +52,24 @@ def load(
   if not chosen:
     return model, None
   parts, dtype = [], jax.numpy.dtype(model.dtype)
+  in_file = is_gguf(fetched_models.resolve(folder))
   if values.mesh is None and values.devices is None:
     parts.append(f"one device (a mesh: --devices={DEVICES})")
   if model.saved_dtype not in (None, dtype.name):
     saved_dtype = model.saved_dtype
     parts.append(
-      f"weights of {saved_dtype} held in {dtype} (as in the folder, but "
+      f"weights of the file held in {dtype} (in half the memory, but slower: "
+      f"--dtype={saved_dtype})"
+      if in_file
+      else f"weights of {saved_dtype} held in {dtype} (as in the folder, but "
       f"slower: --dtype={saved_dtype})"
     )
   elif dtype.itemsize == 2 and codes and values.dtype is None:
     model = rj.models.with_coded_weights(model, bits=8)
     parts.append(
       f"weights of {dtype} as codes of 8 bits, as there is no room for float32 "
-      f"(as in the folder, but slower: --dtype={dtype})"
+      f"({'as floats' if in_file else 'as in the folder'}, but slower: "
+      f"--dtype={dtype})"
     )
   elif dtype.itemsize == 2:
     parts.append(

@@ -4,8 +4,8 @@
       Whether ringjax can load it: config.json, names, shapes and numbers.
   python -m launch.convert --model=DIR --out=DIR2 --dtype=bfloat16
       The same model in another dtype, in files of --max_shard_bytes. Weights
-      of 4 or 8 bits become floats (bfloat16 without --dtype); of a model of
-      text and images the text model is written.
+      of 4 or 8 bits become floats (without --dtype bfloat16, and float32 those
+      of a GGUF file); of a model of text and images the text model is written.
 
 Layers that only predict further tokens are copied from plain weights, and left
 out of quantised ones, together with their config entries. Weights go tensor by
@@ -43,7 +43,7 @@ from ringjax.models.checkpoint import (
   stored_dtype,
 )
 from ringjax.models.contents import Contents, contents, read_source
-from ringjax.models.gguf.gguf_folder import open_model
+from ringjax.models.gguf.gguf_folder import GgufFolder, open_model
 from ringjax.models.hf import save
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed
@@ -223,6 +223,9 @@ def _convert(
   if values.dtype is not None:
     config.pop("torch_dtype", None)
     config["dtype"] = values.dtype
+  elif isinstance(conversion.contents.folder, GgufFolder):
+    # The numbers that a file's codes stand for, which 16 bits would round.
+    config["dtype"] = "float32"
   elif conversion.dtypes and not (
     config.get("dtype") or config.get("torch_dtype")
   ):

@@ -38,11 +38,13 @@ def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
 def inside(folder: pathlib.Path, name: str) -> pathlib.Path | None:
   """Resolve a file of a model's folder, or return None if it is elsewhere.
 
-  The cache of the Hugging Face hub keeps a folder of links, snapshots/<hash>,
+  The cache of the Hugging Face hub keeps folders of links in snapshots/<hash>
   to files in blobs/ next to snapshots/: those count as inside.
   """
   root, path = folder.resolve(), (folder / name).resolve()
   roots = {root}
-  if root.parent.name == "snapshots":
-    roots.add(root.parent.parent / "blobs")
+  for parent in root.parents:
+    if parent.name == "snapshots":
+      roots.add(parent.parent / "blobs")
+      break
   return path if path.parent in roots else None

@@ -24,11 +24,14 @@ from ringjax.errors import CheckpointFormatError, OptionError
 from ringjax.regular_files import inside, open_regular
 
 SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
 _KEY_BYTES = 65_535
 _MAX_NAME = 512
 _MAX_TENSORS = 200_000
 _MAX_ELEMENTS = 1 << 48
-_SPLIT = re.compile(r"(?P<stem>.*)-(?P<i>\d{5})-of-(?P<of>\d{5})\.gguf")
+_SPLIT = re.compile(
+  r"(?P<stem>.*)-(?P<i>\d{5})-of-(?P<of>\d{5})(?P<suffix>\.gguf)", re.I
+)
 _MAX_SPLITS = 10_000
 _DTYPES = {
   0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "u1",
@@ -127,13 +130,28 @@ class GgufFiles:
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-  """Whether a path is a GGUF file, or a folder with one and no config.json."""
+  """Whether a path is a GGUF file, or a folder with one.
+
+  A file counts by its suffix or its first bytes; a folder with a config.json
+  and safetensors does not.
+  """
   place = pathlib.Path(path).expanduser()
   if place.is_dir():
-    if (place / "config.json").exists():
+    names = os.listdir(place)
+    if "config.json" in names and any(".safetensors" in x for x in names):
       return False
-    return any(name.endswith(SUFFIX) for name in os.listdir(place))
-  return place.name.endswith(SUFFIX)
+    return any(map(_has_suffix, names))
+  if _has_suffix(place.name):
+    return True
+  try:
+    with open(open_regular(place), "rb") as file:
+      return file.read(len(_MAGIC)) == _MAGIC
+  except OSError:
+    return False
+
+
+def _has_suffix(name: str) -> bool:
+  return name.lower().endswith(SUFFIX)
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GgufFiles:
@@ -150,14 +168,23 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFiles:
   root, names = place.parent, [place.name]
   if place.is_dir():
     root = place
-    names = sorted(x for x in os.listdir(root) if x.endswith(SUFFIX))
+    names = sorted(filter(_has_suffix, os.listdir(root)))
     stems = {m["stem"] if (m := _SPLIT.fullmatch(n)) else n for n in names}
     if len(stems) != 1:
       fault("folder", f"{len(stems)} GGUF models", "one", "pass its file")
+  elif not place.exists():
+    fault(shown(place), "no such file", "a GGUF file", "pass another path")
+  elif inside(root, place.name) is None:
+    # A link that the caller names may point anywhere; parts are beside its
+    # target.
+    target = place.resolve()
+    root, names = target.parent, [target.name]
   files = _parts(names[0])
   missing = [name for name in files if not (root / name).is_file()]
   if missing:
-    fault(shown(missing[0]), "no such file", f"all {len(files)} part(s)")
+    want = f"a file of this name, as the model has {len(files)} parts"
+    remedy = "put all parts into one folder"
+    fault(shown(missing[0]), "no such file", want, remedy)
   metadata: dict[str, Any] = {}
   tensors: dict[str, GgufTensor] = {}
   status: dict[str, os.stat_result] = {}
@@ -191,7 +218,7 @@ def _parts(file: str) -> list[str]:
   count, number = int(part["of"]), int(part["i"])
   if not 1 <= number <= count <= _MAX_SPLITS:
     fault(shown(file), f"part {number} of {count}", "a part that there is")
-  return [f"{part['stem']}-{i:05}-of-{count:05}{SUFFIX}"
+  return [f"{part['stem']}-{i:05}-of-{count:05}{part['suffix']}"
           for i in range(1, count + 1)]  # fmt: skip
 
 
@@ -289,8 +316,8 @@ def _header(
   label = shown(file)
   c = _Cursor(label, data)
   magic = c.take(4, "magic")
-  if magic != b"GGUF":
-    fault(label, f"a file that begins with {magic!r}", "b'GGUF'")
+  if magic != _MAGIC:
+    fault(label, f"a file that begins with {magic!r}", f"{_MAGIC!r}")
   version = c.number("<I", "version")
   if version not in (2, 3):
     big_endian = version in (2 << 24, 3 << 24)

@@ -100,6 +100,9 @@ SPLITS: dict[str, tuple[str, ...]] = {
   **_names("smollm starcoder refact command-r codeshell exaone minerva-7b "
            "mellum2", _DIGIT, _GPT2),
   **_names("falcon", r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
+  # Of files whose converter did not know the tokenizer.
+  **_names("default", r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+",
+           "[0-9][0-9][0-9]"),
   **_names("bloom poro-chat gpt3-finnish", _ENGLISH),
   **_names("viking", _ENGLISH, _DIGIT),
   **_names("tekken", _cased(_DIGIT)),

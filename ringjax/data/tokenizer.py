@@ -173,7 +173,7 @@ class Tokenizer:
     """
     folder = fetched_models.resolve(folder, "folder")
     path = pathlib.Path(folder).expanduser()
-    if is_gguf(path):
+    if is_gguf(path) and not (path / "tokenizer.json").is_file():
       files = tokenizer_files(open_gguf(path).metadata)
       with tempfile.TemporaryDirectory() as place:
         # The tokenizer is named after its folder.

@@ -100,6 +100,9 @@ PARTS = {
   "falcon": (
     "Hello| | World|'|s| |123|456|7| x|=|3|;|\n\n | don|'|T|\t|end|  \n |$"
   ),
+  "default": (
+    "Hello| | World|'|s| |123|456|7| x|=|3|;|\n\n | don|'|T|\t|end|  \n |$"
+  ),
   "bloom": "Hello| | World's| 1234567| x=3;|\n\n | don'T|\t|end|  \n| $",
   "viking": (
     "Hello| | World's| |1|2|3|4|5|6|7| x=|3|;|\n\n | don'T|\t|end|  \n| $"
@@ -149,6 +152,15 @@ def test_a_text_is_split_as_the_name_says(name, parts):
   text = parts.replace("|", "")
   spans = made.pre_tokenizer.pre_tokenize_str(text)
   assert "|".join(text[a:b] for _, (a, b) in spans) == parts
+
+
+def test_a_number_without_a_rule_is_apart_from_its_space():
+  split = pre_tokenizers.Sequence([
+    pre_tokenizers.Split(tokenizers.Regex(x), "isolated")
+    for x in SPLITS["default"]
+  ])  # fmt: skip
+  parts = [part for part, _ in split.pre_tokenize_str("at 12 `to` ١٢٣٤")]
+  assert parts == ["at", " ", "12", " `", "to", "`", " ", "١٢٣٤"]
 
 
 @pytest.mark.parametrize("name", SPLITS)

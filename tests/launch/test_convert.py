@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
+import types
+from typing import Any
 
+import gguf
 import jax
 import ml_dtypes
 import numpy as np
@@ -13,10 +16,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import ringjax as rj
-from launch import console, convert
+from launch import answering, console, convert
 from ringjax.data import Bytes
+from ringjax.data.gguf_file import open_gguf
 from ringjax.models import contents
 from tests import checkpoints
+from tests.models import test_gguf as gguf_files
 
 TOKENS = np.arange(12, dtype=np.int32)[None]
 
@@ -122,6 +127,46 @@ def test_what_needs_float32_keeps_it(turn, tmp_path):
     rj.models.load(out, dtype="bfloat16"),
     rj.models.load(folder, dtype="bfloat16"),
   )
+
+
+@pytest.fixture(scope="module")
+def codes_file(tmp_path_factory) -> pathlib.Path:
+  """A GGUF file of 4-bit codes."""
+  place = tmp_path_factory.mktemp("gguf")
+  config, named = gguf_files._small(place, "llama")
+  kind = gguf.GGMLQuantizationType.Q4_1
+  tokens = ["<unk>", *(f"<{n}>" for n in range(1, config["vocab_size"]))]
+  gguf_files._write(place / "m.gguf", "llama", config, named, kind, tokens)
+  return place / "m.gguf"
+
+
+def test_a_file_of_codes_becomes_the_floats_that_it_says(
+  turn, codes_file, tmp_path
+):
+  out = tmp_path / "out"
+  ran = turn(f"--model={codes_file}", f"--out={out}")
+  assert ran.status == 0, ran.err
+  assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+  have = load_file(out / "model.safetensors")
+  assert {x.dtype for x in have.values()} == {np.dtype(np.float32)}
+  name = "mlp.up_proj.weight"
+  np.testing.assert_array_equal(
+    have[f"model.layers.1.{name}"],
+    open_gguf(codes_file).floats("blk.1.ffn_up.weight"),
+  )
+  half = tmp_path / "half"
+  ran = turn(f"--model={codes_file}", f"--out={half}", "--dtype=bfloat16")
+  assert ran.status == 0, ran.err
+  assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_line_on_a_file_of_codes_claims_no_dtype_of_it(codes_file):
+  values: Any = types.SimpleNamespace(
+    model=str(codes_file), dtype=None, strict=True, mesh=None, devices=None
+  )
+  _, line = answering.load(values, codes_file, None)
+  assert line is not None and "as in the folder" not in line
+  assert "weights of the file held in float32" in line
 
 
 def test_codes_of_8_bits_become_floats(turn, tmp_path):

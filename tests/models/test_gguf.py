@@ -1,5 +1,6 @@
 """GGUF files: their models are those of Hugging Face folders, or errors."""
 
+import dataclasses
 import struct
 from typing import Any
 
@@ -12,8 +13,9 @@ from safetensors.numpy import load_file
 
 import ringjax as rj
 from launch import cluster_roles, common, serve, train
-from ringjax.data.gguf_file import open_gguf
+from ringjax.data.gguf_file import GgufTensor, open_gguf
 from ringjax.data.gguf_tokenizer import tokenizer_files
+from ringjax.models.gguf.architectures import config_of
 from ringjax.models.gguf.gguf_folder import open_model
 from ringjax.serve.stage_pages import weight_sums, whole_digest
 from ringjax.serve.store_link import weights_digest
@@ -576,6 +578,60 @@ def test_a_key_of_another_type_is_refused_by_its_name(tmp_path, key, value):
 
 @pytest.mark.parametrize(
   ("key", "value"),
+  [("rope.scaling.alpha", 2.0), ("rope.scaling.attn_factor", 0.5),
+   ("rope.scaling.yarn_log_multiplier", 0.1), ("expert_gating_func", 2),
+   ("rope.scaling.yarn_ext_factor", 0.0), ("made_up", "x"),
+   ("rope.scaling.yarn_attn_factor", 0.5), ("attention.sliding_window", 8),
+   ("attention.value_length", 4), ("logit_scale", 0.25)],
+)  # fmt: skip
+def test_a_key_that_nothing_reads_is_refused_by_its_name(tmp_path, key, value):
+  _header_only(tmp_path / "m.gguf", "llama", {f"llama.{key}": value})
+  files = _with_embedding(tmp_path / "m.gguf")
+  config = config_of(files)
+  with pytest.raises(rj.errors.ConfigError, match=rf"llama\.{key}.*strict"):
+    rj.models.read_config(config)
+  with pytest.warns(UserWarning, match="gguf_keys"):
+    rj.models.read_config(config, strict=False)
+
+
+def test_keys_without_an_effect_are_accepted(tmp_path):
+  values = {
+    "vocab_size": 64, "rope.dimension_count": 8, "attention.key_length": 8,
+    "attention.value_length": 8, "attention.causal": True, "expert_count": 0,
+    "attention.sliding_window": 4096, "rope.scaling.attn_factor": 1.0,
+    "expert_gating_func": 1, "rope.scaling.finetuned": True,
+  }  # fmt: skip
+  values = {f"llama.{key}": x for key, x in values.items()}
+  _header_only(tmp_path / "m.gguf", "llama", values)
+  config = config_of(_with_embedding(tmp_path / "m.gguf"))
+  assert "gguf_keys" not in config
+  rj.models.read_config(config)
+
+
+def test_the_magnitude_of_a_scaled_rope_is_read(tmp_path):
+  values = {
+    "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
+    "llama.rope.scaling.attn_factor": 0.5,
+    "llama.rope.scaling.original_context_length": 32,
+  }  # fmt: skip
+  _header_only(tmp_path / "m.gguf", "llama", values)
+  config = config_of(_with_embedding(tmp_path / "m.gguf"))
+  magnitude = config["rope_scaling"]["attention_factor"]
+  assert magnitude == pytest.approx(0.5 * (0.1 * np.log(4) + 1))
+  rj.models.read_config(config)
+
+
+def _with_embedding(path):
+  """The headers of a file, with an embedding that it lacks."""
+  tensor = GgufTensor(
+    file=path.name, type=0, shape=(64, 32), offset=0, nbytes=8192
+  )
+  tensors = {"token_embd.weight": tensor}
+  return dataclasses.replace(open_gguf(path), tensors=tensors)
+
+
+@pytest.mark.parametrize(
+  ("key", "value"),
   [("ssm.state_size", 0), ("ssm.inner_size", "64"), ("ssm.conv_kernel", 4.0)],
 )
 def test_a_size_of_a_state_space_is_refused_by_its_name(tmp_path, key, value):
@@ -614,6 +670,49 @@ def test_scales_that_are_nan_are_refused(tmp_path):
   _write(tmp_path / "m.gguf", "llama", config, tensors.items())
   with pytest.raises(rj.errors.CheckpointMismatchError, match="finite"):
     rj.models.load(tmp_path / "m.gguf")
+
+
+def test_a_folder_may_have_a_config_beside_a_file(tmp_path):
+  config, tensors = _small(tmp_path, "llama")
+  folder = tmp_path / "both"
+  folder.mkdir()
+  _write(folder / "M.GGUF", "llama", config, tensors)
+  (folder / "config.json").write_bytes(
+    (tmp_path / "hf" / "config.json").read_bytes()
+  )
+  _same(folder, tmp_path / "hf")
+  # Safetensors go before.
+  (tmp_path / "hf" / "m.gguf").write_bytes(b"GGUF")
+  rj.models.load(tmp_path / "hf")
+
+
+def test_a_file_is_read_where_a_link_points(tmp_path):
+  """By its first bytes, out of the folder, and in the hub's cache."""
+  config, tensors = _small(tmp_path, "llama")
+  cache = tmp_path / "cache"
+  blob, snapshot = cache / "blobs" / "1f", cache / "snapshots" / "9c" / "Q4"
+  blob.parent.mkdir(parents=True)
+  snapshot.mkdir(parents=True)
+  _write(blob, "llama", config, tensors)
+  (snapshot / "m.gguf").symlink_to("../../../blobs/1f")
+  (tmp_path / "link.gguf").symlink_to(blob)
+  (tmp_path / "model").symlink_to(tmp_path / "link.gguf")
+  for path in (
+    blob, snapshot / "m.gguf", snapshot, tmp_path / "link.gguf",
+    tmp_path / "model",
+  ):  # fmt: skip
+    _same(path, tmp_path / "hf")
+  (tmp_path / "folder").mkdir()
+  (tmp_path / "folder" / "m.gguf").symlink_to(blob)
+  with pytest.raises(rj.errors.CheckpointFormatError, match="a link out"):
+    rj.models.load(tmp_path / "folder")
+
+
+def test_a_file_that_is_not_there_is_said_so(tmp_path):
+  with pytest.raises(rj.errors.CheckpointFormatError) as caught:
+    rj.models.load(tmp_path / "m.gguf")
+  assert "no such file" in str(caught.value)
+  assert "part" not in str(caught.value).replace(str(tmp_path), "")
 
 
 def test_parts_are_one_model(tmp_path):

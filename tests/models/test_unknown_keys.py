@@ -110,6 +110,34 @@ def test_code_of_a_folder_may_read_any_key(name):
   assert len(said) == 1 and "_model_name_or_path" in said[0]
 
 
+@pytest.mark.parametrize(
+  ("key", "value"),
+  [("device_map", "auto"), ("token", "hf_x"), ("transformers_weights", "x"),
+   ("use_return_dict", True), ("base_model_tp_plan", {"layers": "colwise"}),
+   ("keys_to_ignore_at_inference", ["past_key_values"]),
+   ("_attn_implementation_internal", "sdpa"),
+   ("layer_types", ["full_attention"] * 2)],
+)  # fmt: skip
+def test_a_key_that_only_loading_reads_says_nothing(key, value):
+  config = checkpoints.config("llama3")
+  model, said = meaning({**config, key: value})
+  assert model == meaning(config)[0] and said == []
+
+
+def test_layers_with_windows_are_refused_where_nothing_reads_them():
+  types = ["sliding_attention", "full_attention"]
+  config = {**checkpoints.config("llama3"), "layer_types": types}
+  with pytest.raises(ConfigError, match="layer_types"):
+    rj.models.read_config(config)
+
+
+def test_code_of_a_tokenizer_reads_no_key_of_a_model():
+  code = {"AutoTokenizer": ["x.T", None], "AutoProcessor": "x.P"}
+  config = {**checkpoints.config("llama3"), "auto_map": code}
+  _, said = meaning({**config, "unk_token_id": 0})
+  assert len(said) == 1 and "unk_token_id" in said[0]
+
+
 def test_a_key_within_the_rotation():
   config = checkpoints.config("llama3")
   plain, _ = meaning(config)

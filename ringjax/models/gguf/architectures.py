@@ -16,6 +16,8 @@ from jaxtyping import Float
 from ringjax.data.gguf_file import GgufFiles
 from ringjax.errors import ConfigError
 from ringjax.models.hf.safe_files import shown
+from ringjax.models.hf.unknown_keys import GGUF_KEYS
+from ringjax.ops.rope import yarn_magnitude
 
 # Names after a layer's prefix, by GGUF's names after "blk.N.".
 _LLAMA = {
@@ -393,14 +395,77 @@ _NUMBERS = (
   "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast",
   "rope.scaling.yarn_beta_slow", "attention.key_length",
   "attention.key_length_swa", "attention.sliding_window",
+  "rope.scaling.attn_factor",
   "attention.shared_kv_layers", "attention.layer_norm_epsilon",
   "attention.layer_norm_rms_epsilon", "expert_count", "expert_used_count",
 )  # fmt: skip
+# Keys without a meaning for the computation. The sizes are also those of
+# tensors, which are checked.
+_HARMLESS = frozenset({
+  "vocab_size", "tensor_data_layout", "pooling_type", "decoder_start_token_id",
+  "expert_feed_forward_length", "expert_shared_feed_forward_length",
+  "expert_shared_count", "rope.scaling.finetuned", "ssm.dt_b_c_rms",
+})  # fmt: skip
+# Values with which other keys change nothing.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+  "attention.causal": (True,),
+  "attention.clamp_kqv": (0,),
+  "attention.max_alibi_bias": (0,),
+  "attention.scale": (0,),
+  "attention.sliding_window": (0,),
+  "attn_logit_softcapping": (0,),
+  "embedding_scale": (0, 1),
+  "expert_count": (0,),
+  "expert_group_count": (0, 1),
+  "expert_group_used_count": (0, 1),
+  "expert_used_count": (0,),
+  "expert_weights_norm": (True,),
+  "expert_weights_scale": (0, 1),
+  "final_logit_softcapping": (0,),
+  "leading_dense_block_count": (0,),
+  "logit_scale": (0, 1),
+  "nextn_predict_layers": (0,),
+  "residual_scale": (0, 1),
+  "rope.scaling.alpha": (0,),
+  "rope.scaling.attn_factor": (0, 1),
+  "rope.scaling.factor": (0, 1),
+  "rope.scaling.type": ("none",),
+  "rope.scaling.yarn_attn_factor": (1,),
+  "rope.scaling.yarn_ext_factor": (-1, 1),
+  "rope.scaling.yarn_log_multiplier": (0,),
+}
+# Number of the function that weighs experts, where it is not 1, softmax.
+_GATING = {"minimax-m2": 2, "gpt-oss": 3}
+_WITHOUT_ROTATION = ("bloom", "gpt2", "mamba")
 _IDS = {
   "bos_token_id": "bos_token_id",
   "eos_token_id": "eos_token_id",
   "padding_token_id": "pad_token_id",
 }
+
+
+class _Entries(dict[str, Any]):
+  """Metadata that records which keys were read.
+
+  Attributes:
+    read: The keys that were asked for.
+  """
+
+  def __init__(self, entries: Mapping[str, Any]):
+    super().__init__(entries)
+    self.read: set[str] = set()
+
+  def get(self, key: str, default: Any = None) -> Any:
+    self.read.add(key)
+    return super().get(key, default)
+
+  def __getitem__(self, key: str) -> Any:
+    self.read.add(key)
+    return super().__getitem__(key)
+
+  def __contains__(self, key: object) -> bool:
+    self.read.add(str(key))
+    return super().__contains__(key)
 
 
 def refuse(key: str, got: object, want: str) -> NoReturn:
@@ -501,12 +566,12 @@ def config_of(files: GgufFiles) -> dict[str, Any]:
   metadata = files.metadata
   arch = architecture(metadata)
   prefix = metadata["general.architecture"]
-  entries = said_of(metadata)
+  entries = _Entries(said_of(metadata))
   config: dict[str, Any] = {"model_type": arch.type, **arch.fixed}
   for key, name in {**_KEYS, **arch.keys}.items():
+    x = entries.get(key)
     if name is None:
       continue
-    x = entries.get(key)
     if key in _SIZES and (type(x) is not int or x < 1):
       want = "one positive number for all layers"
       refuse(f"{prefix}.{key}", "no such key" if x is None else x, want)
@@ -528,6 +593,8 @@ def config_of(files: GgufFiles) -> dict[str, Any]:
     _rope(files, config, entries)
   if add_keys := _FURTHER.get(arch.type):
     add_keys(files, config, entries)
+  if unread := _unread(metadata, entries, config):
+    config[GGUF_KEYS] = unread
   for key, name in _IDS.items():
     if (token := metadata.get(f"tokenizer.ggml.{key}")) is not None:
       config[name] = token
@@ -535,6 +602,41 @@ def config_of(files: GgufFiles) -> dict[str, Any]:
   largest = max(files.tensors.values(), key=lambda t: t.nbytes)
   config["dtype"] = kinds.get(largest.type, "bfloat16")
   return config
+
+
+def _unread(
+  metadata: Mapping[str, Any], entries: _Entries, config: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Metadata of the architecture that may change the computation, unread."""
+  name = metadata["general.architecture"]
+  heads = config.get("num_attention_heads", config.get("n_head", 1))
+  width = entries.get("embedding_length") // heads
+  head = entries.get("attention.key_length", width)
+  without = {
+    **_WITHOUT_EFFECT,
+    "attention.value_length": (head,),
+    "attention.value_length_swa": (entries.get("attention.key_length_swa"),),
+    "expert_gating_func": (0, _GATING.get(name, 1)),
+    "rope.dimension_count": (head,),
+    "rope.dimension_count_swa": (entries.get("attention.key_length_swa"),),
+    "rope.freq_base_swa": (entries.get("rope.freq_base"),),
+  }
+  if name == "bloom":
+    without["attention.max_alibi_bias"] = (8,)
+  unread = {}
+  for key in sorted(metadata):
+    entry = key.removeprefix(f"{name}.")
+    if entry == key or entry in entries.read or entry in _HARMLESS:
+      continue
+    if entry.startswith("rope.") and name in _WITHOUT_ROTATION:
+      continue
+    x = metadata[key]
+    window = entry == "attention.sliding_window" and type(x) is int
+    if window and x >= entries.get("context_length"):
+      continue
+    if not any(x == value for value in without.get(entry, ())):
+      unread[key] = x
+  return unread
 
 
 def _llama_config(
@@ -735,6 +837,8 @@ def _rope(
     }
     if length is not None:
       config["original_max_position_embeddings"] = length
+    if magnitude := entries.get("rope.scaling.attn_factor"):
+      config["rope_scaling"]["attention_factor"] = magnitude
   elif kind == "linear" or (kind == "none" and factor not in (None, 0, 1)):
     config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
   elif kind == "yarn":
@@ -745,6 +849,10 @@ def _rope(
     for key in ("beta_fast", "beta_slow"):
       if (x := entries.get(f"rope.scaling.yarn_{key}")) is not None:
         scaling[key] = x
+    part = entries.get("rope.scaling.attn_factor", 1)
+    if part not in (0, 1) and factor is not None:
+      # llama.cpp multiplies YaRN's own factor by it.
+      scaling["attention_factor"] = part * yarn_magnitude(factor)
     config["rope_scaling"] = {k: v for k, v in scaling.items() if v is not None}
   elif kind != "none":
     refuse("rope.scaling.type", kind, "none, linear, yarn, or factors")

@@ -488,11 +488,18 @@ class ConfigReader:
     for key in self.unread():
       if key in _TABLES["harmless_as"]:
         self.only(key, _TABLES["harmless_as"][key])
+      elif key == "layer_types" and _is_full(self._config[key]):
+        continue
       elif unknown is None or not unknown.leave_out(self._prefix + key):
         remedy = "remove it if it does not change the computation"
         if unknown is not None:
           remedy = unknown.remedy()
         raise self.error(key, self._config[key], "keys of this family", remedy)
+
+
+def _is_full(types: Any) -> bool:
+  """Whether layer types say nothing to a family that does not read them."""
+  return isinstance(types, list) and all(x == "full_attention" for x in types)
 
 
 def _is_whole(x: Any) -> bool:

@@ -20,6 +20,14 @@ _FILE = pathlib.Path(__file__).parents[1] / "known_keys.json"
 # Largest number of names in a warning.
 _SHOWN = 20
 _CODE = "auto_map"
+# Entry of a GGUF file's config: its metadata that nothing has read, and that
+# may change the computation.
+GGUF_KEYS = "gguf_keys"
+# Classes of a folder's code that read no config of a model.
+_OTHER_CLASSES = frozenset({
+  "AutoFeatureExtractor", "AutoImageProcessor", "AutoProcessor",
+  "AutoTokenizer", "AutoVideoProcessor",
+})  # fmt: skip
 
 
 @functools.cache
@@ -47,7 +55,10 @@ class UnknownKeys:
       strict: Whether a key that may change the computation is an error.
     """
     self._strict = strict
-    self._own_code = bool(config.get(_CODE))
+    code = config.get(_CODE) or {}
+    self._own_code = not isinstance(code, Mapping) or bool(
+      set(code) - _OTHER_CLASSES
+    )
     self._types = [config.get("model_type")]
     self.ignored: list[str] = []
     self.overruled: list[str] = []
@@ -58,7 +69,7 @@ class UnknownKeys:
 
   def harmless(self, key: str) -> bool:
     """Whether transformers computes the same without a key."""
-    if self._own_code:
+    if self._own_code or key == GGUF_KEYS:
       return False
     tables = [_known(x) for x in self._types if isinstance(x, str)]
     return all(keys is not None and key not in keys for keys in tables)
