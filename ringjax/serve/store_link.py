@@ -70,7 +70,9 @@ def _write_pages(
 
 @bounded
 @jax.jit
-def checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def checksums(
+  leaves: dict[str, Shaped[Array, " ..."]],
+) -> dict[str, jax.Array]:
   """Checksum over all bits of each array, by path; of each layer [L]."""
 
   def checksum(x: jax.Array) -> jax.Array:
