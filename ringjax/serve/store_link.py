@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.kv.page_pool import PagePool
