@@ -178,7 +178,7 @@ class _Work:
     model: Transformer,
     ids: np.ndarray,
     kinds: list[int],
-    outliers: float | str,
+    outliers: int | float | str,
     first: int,
     weights: str,
     inputs: str,
@@ -401,7 +401,7 @@ def _counts(
   held: dict[str, Any],
   scales: dict[int, Any],
   first: int,
-  outliers: float | str,
+  outliers: int | float | str,
   weights: str,
   rotated: bool,
 ) -> dict[str, Any]:
@@ -477,7 +477,7 @@ def _by_token(
   held: Float[Array, "3 L K cells"],
   x: Float[Array, "L K T D"],
   fisher: Float[Array, "L K T D"],
-  outliers: float | str,
+  outliers: int | float | str,
 ) -> jax.Array:
   """The cells with numbers whose vectors have scales of their own."""
   book, count = CodeBook(outliers=outliers), x.shape[2]

@@ -58,7 +58,7 @@ def make(
   model: str,
   arrays: Mapping[str, np.ndarray],
   weights: str = WEIGHTS[0],
-  outliers: float | str | None = None,
+  outliers: int | float | str | None = None,
   first: int | None = None,
   keys: str = KEYS[0],
   rotated: bool = False,

@@ -116,7 +116,9 @@ def test_losses_of_a_stream():
     "sinks:budget=512": [2.5, 3.5],
     "dense": [2.0],
   }
-  said = _said("sinks", kinds, {"tokens": 2048, "losses": losses})
+  share = lambda tokens, x: {"tokens": tokens, "share": x}
+  shares = {"rows": [share(8192, 0.25), share(32768, 0.2)]}
+  said = _said("sinks", kinds, shares, {"tokens": 2048, "losses": losses})
   assert "+0.200 nat" in said and "a stream of 2,048 tokens" in said
   assert "in the cache 2.25 1.50; positions in the text 2.50 3.50" in said
 

@@ -40,7 +40,6 @@ def read(*argv: str) -> tuple[int, str, str]:
     (("--preset=llama-100m", "--model=x"), "--preset and --model"),
     (("--delay=one:2",), "RANK:SECONDS"),
     (("--timeout=0",), "--timeout"),
-    (("--plot=/nowhere/at/all.png",), "--plot"),
     (("--context=64", "--mesh=data:2,seq:2"), "all devices along seq"),
     (("--context=64", "--model=/nowhere"), "/nowhere"),
     (("--context=64", "--delay=0:1"), "--delay: got one process"),

@@ -69,7 +69,6 @@ def test_flags_reach_the_call():
     ("kvr", "--mesh=seq:8"),
     ("fit",),
     ("fit", "--out=x.json", "--chip=cpu"),
-    ("fit", "--out=no/folder/x.json"),
     ("fit", "--out=x.json", "--tokens=64"),
     ("fit", "--out=x.json", "--dtype=text"),
   ],

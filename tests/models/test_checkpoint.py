@@ -501,7 +501,7 @@ def test_a_config_that_asks_for_the_impossible(llama, tmp_path):
 @pytest.mark.parametrize(
   ("more", "words"),
   [
-    (dict(model_type="mamba"), ("model_type", "mamba")),
+    (dict(model_type="mamba3"), ("model_type", "mamba3")),
     (
       dict(auto_map={"AutoModel": "evil.Evil"}, model_type="evil"),
       ("auto_map", "code"),

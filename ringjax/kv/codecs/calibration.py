@@ -55,7 +55,7 @@ class Calibration:
   digest: str
   arrays: dict[str, np.ndarray]
   weights: str = WEIGHTS[0]
-  outliers: float | str | None = None
+  outliers: int | float | str | None = None
   first: int | None = None
   keys: str = KEYS[0]
   rotated: bool = False
