@@ -58,7 +58,7 @@ def checked(outliers: int | float | str) -> int | float | str:
   return f"{value:g}%"
 
 
-def share_of(outliers: int | float | str) -> float:
+def share_of(outliers: int | float | str) -> int | float:
   """Return outliers that were checked as a share."""
   if isinstance(outliers, str):
     return round(float(outliers[:-1]) / 100, 12)
