@@ -58,11 +58,11 @@ def checked(outliers: int | float | str) -> int | float | str:
   return f"{value:g}%"
 
 
-def share_of(outliers: int | float | str) -> int | float:
+def share_of(outliers: int | float | str) -> float:
   """Return outliers that were checked as a share."""
   if isinstance(outliers, str):
     return round(float(outliers[:-1]) / 100, 12)
-  return outliers
+  return float(outliers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
