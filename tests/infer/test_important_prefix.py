@@ -93,6 +93,7 @@ def test_a_row_alone_as_in_a_crowd_and_found_as_computed(tmp_path):
     assert answers(again, speculate="lookup:count=3,adapt=false") == together
 
 
+@pytest.mark.long
 def test_what_is_loaded_is_the_important_part():
   with rj.store.Store(host=1 << 26) as shelf:
     few, every = prefixes(shelf, important=0.1), prefixes(shelf, important=1)

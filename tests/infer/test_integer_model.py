@@ -316,6 +316,7 @@ def test_few_programs_for_many_lengths(uneven):
   assert compiled.count("/jax/core/compile/backend_compile_duration") <= 8
 
 
+@pytest.mark.long
 def test_ranges_are_kept_beside_the_model(uneven, tmp_path):
   ranges = rj.infer.activation_ranges(uneven, texts(uneven))
   path = ranges.save(tmp_path)

@@ -161,6 +161,7 @@ def test_tokens_are_in_their_slots_and_no_other_is_touched(devices, dtype):
       np.testing.assert_array_equal(np.asarray(mine, np.float32), theirs)
 
 
+@pytest.mark.long
 def test_pages_are_the_same_however_layers_are_grouped():
   """Kinds of equal layers are read as one array, in the order of layers."""
   layer = LayerCacheSpec(layers=1, heads=2, key=8, value=4)

@@ -140,6 +140,7 @@ def codes_file(tmp_path_factory) -> pathlib.Path:
   return place / "m.gguf"
 
 
+@pytest.mark.long
 def test_a_file_of_codes_becomes_the_floats_that_it_says(
   turn, codes_file, tmp_path
 ):

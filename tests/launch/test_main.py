@@ -99,6 +99,7 @@ def test_installed_commands_start_the_script_of_their_name(tmp_path):
   assert "python -m launch.tokenize --tokenizer" in done.stdout, done.stderr
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["generate", "tokenize"])
 def test_help_that_was_asked_for_is_no_failure(name):
   done = subprocess.run(

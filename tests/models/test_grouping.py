@@ -128,6 +128,7 @@ def test_a_calibration_of_one_is_that_of_the_other(models, tmp_path):
   assert answers[0] == answers[1]
 
 
+@pytest.mark.long
 def test_the_store_of_one_is_that_of_the_other(models):
   store = Store(host=1 << 24)
   answers, stored = [], []

@@ -190,6 +190,7 @@ def test_caches_that_drop_tokens_are_refused():
   refused(OptionError, call, "cache", 'kind="dense"')
 
 
+@pytest.mark.long
 def test_a_state_skips_no_document(tmp_path):
   folder = checkpoints.write("qwen3_next", tmp_path / "model")
   model = models.load(folder)

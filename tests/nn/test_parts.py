@@ -241,6 +241,7 @@ def test_layer_norm(bias):
   close(got, want + b if bias else want, 1e-5)
 
 
+@pytest.mark.long
 def test_norms_of_zeros_are_zeros():
   x = jnp.zeros((1, 4))
   for f in (

@@ -211,6 +211,7 @@ def test_an_answer_goes_on_behind_tokens_that_are_known(model, alone):
     Request(prompt=[1], max_new_tokens=2, begun=((1,), (1,)))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("devices", [False, True])
 def test_prefill_apart_from_decode_is_one_engine(model, alone, devices):
   with Live(model, "prefill", "decode", devices=devices) as live:

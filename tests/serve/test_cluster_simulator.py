@@ -314,6 +314,7 @@ class Fixed:
     return self.decision
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("order", "options", "how"),
   [

@@ -104,6 +104,7 @@ def trace_of(rate, seed=0):
   )  # fmt: skip
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   ("stages", "rate"), [(1, 1.0), (1, 40.0), (2, 60.0), (4, 90.0)]
 )

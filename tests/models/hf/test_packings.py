@@ -397,6 +397,7 @@ def test_codes_without_zeros_are_around_half_of_them():
   np.testing.assert_array_equal(found, [[-0.5, 0, 0.5, -4]])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", some("gptq_zeros"))
 def test_layers_on_disk_stand_for_the_same(name, tmp_path):
   folder, _, _ = folder_of(tmp_path / "a", FORMATS[name], num_hidden_layers=3)
