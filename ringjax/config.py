@@ -268,7 +268,7 @@ def config(cls: _T) -> _T:
   ]
   about, mark, errors = (cls.__doc__ or "").rstrip().partition("\n\n  Raises:")
   config_class.__doc__ = "\n".join(
-    [about, "", "  Attributes:", *entries, mark.strip("\n") + errors, "  "]
+    [about, "", "  Attributes:", *entries, f"{mark[1:]}{errors}\n  "]
   )
   return config_class
 
