@@ -238,8 +238,6 @@ def load(
     memory=values.memory,
     beside=beside,
     weights=values.weights if values.weights in WEIGHTS else None,
-    # Codes are faster in a loop.
-    scan=None if values.weights is None and values.integer is None else True,
   )
   if model.stored_types is not None:
     say(f"weights: {model.stored_types}")

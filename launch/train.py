@@ -384,7 +384,7 @@ class _TrainingRun:
     encoder_and_init, start = _encoder(config), _start(config)
     starts_encoder = isinstance(start, CrossInductionHeads)
     if folder is not None:
-      model = rj.models.load(folder, dtype="float32", scan=True, **sharding)
+      model = rj.models.load(folder, dtype="float32", **sharding)
     else:
       model = rj.models.create(_shape(config), seed=config.seed, **sharding)
       if start is not None and not starts_encoder:

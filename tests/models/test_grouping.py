@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import jax
 import numpy as np
 import pytest
 
@@ -43,16 +42,6 @@ def models(path):
 
 def test_layers_are_grouped_as_asked(models):
   assert [len(x.stack.runs) for x in models] == [1, 2]
-
-
-def test_large_layers_are_no_loop_on_a_cpu(path, monkeypatch):
-  runs = lambda **options: len(rj.models.load(path, **options).stack.runs)
-  assert runs() == 1
-  monkeypatch.setattr("ringjax.models.checkpoint._LARGE_LAYER", 1000)
-  assert (runs(), runs(scan=True), runs(dtype="bfloat16")) == (2, 1, 1)
-  mesh = lambda n: jax.make_mesh((n,), ("model",), devices=jax.devices()[:n])
-  assert (runs(mesh=mesh(1)), runs(mesh=mesh(2))) == (2, 1)
-  assert (runs(placement="host"), runs(memory="1GiB")) == (1, 1)
 
 
 def test_tokens_and_digests_are_the_same(models):
