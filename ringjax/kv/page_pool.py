@@ -364,6 +364,17 @@ class PagePool:
       joined.append(x if in_order else jnp.take(x, order, 0))
     return tuple(joined)
 
+  def page_layers(self, group: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Index in its kind (0: keys) and layers of each array of `read_pages`."""
+    arrays = self._arrays(group)
+    return tuple(
+      (
+        arrays[merged[0]].part,
+        tuple(sorted(n for part in merged for n in arrays[part].layers)),
+      )
+      for merged in _merged(arrays)
+    )
+
   def layer_ranges(
     self, group: int, layers: tuple[int, int] | None = None
   ) -> tuple[range, ...]:
@@ -376,10 +387,8 @@ class PagePool:
     Returns:
       A range for each array of `read_pages` of all layers.
     """
-    arrays = self._arrays(group)
     return tuple(
-      _range(sorted(n for part in merged for n in arrays[part].layers), layers)
-      for merged in _merged(arrays)
+      _range(numbers, layers) for _, numbers in self.page_layers(group)
     )
 
   def write_pages(

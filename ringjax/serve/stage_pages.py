@@ -177,12 +177,11 @@ class StagePages:
       kind=kind,
     )
     self.layout = page_layout(pool, weights, longest)
-    specs: Any = whole.kinds
-    # Numbers of the layers of each pair of leaves, keys and values.
-    self._layers = [
-      specs[kind_index].which
-      for group in pool.groups
-      for kind_index in group.kinds
+    # Side (0: keys) and layers of each leaf.
+    self._leaves = [
+      leaf
+      for group in range(len(pool.groups))
+      for leaf in pool.page_layers(group)
     ]
     self._scaled = {
       rope.scaling for rope in whole.config.ropes if rope.scaling.by_length
@@ -208,12 +207,11 @@ class StagePages:
     """
     count = blocks[0][0].shape[1] // self.page
     leaves: list[np.ndarray] = []
-    for numbers in self._layers:
-      for side in range(2):
-        rows = np.stack(
-          [blocks[number][side][:, : count * self.page] for number in numbers]
-        )
-        layers, heads, _, dim = rows.shape
-        rows = rows.reshape(layers, heads, count, self.page, dim)
-        leaves.append(np.ascontiguousarray(np.moveaxis(rows, 2, 0)))
+    for side, numbers in self._leaves:
+      rows = np.stack(
+        [blocks[number][side][:, : count * self.page] for number in numbers]
+      )
+      layers, heads, _, dim = rows.shape
+      rows = rows.reshape(layers, heads, count, self.page, dim)
+      leaves.append(np.ascontiguousarray(np.moveaxis(rows, 2, 0)))
     return [tuple(x[n] for x in leaves) for n in range(count)]
