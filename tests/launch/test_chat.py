@@ -255,7 +255,7 @@ def test_ctrl_c_in_a_terminal(tmp_path):
     seen = seen.partition(text)[2]
 
   def interrupt():
-    """Sends a signal; again where readline missed it between two of its waits."""
+    """Sends a signal; again if readline missed it between two waits."""
     child.send_signal(signal.SIGINT)
     while not seen and not select.select([ours], [], [], 10)[0]:
       child.send_signal(signal.SIGINT)
