@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import OptionError
+from ringjax.models.grouping import looped
 from ringjax.models.linear_maps import inner_size, rounded_maps
 from ringjax.models.placed_maps import with_maps
 from ringjax.models.transformer import Transformer
@@ -30,8 +31,6 @@ from ringjax.ops.integer_product import codes_of
 
 BITS = (8, 4)
 GROUP = 64
-# More groups of layers than any loaded model has, unless they are no loop.
-_FEW_RUNS = 8
 
 
 def with_coded_weights(
@@ -57,10 +56,9 @@ def with_coded_weights(
     raise OptionError(
       "group", group, "none, for 8 bits", "leave it out, or pass bits=4"
     )
-  on_cpu = jax.tree.leaves(model)[0].devices()
-  if len(model.stack.runs) > _FEW_RUNS and all(
-    device.platform == "cpu" for device in on_cpu
-  ):
+  devices = jax.tree.leaves(model)[0].devices()
+  is_loop = len(model.stack.runs) == len(looped(model.stack.runs))
+  if not is_loop and all(device.platform == "cpu" for device in devices):
     warnings.warn(
       "codes of layers that are not one loop are slow on a CPU; load the model "
       "with scan=True",

@@ -318,11 +318,8 @@ def test_an_instance_of_two_processes(tmp_path, folder):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-  "number",
-  # A frozen process is one that a starved machine makes, too.
-  [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)],
-)
+@pytest.mark.long_cases(2)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_of_an_instance_is_lost(tmp_path, folder, number):
   """The instance ends and names it; another one reads the prompts."""
   pytest.importorskip("uvicorn")

@@ -253,3 +253,13 @@ def test_what_is_refused(tmp_path):
   how = rj.train.Lora(rank=2)
   adapted = how.model(how.start(placed), placed)
   refused(OptionError, lambda: make(adapted), "adapters")
+
+
+def test_a_model_whose_layers_are_no_loop_is_warned_of():
+  config = MIXTURE | {"num_hidden_layers": 3}
+  loop, layers = (
+    rj.models.create(config, seed=0, scan=scan) for scan in (True, False)
+  )
+  rj.models.with_coded_weights(loop)
+  with pytest.warns(RuntimeWarning, match="scan=True"):
+    rj.models.with_coded_weights(layers)
