@@ -27,7 +27,7 @@ import ringjax as rj
 from ringjax.json_text import json_text
 from ringjax.models.gguf.gguf_folder import open_model
 from ringjax.ops.attention.dense import Dense
-from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.strategies.gather import Gather
 from ringjax.train import remat
 from ringjax.train.batch import Batch
 from ringjax.train.objective import sums

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import ringjax as rj
-from ringjax.data import Tokenizer, documents
+from ringjax.data import Tokenizer
+from ringjax.data.tasks import documents
 from ringjax.json_text import json_text
 
 # Options of `rj.infer.integer_model` by the name of the way.

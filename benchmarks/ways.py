@@ -39,9 +39,9 @@ import jax
 import numpy as np
 
 import ringjax as rj
-from launch import runahead
+from benchmarks.serving import row_memory
+from launch.planning import runahead
 from ringjax import fetched_models
-from ringjax.bench import row_memory
 from ringjax.data import Tokenizer
 from ringjax.json_text import json_text
 from ringjax.serve import cluster

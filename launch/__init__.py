@@ -13,8 +13,11 @@ def _refuse_library() -> None:
   if sys.argv[:1] != ["-m"] or "-m" not in sys.orig_argv:
     return
   name = sys.orig_argv[sys.orig_argv.index("-m") + 1]
-  file = Path(__file__).with_name(f"{name.removeprefix('launch.')}.py")
-  if not name.startswith("launch.") or not file.is_file():
+  if not name.startswith("launch."):
+    return
+  last = name.rsplit(".", 1)[-1]
+  file = next(Path(__file__).parent.rglob(f"{last}.py"), None)
+  if file is None:
     return
   source = file.read_text("utf-8")
   if '\nif __name__ == "__main__":' in source:

@@ -78,25 +78,26 @@ from typing import Any
 import jax
 from absl import app, flags, logging
 
-from launch import common, runahead
-from launch.flag_helpers import FlagHelper
-from ringjax.bench import (
+from benchmarks.attention import (
   attention,
   decode_steps,
-  inference,
   kernels,
   layouts,
-  offloading,
+  strategies,
+)
+from benchmarks.model import inference, offloading, train
+from benchmarks.serving import (
   page_streams,
   page_transfers,
   row_memory,
   serving,
-  speculating,
   store_policies,
-  strategies,
-  train,
 )
-from ringjax.bench.harness import BenchmarkSettings, option
+from benchmarks.shared.harness import BenchmarkSettings, option
+from benchmarks.speculation import speculating
+from launch.planning import runahead
+from launch.shared import common
+from launch.shared.flag_helpers import FlagHelper
 from ringjax.errors import RingjaxError
 
 

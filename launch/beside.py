@@ -26,12 +26,15 @@ from typing import Any, TextIO
 from absl import flags
 
 import ringjax as rj
-from launch import common, console
-from launch.flag_helpers import FlagHelper
+from launch.shared import common, console
+from launch.shared.flag_helpers import FlagHelper
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError
 from ringjax.infer import AttentionWorkers, WorkersReport
-from ringjax.infer.attention_worker import PATIENCE_S, AttentionServer
+from ringjax.infer.fastdecode.attention_worker import (
+  PATIENCE_S,
+  AttentionServer,
+)
 from ringjax.json_text import json_text
 from ringjax.kv import kind_text
 from ringjax.models import tiny

@@ -36,22 +36,24 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch import answering, common, console
-from launch.flag_helpers import FlagHelper
-from launch.group import Group
+from launch.shared import answering, common, console
+from launch.shared.flag_helpers import FlagHelper
+from launch.shared.group import Group
 from ringjax import option_text
-from ringjax.data import Tokenizer, documents, texts
+from ringjax.data import Tokenizer
+from ringjax.data.batches import texts
+from ringjax.data.tasks import documents
 from ringjax.errors import OptionError, PromptError
 from ringjax.infer.calibrate import calibrate
-from ringjax.infer.integer_model import activation_ranges
+from ringjax.infer.llm_npu.integer_model import activation_ranges
 from ringjax.json_text import json_text
 from ringjax.kv import CacheKind, allocate_bits, kind_text
 from ringjax.kv.allocation import BY, CANDIDATES, MEASURES
 from ringjax.kv.codecs.calibration import KEYS, WEIGHTS
 from ringjax.kv.codecs.head_codecs import BITS_FILE
 from ringjax.models import tiny
-from ringjax.models.calibration import FILE
 from ringjax.models.transformer import Transformer
+from ringjax.models.weights.calibration import FILE
 
 NAME = "calibrate"
 # Minimum number of tokens of a text that shows how numbers are distributed.

@@ -28,7 +28,7 @@ import jax
 from absl import flags
 
 import ringjax as rj
-from launch import (
+from launch.shared import (
   common,
   console,
   integer_flags,
@@ -36,8 +36,8 @@ from launch import (
   model_flags,
   prompts,
 )
-from launch.conversation import Conversation, Interrupted, Turn
-from launch.flag_helpers import FlagHelper
+from launch.shared.conversation import Conversation, Interrupted, Turn
+from launch.shared.flag_helpers import FlagHelper
 from ringjax import fetched_models
 from ringjax.data import ChatTemplate, Tokenizer
 from ringjax.errors import OptionError, PromptError, TemplateError

@@ -31,8 +31,8 @@ import numpy as np
 from absl import app, flags
 from jax.typing import DTypeLike
 
-from launch import common, console
-from launch.flag_helpers import FlagHelper
+from launch.shared import common, console
+from launch.shared.flag_helpers import FlagHelper
 from ringjax import models
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError

@@ -4,8 +4,8 @@
       Facts hidden in a long text, by its length and their depth. The text is
       Python's own sources, or those of --folder.
   python -m launch.evaluate needle --task=all --cache=dense --cache=int4
-      Every task (ringjax.data.needle.TASKS) by the kind of cache out of which
-      the answers come.
+      Every task (ringjax.data.tasks.needle.TASKS) by the kind of cache out of
+      which the answers come.
   python -m launch.evaluate perplexity --lengths=2048,8192 --plot=nll.png
       The perplexity of such a text, by position; and of the same tokens with
       more and more text before them.
@@ -59,15 +59,17 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch import answering, common, console
-from launch.flag_helpers import FlagHelper
-from launch.group import Group
+from launch.shared import answering, common, console
+from launch.shared.flag_helpers import FlagHelper
+from launch.shared.group import Group
 from ringjax.bench import timing
 from ringjax.checks import one_of
-from ringjax.data import LinkTokens, Tokenizer, documents, texts
-from ringjax.data.filler import Lines
-from ringjax.data.link_tokens import LINKS
-from ringjax.data.needle import TASKS, Task
+from ringjax.data import LinkTokens, Tokenizer
+from ringjax.data.batches import texts
+from ringjax.data.tasks import documents
+from ringjax.data.tasks.filler import Lines
+from ringjax.data.tasks.link_tokens import LINKS
+from ringjax.data.tasks.needle import TASKS, Task
 from ringjax.errors import OptionError
 from ringjax.eval import (
   RANDOM_FAMILIES,

@@ -30,7 +30,7 @@ from typing import TextIO
 
 from absl import flags
 
-from launch import common, console
+from launch.shared import common, console
 from ringjax import fetched_models
 from ringjax.checks import one_of
 from ringjax.errors import OptionError

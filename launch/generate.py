@@ -24,11 +24,11 @@
 
   python -m launch.generate --model=DIR --processes=4 --window=4
       Four processes that each have some heads and columns of every layer, and
-      four blocks of their weights in memory: see launch/tensor_ranks.py.
+      four blocks of their weights in memory: see launch/shared/tensor_ranks.py.
 
 The answer goes to stdout as it comes, all else to stderr. Ctrl-C ends an
-answer early. With several processes (see launch/common.py) all get the same
-flags and the first one prints; only it needs the document.
+answer early. With several processes (see launch/shared/common.py) all get the
+same flags and the first one prints; only it needs the document.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch import (
+from launch.shared import (
   common,
   console,
   integer_flags,
@@ -54,15 +54,15 @@ from launch import (
   prompts,
   tensor_ranks,
 )
-from launch.flag_helpers import FlagHelper
-from launch.group import Group
+from launch.shared.flag_helpers import FlagHelper
+from launch.shared.group import Group
 from ringjax.checks import positive_int
 from ringjax.data import LinkTokens, Tokenizer
-from ringjax.data.link_tokens import LINKS
+from ringjax.data.tasks.link_tokens import LINKS
 from ringjax.errors import OptionError
 from ringjax.infer import Sample, Stop, contexts, speculate
+from ringjax.infer.llm_npu.two_processors import TwoProcessorReading
 from ringjax.infer.stopping import Watch
-from ringjax.infer.two_processors import TwoProcessorReading
 from ringjax.json_text import json_text
 from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
@@ -70,8 +70,8 @@ from ringjax.models.gguf.gguf_folder import open_model
 from ringjax.models.hf import tensors
 from ringjax.models.transformer import Transformer
 from ringjax.plan.choice import KEEPS
-from ringjax.plan.offload_costs import OffloadPolicy
-from ringjax.plan.offload_tiers import TIERS
+from ringjax.plan.flexgen.offload_costs import OffloadPolicy
+from ringjax.plan.flexgen.offload_tiers import TIERS
 
 NAME = "generate"
 _NEW_TOKENS = 256

@@ -25,12 +25,12 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch import common, console
 from launch.beside import prompt_lines
-from launch.flag_helpers import FlagHelper
+from launch.shared import common, console
+from launch.shared.flag_helpers import FlagHelper
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError
-from ringjax.infer.elastic_worker import PATIENCE_S
+from ringjax.infer.loongserve.elastic_worker import PATIENCE_S
 from ringjax.json_text import json_text
 from ringjax.models import tiny
 from ringjax.serve.cluster import ElasticAnswers, ElasticWorkers

@@ -95,12 +95,10 @@ from typing import Any, TextIO
 import numpy as np
 from absl import app, flags
 
-from launch import (
+from launch.planning import (
   aot,
   cache,
   capacity,
-  common,
-  console,
   cycles,
   offload,
   plan_flags,
@@ -108,15 +106,17 @@ from launch import (
   stages,
   strategies,
   windows,
-)  # fmt: skip
+)
+from launch.shared import common, console
 from ringjax.errors import OptionError, RingjaxError
-from ringjax.plan import cost, draw, partition, profiles, published, schedules
-from ringjax.plan.balance import round_to_tiles
+from ringjax.plan import cost, draw, profiles
 from ringjax.plan.cost import Network, Profile, Prompt
-from ringjax.plan.grid import SearchResult
-from ringjax.plan.partition import PartitionPlan
-from ringjax.plan.schedules import Outcome
-from ringjax.plan.table import PartitionTable, TableKey
+from ringjax.plan.kv_runahead import partition, published, schedules
+from ringjax.plan.kv_runahead.balance import round_to_tiles
+from ringjax.plan.kv_runahead.grid import SearchResult
+from ringjax.plan.kv_runahead.partition import PartitionPlan
+from ringjax.plan.kv_runahead.schedules import Outcome
+from ringjax.plan.kv_runahead.table import PartitionTable, TableKey
 
 NAME = "plan"
 # For tests and notebooks, which parse the flags themselves.
@@ -514,7 +514,7 @@ _DOCUMENTS, _SHARDS, _SLOTS = (16, 96, 24, 40, 32, 24, 16, 8), 4, 64
 
 def _pictures(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   # Drawing tiles imports JAX and compiles: only this sub-command does.
-  from ringjax.data.placement import Cost, place
+  from ringjax.data.batches.placement import Cost, place
   from ringjax.plan import pictures
 
   order = np.repeat(np.arange(1, len(_DOCUMENTS) + 1), _DOCUMENTS)
@@ -546,25 +546,25 @@ def _list(numbers: Sequence[int]) -> str:
 
 def _elastic(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
   # Simulated engines are in a package with real ones, which import flax.
-  from launch import elastic
+  from launch.planning import elastic
 
   elastic.compared(values, out, err)
 
 
 def _which(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
-  from launch import which
+  from launch.planning import serving_systems as which
 
   which.compared(values, out, err)
 
 
 def _serve(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
-  from launch import serving_plan
+  from launch.planning import serving_plan
 
   serving_plan.served(values, out, err)
 
 
 def _routes(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
-  from launch import routes
+  from launch.planning import routes
 
   routes.compared(values, out, err)
 

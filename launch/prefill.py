@@ -16,8 +16,8 @@ others that --profile and --bandwidth predict to be the fastest. Each is run in
 turn, --rounds times after a first run that is not counted; times to the first
 token are medians.
 
-With several processes (see launch/common.py) all get the same flags. If one
-dies, freezes or gets stuck, the others report it and end with status 3.
+With several processes (see launch/shared/common.py) all get the same flags.
+If one dies, freezes or gets stuck, the others report it and end with status 3.
 """
 
 from __future__ import annotations
@@ -34,25 +34,28 @@ from absl import app, flags
 from jax.sharding import Mesh
 
 import ringjax as rj
-from launch import common, console, machines
-from launch.flag_helpers import FlagHelper
-from launch.group import Group
-from launch.prompts import clash
+from launch.shared import common, console, machines
+from launch.shared.flag_helpers import FlagHelper
+from launch.shared.group import Group
+from launch.shared.prompts import clash
 from ringjax import plan
-from ringjax.data import Tokenizer, documents
+from ringjax.data import Tokenizer
+from ringjax.data.tasks import documents
 from ringjax.errors import OptionError
-from ringjax.infer import ChunkPipeline, kvr, lockstep
+from ringjax.infer import ChunkPipeline
 from ringjax.infer.finite import not_finite_error
+from ringjax.infer.kv_runahead import kvr, lockstep
 from ringjax.infer.prefill import tile
 from ringjax.json_text import json_text
 from ringjax.models import tiny, work_profile
 from ringjax.models.transformer import Transformer
-from ringjax.parallel.local import last_device
+from ringjax.parallel.local_arrays import last_device
 from ringjax.parallel.peers import TIMEOUT_S, Peers
-from ringjax.plan import cost, draw, fit, schedules
+from ringjax.plan import cost, draw, fit
 from ringjax.plan.cost import Network, Profile, Prompt
 from ringjax.plan.events import Timeline
-from ringjax.plan.schedules import Outcome
+from ringjax.plan.kv_runahead import schedules
+from ringjax.plan.kv_runahead.schedules import Outcome
 
 NAME = "prefill"
 METHODS = ("kvr", "kvr_even", *lockstep.METHODS, "cpp")

@@ -45,24 +45,17 @@ import jax
 from absl import flags
 
 import ringjax as rj
-from launch import (
-  answering,
-  cluster_roles,
-  common,
-  console,
-  http_server,
-  model_flags,
-  stage_instance,
-)
-from launch.flag_helpers import FlagHelper
+from launch.serving import cluster_roles, http_server, stage_instance
+from launch.shared import answering, common, console, model_flags
+from launch.shared.flag_helpers import FlagHelper
 from ringjax import fetched_models
 from ringjax.checks import number
 from ringjax.data import ChatTemplate, Tokenizer
 from ringjax.errors import OptionError
 from ringjax.kv import KINDS
 from ringjax.models import small
+from ringjax.serve.drafts.row_drafts import RowDrafts
 from ringjax.serve.engine_config import EngineConfig
-from ringjax.serve.row_drafts import RowDrafts
 
 NAME = "serve"
 _SEND_BYTES = 1 << 17

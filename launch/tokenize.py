@@ -22,9 +22,10 @@ from typing import TextIO
 
 from absl import flags
 
-from launch import common, console, sources
-from launch.flag_helpers import FlagHelper
-from ringjax.data import Corpus, texts
+from launch.shared import common, console, sources
+from launch.shared.flag_helpers import FlagHelper
+from ringjax.data import Corpus
+from ringjax.data.batches import texts
 from ringjax.errors import OptionError
 from ringjax.json_text import json_text
 

@@ -16,7 +16,7 @@ draft; of adapters also `adapter`, a folder of PEFT. On SIGTERM or Ctrl-C the
 current step is saved, and the exit status is 143 or 130.
 
 A config is a Python file with get_config(); see configs/train. Several
-processes: see launch/common.py.
+processes: see launch/shared/common.py.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ from ml_collections.config_dict import placeholder
 from ml_collections.config_flags import config_flags
 
 import ringjax as rj
-from launch import common, config_fields, console, sources
-from launch.flag_helpers import FlagHelper
-from launch.group import PATIENCE_S, Group
+from launch.shared import common, config_fields, console, sources
+from launch.shared.flag_helpers import FlagHelper
+from launch.shared.group import PATIENCE_S, Group
 from ringjax import fetched_models
 from ringjax.bench import timing
 from ringjax.checks import one_of, positive_int
-from ringjax.data import documents, texts
-from ringjax.data.corpus import fingerprint
-from ringjax.data.gguf_file import is_gguf
-from ringjax.data.link_tokens import LINKS, LinkTokens
-from ringjax.data.packing import BestFit, Cut
+from ringjax.data.batches import texts
+from ringjax.data.batches.corpus import fingerprint
+from ringjax.data.batches.packing import BestFit, Cut
+from ringjax.data.gguf.gguf_file import is_gguf
+from ringjax.data.tasks import documents
+from ringjax.data.tasks.link_tokens import LINKS, LinkTokens
 from ringjax.errors import (
   CheckpointMismatchError,
   OptionError,
@@ -73,12 +74,12 @@ from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer
 from ringjax.parallel import chips
 from ringjax.train import loop, recipe
-from ringjax.train.checkpoint import Checkpoints
-from ringjax.train.draft_training import DraftTraining
-from ringjax.train.encoder_training import ContextSplit
+from ringjax.train.checkpoints.checkpoint import Checkpoints
 from ringjax.train.extend import RopeScaling, extend_context
-from ringjax.train.induction import INITIALISATIONS, CrossInductionHeads
-from ringjax.train.lora import Lora
+from ringjax.train.methods.draft_training import DraftTraining
+from ringjax.train.methods.encoder_training import ContextSplit
+from ringjax.train.methods.induction import INITIALISATIONS, CrossInductionHeads
+from ringjax.train.methods.lora import Lora
 from ringjax.train.step import Objective
 
 NAME = "train"
@@ -704,7 +705,7 @@ def default_config() -> ConfigDict:
       width over the larger of seq and data. {"embed": None} replicates them on
       every device.
     start: Initialisation of a fresh model, or of an encoder added to given
-      weights; see ringjax.train.induction.
+      weights; see ringjax.train.methods.induction.
     tokenizer: Folder of a tokenizer, or "bytes"; default: that of init_from,
       else bytes.
     dtype: Dtype of the computation; parameters and moments are float32.

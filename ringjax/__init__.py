@@ -44,23 +44,23 @@ from ringjax.ops.attention.api import (
   striped_attention,
 )
 from ringjax.ops.attention.blockwise import Blockwise
-from ringjax.ops.attention.chain import Chain
+from ringjax.ops.attention.cost.schedule import tile_counts, tile_schedule
+from ringjax.ops.attention.cost.select import Auto, explain
 from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.flax_attention import flax_attention
-from ringjax.ops.attention.gather import Gather
-from ringjax.ops.attention.halo import Halo
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
-from ringjax.ops.attention.ring import Ring
-from ringjax.ops.attention.ring_q import RingQ
-from ringjax.ops.attention.schedule import tile_counts, tile_schedule
-from ringjax.ops.attention.select import Auto, explain
 from ringjax.ops.attention.statistics import AttentionStatistics
-from ringjax.ops.attention.ulysses import Ulysses
-from ringjax.ops.attention.wire_format import WireFormat
+from ringjax.ops.attention.strategies.chain import Chain
+from ringjax.ops.attention.strategies.gather import Gather
+from ringjax.ops.attention.strategies.halo import Halo
+from ringjax.ops.attention.strategies.ring import Ring
+from ringjax.ops.attention.strategies.ring_q import RingQ
+from ringjax.ops.attention.strategies.ulysses import Ulysses
+from ringjax.ops.attention.strategies.wire_format import WireFormat
 from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.ops.loss import blockwise_cross_entropy
 from ringjax.ops.mask import (
@@ -75,9 +75,9 @@ from ringjax.ops.mask import (
   SeparateDocuments,
   Window,
 )
-from ringjax.ops.mixers import causal_conv, gated_delta_rule
-from ringjax.ops.scan import associative_scan, linear_recurrence
-from ringjax.ops.shift import token_shift
+from ringjax.ops.recurrent.mixers import causal_conv, gated_delta_rule
+from ringjax.ops.recurrent.scan import associative_scan, linear_recurrence
+from ringjax.ops.recurrent.shift import token_shift
 from ringjax.ops.softmax import Partial, finalize, merge
 from ringjax.parallel.layout import (
   Contiguous,

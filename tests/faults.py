@@ -65,14 +65,14 @@ FAULTS = (
   ),
   _fault(
     "a shift ahead reads beyond the sequence",
-    "ops/shift.py",
+    "ops/recurrent/shift.py",
     "(at < shards.length + min(by, 0))",
     "(at < shards.length)",
     "ops/test_sequence.py",
   ),
   _fault(
     "padding counts as the last real token",
-    "ops/scan.py",
+    "ops/recurrent/scan.py",
     "jnp.where(seg > 0, index, -1)",
     "jnp.where(seg >= 0, index, -1)",
     "ops/test_sequence.py",
@@ -80,7 +80,7 @@ FAULTS = (
   ),
   _fault(
     "the delta rule fades a token too late",
-    "ops/delta.py",
+    "ops/recurrent/delta.py",
     "fade = jnp.exp(jnp.cumsum(decay, -2))",
     "fade = jnp.exp(jnp.cumsum(decay, -2) - decay)",
     "ops/test_delta.py",
@@ -102,14 +102,14 @@ FAULTS = (
   ),
   _fault(
     "equal scores of an index are left out",
-    "ops/attention/selection.py",
+    "ops/attention/cached/selection.py",
     "tied = (scores == self.score) & (pos <= self.pos)",
     "tied = (scores == self.score) & (pos < self.pos)",
     "ops/attention/test_selection.py",
   ),
   _fault(
     "contexts are not rescaled to a new maximum",
-    "ops/attention/apart.py",
+    "ops/attention/cached/separate_contexts.py",
     "weight = jnp.exp(top - finite_max(global_top))",
     "weight = jnp.ones_like(top)",
     "ops/attention/test_apart.py",
@@ -133,14 +133,14 @@ FAULTS = (
   # Caches.
   _fault(
     "a shard gets the token of the next one",
-    "kv/slots.py",
+    "kv/storage/slots.py",
     "upto = levels[:, :, None] + (others < shard).astype(jnp.int32)",
     "upto = levels[:, :, None] + (others <= shard).astype(jnp.int32)",
     "kv/test_cache_slots.py",
   ),
   _fault(
     "truncating leaves the first token that goes",
-    "kv/slots.py",
+    "kv/storage/slots.py",
     "gone = self.at.pos >= end[:, None]",
     "gone = self.at.pos > end[:, None]",
     "kv/test_slots.py",
@@ -149,7 +149,7 @@ FAULTS = (
   ),
   _fault(
     "a recovered shard takes its last token for free",
-    "kv/slots.py",
+    "kv/storage/slots.py",
     "used = jnp.max(jnp.where(by_shard > 0, index[None, None], 0), 2)",
     "used = jnp.max(jnp.where(by_shard > 0, index[None, None] - 1, 0), 2)",
     "kv/test_slots.py",
@@ -159,14 +159,14 @@ FAULTS = (
   ),
   _fault(
     "a ring buffer takes a token for padding",
-    "kv/window.py",
+    "kv/storage/window.py",
     "num_new = jnp.max(jnp.where(at.seg > 0, index + 1, 0), 1)",
     "num_new = jnp.max(jnp.where(at.seg > 0, index, 0), 1)",
     "kv/test_window.py",
   ),
   _fault(
     "the newest tokens that stay are one short",
-    "kv/eviction.py",
+    "kv/eviction/eviction.py",
     "(rank >= all_at.pos.shape[1] - kind.recent)",
     "(rank > all_at.pos.shape[1] - kind.recent)",
     "kv/test_evicting.py",
@@ -189,7 +189,7 @@ FAULTS = (
   ),
   _fault(
     "a call writes into a page less than it touches",
-    "kv/page_pool.py",
+    "kv/storage/page_pool.py",
     "pages_per_row = -(-(tokens - 1) // page) + 1",
     "pages_per_row = -(-(tokens - 1) // page)",
     "kv/test_page_pool.py",
@@ -263,7 +263,7 @@ FAULTS = (
   # Data.
   _fault(
     "a copied stream shares its pending ids",
-    "data/stream.py",
+    "data/text/stream.py",
     "copy.copy(self._utf8), [*self._pending]",
     "copy.copy(self._utf8), self._pending",
     "data/test_tokens.py",
@@ -271,35 +271,35 @@ FAULTS = (
   ),
   _fault(
     "a piece on the edge belongs to the document before",
-    "data/packing.py",
+    "data/batches/packing.py",
     'side="right"',
     'side="left"',
     "data/test_packing.py",
   ),
   _fault(
     "documents of a later buffer are counted from 0",
-    "data/packing.py",
+    "data/batches/packing.py",
     "pieces[:, 0] += start",
     "pieces[:, 0] += 0 * start",
     "data/test_packing.py",
   ),
   _fault(
     "the end of a document reads the next one",
-    "data/corpus.py",
+    "data/batches/corpus.py",
     "min(begin + stop, end)",
     "begin + stop",
     "data/test_corpus.py",
   ),
   _fault(
     "hosts read the first row of the next host",
-    "data/loader.py",
+    "data/batches/loader.py",
     "range(host * batch // hosts, (host + 1) * batch // hosts)",
     "range(host * batch // hosts, (host + 1) * batch // hosts + (hosts > 1))",
     "data/test_loader.py",
   ),
   _fault(
     "an epoch begins a row late",
-    "data/loader.py",
+    "data/batches/loader.py",
     "bisect.bisect_right(self._first, index) - 1",
     "bisect.bisect_left(self._first, index + 0) - 1",
     "data/test_loader.py",
@@ -336,14 +336,14 @@ FAULTS = (
   ),
   _fault(
     "the window of neurons is a step short",
-    "store/neuron_window.py",
+    "store/flash/neuron_window.py",
     "while len(self._recent) > self.window or",
     "while len(self._recent) >= self.window or",
     "store/test_neurons.py",
   ),
   _fault(
     "neurons of a step that is over are forgotten though a later one has them",
-    "store/neuron_window.py",
+    "store/flash/neuron_window.py",
     "(self._count[ids] == 0) & (self._row_of[ids] >= 0)",
     "(self._count[ids] <= 1) & (self._row_of[ids] >= 0)",
     "store/test_neurons.py",
@@ -390,7 +390,7 @@ FAULTS = (
   ),
   _fault(
     "layers fill a memory beyond its room",
-    "models/weight_placement.py",
+    "models/weights/weight_placement.py",
     "if dealt[tier] + n <= room.get(tier, 0) * (1 + _NEAR)",
     "if dealt[tier] <= room.get(tier, 0) * (1 + _NEAR)",
     "models/test_places.py",
@@ -407,7 +407,7 @@ FAULTS = (
   ),
   _fault(
     "adapters are scaled by alpha alone",
-    "train/lora.py",
+    "train/methods/lora.py",
     "scale = self.alpha / self.rank",
     "scale = self.alpha / 1",
     "train/test_adapt.py",
@@ -437,7 +437,7 @@ FAULTS = (
   ),
   _fault(
     "a page is attached without its user",
-    "serve/prefix_tree.py",
+    "serve/prefix/prefix_tree.py",
     "assert block.ready and block.pages[group] is None"
     " self._held[group][block.depth % self.shards] -= 1"
     " block.pages[group] = page block.users[group] += 1",
@@ -449,7 +449,7 @@ FAULTS = (
   ),
   _fault(
     "a shared page is given back a user early",
-    "serve/prefix_tree.py",
+    "serve/prefix/prefix_tree.py",
     "self._more[group, shard, page] = other_rows - 1",
     "self._more[group, shard, page] = other_rows - 2",
     "serve/test_scheduler.py",
@@ -472,14 +472,14 @@ FAULTS = (
   ),
   _fault(
     "a row's need of pages is one short",
-    "serve/row_space.py",
+    "serve/vattention/row_space.py",
     "self.needed[slot] = max(self.needed[slot], index + 1)",
     "self.needed[slot] = max(self.needed[slot], index)",
     "serve/test_row_space.py",
   ),
   _fault(
     "pages are read together before they are ready",
-    "serve/shared_rows.py",
+    "serve/prefix/shared_rows.py",
     "is_ready = ready[:, None] >= (last[None] + 1) * page",
     "is_ready = ready[:, None] >= last[None] * page",
     "serve/test_engine.py",
@@ -487,21 +487,21 @@ FAULTS = (
   ),
   _fault(
     "a windowed prefix is loaded a page short",
-    "serve/store_link.py",
+    "serve/prefix/store_link.py",
     "max(0, total - -(-reach // self._tree.page))",
     "max(0, total - reach // self._tree.page)",
     "serve/test_store_engine.py",
   ),
   _fault(
     "pages of a prefix are cut from its beginning",
-    "serve/prefix_transfer.py",
+    "serve/prefix/prefix_transfer.py",
     "for n in range(skipped, len(self._data) // size)",
     "for n in range(0, len(self._data) // size)",
     "serve/test_prefix_transfer.py",
   ),
   _fault(
     "the time between tokens counts the first one",
-    "serve/cluster/served.py",
+    "serve/cluster/request_times.py",
     "/ (self.new_tokens - 1)",
     "/ self.new_tokens",
     "serve/test_placements.py",
@@ -510,7 +510,7 @@ FAULTS = (
   ),
   _fault(
     "a rate counts one request too many",
-    "serve/cluster/goodput.py",
+    "serve/cluster/simulate/goodput.py",
     "return (len(trace) - 1) / spent",
     "return len(trace) / spent",
     "serve/test_placements.py",
@@ -528,14 +528,14 @@ FAULTS = (
   # Planning and evaluation.
   _fault(
     "a chain waits a layer less",
-    "plan/recurrence.py",
+    "plan/kv_runahead/recurrence.py",
     "for edge in operation.after + operation.behind if edge.back <= layer",
     "for edge in operation.after + operation.behind if edge.back < layer",
     "plan/test_schedules.py",
   ),
   _fault(
     "a pipeline fills a stage too long",
-    "plan/pipeline_times.py",
+    "plan/systems/pipeline_times.py",
     "(sum(times) + (stages - 1) * max(times)) / stages",
     "(sum(times) + stages * max(times)) / stages",
     "plan/test_pipeline_times.py",

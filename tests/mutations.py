@@ -222,10 +222,10 @@ def bfloat16(rj):
 def shared(rj):
   """Rows that read together what they share, against dense attention."""
   del rj
-  pooled = importlib.import_module("ringjax.ops.attention.pooled")
+  pooled = importlib.import_module("ringjax.ops.attention.cached.pooled")
   scores = importlib.import_module("ringjax.ops.attention.scores")
   mask = importlib.import_module("ringjax.ops.mask")
-  rows = importlib.import_module("ringjax.serve.shared_rows")
+  rows = importlib.import_module("ringjax.serve.prefix.shared_rows")
   page, tile, each = 32, 128, 4
   lengths = np.array([500, 17, 490, 300, 400])
   # Two share three tiles, of which another row has the first two and one more
@@ -278,19 +278,19 @@ CHECKS = {
 }  # fmt: skip
 
 
-_KV_BLOCK = "ringjax.ops.attention.kv_block"
-_HOPS = "ringjax.ops.attention.hops"
+_KV_BLOCK = "ringjax.ops.attention.strategies.kv_block"
+_HOPS = "ringjax.ops.attention.strategies.hops"
 _ATTEND = "ringjax.ops.attention.attend"
 _TILES = "ringjax.ops.attention.blockwise"
 _SCORES = "ringjax.ops.attention.scores"
-_RUN = "ringjax.ops.attention.run"
-_GATHER = "ringjax.ops.attention.gather"
-_ULYSSES = "ringjax.ops.attention.ulysses"
+_RUN = "ringjax.ops.attention.execution"
+_GATHER = "ringjax.ops.attention.strategies.gather"
+_ULYSSES = "ringjax.ops.attention.strategies.ulysses"
 _MASK = "ringjax.ops.mask"
 _SOFTMAX = "ringjax.ops.softmax"
 _LAYOUT = "ringjax.parallel.layout"
 _COLLECTIVES = "ringjax.parallel.collectives"
-_SHARED = "ringjax.serve.shared_rows"
+_SHARED = "ringjax.serve.prefix.shared_rows"
 
 BUGS = [
   Bug(

@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import topologies
 
 import ringjax as rj
-from ringjax.data.tokenizer import Tokenizer
+from ringjax.data.text.tokenizer import Tokenizer
 from ringjax.ops.integer_product import integer_product
 
 # What `rj.infer.integer_model` is told.

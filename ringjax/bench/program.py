@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import re
 
-from ringjax.plan import hlo
+from ringjax.plan.compiler import hlo
 
 _SENDS = ("collective-permute", "collective-permute-start")
 _CALLED = re.compile(

@@ -26,30 +26,30 @@ from ringjax.bench.ways import NamedStrategy, way
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import ShapeError
 from ringjax.infer import decode as decoding
-from ringjax.infer import paired
 from ringjax.infer import prefill as reading
+from ringjax.infer.liger import paired
 from ringjax.infer.sampling import Greedy
 from ringjax.kv import kind_text
 from ringjax.kv.base import HOST, bytes_each
 from ringjax.kv.cache import KVCache, LayerCacheSpec, LayerKV
-from ringjax.kv.layer_offload import OffloadedCache
-from ringjax.kv.tiered import TieredCache
+from ringjax.kv.offload.layer_offload import OffloadedCache
+from ringjax.kv.offload.tiered import TieredCache
 from ringjax.models import work_profile
 from ringjax.models.checkpoint import abstract
 from ringjax.models.presets import preset
-from ringjax.models.streaming import abstract_placed
 from ringjax.models.transformer import Transformer
+from ringjax.models.weights.streaming import abstract_placed
 from ringjax.nn.param import Rules
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import joined
-from ringjax.ops.attention.code_format import token_axis
-from ringjax.ops.attention.schedule import tile_counts
-from ringjax.ops.attention.views import ContiguousView, tile_slots
+from ringjax.ops.attention.cached.code_format import token_axis
+from ringjax.ops.attention.cached.views import ContiguousView, tile_slots
+from ringjax.ops.attention.cost.schedule import tile_counts
 from ringjax.ops.mask import Causal, Everything, Window
 from ringjax.parallel.mesh import make_mesh
-from ringjax.plan.aot import Built
-from ringjax.plan.hlo import Trips
+from ringjax.plan.compiler.aot import Built
+from ringjax.plan.compiler.hlo import Trips
 from ringjax.train import batch as batches
 from ringjax.train import recipe as recipes
 from ringjax.train import remat as remats

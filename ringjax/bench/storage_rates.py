@@ -27,7 +27,7 @@ from ringjax.bench import timing
 from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.ops.attention.api import blockwise_attention
-from ringjax.plan.offload_tiers import OffloadMachine
+from ringjax.plan.flexgen.offload_tiers import OffloadMachine
 
 _LEAST_BYTES = 1 << 20
 _CHUNK_BYTES = 16 << 20

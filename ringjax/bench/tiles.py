@@ -24,25 +24,29 @@ from ringjax.kv.cache_kind import cache_kind
 from ringjax.kv.codecs import CodeBook
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import Blockwise
-from ringjax.ops.attention.cached import ShardedDecode
-from ringjax.ops.attention.code_format import stored_codes
-from ringjax.ops.attention.gather import Gather
-from ringjax.ops.attention.kernels.decode_codes_tpu import DecodeCodesTPU
-from ringjax.ops.attention.kernels.decode_pool_tpu import DecodePoolTPU
-from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
-from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
-from ringjax.ops.attention.pooled import PooledView, SharedTiles, pool_tile
-from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.attention.views import (
+from ringjax.ops.attention.cached.cached_attention import ShardedDecode
+from ringjax.ops.attention.cached.code_format import stored_codes
+from ringjax.ops.attention.cached.pooled import (
+  PooledView,
+  SharedTiles,
+  pool_tile,
+)
+from ringjax.ops.attention.cached.views import (
   Decoder,
   EncodedView,
   KVView,
   tile_slots,
 )
+from ringjax.ops.attention.kernels.decode_codes_tpu import DecodeCodesTPU
+from ringjax.ops.attention.kernels.decode_pool_tpu import DecodePoolTPU
+from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
+from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
+from ringjax.ops.attention.strategies.gather import Gather
 from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.rope import Rope, Rotation
 from ringjax.parallel import chips
-from ringjax.plan.aot import Built
+from ringjax.plan.compiler.aot import Built
 from ringjax.typing import Index
 
 WHAT = ("forward", "backward")

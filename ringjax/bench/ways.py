@@ -12,11 +12,11 @@ from typing import Any
 
 from ringjax.checks import one_of
 from ringjax.errors import OptionError
-from ringjax.ops.attention import nesting, registry
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
-from ringjax.ops.attention.strategy import Strategy
+from ringjax.ops.attention.strategies import nesting, registry
+from ringjax.ops.attention.strategies.strategy import Strategy
 from ringjax.parallel.layout import Layout
 
 

@@ -4,23 +4,23 @@ Nothing here imports JAX. The libraries that it uses (tokenizers, jinja2) are
 loaded when they are needed, not when this package is imported.
 """
 
-from ringjax.data.bytelevel import Bytes
-from ringjax.data.chat import ChatTemplate
-from ringjax.data.continued import Continued
-from ringjax.data.corpus import Corpus, fingerprint
-from ringjax.data.link_tokens import ArrangedPrompt, LinkTokens, arranged
-from ringjax.data.loader import Loader
-from ringjax.data.packing import BestFit, Cut, Documents, PackedBatch
-from ringjax.data.placement import (
+from ringjax.data.batches.corpus import Corpus, fingerprint
+from ringjax.data.batches.loader import Loader
+from ringjax.data.batches.packing import BestFit, Cut, Documents, PackedBatch
+from ringjax.data.batches.placement import (
   Placement,
   place,
   place_documents,
   place_rows,
   plan_batches,
 )
-from ringjax.data.punctuation import punctuation_ids
-from ringjax.data.stream import Stream
-from ringjax.data.tokenizer import Tokenizer
+from ringjax.data.tasks.continued import Continued
+from ringjax.data.tasks.link_tokens import ArrangedPrompt, LinkTokens, arranged
+from ringjax.data.text.bytelevel import Bytes
+from ringjax.data.text.chat import ChatTemplate
+from ringjax.data.text.punctuation import punctuation_ids
+from ringjax.data.text.stream import Stream
+from ringjax.data.text.tokenizer import Tokenizer
 
 __all__ = [
   "ArrangedPrompt",

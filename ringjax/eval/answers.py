@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from ringjax.checks import positive_int
-from ringjax.data.loader import ExampleSource
+from ringjax.data.batches.loader import ExampleSource
 from ringjax.errors import DataError
 from ringjax.eval.finite_losses import check_losses
 from ringjax.models.transformer import Transformer

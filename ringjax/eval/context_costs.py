@@ -19,8 +19,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ringjax.checks import positive_int
-from ringjax.data.link_tokens import LinkTokens
-from ringjax.data.needle import Task
+from ringjax.data.tasks.link_tokens import LinkTokens
+from ringjax.data.tasks.needle import Task
 from ringjax.errors import OptionError, ShapeError
 from ringjax.eval.finite_losses import check_losses
 from ringjax.infer.contexts import (
@@ -38,7 +38,7 @@ from ringjax.infer.generate import generate
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.cache_kind import cache_kind as kind_of
 from ringjax.models.transformer import Transformer
-from ringjax.ops.attention.apart import WeighedView
+from ringjax.ops.attention.cached.separate_contexts import WeighedView
 
 # Rows that are read in one call.
 _ROWS = 8

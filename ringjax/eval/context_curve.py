@@ -21,7 +21,7 @@ from ringjax.errors import DataError, OptionError
 from ringjax.eval.finite_losses import check_losses
 from ringjax.models.cepe import CepeTransformer
 from ringjax.nn.sharding_context import ContextParallel
-from ringjax.parallel.place import sequence_axis
+from ringjax.parallel.call_sharding import sequence_axis
 from ringjax.train.batch import Batch, Chunks
 from ringjax.train.objective import each_token
 

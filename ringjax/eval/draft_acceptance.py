@@ -27,7 +27,7 @@ from ringjax.eval.finite_losses import check_losses
 from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import forward
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
-from ringjax.parallel.place import sequence_axis
+from ringjax.parallel.call_sharding import sequence_axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.checks import integer, positive_int
-from ringjax.data.link_tokens import ArrangedPrompt, arranged
-from ringjax.data.special_tokens import TokenIds
+from ringjax.data.tasks.link_tokens import ArrangedPrompt, arranged
+from ringjax.data.text.special_tokens import TokenIds
 from ringjax.errors import OptionError, PromptError, ShapeError
 from ringjax.eval.finite_losses import check_losses
 from ringjax.infer.contexts.behind_contexts import context_session

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ringjax.checks import number, positive_int
-from ringjax.data.needle import Example, Task
+from ringjax.data.tasks.needle import Example, Task
 from ringjax.errors import OptionError
 from ringjax.infer.generate import generate
 from ringjax.infer.inputs import within_context

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from ringjax.checks import positive_int
-from ringjax.data.recall import Recall
+from ringjax.data.tasks.recall import Recall
 from ringjax.errors import DataError
 from ringjax.eval.finite_losses import check_losses
 from ringjax.models.transformer import Transformer
@@ -44,7 +44,8 @@ def recall_accuracy(
 
   Args:
     model: Model to evaluate.
-    source: Source of `ringjax.data.recall` or `ringjax.data.recall_tasks`.
+    source: Source of `ringjax.data.tasks.recall` or of
+      `ringjax.data.tasks.recall_tasks`.
     examples: Number of examples.
     seed: Random seed of the examples.
 

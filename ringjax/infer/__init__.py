@@ -1,17 +1,15 @@
 """From a prompt to new tokens: prefill, decoding, sampling."""
 
-from ringjax.infer import contexts, speculate, star
-from ringjax.infer.attention_workers import (
+from ringjax.infer import contexts, speculate
+from ringjax.infer.calibrate import calibrate
+from ringjax.infer.call_memory import CallMemory
+from ringjax.infer.contexts import ContextLibrary, context_session
+from ringjax.infer.fastdecode.attention_workers import (
   AttentionWorkers,
   WorkersReport,
   WorkerTraffic,
   generate_beside,
 )
-from ringjax.infer.calibrate import calibrate
-from ringjax.infer.call_memory import CallMemory
-from ringjax.infer.chunk_pipeline import ChunkPipeline
-from ringjax.infer.contexts import ContextLibrary, context_session
-from ringjax.infer.elastic import ElasticSession, owners_of
 from ringjax.infer.generate import Generated, generate
 from ringjax.infer.generate_config import (
   CombineConfig,
@@ -22,30 +20,36 @@ from ringjax.infer.generate_config import (
   SpeculationConfig,
   StoppingConfig,
 )
-from ringjax.infer.integer_model import (
-  ActivationRanges,
-  activation_ranges,
-  integer_model,
-)
-from ringjax.infer.paired import (
+from ringjax.infer.liger.paired import (
   BesideReading,
   PairedReading,
   paired_prefill,
   prefill_beside,
 )
+from ringjax.infer.llm_npu.integer_model import (
+  ActivationRanges,
+  activation_ranges,
+  integer_model,
+)
+from ringjax.infer.llm_npu.two_processors import (
+  TwoProcessorReading,
+  read_on_two,
+)
+from ringjax.infer.loongserve.elastic import ElasticSession, owners_of
+from ringjax.infer.mooncake.chunk_pipeline import ChunkPipeline
 from ringjax.infer.prefill import METHODS, Prefill, PrefillConfig
 from ringjax.infer.prompt_reading import read_context
 from ringjax.infer.repetition import evict_by_repetition
 from ringjax.infer.sampling import Greedy, Sample
 from ringjax.infer.session import GenerateReport, Session
 from ringjax.infer.stopping import Stop
-from ringjax.infer.tensor_window import (
+from ringjax.infer.tpi_llm import process_star as star
+from ringjax.infer.tpi_llm.tensor_window import (
   RankReport,
   TensorWindow,
   WindowReport,
   serve_rank,
 )
-from ringjax.infer.two_processors import TwoProcessorReading, read_on_two
 
 __all__ = [
   "METHODS",

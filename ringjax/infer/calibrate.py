@@ -46,8 +46,8 @@ from ringjax.kv.codecs import page_outliers
 from ringjax.kv.codecs.calibration import BITS, KEYS, WEIGHTS, Calibration
 from ringjax.kv.codecs.code_book import CodeBook
 from ringjax.kv.state import StateShape
-from ringjax.models import calibration as files
 from ringjax.models.transformer import Transformer, tokens_of
+from ringjax.models.weights import calibration as files
 from ringjax.nn.sharding_context import ContextParallel, ShardingContext
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.rope import Rotation

@@ -31,10 +31,13 @@ from ringjax.infer.session import Session, files_of, place_of
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import DEVICE, DISK, HOST, IN_HOST, TIERS, bytes_each
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.kv.layer_offload import OffloadedCache
+from ringjax.kv.offload.layer_offload import OffloadedCache
 from ringjax.kv.row_groups import RowGroups
 from ringjax.models.transformer import Transformer
-from ringjax.models.weight_placement import WeightPlacement, weight_bytes
+from ringjax.models.weights.weight_placement import (
+  WeightPlacement,
+  weight_bytes,
+)
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.plan.choice import Machine
 

@@ -59,10 +59,10 @@ from ringjax.infer.stopping import (
 )
 from ringjax.kv.base import bytes_each
 from ringjax.models.transformer import Transformer
-from ringjax.models.weight_placement import refuse_placed
-from ringjax.nn.attention_function import DenseFunction
-from ringjax.nn.placed import raise_fault
-from ringjax.parallel.local import here, last_device
+from ringjax.models.weights.weight_placement import refuse_placed
+from ringjax.nn.attention_layers.attention_function import DenseFunction
+from ringjax.nn.weights.placed_layers import raise_fault
+from ringjax.parallel.local_arrays import here, last_device
 from ringjax.parallel.programs import make_room
 
 

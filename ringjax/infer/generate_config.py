@@ -19,7 +19,7 @@ from ringjax.infer.speculate.drafter import Drafter
 from ringjax.infer.stopping import Stop, StopLike
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.models.weight_placement import WeightPlacement
+from ringjax.models.weights.weight_placement import WeightPlacement
 from ringjax.plan.choice import KEEPS
 
 

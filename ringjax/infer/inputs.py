@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from ringjax.data.special_tokens import TokenIds
+from ringjax.data.text.special_tokens import TokenIds
 from ringjax.errors import PromptError, ShapeError
 from ringjax.models.transformer import TransformerConfig
 

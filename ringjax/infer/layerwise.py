@@ -32,7 +32,7 @@ from ringjax.models.transformer import (
   TransformerConfig,
   logits_of,
 )
-from ringjax.nn.attention import Attention
+from ringjax.nn.attention_layers.attention import Attention
 from ringjax.nn.block import Layer
 from ringjax.nn.linear import part_dtype
 from ringjax.nn.sharding_context import CachedAttention, Extras, ShardingContext
@@ -40,13 +40,13 @@ from ringjax.nn.stack import Stack
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Local
+from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Coords, Mask, SameSegment
 from ringjax.ops.rope import Rotation
 from ringjax.ops.softmax import Partial, add_sink, finalize, merge
-from ringjax.parallel.place import CallSharding, device_of
+from ringjax.parallel.call_sharding import CallSharding, device_of
 from ringjax.typing import Index, Lengths
 
 

@@ -31,13 +31,13 @@ from ringjax.nn.sharding_context import (
   ContextParallel,
   ShardingContext,
 )
-from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.dense import Dense as DenseLocal
-from ringjax.ops.attention.gather import Gather
-from ringjax.ops.attention.nesting import coded, group_of
-from ringjax.ops.attention.ring import Ring
-from ringjax.ops.attention.ulysses import Ulysses
-from ringjax.ops.attention.wire_format import Wire, WireLike, wire_of
+from ringjax.ops.attention.strategies.chain import Chain
+from ringjax.ops.attention.strategies.gather import Gather
+from ringjax.ops.attention.strategies.nesting import coded, group_of
+from ringjax.ops.attention.strategies.ring import Ring
+from ringjax.ops.attention.strategies.ulysses import Ulysses
+from ringjax.ops.attention.strategies.wire_format import Wire, WireLike, wire_of
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Uneven, Zigzag
 from ringjax.parallel.programs import bounded
 from ringjax.plan import cost

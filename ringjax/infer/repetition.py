@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from ringjax.data.chat import ChatTemplate
+from ringjax.data.text.chat import ChatTemplate
 from ringjax.errors import InputTypeError, OptionError, PromptError
 from ringjax.infer import inputs
 from ringjax.infer.inputs import Prompts
 from ringjax.infer.prefill import PrefillConfig, padded
-from ringjax.kv import peaks
-from ringjax.kv.evicting import EvictingCache
-from ringjax.kv.peaks import Chunk, Repeated
+from ringjax.kv.eviction import peak_attention as peaks
+from ringjax.kv.eviction.evicting import EvictingCache
+from ringjax.kv.eviction.peak_attention import Chunk, Repeated
 from ringjax.kv.policies.kvzip import KVzip
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext

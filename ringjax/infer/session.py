@@ -21,24 +21,27 @@ from ringjax.errors import MemoryEstimateError, MeshError, OptionError
 from ringjax.infer import prefill
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
-from ringjax.kv.cache_files import CacheFiles, TransferEvent
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.codecs import Codec
+from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
 from ringjax.kv.row_groups import RowGroups
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
-from ringjax.models.weight_placement import WeightPlacement, refuse_placed
-from ringjax.nn.attention_function import (
+from ringjax.models.weights.weight_placement import (
+  WeightPlacement,
+  refuse_placed,
+)
+from ringjax.nn.attention_layers.attention_function import (
   DenseFunction,
   FunctionAttention,
   check_function,
 )
-from ringjax.nn.placed import naming_faults
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
+from ringjax.nn.weights.placed_layers import naming_faults
 from ringjax.parallel import memory
-from ringjax.parallel.local import here
+from ringjax.parallel.call_sharding import sequence_axis
+from ringjax.parallel.local_arrays import here
 from ringjax.parallel.mesh import automatic, entering
-from ringjax.parallel.place import sequence_axis
 from ringjax.parallel.programs import bounded
 
 if TYPE_CHECKING:

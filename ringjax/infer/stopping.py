@@ -23,8 +23,8 @@ import jax
 import numpy as np
 
 from ringjax.checks import boolean
-from ringjax.data.special_tokens import TokenIds, as_ids
-from ringjax.data.stream import Decodes, Stream
+from ringjax.data.text.special_tokens import TokenIds, as_ids
+from ringjax.data.text.stream import Decodes, Stream
 from ringjax.errors import InputTypeError, PromptError
 
 _STRINGS = 128

@@ -2,7 +2,6 @@
 
 from ringjax.kv.allocation import Allocation, allocate_bits
 from ringjax.kv.cache import Blocks, KVCache, Snapshot
-from ringjax.kv.cache_files import CacheFiles, TransferEvent
 from ringjax.kv.cache_kind import KINDS, CacheKind
 from ringjax.kv.cache_report import CacheReport
 from ringjax.kv.codecs import (
@@ -17,8 +16,10 @@ from ringjax.kv.codecs import (
   Integers,
   PerHead,
 )
-from ringjax.kv.evicting import EvictingCache
-from ringjax.kv.layer_offload import OffloadedCache
+from ringjax.kv.eviction.evicting import EvictingCache
+from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
+from ringjax.kv.offload.layer_offload import OffloadedCache
+from ringjax.kv.offload.tiered import TieredCache
 from ringjax.kv.policies import (
   AdaKV,
   Duo,
@@ -37,7 +38,6 @@ from ringjax.kv.policies import (
   Tova,
 )
 from ringjax.kv.simulated import SimulatedCache
-from ringjax.kv.tiered import TieredCache
 
 __all__ = [
   "KINDS",

@@ -48,7 +48,7 @@ from ringjax.kv.cache_kind import CacheKind, cache_kind
 from ringjax.kv.codecs import Calibrated, Calibration, Codec, PerHead
 from ringjax.kv.codecs.codec import VectorCodec, through
 from ringjax.kv.codecs.head_codecs import BITS_FILE
-from ringjax.ops.attention.code_format import stored_codes
+from ringjax.ops.attention.cached.code_format import stored_codes
 from ringjax.ops.rope import Rotation
 from ringjax.parallel.programs import bounded
 from ringjax.typing import Index

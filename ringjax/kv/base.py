@@ -24,8 +24,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from ringjax.kv.codecs import CacheCodec
-from ringjax.ops.attention.code_format import row_major
-from ringjax.ops.attention.views import ContiguousView, KVView
+from ringjax.ops.attention.cached.code_format import row_major
+from ringjax.ops.attention.cached.views import ContiguousView, KVView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.typing import Index

@@ -39,23 +39,23 @@ from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.codecs import Allocated, Codec, PerHead, VectorCodec
 from ringjax.kv.codecs.codec import through
 from ringjax.kv.encoder_states import EncoderStates, checked, inserted
-from ringjax.kv.head_storage import HeadStorage
-from ringjax.kv.reading import KeyReading
-from ringjax.kv.slots import (
+from ringjax.kv.query_reading import KeyReading
+from ringjax.kv.state import State, StateShape
+from ringjax.kv.storage.head_storage import HeadStorage
+from ringjax.kv.storage.slots import (
   FILL,
   REPLICATED,
   SHARDED,
   ContiguousSlots,
 )
-from ringjax.kv.state import State, StateShape
-from ringjax.kv.window import WindowSlots, window_slots
-from ringjax.ops.attention.code_format import (
+from ringjax.kv.storage.window import WindowSlots, window_slots
+from ringjax.ops.attention.cached.code_format import (
   as_stored,
   filled_up,
   stored_codes,
   token_axis,
 )
-from ringjax.ops.attention.views import (
+from ringjax.ops.attention.cached.views import (
   ContiguousView,
   Decoder,
   EncodedView,
@@ -65,7 +65,7 @@ from ringjax.ops.attention.views import (
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.parallel import chips
-from ringjax.parallel.local import move
+from ringjax.parallel.local_arrays import move
 from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index
 

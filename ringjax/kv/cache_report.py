@@ -37,7 +37,7 @@ from ringjax.kv.base import HOST
 from ringjax.kv.codecs import CodeBook, Codec, Floats, PerHead
 from ringjax.kv.codecs.head_codecs import CacheCodec, HeadPlaces
 from ringjax.kv.state import StateShape
-from ringjax.ops.attention.code_format import CodeFormat
+from ringjax.ops.attention.cached.code_format import CodeFormat
 from ringjax.ops.attention.kernels.decode_codes_tpu import decode_cycles
 from ringjax.parallel import chips
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
   from ringjax.kv.cache_kind import CacheKind
   from ringjax.kv.codecs.codec import VectorCodec
   from ringjax.kv.open_cache import WithOpenCache
-  from ringjax.kv.pages import Pages
+  from ringjax.kv.storage.pages import Pages
 
 # Factor by which XLA's loops over codes on a TPU take more cycles than the
 # kernel (v5e, int4, in compiled schedules).

@@ -29,11 +29,14 @@ from ringjax.errors import OptionError
 from ringjax.kv.base import Ends, RowIndices, donated
 from ringjax.kv.cache import Blocks, KVCache, filled_constants
 from ringjax.kv.open_cache import WithOpenCache, WithOpenLayer
-from ringjax.kv.pages import few_sizes
-from ringjax.kv.slots import REPLICATED
-from ringjax.ops.attention.apart import SelectedView, WeighedView
-from ringjax.ops.attention.code_format import token_axis
-from ringjax.ops.attention.views import KVView
+from ringjax.kv.storage.pages import few_sizes
+from ringjax.kv.storage.slots import REPLICATED
+from ringjax.ops.attention.cached.code_format import token_axis
+from ringjax.ops.attention.cached.separate_contexts import (
+  SelectedView,
+  WeighedView,
+)
+from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.mask import Coords
 from ringjax.typing import Index
 

@@ -23,10 +23,10 @@ from jaxtyping import Array, PyTree
 from ringjax import tree
 from ringjax.kv.cache import LayerCacheSpec, model_layers
 from ringjax.kv.context_cache import ContextCache, ContextLayer
-from ringjax.ops.attention.cached import CacheVisit
+from ringjax.ops.attention.cached.cached_attention import CacheVisit
+from ringjax.ops.attention.cached.view_statistics import view_statistics
 from ringjax.ops.attention.scores import Terms
 from ringjax.ops.attention.statistics import AttentionStatistics
-from ringjax.ops.attention.view_statistics import view_statistics
 from ringjax.ops.softmax import wide_dtype
 from ringjax.typing import Index
 

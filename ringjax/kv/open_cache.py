@@ -21,7 +21,7 @@ from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.encoder_states import EncoderStates
-from ringjax.kv.pages import few_sizes
+from ringjax.kv.storage.pages import few_sizes
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.parallel import chips

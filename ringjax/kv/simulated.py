@@ -31,9 +31,9 @@ from ringjax.kv.base import KV, FreshLayer, NoCache
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.codecs import Allocated, Codec, PerHead
 from ringjax.kv.codecs.codec import VectorCodec, through
-from ringjax.kv.head_storage import HeadStorage
 from ringjax.kv.state import StateShape
-from ringjax.ops.attention.views import KVView
+from ringjax.kv.storage.head_storage import HeadStorage
+from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.mask import Causal, Coords, Extent, Mask, moved
 from ringjax.ops.rope import Rotation
 from ringjax.typing import Index

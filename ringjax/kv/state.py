@@ -17,8 +17,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ringjax.kv.base import CacheSpec, CallCache, zeros
-from ringjax.ops.conv import Tail
-from ringjax.parallel.local import move
+from ringjax.ops.recurrent.conv import Tail
+from ringjax.parallel.local_arrays import move
 from ringjax.typing import Index
 
 

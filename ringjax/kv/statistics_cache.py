@@ -31,8 +31,8 @@ from ringjax.kv.base import KV, FreshLayer, NoCache
 from ringjax.kv.cache import model_layers
 from ringjax.kv.state import StateShape
 from ringjax.ops.attention.api import attention_statistics
+from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.attention.statistics import AttentionStatistics
-from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.ops.softmax import wide_dtype

@@ -8,20 +8,24 @@ from ringjax.models.checkpoint import (
   place,
   save,
 )
-from ringjax.models.coded_weights import with_coded_weights
 from ringjax.models.contents import read_config
 from ringjax.models.families import FAMILIES
-from ringjax.models.layer_range import LayerRange, load_layers
 from ringjax.models.more_tokens import with_more_tokens
-from ringjax.models.neuron_predictors import NeuronPredictors
-from ringjax.models.neurons import neuron_report, sparse_model, write_neurons
+from ringjax.models.partition.layer_range import LayerRange, load_layers
 from ringjax.models.presets import PRESETS
 from ringjax.models.transformer import Transformer, TransformerConfig
-from ringjax.models.weight_placement import PlacementReport
-from ringjax.models.weight_placement import WeightPlacement as Placement
+from ringjax.models.weights.coded_weights import with_coded_weights
+from ringjax.models.weights.neuron_predictors import NeuronPredictors
+from ringjax.models.weights.neurons import (
+  neuron_report,
+  sparse_model,
+  write_neurons,
+)
+from ringjax.models.weights.weight_placement import PlacementReport
+from ringjax.models.weights.weight_placement import WeightPlacement as Placement
 from ringjax.nn.param import Rules
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
-from ringjax.store.neuron_store import NeuronReport
+from ringjax.store.flash.neuron_store import NeuronReport
 
 
 def list() -> tuple[str, ...]:

@@ -37,7 +37,6 @@ from ringjax.errors import (
 from ringjax.json_text import json_text
 from ringjax.kv.base import NoCache
 from ringjax.kv.encoder_states import EncoderStates, StatesAlone
-from ringjax.models.calibration import model_digest, read_tensors, write_tensors
 from ringjax.models.grouping import looped, regrouped
 from ringjax.models.hf.tensors import parameters
 from ringjax.models.parameter_arrays import (
@@ -51,17 +50,22 @@ from ringjax.models.transformer import (
   TransformerConfig,
   tokens_of,
 )
-from ringjax.nn.attention import Attention
+from ringjax.models.weights.calibration import (
+  model_digest,
+  read_tensors,
+  write_tensors,
+)
+from ringjax.nn.attention_layers.attention import Attention
+from ringjax.nn.attention_layers.cross_attention import CrossAttention
 from ringjax.nn.block import Layer
-from ringjax.nn.cross_attention import CrossAttention
 from ringjax.nn.feedforward import Gated
 from ringjax.nn.linear import Norm
 from ringjax.nn.param import Rules
 from ringjax.nn.sharding_context import ContextParallel, ShardingContext
 from ringjax.ops.mask import Everything
 from ringjax.ops.rope import Rope
+from ringjax.parallel.call_sharding import sequence_axis
 from ringjax.parallel.mesh import entering
-from ringjax.parallel.place import sequence_axis
 from ringjax.parallel.programs import bounded
 
 INITS = ("copy", "zero")

@@ -34,7 +34,6 @@ from ringjax.errors import (
 )
 from ringjax.kv.base import DEVICE, DISK, IN_HOST
 from ringjax.models import cepe
-from ringjax.models.coded_weights import refuse_codes
 from ringjax.models.contents import (
   Contents,
   contents,
@@ -54,11 +53,15 @@ from ringjax.models.hf.tensors import (
   parameters,
 )
 from ringjax.models.origin import origin_of
-from ringjax.models.streaming import Streaming, check_host, planned
 from ringjax.models.transformer import Transformer
-from ringjax.models.weight_placement import WeightPlacement, refuse_placed
+from ringjax.models.weights.coded_weights import refuse_codes
+from ringjax.models.weights.streaming import Streaming, check_host, planned
+from ringjax.models.weights.weight_placement import (
+  WeightPlacement,
+  refuse_placed,
+)
 from ringjax.nn.param import Rules
-from ringjax.parallel import outcome
+from ringjax.parallel import joint_outcome as outcome
 from ringjax.parallel.memory import host_free_bytes
 from ringjax.parallel.mesh import automatic, entering, with_shardings
 

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
 from ringjax.models.grouping import STACK, looped, regrouped
-from ringjax.nn.placed import PlacedLayers
+from ringjax.nn.weights.placed_layers import PlacedLayers
 
 if TYPE_CHECKING:
   from ringjax.models.transformer import Transformer

@@ -42,7 +42,6 @@ from ringjax.json_text import json_text
 from ringjax.kv.base import KV, CallCache, FreshLayer, HeldKeys, NoCache
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.models.calibration import model_digest, read_tensors, write_tensors
 from ringjax.models.hf.tensors import parameters
 from ringjax.models.parameter_arrays import (
   arrays_of,
@@ -51,9 +50,14 @@ from ringjax.models.parameter_arrays import (
   tensors_digest,
 )
 from ringjax.models.transformer import Transformer, tokens_of
-from ringjax.nn.attention import Attention
+from ringjax.models.weights.calibration import (
+  model_digest,
+  read_tensors,
+  write_tensors,
+)
+from ringjax.nn.attention_layers.attention import Attention
+from ringjax.nn.attention_layers.draft_block import DraftBlock, ReadTarget
 from ringjax.nn.block import Layer
-from ringjax.nn.draft_block import DraftBlock, ReadTarget
 from ringjax.nn.feedforward import (
   DenseAndExperts,
   Experts,

@@ -30,17 +30,17 @@ from ringjax.errors import (
 )
 from ringjax.kv.base import Cache, CallCache, NoCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
-from ringjax.kv.cache_files import CacheFiles, TransferEvent
 from ringjax.kv.cache_kind import CacheKind, cache_kind
-from ringjax.kv.evicting import EvictingCache
-from ringjax.kv.layer_offload import OffloadedCache
+from ringjax.kv.eviction.evicting import EvictingCache
+from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
+from ringjax.kv.offload.layer_offload import OffloadedCache
+from ringjax.kv.offload.tiered import TieredCache
 from ringjax.kv.row_groups import RowGroups
 from ringjax.kv.state import StateShape
-from ringjax.kv.tiered import TieredCache
-from ringjax.models.calibration import load_measured, model_digest
 from ringjax.models.origin import Origin
 from ringjax.models.summary import describe
-from ringjax.models.weight_placement import (
+from ringjax.models.weights.calibration import load_measured, model_digest
+from ringjax.models.weights.weight_placement import (
   PlacementReport,
   WeightPlacement,
   cache_tiers,
@@ -57,7 +57,6 @@ from ringjax.nn.linear import (
   Norm,
   part_dtype,
 )
-from ringjax.nn.placed import naming_faults
 from ringjax.nn.sharding_context import (
   CachedAttention,
   ContextParallel,
@@ -66,19 +65,20 @@ from ringjax.nn.sharding_context import (
 from ringjax.nn.stack import Stack, keeps
 from ringjax.nn.streams import Streams
 from ringjax.nn.tokens import Tokens
+from ringjax.nn.weights.placed_layers import naming_faults
 from ringjax.ops.ancestors import MOST_DRAFTED, ancestor_matrix, tree_coords
 from ringjax.ops.mask import Coords, Mask, SameSegment
 from ringjax.ops.rope import Dynamic, Linear, Rope, Yarn
 from ringjax.parallel import collectives
-from ringjax.parallel.layout import Contiguous
-from ringjax.parallel.mesh import check_current, on_automatic
-from ringjax.parallel.place import (
+from ringjax.parallel.call_sharding import (
   AUTO,
   SEQ,
   refuse_shards,
   sequence_axis,
   sharding_of,
 )
+from ringjax.parallel.layout import Contiguous
+from ringjax.parallel.mesh import check_current, on_automatic
 from ringjax.parallel.programs import bounded, make_room
 from ringjax.typing import Lengths
 

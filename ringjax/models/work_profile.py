@@ -9,7 +9,7 @@ from flax import nnx
 from ringjax.kv.base import bytes_each
 from ringjax.models.transformer import Transformer
 from ringjax.plan import cost
-from ringjax.plan.offload_tiers import OffloadShape
+from ringjax.plan.flexgen.offload_tiers import OffloadShape
 
 
 def profile(model: Transformer, tokens: int) -> cost.Profile:

@@ -13,11 +13,13 @@ from jaxtyping import Array, Float
 
 from ringjax.kv.base import LayerCache, StateCache
 from ringjax.kv.encoder_states import EncoderStates
-from ringjax.nn.attention import Attention
-from ringjax.nn.beside import Beside
-from ringjax.nn.channel_delta import ChannelDelta
-from ringjax.nn.cross_attention import CrossAttention, NoCrossAttention
-from ringjax.nn.delta import Delta
+from ringjax.nn.attention_layers.attention import Attention
+from ringjax.nn.attention_layers.attention_and_state import Beside
+from ringjax.nn.attention_layers.cross_attention import (
+  CrossAttention,
+  NoCrossAttention,
+)
+from ringjax.nn.attention_layers.latent import Latent
 from ringjax.nn.feedforward import (
   DenseAndExperts,
   Experts,
@@ -25,14 +27,15 @@ from ringjax.nn.feedforward import (
   NoFeedforward,
   Plain,
 )
-from ringjax.nn.latent import Latent
 from ringjax.nn.layer_inputs import LayerInputs
 from ringjax.nn.linear import Identity, Norm, part_dtype
-from ringjax.nn.mamba import Mamba2
-from ringjax.nn.mamba1 import Mamba1
 from ringjax.nn.param import param
+from ringjax.nn.recurrent_layers.channel_delta import ChannelDelta
+from ringjax.nn.recurrent_layers.delta import Delta
+from ringjax.nn.recurrent_layers.mamba import Mamba2
+from ringjax.nn.recurrent_layers.mamba1 import Mamba1
+from ringjax.nn.recurrent_layers.short_conv import ShortConv
 from ringjax.nn.sharding_context import Attend
-from ringjax.nn.short_conv import ShortConv
 from ringjax.nn.streams import LowRank, Streams
 from ringjax.nn.tokens import Tokens
 from ringjax.typing import Index

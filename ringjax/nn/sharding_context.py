@@ -25,25 +25,25 @@ from ringjax.kv.base import KV, LayerCache
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.ancestors import Ancestors
 from ringjax.ops.attention.api import dot_product_attention
-from ringjax.ops.attention.cached import ShardedDecode
-from ringjax.ops.attention.chain import Chain
-from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
-from ringjax.ops.attention.ring import Ring
-from ringjax.ops.attention.scores import Scores, Terms
-from ringjax.ops.attention.select import Auto
-from ringjax.ops.attention.selection import (
+from ringjax.ops.attention.cached.cached_attention import ShardedDecode
+from ringjax.ops.attention.cached.selection import (
   KeySelection,
   by_chunks,
   chosen_pairs,
 )
-from ringjax.ops.attention.strategy import Strategy
-from ringjax.ops.attention.views import KVView
+from ringjax.ops.attention.cached.views import KVView
+from ringjax.ops.attention.cost.select import Auto
+from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
+from ringjax.ops.attention.scores import Scores, Terms
+from ringjax.ops.attention.strategies.chain import Chain
+from ringjax.ops.attention.strategies.ring import Ring
+from ringjax.ops.attention.strategies.strategy import Strategy
 from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.ops.mask import Causal, Coords, Everything, Mask, SameSegment
 from ringjax.parallel import collectives
+from ringjax.parallel.call_sharding import AUTO
 from ringjax.parallel.layout import Contiguous, Layout, Uneven
 from ringjax.parallel.mesh import automatic
-from ringjax.parallel.place import AUTO
 
 _BATCH_AXES = ("replica", "data")
 _HEADS = "model"

@@ -22,9 +22,9 @@ from jaxtyping import Array, Float
 
 from ringjax.kv.base import CallCache, FetchedCache, NoCache
 from ringjax.nn.block import Block, Layer
-from ringjax.nn.placed import PlacedLayers, ReadFault
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens
+from ringjax.nn.weights.placed_layers import PlacedLayers, ReadFault
 from ringjax.typing import Index
 
 # More than the period of any model's pattern of layers.

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jaxtyping import Array, PyTree, Shaped
 
 from ringjax.errors import MeshError
-from ringjax.parallel.place import SEQ
+from ringjax.parallel.call_sharding import SEQ
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

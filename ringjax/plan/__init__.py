@@ -1,23 +1,25 @@
 """Planning without devices: cost model, event simulator, partition search."""
 
 from ringjax.parallel import chips
-from ringjax.plan import aot, offload, offload_measured, overlap, subgraphs
-from ringjax.plan.balance import balanced, round_to_tiles
 from ringjax.plan.choice import Machine, PrefillChoice, PrefillMethod, choose
+from ringjax.plan.compiler import aot, overlap
 from ringjax.plan.cost import Network, Profile, Prompt, Shape
 from ringjax.plan.events import Simulator, Timeline
-from ringjax.plan.grid import SearchResult, measured, search, simulated
-from ringjax.plan.machines import load as machine
-from ringjax.plan.partition import PartitionPlan, find, plan, tabulate
-from ringjax.plan.pipeline_times import (
-  best_chunks,
-  chunk_seconds,
-  equal_times,
-  pipeline_seconds,
-  pipeline_timeline,
+from ringjax.plan.flexgen import offload, offload_measured
+from ringjax.plan.kv_runahead.balance import balanced, round_to_tiles
+from ringjax.plan.kv_runahead.grid import (
+  SearchResult,
+  measured,
+  search,
+  simulated,
 )
-from ringjax.plan.profiles import load as profile
-from ringjax.plan.schedules import (
+from ringjax.plan.kv_runahead.partition import (
+  PartitionPlan,
+  find,
+  plan,
+  tabulate,
+)
+from ringjax.plan.kv_runahead.schedules import (
   Noise,
   Outcome,
   flash_tsp,
@@ -26,7 +28,17 @@ from ringjax.plan.schedules import (
   ring,
   tsp,
 )
-from ringjax.plan.table import PartitionTable, TableKey
+from ringjax.plan.kv_runahead.table import PartitionTable, TableKey
+from ringjax.plan.machines import load as machine
+from ringjax.plan.profiles import load as profile
+from ringjax.plan.systems import subgraphs
+from ringjax.plan.systems.pipeline_times import (
+  best_chunks,
+  chunk_seconds,
+  equal_times,
+  pipeline_seconds,
+  pipeline_timeline,
+)
 
 __all__ = [
   "Machine",

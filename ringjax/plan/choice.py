@@ -14,10 +14,11 @@ import statistics
 from collections.abc import Callable
 
 from ringjax.checks import number, one_of, positive_int
-from ringjax.plan import cost, partition, schedules
-from ringjax.plan.balance import most_ranks
+from ringjax.plan import cost
 from ringjax.plan.cost import Network, Profile, Prompt
-from ringjax.plan.schedules import Noise
+from ringjax.plan.kv_runahead import partition, schedules
+from ringjax.plan.kv_runahead.balance import most_ranks
+from ringjax.plan.kv_runahead.schedules import Noise
 
 KEEPS = ("sharded", "last")
 # Number of noise draws that are averaged.

@@ -14,9 +14,9 @@ import numpy as np
 from jaxtyping import Float
 
 from ringjax.errors import OptionError
+from ringjax.plan.compiler.overlap import OverlapReport
 from ringjax.plan.events import Timeline
-from ringjax.plan.overlap import OverlapReport
-from ringjax.plan.schedules import Outcome
+from ringjax.plan.kv_runahead.schedules import Outcome
 
 # Colour and label of each kind of span: of a prompt's outcome, of a schedule.
 _OUTCOME = {

@@ -24,8 +24,8 @@ from jaxtyping import Float, Int, Int8
 
 from ringjax.errors import OptionError, ShapeError
 from ringjax.ops.attention.blockwise import tile_kinds
-from ringjax.ops.attention.ring import cut_hops
-from ringjax.ops.attention.schedule import busy, tile_schedule
+from ringjax.ops.attention.cost.schedule import busy, tile_schedule
+from ringjax.ops.attention.strategies.ring import cut_hops
 from ringjax.ops.mask import Causal, Coords, Mask, SameSegment, Window
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 from ringjax.plan import draw

@@ -1,10 +1,10 @@
 """Serving: many requests at once over one pool of pages."""
 
+from ringjax.serve.api.http import OpenAIApp, app
 from ringjax.serve.engine import Engine, EngineCounters
 from ringjax.serve.engine_config import EngineConfig
-from ringjax.serve.http import OpenAIApp, app
-from ringjax.serve.important_link import ImportantShare
-from ringjax.serve.prefix_transfer import (
+from ringjax.serve.prefix.important_link import ImportantShare
+from ringjax.serve.prefix.prefix_transfer import (
   ExportedPrefix,
   LayerCopies,
   LayerParts,
@@ -14,7 +14,7 @@ from ringjax.serve.prefix_transfer import (
   import_prefix,
   prefix_layout,
 )
-from ringjax.serve.prefix_tree import (
+from ringjax.serve.prefix.prefix_tree import (
   GroupSpec,
   OutOfPages,
   PrefixBlock,
@@ -29,12 +29,6 @@ from ringjax.serve.request import (
   TokenLogprobs,
 )
 from ringjax.serve.row_sampler import RowSampling
-from ringjax.serve.row_space import (
-  DoublingSpace,
-  RowMemory,
-  RowSpace,
-  RowSpaceCounters,
-)
 from ringjax.serve.scheduler import Scheduler, ServedRow, StepLimits, StepPlan
 from ringjax.serve.simulate import (
   ReplayResult,
@@ -49,6 +43,12 @@ from ringjax.serve.simulate import (
 )
 from ringjax.serve.tenants import read_keys
 from ringjax.serve.traces import TraceRequest, poisson_trace, read_trace
+from ringjax.serve.vattention.row_space import (
+  DoublingSpace,
+  RowMemory,
+  RowSpace,
+  RowSpaceCounters,
+)
 
 __all__ = [
   "Answer",

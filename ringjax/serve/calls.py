@@ -20,13 +20,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.infer.finite import NOT_FINITE
 from ringjax.infer.speculate.verifiers import right_path
-from ringjax.kv.page_pool import PagePool, PooledRows
+from ringjax.kv.storage.page_pool import PagePool, PooledRows
 from ringjax.models.transformer import Transformer, forward, forward_layers
-from ringjax.nn.adapted import adapter_rows
 from ringjax.nn.sharding_context import CachedAttention
+from ringjax.nn.weights.adapted import adapter_rows
 from ringjax.ops.ancestors import ancestor_matrix
-from ringjax.ops.attention.pooled import SharedTiles
+from ringjax.ops.attention.cached.pooled import SharedTiles
 from ringjax.parallel.programs import bounded
+from ringjax.serve.prefix.shared_rows import shared_tiles
 from ringjax.serve.request import Request
 from ringjax.serve.row_sampler import Choice, RowNumbers, choose
 from ringjax.serve.scheduler import (
@@ -36,7 +37,6 @@ from ringjax.serve.scheduler import (
   Scheduler,
   ServedRow,
 )
-from ringjax.serve.shared_rows import shared_tiles
 from ringjax.typing import ArrayLeaf
 
 

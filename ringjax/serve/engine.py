@@ -53,25 +53,26 @@ from ringjax.infer.session import check_devices, free_on, place_of
 from ringjax.infer.stopping import Watch, check_tokenizer
 from ringjax.kv.base import bytes_each, zeros
 from ringjax.kv.cache import LayerCacheSpec
-from ringjax.kv.page_pool import PagePool, PooledRows
-from ringjax.kv.reserved import reserved_zeros
 from ringjax.kv.state import StateShape
-from ringjax.models.layer_parts import layer_parts as layer_parts_of
+from ringjax.kv.storage.page_pool import PagePool, PooledRows
+from ringjax.kv.storage.reserved import reserved_zeros
+from ringjax.models.partition.layer_parts import layer_parts as layer_parts_of
 from ringjax.models.transformer import Transformer
-from ringjax.nn.attention_function import (
+from ringjax.nn.attention_layers.attention_function import (
   DenseFunction,
   FunctionAttention,
   check_function,
 )
-from ringjax.nn.placed import naming_faults, raise_fault
 from ringjax.nn.sharding_context import CachedAttention
-from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
-from ringjax.ops.attention.pooled import (
+from ringjax.nn.weights.placed_layers import naming_faults, raise_fault
+from ringjax.ops.attention.cached.pooled import (
   sharing_is_exact,
 )
+from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.parallel import chips
 from ringjax.parallel.mesh import entering
 from ringjax.parallel.programs import make_room
+from ringjax.serve.api.server_metrics import Figure, engine_figures
 from ringjax.serve.beams import BeamSearch
 from ringjax.serve.calls import (
   CallArrays,
@@ -84,18 +85,14 @@ from ringjax.serve.calls import (
   forked,
   marked,
 )
-from ringjax.serve.contiguous_rows import (
-  ContiguousRows,
-  check_dense_rows,
-  row_reaches,
-)
+from ringjax.serve.drafts.row_drafts import RowDrafts
+from ringjax.serve.drafts.step_paces import StepPaces, StepTiming
 from ringjax.serve.engine_config import EngineConfig, EngineSizes
-from ringjax.serve.important_link import ImportantLink, share_of
-from ringjax.serve.page_swap import PageSwap
-from ringjax.serve.prefix_tree import GroupSpec, PrefixTree
+from ringjax.serve.prefix.important_link import ImportantLink, share_of
+from ringjax.serve.prefix.page_swap import PageSwap
+from ringjax.serve.prefix.prefix_tree import GroupSpec, PrefixTree
+from ringjax.serve.prefix.store_link import StoreLink
 from ringjax.serve.request import Answer, Handle, Request, TokenLogprobs
-from ringjax.serve.row_drafts import RowDrafts
-from ringjax.serve.row_space import RowSpace
 from ringjax.serve.scheduler import (
   DecodeTurn,
   PromptPiece,
@@ -104,11 +101,14 @@ from ringjax.serve.scheduler import (
   StepLimits,
   StepPlan,
 )
-from ringjax.serve.server_metrics import Figure, engine_figures
-from ringjax.serve.step_paces import StepPaces, StepTiming
-from ringjax.serve.store_link import StoreLink
+from ringjax.serve.vattention.contiguous_rows import (
+  ContiguousRows,
+  check_dense_rows,
+  row_reaches,
+)
+from ringjax.serve.vattention.row_space import RowSpace
 from ringjax.store.prefix_store import Store
-from ringjax.train.lora import Lora, adapter_digest, with_adapters
+from ringjax.train.methods.lora import Lora, adapter_digest, with_adapters
 
 _LOG = logging.getLogger("ringjax.serve")
 

@@ -15,10 +15,14 @@ from ringjax.errors import OptionError
 from ringjax.infer.speculate.drafter import Drafter
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.models.transformer import Transformer
-from ringjax.ops.attention.pooled import pool_tile
-from ringjax.serve.contiguous_rows import LAYOUTS, check_contiguous, row_pages
-from ringjax.serve.important_link import ImportantShare
-from ringjax.serve.page_swap import PREEMPTIONS
+from ringjax.ops.attention.cached.pooled import pool_tile
+from ringjax.serve.prefix.important_link import ImportantShare
+from ringjax.serve.prefix.page_swap import PREEMPTIONS
+from ringjax.serve.vattention.contiguous_rows import (
+  LAYOUTS,
+  check_contiguous,
+  row_pages,
+)
 
 SHARES = ("prompts", "answers", "nothing")
 SHARED_READS = ("exact", "always", "never")

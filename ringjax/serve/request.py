@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ringjax.checks import integer, number, positive_int
-from ringjax.data.special_tokens import TokenIds
+from ringjax.data.text.special_tokens import TokenIds
 from ringjax.errors import InputTypeError, OptionError, RingjaxError
 from ringjax.infer.stopping import Stop, StopLike, as_stop
 from ringjax.serve.row_sampler import TOP, RowSampling

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ringjax.serve.prefix_tree import OutOfPages, PrefixBlock, PrefixTree
+from ringjax.serve.prefix.prefix_tree import OutOfPages, PrefixBlock, PrefixTree
 
 if TYPE_CHECKING:
   pass

@@ -28,7 +28,7 @@ from jaxtyping import Float
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError, PromptError
 from ringjax.serve.engine import Engine
-from ringjax.serve.prefix_tree import GroupSpec, PrefixTree
+from ringjax.serve.prefix.prefix_tree import GroupSpec, PrefixTree
 from ringjax.serve.request import Answer, Request
 from ringjax.serve.scheduler import (
   Scheduler,

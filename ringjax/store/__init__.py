@@ -2,7 +2,7 @@
 
 from ringjax.store.disk_tier import DiskTier
 from ringjax.store.host_tier import HostTier
-from ringjax.store.importance import (
+from ringjax.store.impress.importance import (
   Impress,
   ImpressCounters,
   KeptTokens,
@@ -14,6 +14,7 @@ from ringjax.store.importance import (
   vectors_of_all,
   vectors_of_probes,
 )
+from ringjax.store.impress.scored_tiers import ScoredTiers
 from ringjax.store.predicted_reuse import PredictedReuse
 from ringjax.store.prefix_store import Store, StoreCounters, StoreFetch
 from ringjax.store.replay import (
@@ -22,7 +23,6 @@ from ringjax.store.replay import (
   read_trace,
   replay,
 )
-from ringjax.store.scored_tiers import ScoredTiers
 from ringjax.store.tier_policies import (
   LFU,
   LRU,

@@ -1,12 +1,12 @@
 """Training: recipes, steps over sharded sequences, checkpoints to trust."""
 
-from ringjax.train.checkpoint import Checkpoints
-from ringjax.train.draft_training import DraftTraining
-from ringjax.train.encoder_training import ContextSplit, EncoderTraining
+from ringjax.train.checkpoints.checkpoint import Checkpoints
 from ringjax.train.extend import RopeScaling, extend_context
-from ringjax.train.lora import Lora
-from ringjax.train.peft_folder import load_adapter, save_adapter
-from ringjax.train.predictor_training import train_predictors
+from ringjax.train.methods.draft_training import DraftTraining
+from ringjax.train.methods.encoder_training import ContextSplit, EncoderTraining
+from ringjax.train.methods.lora import Lora
+from ringjax.train.methods.peft_folder import load_adapter, save_adapter
+from ringjax.train.methods.predictor_training import train_predictors
 from ringjax.train.recipe import Mixture, Optimizer, Recipe, Stage, train
 from ringjax.train.step import Objective
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from ringjax.data.packing import PackedBatch
+from ringjax.data.batches.packing import PackedBatch
 from ringjax.errors import DataError, ShapeError
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.ops.loss import IGNORE_INDEX

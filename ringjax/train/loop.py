@@ -39,10 +39,10 @@ from ringjax.errors import (
   OptionError,
   ReplayError,
 )
-from ringjax.nn.placed import raise_fault
+from ringjax.nn.weights.placed_layers import raise_fault
 from ringjax.ops.loss import IGNORE_INDEX
 from ringjax.parallel import memory
-from ringjax.train.checkpoint import Checkpoints
+from ringjax.train.checkpoints.checkpoint import Checkpoints
 from ringjax.train.step import StepMetrics, TrainState
 
 # The exit status of a process whose step took too long.
@@ -51,7 +51,7 @@ STUCK = 4
 
 @runtime_checkable
 class RowSource(Protocol):
-  """Rows whose position can be saved, as `ringjax.data.loader.Loader`."""
+  """Rows whose position can be saved, as `ringjax.data.Loader`."""
 
   def __next__(self) -> Any:
     """The next rows."""

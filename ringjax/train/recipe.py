@@ -20,29 +20,29 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ringjax.checks import integer, number, one_of, positive_int
-from ringjax.data.loader import Loader
-from ringjax.data.packing import BestFit, PackedBatch, Packer
-from ringjax.data.placement import place_rows
+from ringjax.data.batches.loader import Loader
+from ringjax.data.batches.packing import BestFit, PackedBatch, Packer
+from ringjax.data.batches.placement import place_rows
 from ringjax.errors import CheckpointMismatchError, OptionError, ShapeError
 from ringjax.kv.state import StateShape
 from ringjax.models import work_profile
 from ringjax.models.cepe import CepeTransformer
 from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import Transformer
-from ringjax.models.weight_placement import refuse_placed
+from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.nn.sharding_context import ContextParallel
-from ringjax.ops.attention import nesting
+from ringjax.ops.attention.strategies import nesting
 from ringjax.ops.mask import Mask, SameSegment, SeparateDocuments
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 from ringjax.parallel.mesh import entering
 from ringjax.train import batch as batches
 from ringjax.train import loop, memory_needs, remat
 from ringjax.train import step as steps
-from ringjax.train.checkpoint import Checkpoints
-from ringjax.train.draft_training import DraftTraining
-from ringjax.train.encoder_training import ContextSplit, EncoderTraining
+from ringjax.train.checkpoints.checkpoint import Checkpoints
 from ringjax.train.extend import RopeScaling, extend_context
-from ringjax.train.lora import Lora
+from ringjax.train.methods.draft_training import DraftTraining
+from ringjax.train.methods.encoder_training import ContextSplit, EncoderTraining
+from ringjax.train.methods.lora import Lora
 
 LAYOUTS: dict[str, Layout] = {
   "contiguous": Contiguous(),
@@ -413,7 +413,7 @@ class Mixture(NamedTuple):
   """Sources of rows and their shares.
 
   Fields:
-    sources: Sources of rows, see `ringjax.data.loader.Loader`.
+    sources: Sources of rows, see `ringjax.data.batches.loader.Loader`.
     weights: Share of each in the rows; None for equal shares.
   """
 

@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
-from ringjax.models.coded_weights import refuse_codes
 from ringjax.models.transformer import Transformer
-from ringjax.models.weight_placement import refuse_placed
+from ringjax.models.weights.coded_weights import refuse_codes
+from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.parallel.mesh import with_shardings
 from ringjax.train.batch import Batch

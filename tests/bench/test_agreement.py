@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 import ringjax as rj
-from ringjax.bench.agreement import compare_simulators
+from benchmarks.serving.agreement import compare_simulators
 from ringjax.errors import OptionError
 from ringjax.serve import (
   Engine,

@@ -17,12 +17,15 @@ import pytest
 from absl import flags
 
 import ringjax as rj
+from benchmarks.attention import attention
+from benchmarks.attention.attention import AttentionBenchmark, AttentionSettings
+from benchmarks.attention.layouts import LayoutBenchmark, LayoutSettings
+from benchmarks.shared import harness
 from launch import bench
-from ringjax.bench import attention, harness, timing
-from ringjax.bench.attention import AttentionBenchmark, AttentionSettings
-from ringjax.bench.layouts import LayoutBenchmark, LayoutSettings
+from ringjax.bench import timing
 from ringjax.errors import OptionError
-from ringjax.ops.attention import blockwise, schedule
+from ringjax.ops.attention import blockwise
+from ringjax.ops.attention.cost import schedule
 from tests.helpers import make_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -608,7 +611,7 @@ def test_unknown_subcommand_exits_with_2():
 
 @pytest.mark.long
 def test_decode_steps():
-  from ringjax.bench import decode_steps as decode
+  from benchmarks.attention import decode_steps as decode
 
   settings = decode.DecodeSettings(
     tokens=(256,),

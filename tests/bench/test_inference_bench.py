@@ -13,16 +13,12 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax.bench import (
-  harness,
-  inference,
-  inference_tables,
-  model_contestants,
-  timing,
-)
-from ringjax.bench.inference import InferenceBenchmark, InferenceSettings
-from ringjax.bench.layouts import LAYOUTS
-from ringjax.ops.attention import schedule
+from benchmarks.attention.layouts import LAYOUTS
+from benchmarks.model import inference, inference_tables, model_contestants
+from benchmarks.model.inference import InferenceBenchmark, InferenceSettings
+from benchmarks.shared import harness
+from ringjax.bench import timing
+from ringjax.ops.attention.cost import schedule
 
 MODEL = {
   "model_type": "llama",

@@ -8,8 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from ringjax.bench import kernels
-from ringjax.bench.kernels import KernelBenchmark, KernelSettings
+from benchmarks.attention import kernels
+from benchmarks.attention.kernels import KernelBenchmark, KernelSettings
 from ringjax.errors import OptionError
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.mask import Coords, visible

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from launch import runahead
+from launch.planning import runahead
 from ringjax.errors import OptionError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringjax.bench.page_transfers import PullBenchmark, PullSettings
+from benchmarks.serving.page_transfers import PullBenchmark, PullSettings
 from ringjax.errors import OptionError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringjax.bench.row_memory import RowMemoryBenchmark
+from benchmarks.serving.row_memory import RowMemoryBenchmark
 
 
 @pytest.mark.slow

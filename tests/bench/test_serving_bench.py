@@ -7,7 +7,11 @@ import sys
 
 import pytest
 
-from ringjax.bench.serving import ServeBenchmark, ServeSettings, requests_of
+from benchmarks.serving.serving import (
+  ServeBenchmark,
+  ServeSettings,
+  requests_of,
+)
 from ringjax.errors import OptionError
 from tests.helpers import refused
 

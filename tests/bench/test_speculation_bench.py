@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax.bench.speculating import (
+from benchmarks.speculation.speculating import (
   SpeculationBenchmark,
   SpeculationSettings,
 )
-from ringjax.bench.speculation_tasks import KINDS, prompt
+from benchmarks.speculation.speculation_tasks import KINDS, prompt
 from ringjax.data import Bytes
 from ringjax.errors import OptionError
 from ringjax.models import small

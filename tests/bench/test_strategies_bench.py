@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax.bench import strategies
-from ringjax.bench.strategies import StrategyBenchmark, StrategySettings
+from benchmarks.attention import strategies
+from benchmarks.attention.strategies import StrategyBenchmark, StrategySettings
 from ringjax.errors import OptionError
-from ringjax.ops.attention import nesting
-from ringjax.ops.attention.schedule import tile_counts
+from ringjax.ops.attention.cost.schedule import tile_counts
+from ringjax.ops.attention.strategies import nesting
 from ringjax.parallel import chips
 
 TINY = StrategySettings(

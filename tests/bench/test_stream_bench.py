@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringjax.bench.page_streams import StreamBenchmark, StreamSettings
+from benchmarks.serving.page_streams import StreamBenchmark, StreamSettings
 from ringjax.errors import OptionError
 
 

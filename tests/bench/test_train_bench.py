@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from ringjax.bench import one_device, timing, train
+from benchmarks.model import train
+from benchmarks.model.train import TrainBenchmark, TrainSettings
+from ringjax.bench import one_device, timing
 from ringjax.bench.one_device import ProcessorTime
-from ringjax.bench.train import TrainBenchmark, TrainSettings
 from ringjax.errors import OptionError
 from ringjax.models import checkpoint
 from ringjax.train import recipe

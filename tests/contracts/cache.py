@@ -20,9 +20,9 @@ from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.kv import kind_text
 from ringjax.kv.state import State
-from ringjax.ops.attention.code_format import token_axis
-from ringjax.ops.attention.paged import PagedView
-from ringjax.ops.attention.views import UnrotatedView
+from ringjax.ops.attention.cached.code_format import token_axis
+from ringjax.ops.attention.cached.paged import PagedView
+from ringjax.ops.attention.cached.views import UnrotatedView
 from tests import checkpoints
 from tests.helpers import SMALL, make_mesh
 

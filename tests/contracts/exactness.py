@@ -112,7 +112,7 @@ def _contexts(how, **refusals):
 @functools.cache
 def _sparse(predicted):
   """A model whose feedforward neurons are on disk."""
-  from ringjax.store.neuron_file import NeuronFile
+  from ringjax.store.flash.neuron_file import NeuronFile
 
   relu = model(hidden_act="relu", intermediate_size=61)
   folder = tempfile.mkdtemp(prefix="ringjax-neurons-")

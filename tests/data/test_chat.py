@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from ringjax.data import Bytes, ChatTemplate, Tokenizer, chat, isolated, render
+from ringjax.data import Bytes, ChatTemplate, Tokenizer
+from ringjax.data.text import chat, isolated, render
 from ringjax.errors import InputTypeError, PromptError, TemplateError
 from tests.data import made, templates
 

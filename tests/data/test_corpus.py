@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax.data import Bytes, Tokenizer, corpus, texts
-from ringjax.data.corpus import Corpus
+from ringjax.data import Bytes, Tokenizer
+from ringjax.data.batches import corpus, texts
+from ringjax.data.batches.corpus import Corpus
 from ringjax.errors import DataError, OptionError
 from tests.data import made
 

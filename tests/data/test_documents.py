@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax.data import documents
+from ringjax.data.tasks import documents
 from ringjax.errors import PromptError
 
 pytestmark = pytest.mark.smoke

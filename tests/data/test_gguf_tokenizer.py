@@ -16,9 +16,9 @@ from tokenizers import (
 )
 
 import ringjax as rj
-from ringjax.data.bytelevel import BYTE_CHARS
-from ringjax.data.gguf_splits import SPLITS
-from ringjax.data.gguf_tokenizer import tokenizer_files
+from ringjax.data.gguf.gguf_splits import SPLITS
+from ringjax.data.gguf.gguf_tokenizer import tokenizer_files
+from ringjax.data.text.bytelevel import BYTE_CHARS
 from ringjax.errors import TokenizerError
 
 TEXTS = (

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringjax.data import corpus
-from ringjax.data.corpus import Corpus
-from ringjax.data.loader import Loader
-from ringjax.data.packing import BestFit, Cut, Documents
+from ringjax.data.batches import corpus
+from ringjax.data.batches.corpus import Corpus
+from ringjax.data.batches.loader import Loader
+from ringjax.data.batches.packing import BestFit, Cut, Documents
 from ringjax.errors import DataError, OptionError
 
 pytestmark = pytest.mark.smoke

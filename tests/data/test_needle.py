@@ -11,9 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringjax.data import Bytes, Documents, Loader, Tokenizer, needle
-from ringjax.data.filler import NOISE, Decoded, Library, Lines, TextWithout
-from ringjax.data.needle import (
+from ringjax.data import Bytes, Documents, Loader, Tokenizer
+from ringjax.data.tasks import needle
+from ringjax.data.tasks.filler import (
+  NOISE,
+  Decoded,
+  Library,
+  Lines,
+  TextWithout,
+)
+from ringjax.data.tasks.needle import (
   MultiKey,
   MultiValue,
   Passkey,
@@ -315,7 +322,7 @@ def test_few_encodings_find_the_length():
 
 @pytest.mark.parametrize("keys", [1, 3])
 def test_the_small_model_was_trained_on_this(keys):
-  """The same words in the same order as in ringjax.data.recall."""
+  """The same words in the same order as in ringjax.data.tasks.recall."""
   some = MultiKey(tokenizer=Bytes(), filler=FILLER, keys=keys)
   made_up = some.make(np.random.default_rng(2), 3000, 0.4)
   ids, _ = some.training(made_up)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax.data import packing
-from ringjax.data.packing import BestFit, Cut, DocumentPiece, Documents
+from ringjax.data.batches import packing
+from ringjax.data.batches.packing import BestFit, Cut, DocumentPiece, Documents
 from ringjax.errors import DataError, OptionError
 
 pytestmark = pytest.mark.smoke

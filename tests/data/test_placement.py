@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringjax as rj
-from ringjax.data import packing, placement
-from ringjax.data.packing import BestFit, Documents
-from ringjax.data.placement import SPREADS, Cost, place
+from ringjax.data.batches import packing, placement
+from ringjax.data.batches.packing import BestFit, Documents
+from ringjax.data.batches.placement import SPREADS, Cost, place
 from ringjax.errors import DataError, OptionError, ShapeError
-from ringjax.ops.attention.ring import cut_hops
+from ringjax.ops.attention.strategies.ring import cut_hops
 
 SHARDS = st.integers(1, 6)
 LENGTHS = st.lists(st.integers(0, 25), max_size=14)

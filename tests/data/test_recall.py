@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ringjax.data import Bytes, Loader
-from ringjax.data.filler import Lines
-from ringjax.data.needle import NEEDLE
-from ringjax.data.recall import Copies, Pairs, Questions
+from ringjax.data.tasks.filler import Lines
+from ringjax.data.tasks.needle import NEEDLE
+from ringjax.data.tasks.recall import Copies, Pairs, Questions
 from ringjax.errors import OptionError
 
 FILLER = Lines(

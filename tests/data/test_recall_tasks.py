@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ringjax.data import Bytes, Loader
-from ringjax.data.filler import Lines
-from ringjax.data.needle import NEEDLE, MultiValue, VariableTracking
-from ringjax.data.recall_tasks import (
+from ringjax.data.tasks.filler import Lines
+from ringjax.data.tasks.needle import NEEDLE, MultiValue, VariableTracking
+from ringjax.data.tasks.recall_tasks import (
   KEEPER,
   PASSAGE,
   Chains,

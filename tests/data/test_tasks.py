@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ringjax.data import Bytes, Tokenizer
-from ringjax.data.filler import NOISE, Lines
-from ringjax.data.needle import (
+from ringjax.data.tasks.filler import NOISE, Lines
+from ringjax.data.tasks.needle import (
   TASKS,
   CommonWords,
   FrequentWords,

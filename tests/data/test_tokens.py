@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringjax.data import Bytes, Stream, Tokenizer, punctuation_ids
-from ringjax.data import tokenizer as tokenizer_module
+from ringjax.data.text import tokenizer as tokenizer_module
 from ringjax.errors import InputTypeError, PromptError, TokenizerError
 from tests.data import made
 

@@ -13,7 +13,7 @@ from absl import flags
 import ringjax as rj
 from launch import evaluate
 from ringjax.data import Bytes
-from ringjax.data.needle import TASKS
+from ringjax.data.tasks.needle import TASKS
 from ringjax.errors import OptionError, ShapeError
 from ringjax.eval import ContextTrial, context_answers, context_ways
 from ringjax.infer import contexts

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from launch import common, evaluate
+from launch import evaluate
+from launch.shared import common
 from ringjax.errors import DataError
 from ringjax.eval import draft_acceptance
 from ringjax.models import longspec, small

@@ -14,10 +14,12 @@ import pytest
 from jax import lax
 
 import ringjax as rj
-from launch import common, evaluate
+from launch import evaluate
+from launch.shared import common
 from ringjax import eval as evaluation
 from ringjax import models
-from ringjax.data import Tokenizer, documents
+from ringjax.data import Tokenizer
+from ringjax.data.tasks import documents
 from ringjax.errors import OptionError, PromptError, ShapeError
 from ringjax.kv.base import KV, FreshLayer, NoCache
 from ringjax.models import small, tiny

@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from launch import common, console, evaluate
-from ringjax.data import Bytes, Tokenizer, documents
-from ringjax.data.needle import CommonWords, MultiKey, Passkey
+from launch import evaluate
+from launch.shared import common, console
+from ringjax.data import Bytes, Tokenizer
+from ringjax.data.tasks import documents
+from ringjax.data.tasks.needle import CommonWords, MultiKey, Passkey
 from ringjax.errors import (
   MemoryEstimateError,
   NotFiniteLogitsError,

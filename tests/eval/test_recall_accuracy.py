@@ -7,8 +7,8 @@ import pytest
 
 from ringjax import models
 from ringjax.data import Bytes
-from ringjax.data.filler import Lines
-from ringjax.data.recall import Copies, Questions
+from ringjax.data.tasks.filler import Lines
+from ringjax.data.tasks.recall import Copies, Questions
 from ringjax.errors import DataError, OptionError
 from ringjax.eval.recall_accuracy import recall_accuracy
 from ringjax.models import tiny

@@ -74,7 +74,7 @@ def far(got, want) -> float:
 def read_all(self: Rank, model_folder: str, peers, name: str) -> None:
   """All partitions of one model, and what one device says."""
   import ringjax as rj
-  from ringjax.infer import kvr
+  from ringjax.infer.kv_runahead import kvr
 
   model = rj.models.load(model_folder)
   ids = prompt(model.config.vocab)
@@ -126,7 +126,7 @@ def main(folder: str, port: str, size: str, rank: str) -> None:
   jax.config.update("jax_num_cpu_devices", 1)
   jax.distributed.initialize(f"localhost:{port}", int(size), int(rank))
   import ringjax as rj
-  from ringjax.infer import kvr, lockstep
+  from ringjax.infer.kv_runahead import kvr, lockstep
   from ringjax.parallel.peers import Peers
 
   self = Rank(pathlib.Path(folder), int(rank))

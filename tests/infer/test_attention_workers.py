@@ -14,8 +14,8 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import ConfigError, OptionError, PeerError
-from ringjax.infer import attention_wire
-from ringjax.infer.attention_worker import AttentionServer
+from ringjax.infer.fastdecode import attention_wire
+from ringjax.infer.fastdecode.attention_worker import AttentionServer
 from ringjax.serve.cluster import LoadControl, TokenLimit
 from ringjax.transfer.wire import (
   AuthenticationError,

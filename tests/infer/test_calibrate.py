@@ -16,8 +16,12 @@ import ringjax as rj
 from ringjax.errors import CheckpointFormatError, OptionError, ShapeError
 from ringjax.infer.calibrate import PARTIAL, levels, nll, normalize
 from ringjax.kv import kind_text
-from ringjax.models import calibration as files
-from ringjax.models.calibration import FILE, load_calibration, save_calibration
+from ringjax.models.weights import calibration as files
+from ringjax.models.weights.calibration import (
+  FILE,
+  load_calibration,
+  save_calibration,
+)
 from ringjax.serve import Engine, Request
 from tests import checkpoints
 from tests.helpers import SMALL

@@ -12,7 +12,7 @@ from ringjax.infer.prefill import PrefillConfig
 from ringjax.infer.prompt_reading import planned
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_kind import KINDS
-from ringjax.models.weight_placement import weight_bytes
+from ringjax.models.weights.weight_placement import weight_bytes
 from tests import checkpoints
 from tests.helpers import refused
 

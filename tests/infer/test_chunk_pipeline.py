@@ -12,8 +12,9 @@ import pytest
 
 from ringjax import infer
 from ringjax.errors import OptionError, PeerError, RingjaxError
-from ringjax.infer import chunk_pipeline, kvr
-from ringjax.infer.chunk_pipeline import ChunkPipeline
+from ringjax.infer.kv_runahead import kvr
+from ringjax.infer.mooncake import chunk_pipeline
+from ringjax.infer.mooncake.chunk_pipeline import ChunkPipeline
 from ringjax.parallel.peers import Peers
 from tests.helpers import refused
 

@@ -11,12 +11,15 @@ import ringjax as rj
 from ringjax import models
 from ringjax.errors import OptionError, PromptError
 from ringjax.infer import ElasticSession, Sample, generate, owners_of, prefill
-from ringjax.infer.retained import RetainedCache, RetainingParallel
+from ringjax.infer.loongserve.retaining_prefill import (
+  RetainedCache,
+  RetainingParallel,
+)
 from ringjax.nn.sharding_context import ContextParallel, ShardingContext
-from ringjax.ops.attention.ring import Ring
+from ringjax.ops.attention.strategies.ring import Ring
 from ringjax.parallel.chips import CORES
 from ringjax.parallel.layout import Striped
-from ringjax.plan.hlo import HloProgram
+from ringjax.plan.compiler.hlo import HloProgram
 from tests.helpers import refused
 
 LENGTHS = (37, 20, 5)

@@ -8,7 +8,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.kv.cache import LayerKV
-from ringjax.ops.attention.code_format import token_axis
+from ringjax.ops.attention.cached.code_format import token_axis
 from tests.helpers import as_tpu, swept
 
 

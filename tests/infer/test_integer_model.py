@@ -17,8 +17,8 @@ from ringjax.errors import (
   PromptError,
   ShapeError,
 )
-from ringjax.infer.integer_model import FILE
-from ringjax.models.linear_maps import replaced
+from ringjax.infer.llm_npu.integer_model import FILE
+from ringjax.models.weights.linear_maps import replaced
 from tests.helpers import SMALL, refused
 
 FAMILIES = ("llama3", "qwen3_moe", "deepseek_v3", "qwen3_next")

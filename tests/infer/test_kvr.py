@@ -7,7 +7,7 @@ import pytest
 
 from ringjax import infer
 from ringjax.errors import ConfigError, OptionError, PeerError, PromptError
-from ringjax.infer import kvr
+from ringjax.infer.kv_runahead import kvr
 from ringjax.parallel.peers import Peers
 
 

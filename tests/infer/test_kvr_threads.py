@@ -16,7 +16,7 @@ import pytest
 
 from ringjax import infer
 from ringjax.errors import OptionError, PeerError
-from ringjax.infer import kvr
+from ringjax.infer.kv_runahead import kvr
 from ringjax.kv import KINDS, CacheKind
 from ringjax.parallel.peers import Peers
 from ringjax.plan import cost

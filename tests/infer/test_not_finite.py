@@ -9,8 +9,9 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import NotFiniteLogitsError, OptionError, PromptError
-from ringjax.infer import kvr, speculate
+from ringjax.infer import speculate
 from ringjax.infer.finite import NOT_FINITE, finite_rows, or_not_finite
+from ringjax.infer.kv_runahead import kvr
 from ringjax.parallel.peers import Peers
 from tests.helpers import poisoned, refused
 

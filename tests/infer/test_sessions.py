@@ -16,7 +16,8 @@ from ringjax.errors import (
   OutOfMemoryError,
   PromptError,
 )
-from ringjax.infer import decode, kvr, prefill, prompt_reading
+from ringjax.infer import decode, prefill, prompt_reading
+from ringjax.infer.kv_runahead import kvr
 from ringjax.kv import kind_text
 from ringjax.nn.sharding_context import ShardingContext
 from tests import checkpoints

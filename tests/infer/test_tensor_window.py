@@ -23,13 +23,14 @@ from ringjax.errors import (
   OptionError,
   PeerError,
 )
-from ringjax.infer import block_window, star, tensor_window
-from ringjax.infer.block_window import BlockTimes, BlockWindow
+from ringjax.infer.tpi_llm import block_window, tensor_window
+from ringjax.infer.tpi_llm import process_star as star
+from ringjax.infer.tpi_llm.block_window import BlockTimes, BlockWindow
 from ringjax.models import small
 from ringjax.models.hf.tensor_boxes import TensorBoxes
-from ringjax.models.tensor_shares import SharedModel, spans
-from ringjax.models.window_layout import WindowLayout
-from ringjax.plan import layer_window
+from ringjax.models.partition.tensor_shares import SharedModel, spans
+from ringjax.models.partition.window_layout import WindowLayout
+from ringjax.plan.systems import layer_window
 from tests import checkpoints
 from tests.infer.window_ranks import KEY, PATIENCE_S, ranks
 

@@ -8,7 +8,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import ConfigError, OptionError
-from ringjax.plan.subgraphs import RULES
+from ringjax.plan.systems.subgraphs import RULES
 from tests.helpers import SMALL, refused
 from tests.plan.test_subgraphs import check_order
 

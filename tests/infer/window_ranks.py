@@ -7,7 +7,8 @@ import dataclasses
 import socket
 import threading
 
-from ringjax.infer import star, tensor_window
+from ringjax.infer.tpi_llm import process_star as star
+from ringjax.infer.tpi_llm import tensor_window
 
 KEY = bytes(range(32))
 # Nothing here takes long; what hangs ends.

@@ -15,8 +15,8 @@ from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.cache_kind import KINDS
 from ringjax.kv.cache_report import report
 from ringjax.kv.context_cache import ContextCache
-from ringjax.kv.prompt_spec import prompt_spec
-from ringjax.kv.tiered import TieredCache
+from ringjax.kv.eviction.prompt_spec import prompt_spec
+from ringjax.kv.offload.tiered import TieredCache
 from ringjax.models.checkpoint import abstract
 from ringjax.parallel import chips
 from tests.contracts import cache as contract

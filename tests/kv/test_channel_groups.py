@@ -11,7 +11,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import OptionError
-from ringjax.infer import kvr
+from ringjax.infer.kv_runahead import kvr
 from ringjax.kv import ChannelGroups, Integers, kind_text
 from ringjax.parallel.peers import Peers
 from tests.contracts import cache as contract

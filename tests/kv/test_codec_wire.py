@@ -18,7 +18,7 @@ from ringjax.errors import OptionError
 from ringjax.kv import Floats, Hadamard, Integers
 from ringjax.kv.codecs.codec_wire import CodecWire
 from ringjax.nn.sharding_context import ChainParallel
-from ringjax.ops.attention.wire_format import Wire, WireFormat
+from ringjax.ops.attention.strategies.wire_format import Wire, WireFormat
 from tests.contracts import cache as contract
 from tests.helpers import refused
 from tests.ops.attention.test_exact import ring_mesh

@@ -16,9 +16,13 @@ from ringjax.kv.base import CacheSpec
 from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.codecs import code_bytes
 from ringjax.kv.codecs.hadamard import gaussian_levels, transform
+from ringjax.ops.attention.cached.views import (
+  Decoder,
+  EncodedView,
+  decode_attention,
+)
 from ringjax.ops.attention.reference import reference
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.attention.views import Decoder, EncodedView, decode_attention
 from ringjax.ops.mask import Causal, Coords, SameSegment
 from ringjax.ops.softmax import finalize
 from tests.contracts import cache as contract

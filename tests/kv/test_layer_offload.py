@@ -11,7 +11,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import OptionError
 from ringjax.kv import kind_text
-from ringjax.kv.cache_files import read_blocks
+from ringjax.kv.offload.cache_files import read_blocks
 from ringjax.nn.sharding_context import ShardingContext
 from tests import checkpoints
 from tests.helpers import SMALL, refused

@@ -12,7 +12,7 @@ import pytest
 
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import cache_kind
-from ringjax.kv.page_pool import PagePool
+from ringjax.kv.storage.page_pool import PagePool
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from tests.helpers import make_mesh

@@ -11,7 +11,7 @@ from jax import lax
 from ringjax.kv import CacheKind
 from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.codecs import Codec, Integers
-from ringjax.kv.slots import SHARDED, ContiguousSlots
+from ringjax.kv.storage.slots import SHARDED, ContiguousSlots
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from tests.helpers import as_tpu

@@ -13,8 +13,8 @@ import pytest
 import ringjax as rj
 from ringjax.errors import OptionError, PromptError
 from ringjax.kv import CacheKind
-from ringjax.kv.slots import REPLICATED
-from ringjax.kv.window import WindowSlots
+from ringjax.kv.storage.slots import REPLICATED
+from ringjax.kv.storage.window import WindowSlots
 from ringjax.ops.mask import Coords
 from tests.contracts import cache as contract
 from tests.helpers import make_mesh

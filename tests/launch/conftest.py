@@ -16,7 +16,8 @@ import jax
 import pytest
 
 import ringjax as rj
-from launch import common, convert, generate
+from launch import convert, generate
+from launch.shared import common
 from ringjax.data import Bytes
 
 ROOT = pathlib.Path(__file__).parents[2]

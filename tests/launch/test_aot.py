@@ -14,13 +14,14 @@ import threading
 import pytest
 
 import ringjax as rj
-from launch import aot as scripts
-from launch import capacity, common
+from launch.planning import aot as scripts
+from launch.planning import capacity
+from launch.shared import common
 from ringjax.bench import ways
 from ringjax.errors import OptionError
 from ringjax.parallel import chips
-from ringjax.plan import aot, overlap
-from ringjax.plan.roofline import roofline
+from ringjax.plan.compiler import aot, overlap
+from ringjax.plan.compiler.roofline import roofline
 from tests.launch.test_plan import ask
 from tests.plan.test_overlap import HIDDEN, done, program, start, work
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from launch import beside, common
+from launch import beside
+from launch.shared import common
 from ringjax.data import Tokenizer
 from ringjax.models import tiny
 from tests.launch.conftest import ROOT, environment

@@ -11,9 +11,10 @@ import pytest
 import safetensors.numpy
 
 import ringjax as rj
-from launch import calibrate, common
+from launch import calibrate
+from launch.shared import common
 from ringjax.models import tiny
-from ringjax.models.calibration import FILE
+from ringjax.models.weights.calibration import FILE
 from tests import checkpoints
 
 QUICK = ("--rows=2", "--length=32", "--mesh=seq:1")

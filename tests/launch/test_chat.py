@@ -16,8 +16,9 @@ import time
 import pytest
 
 import ringjax as rj
-from launch import chat, common
-from launch.conversation import Conversation, Interrupted
+from launch import chat
+from launch.shared import common
+from launch.shared.conversation import Conversation, Interrupted
 from ringjax.data import ChatTemplate, Tokenizer
 from ringjax.errors import OptionError, PromptError
 from ringjax.infer import Session, Stop

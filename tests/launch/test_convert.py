@@ -16,9 +16,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import ringjax as rj
-from launch import answering, console, convert
+from launch import convert
+from launch.shared import answering, console
 from ringjax.data import Bytes
-from ringjax.data.gguf_file import open_gguf
+from ringjax.data.gguf.gguf_file import open_gguf
 from ringjax.models import contents
 from tests import checkpoints
 from tests.models import test_gguf as gguf_files

@@ -10,16 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import ringjax as rj
-from launch import (
-  answering,
-  calibrate,
-  common,
-  console,
-  evaluate,
-  generate,
-  model_flags,
-)
-from launch.group import Group
+from launch import calibrate, evaluate, generate
+from launch.shared import answering, common, console, model_flags
+from launch.shared.group import Group
 from ringjax.data import Bytes
 from ringjax.models import checkpoint
 from tests.launch.conftest import CONFIG, PATIENCE_S, command

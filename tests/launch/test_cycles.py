@@ -9,9 +9,9 @@ import json
 
 import pytest
 
-from launch import cycles as scripts
+from launch.planning import cycles as scripts
 from ringjax.errors import OptionError, message
-from ringjax.plan import aot, cycles
+from ringjax.plan.compiler import aot, cycles
 from tests.launch.test_aot import answer
 from tests.launch.test_plan import ask
 from tests.plan.test_overlap import done, start, work

@@ -15,7 +15,8 @@ import zipfile
 import pytest
 
 import ringjax as rj
-from launch import console, fetch
+from launch import fetch
+from launch.shared import console
 from ringjax import fetched_models
 from ringjax.errors import OptionError
 
@@ -204,7 +205,8 @@ def test_what_takes_a_name(tiny, tmp_path, monkeypatch):
 
 
 def test_the_flag_of_a_script_says_what_to_run(tiny):
-  from launch import common, generate
+  from launch import generate
+  from launch.shared import common
 
   with pytest.raises(Exception, match="python -m launch.fetch tiny"):
     common.parse("generate", generate.define, ["--model=tiny"])

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from launch import common, console, generate, prompts
-from ringjax.data import Tokenizer, documents
+from launch import generate
+from launch.shared import common, console, prompts
+from ringjax.data import Tokenizer
+from ringjax.data.tasks import documents
 from tests.helpers import poisoned
 
 SHORT = ("--max_new_tokens=8", "--context=400")

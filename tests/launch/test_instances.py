@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from launch import common, instances
+from launch import instances
+from launch.shared import common
 
 TEXTS = ("the passkey is 1234 and the grass is green", "import os", "a")
 

@@ -13,7 +13,7 @@ import pytest
 from absl import flags
 
 import ringjax
-from launch.flag_helpers import FlagHelper
+from launch.shared.flag_helpers import FlagHelper
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -183,7 +183,7 @@ def test_the_help_of_a_script_has_all_of_its_flags(name):
   module.define(values)
   shown = {
     flag.name
-    for where in (module.__name__, "launch.common")
+    for where in (module.__name__, "launch.shared.common")
     for flag in values.get_key_flags_for_module(where)
   }
   assert shown == set(values)

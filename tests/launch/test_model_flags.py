@@ -7,7 +7,8 @@ import json
 import pytest
 
 import ringjax as rj
-from launch import chat, common, evaluate, generate, model_flags, serve
+from launch import chat, evaluate, generate, serve
+from launch.shared import common, model_flags
 from ringjax.errors import ConfigError
 from tests import checkpoints
 

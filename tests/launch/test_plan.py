@@ -10,9 +10,12 @@ import sys
 
 import pytest
 
-from launch import common, elastic, plan, which
-from ringjax.plan import published
+from launch import plan
+from launch.planning import elastic
+from launch.planning import serving_systems as which
+from launch.shared import common
 from ringjax.plan.fit import TimedCall
+from ringjax.plan.kv_runahead import published
 from ringjax.serve.cluster import Goodput
 from tests.launch.conftest import PATIENCE_S, ROOT, environment
 
@@ -781,8 +784,8 @@ def test_the_tables_of_ring_attention(monkeypatch):
   assert ask("ring", "--timeout=5").status == 2
 
   # What the compiler is asked, in place of minutes of its work.
-  from launch import capacity
-  from ringjax.plan import aot
+  from launch.planning import capacity
+  from ringjax.plan.compiler import aot
 
   asked = []
 

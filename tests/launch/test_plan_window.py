@@ -8,12 +8,12 @@ import json
 import numpy as np
 import pytest
 
-from launch import tensor_ranks
-from ringjax.infer import tensor_window
+from launch.shared import tensor_ranks
+from ringjax.infer.tpi_llm import tensor_window
 from ringjax.models import small
 from ringjax.models.hf.folder import Folder
-from ringjax.models.tensor_shares import ModelShares
-from ringjax.models.window_layout import WindowLayout, rank_blocks
+from ringjax.models.partition.tensor_shares import ModelShares
+from ringjax.models.partition.window_layout import WindowLayout, rank_blocks
 from ringjax.plan import files
 from tests.infer.window_ranks import ranks
 from tests.launch.test_plan import ask

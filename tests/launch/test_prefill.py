@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from launch import common, prefill
-from launch.group import FAILED
+from launch import prefill
+from launch.shared import common
+from launch.shared.group import FAILED
 from ringjax import plan
-from ringjax.data import Tokenizer, documents
+from ringjax.data import Tokenizer
+from ringjax.data.tasks import documents
 from ringjax.plan import profiles
 
 PATIENCE_S = 600

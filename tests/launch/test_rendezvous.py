@@ -1,4 +1,4 @@
-"""launch.rendezvous: all come, or all say who did not."""
+"""launch.shared.rendezvous: all come, or all say who did not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from launch import rendezvous
+from launch.shared import rendezvous
 from ringjax.errors import OptionError
 
 

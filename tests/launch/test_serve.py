@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from launch import common, serve
+from launch import serve
+from launch.shared import common
 from ringjax.errors import OptionError
 from tests.helpers import refused, until
 from tests.launch.conftest import PATIENCE_S, command

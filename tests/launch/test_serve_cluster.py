@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from launch import serve
-from launch.group import FAILED
+from launch.shared.group import FAILED
 from ringjax.serve.cluster import ask_router, read_calls
 from tests.launch.conftest import PATIENCE_S, command
 from tests.launch.test_serve import (

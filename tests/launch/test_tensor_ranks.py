@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from launch import common, generate, tensor_ranks
+from launch import generate
+from launch.shared import common, tensor_ranks
 from ringjax.data import Tokenizer
 from ringjax.models import small
 from ringjax.parallel import gpu_processes

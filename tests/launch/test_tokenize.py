@@ -8,7 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from launch import common, console, tokenize
+from launch import tokenize
+from launch.shared import common, console
 from ringjax.data import Bytes, Corpus, Loader
 from ringjax.models import tiny
 

@@ -16,19 +16,20 @@ import pytest
 from absl import flags
 
 import ringjax as rj
-from launch import common, sources, train
-from ringjax.data import corpus
-from ringjax.data.bytelevel import Bytes
+from launch import train
+from launch.shared import common, sources
+from ringjax.data.batches import corpus
+from ringjax.data.text.bytelevel import Bytes
 from ringjax.errors import DataError, OptionError
 from ringjax.eval.perplexity import perplexity
 from ringjax.models import checkpoint
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import recipe, step
 from ringjax.train.batch import Batch
-from ringjax.train.checkpoint import Checkpoints
+from ringjax.train.checkpoints.checkpoint import Checkpoints
 from ringjax.train.extend import RopeScaling, scaled_config
-from ringjax.train.induction import InductionHeads
-from ringjax.train.lora import Lora
+from ringjax.train.methods.induction import InductionHeads
+from ringjax.train.methods.lora import Lora
 from tests.launch.conftest import PATIENCE_S, ROOT
 
 # How ml_collections reads a file.
@@ -494,7 +495,9 @@ def test_another_recipe_is_not_mixed_in(small, tmp_path):
 def test_a_second_run_in_a_folder_is_refused_at_once(
   small, tmp_path, monkeypatch
 ):
-  monkeypatch.setattr("ringjax.train.checkpoint_directory.PATIENCE_S", 0.05)
+  monkeypatch.setattr(
+    "ringjax.train.checkpoints.checkpoint_directory.PATIENCE_S", 0.05
+  )
   out = tmp_path / "out"
   with Checkpoints(out / "checkpoints") as other:
     other.claim()

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from launch.group import FAILED
+from launch.shared.group import FAILED
 from ringjax.train.loop import STUCK
 from tests.launch.test_train import SMALL
 

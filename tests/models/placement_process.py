@@ -48,7 +48,7 @@ def main(rank: int, root: pathlib.Path) -> dict[str, object]:
   """Everything in one go: starting and compiling is what takes time."""
   import ringjax as rj
   from ringjax.models import cepe
-  from ringjax.nn.placed import naming_faults
+  from ringjax.nn.weights.placed_layers import naming_faults
 
   # What is sharded over "model" is on both processes.
   mesh = rj.make_mesh((2, 2), ("model", "seq"))

@@ -11,7 +11,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import OptionError
 from ringjax.models import tiny
-from ringjax.nn.coded import nibbles, of_nibbles
+from ringjax.nn.weights.coded import nibbles, of_nibbles
 from tests import checkpoints
 from tests.helpers import refused
 

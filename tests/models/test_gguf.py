@@ -12,13 +12,15 @@ import pytest
 from safetensors.numpy import load_file
 
 import ringjax as rj
-from launch import cluster_roles, common, serve, train
-from ringjax.data.gguf_file import GgufTensor, open_gguf
-from ringjax.data.gguf_tokenizer import tokenizer_files
+from launch import serve, train
+from launch.serving import cluster_roles
+from launch.shared import common
+from ringjax.data.gguf.gguf_file import GgufTensor, open_gguf
+from ringjax.data.gguf.gguf_tokenizer import tokenizer_files
 from ringjax.models.gguf.architectures import config_of
 from ringjax.models.gguf.gguf_folder import open_model
-from ringjax.serve.stage_pages import weight_sums, whole_digest
-from ringjax.serve.store_link import weights_digest
+from ringjax.serve.prefix.stage_pages import weight_sums, whole_digest
+from ringjax.serve.prefix.store_link import weights_digest
 
 _SIZES = dict(
   vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,

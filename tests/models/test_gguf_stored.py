@@ -12,7 +12,7 @@ from flax import nnx
 import ringjax as rj
 from ringjax.errors import CheckpointMismatchError, OptionError
 from ringjax.models.gguf.blocks import BLOCKS
-from ringjax.nn.block_codes import BlockCodesLinear
+from ringjax.nn.weights.block_codes import BlockCodesLinear
 from tests.helpers import refused
 from tests.models import test_gguf as files
 

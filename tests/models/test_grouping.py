@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax.models.calibration import save_calibration
 from ringjax.models.grouping import looped, regrouped
+from ringjax.models.weights.calibration import save_calibration
 from ringjax.serve import Engine, Request
-from ringjax.serve.store_link import weights_digest
+from ringjax.serve.prefix.store_link import weights_digest
 from ringjax.store import Store
 from tests.helpers import SMALL
 

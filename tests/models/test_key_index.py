@@ -15,7 +15,7 @@ from ringjax.eval.entropy import attention_statistics
 from ringjax.infer.contexts.combine import APE
 from ringjax.nn import sharding_context
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
-from ringjax.ops.attention import selection
+from ringjax.ops.attention.cached import selection
 from ringjax.parallel.layout import Striped, Zigzag
 from tests import checkpoints
 from tests.helpers import make_mesh, refused

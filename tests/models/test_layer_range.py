@@ -8,10 +8,10 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import OptionError
-from ringjax.infer.chunk_pipeline import ChunkPipeline
+from ringjax.infer.mooncake.chunk_pipeline import ChunkPipeline
 from ringjax.parallel.peers import Peers
-from ringjax.serve.stage_pages import weight_sums, whole_digest
-from ringjax.serve.store_link import weights_digest
+from ringjax.serve.prefix.stage_pages import weight_sums, whole_digest
+from ringjax.serve.prefix.store_link import weights_digest
 from tests.helpers import refused
 
 CONFIG = {

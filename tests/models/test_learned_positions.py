@@ -9,7 +9,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import ConfigError, OptionError, PromptError
 from ringjax.infer.layerwise import LayerPrograms
-from ringjax.models.tensor_shares import SharedModel
+from ringjax.models.partition.tensor_shares import SharedModel
 from ringjax.train.extend import RopeScaling, extend_context
 from tests import checkpoints
 from tests.helpers import make_mesh

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax.data import Tokenizer, documents
+from ringjax.data import Tokenizer
+from ringjax.data.tasks import documents
 from ringjax.errors import (
   CheckpointFormatError,
   CheckpointMismatchError,
@@ -21,8 +22,8 @@ from ringjax.errors import (
   OptionError,
 )
 from ringjax.models import small
-from ringjax.models.neurons import FILE
-from ringjax.store.neuron_file import NeuronFile
+from ringjax.models.weights.neurons import FILE
+from ringjax.store.flash.neuron_file import NeuronFile
 from tests import checkpoints
 from tests.helpers import refused
 

@@ -26,11 +26,11 @@ from ringjax.errors import (
   OptionError,
 )
 from ringjax.kv import kind_text
-from ringjax.models import weight_placement
 from ringjax.models.fingerprint import fingerprint
 from ringjax.models.first_layers import first_layers
 from ringjax.models.hf import layer_reader
 from ringjax.models.hf.folder import Folder
+from ringjax.models.weights import weight_placement
 from tests import checkpoints
 from tests.helpers import refused
 
@@ -242,7 +242,7 @@ def test_refusals(folder, tmp_path, monkeypatch):
   with pytest.raises(MemoryEstimateError, match="memory"):
     rj.models.load(folder, memory=1000)
   monkeypatch.setattr(
-    "ringjax.models.streaming.host_memory.host_free_bytes", lambda: 1000
+    "ringjax.models.weights.streaming.host_memory.host_free_bytes", lambda: 1000
   )
   with pytest.raises(MemoryEstimateError, match="placement"):
     rj.models.load(folder, placement="host")

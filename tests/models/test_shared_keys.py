@@ -13,7 +13,7 @@ from ringjax.errors import ConfigError, OptionError
 from ringjax.infer.layerwise import LayerPrograms
 from ringjax.models import cepe
 from ringjax.models.longspec import check_target
-from ringjax.models.tensor_shares import SharedModel
+from ringjax.models.partition.tensor_shares import SharedModel
 from ringjax.nn.layer_inputs import LayerInputs
 from ringjax.nn.linear import Norm
 from ringjax.ops.rope import Proportional, Rope

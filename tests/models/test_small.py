@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from ringjax import models
-from ringjax.data import Bytes, documents
-from ringjax.data.filler import Lines
-from ringjax.data.recall import Pairs, Questions
-from ringjax.data.recall_tasks import Links
+from ringjax.data import Bytes
+from ringjax.data.tasks import documents
+from ringjax.data.tasks.filler import Lines
+from ringjax.data.tasks.recall import Pairs, Questions
+from ringjax.data.tasks.recall_tasks import Links
 from ringjax.eval.recall_accuracy import recall_accuracy
 from ringjax.models import small
 

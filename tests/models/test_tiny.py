@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ringjax import models
-from ringjax.data.bytelevel import Bytes
-from ringjax.data.needle import MultiKey
+from ringjax.data.tasks.needle import MultiKey
+from ringjax.data.text.bytelevel import Bytes
 from ringjax.models import tiny
 
 # Files of the standard library that it was not trained on.

@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax import models
 from ringjax.errors import ConfigError, OptionError
-from ringjax.nn.delta import Delta
+from ringjax.nn.recurrent_layers.delta import Delta
 from ringjax.nn.sharding_context import (
   CachedAttention,
   ContextParallel,
   ShardingContext,
 )
-from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.strategies.gather import Gather
 from ringjax.parallel.layout import Contiguous, Striped, Zigzag
 from tests import checkpoints
 from tests.helpers import make_mesh

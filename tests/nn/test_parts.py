@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ringjax.nn.attention import Temperature, alibi_slopes
+from ringjax.nn.attention_layers.attention import Temperature, alibi_slopes
 from ringjax.nn.feedforward import (
   ACTIVATIONS,
   Clamped,

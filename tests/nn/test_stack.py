@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from ringjax.kv.base import NoCache
-from ringjax.nn.attention import Attention
+from ringjax.nn.attention_layers.attention import Attention
 from ringjax.nn.block import Layer
 from ringjax.nn.feedforward import Gated
 from ringjax.nn.linear import Norm

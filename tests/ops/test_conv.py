@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ringjax.ops.conv import Tail, begins, causal_conv, tails
+from ringjax.ops.recurrent.conv import Tail, begins, causal_conv, tails
 from tests.helpers import make_mesh
 
 TAPS = 4

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ringjax.errors import ShapeError
-from ringjax.ops.delta import delta_rule
+from ringjax.ops.recurrent.delta import delta_rule
 from tests.helpers import make_mesh
 
 rule = jax.jit(delta_rule, static_argnames=("chunk", "correct"))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ringjax.ops.delta import delta_rule
-from ringjax.ops.selective import selective_scan
+from ringjax.ops.recurrent.delta import delta_rule
+from ringjax.ops.recurrent.selective import selective_scan
 from tests.helpers import make_mesh
 
 # The length whose derivatives are left to longer runs: they compile for long.

@@ -21,10 +21,10 @@ from ringjax.errors import (
   OptionError,
   ShapeError,
 )
-from ringjax.ops import scan
-from ringjax.ops.mixers import causal_conv, gated_delta_rule
-from ringjax.ops.scan import associative_scan, linear_recurrence
-from ringjax.ops.shift import token_shift
+from ringjax.ops.recurrent import scan
+from ringjax.ops.recurrent.mixers import causal_conv, gated_delta_rule
+from ringjax.ops.recurrent.scan import associative_scan, linear_recurrence
+from ringjax.ops.recurrent.shift import token_shift
 from tests.helpers import make_mesh, refused
 
 _slow = functools.partial(pytest.param, marks=pytest.mark.slow)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import ringjax as rj
-from ringjax.infer.star import Star, join
+from ringjax.infer.tpi_llm.process_star import Star, join
 from ringjax.parallel.door import Door
 
 KEY = b"a key of at least sixteen bytes"

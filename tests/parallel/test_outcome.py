@@ -10,8 +10,12 @@ from ringjax.errors import (
   OutOfMemoryError,
   PeerError,
 )
-from ringjax.nn.placed import ReadFault, naming_faults, raise_fault
-from ringjax.parallel import outcome
+from ringjax.nn.weights.placed_layers import (
+  ReadFault,
+  naming_faults,
+  raise_fault,
+)
+from ringjax.parallel import joint_outcome as outcome
 
 RANKS = (0, 1)
 

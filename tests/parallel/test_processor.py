@@ -6,8 +6,8 @@ import pytest
 
 import ringjax as rj
 from ringjax import Blockwise, Ring
-from ringjax.ops.attention import nesting
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
+from ringjax.ops.attention.strategies import nesting
 from ringjax.parallel import processor
 
 PROCESSORS = {

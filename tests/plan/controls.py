@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
-from ringjax.plan.aot import Built
+from ringjax.plan.compiler.aot import Built
 
 HEADS, DIM = 4, 128
 

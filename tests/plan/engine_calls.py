@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
 from ringjax.kv.base import bytes_each
-from ringjax.kv.page_pool import PagePool
+from ringjax.kv.storage.page_pool import PagePool
 from ringjax.models.checkpoint import abstract
-from ringjax.models.layer_parts import layer_parts
-from ringjax.ops.attention.pooled import pool_tile
-from ringjax.plan.aot import Built
+from ringjax.models.partition.layer_parts import layer_parts
+from ringjax.ops.attention.cached.pooled import pool_tile
+from ringjax.plan.compiler.aot import Built
 from ringjax.serve.calls import (
   CallArrays,
   RowBoard,
@@ -22,8 +22,8 @@ from ringjax.serve.calls import (
   compute,
   compute_layers,
 )
+from ringjax.serve.prefix.shared_rows import shared_tiles
 from ringjax.serve.row_sampler import RowNumbers
-from ringjax.serve.shared_rows import shared_tiles
 
 ROWS = 16
 # Rows and tokens of each call.

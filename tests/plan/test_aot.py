@@ -21,8 +21,8 @@ import ringjax as rj
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.kv.base import bytes_each
 from ringjax.parallel import chips
-from ringjax.plan import aot, compiling, hlo, overlap
-from ringjax.plan.roofline import roofline
+from ringjax.plan.compiler import aot, compiling, hlo, overlap
+from ringjax.plan.compiler.roofline import roofline
 
 STEPS = "ringjax.bench.steps"
 ATTENTION = f"{STEPS}:attention"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringjax.errors import OptionError
-from ringjax.plan import capacity
+from ringjax.plan.compiler import capacity
 
 LIMIT = 16_000
 

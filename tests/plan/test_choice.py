@@ -8,7 +8,8 @@ import pytest
 
 from ringjax import plan
 from ringjax.errors import OptionError
-from ringjax.plan import Machine, Network, Noise, Prompt, schedules
+from ringjax.plan import Machine, Network, Noise, Prompt
+from ringjax.plan.kv_runahead import schedules
 
 PROFILE = plan.profile("llama7b-a100")
 FAST, SLOW = Network(bandwidth=300e9), Network(bandwidth=2e9)

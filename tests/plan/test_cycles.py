@@ -7,8 +7,8 @@ import pytest
 from ringjax.bench import tiles
 from ringjax.errors import OptionError
 from ringjax.parallel import chips
-from ringjax.plan import aot, cycles
-from ringjax.plan.cycles import BasicBlock
+from ringjax.plan.compiler import aot, cycles
+from ringjax.plan.compiler.cycles import BasicBlock
 
 SMALLEST = {
   "v5e": "v5e:1x1",

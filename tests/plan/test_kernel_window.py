@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringjax.errors import OptionError
-from ringjax.plan.kernel_window import (
+from ringjax.plan.systems.kernel_window import (
   PRODUCT,
   SEND,
   KernelQueue,

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringjax.errors import CheckpointFormatError, OptionError
-from ringjax.plan import allreduce_hops, layer_window
-from ringjax.plan.allreduce_hops import Topology
-from ringjax.plan.layer_window import WindowBlock, WindowTimes
+from ringjax.plan.systems import allreduce_hops, layer_window
+from ringjax.plan.systems.allreduce_hops import Topology
+from ringjax.plan.systems.layer_window import WindowBlock, WindowTimes
 
 # The example of the paper, in milliseconds: 7B on eight devices, a window of 4.
 PAPER = WindowTimes(

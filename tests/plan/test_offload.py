@@ -20,9 +20,13 @@ from ringjax.errors import (
 from ringjax.models.checkpoint import abstract
 from ringjax.models.presets import preset
 from ringjax.models.work_profile import offload_shape
-from ringjax.plan import offload, offload_costs, offload_tiers
-from ringjax.plan.offload_costs import OffloadPolicy, OffloadTask, estimate
-from ringjax.plan.offload_tiers import OffloadMachine, OffloadShape
+from ringjax.plan.flexgen import offload, offload_costs, offload_tiers
+from ringjax.plan.flexgen.offload_costs import (
+  OffloadPolicy,
+  OffloadTask,
+  estimate,
+)
+from ringjax.plan.flexgen.offload_tiers import OffloadMachine, OffloadShape
 
 T4 = offload_tiers.load("t4")
 SSD = offload_tiers.load("t4-ssd")

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from ringjax.errors import OptionError
-from ringjax.kv.cache_files import TransferEvent
-from ringjax.plan import offload_measured
+from ringjax.kv.offload.cache_files import TransferEvent
+from ringjax.plan.flexgen import offload_measured
 from tests.helpers import refused
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ringjax.errors import OptionError
 from ringjax.parallel import chips
-from ringjax.plan import hlo, overlap
+from ringjax.plan.compiler import hlo, overlap
 
 RING = "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
 BACK = "source_target_pairs={{1,0},{2,1},{3,2},{0,3}}"

@@ -14,16 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringjax.errors import CheckpointFormatError, OptionError
-from ringjax.plan import (
-  balance,
-  cost,
-  grid,
-  partition,
-  profiles,
-  schedules,
-)
+from ringjax.plan import cost, profiles
 from ringjax.plan.cost import Network, Prompt
-from ringjax.plan.table import PartitionTable, TableKey
+from ringjax.plan.kv_runahead import balance, grid, partition, schedules
+from ringjax.plan.kv_runahead.table import PartitionTable, TableKey
 
 A100 = profiles.STATED["llama7b-a100"]
 FAST = Network(bandwidth=300e9)

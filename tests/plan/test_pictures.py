@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from launch import common, plan
-from ringjax.data.placement import place
+from launch import plan
+from launch.shared import common
+from ringjax.data.batches.placement import place
 from ringjax.errors import OptionError, ShapeError
 from ringjax.plan import draw, pictures
 

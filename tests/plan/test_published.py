@@ -8,9 +8,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ringjax.plan import partition, profiles, published, schedules
+from ringjax.plan import profiles
 from ringjax.plan.cost import Prompt
-from ringjax.plan.schedules import Noise
+from ringjax.plan.kv_runahead import partition, published, schedules
+from ringjax.plan.kv_runahead.schedules import Noise
 
 A100 = profiles.STATED["llama7b-a100"]
 FAST = published.NETWORK

@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 
 from ringjax.errors import OptionError
-from ringjax.plan import ring_tables
-from ringjax.plan.ring_tables import WAYS, TrainedModel
+from ringjax.plan.kv_runahead import ring_tables
+from ringjax.plan.kv_runahead.ring_tables import WAYS, TrainedModel
 
 
 def test_blocks_that_hide_a_hop():

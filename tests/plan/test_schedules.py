@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringjax.errors import OptionError
-from ringjax.plan import cost, draw, profiles, schedules
+from ringjax.plan import cost, draw, profiles
 from ringjax.plan.cost import Network, Profile, Prompt
 from ringjax.plan.events import Simulator
-from ringjax.plan.schedules import Noise
+from ringjax.plan.kv_runahead import schedules
+from ringjax.plan.kv_runahead.schedules import Noise
 
 A100 = profiles.STATED["llama7b-a100"]
 FAST = Network(bandwidth=300e9)

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from ringjax.errors import OptionError
-from ringjax.plan import subgraphs
-from ringjax.plan.subgraphs import RULES, Dispatcher, Subgraph
+from ringjax.plan.systems import subgraphs
+from ringjax.plan.systems.subgraphs import RULES, Dispatcher, Subgraph
 from tests.helpers import refused
 
 

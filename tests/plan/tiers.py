@@ -9,9 +9,10 @@ from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
 from ringjax.infer import prefill
-from ringjax.kv import kind_text, tiered
+from ringjax.kv import kind_text
+from ringjax.kv.offload import tiered
 from ringjax.models.checkpoint import abstract
-from ringjax.plan.aot import Built
+from ringjax.plan.compiler.aot import Built
 
 
 def _made(devices, model, cache, tokens, batch=1):

@@ -12,7 +12,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import InputTypeError, OptionError, ShapeError
 from ringjax.infer.generate import generate
-from ringjax.nn.attention_function import check_function
+from ringjax.nn.attention_layers.attention_function import check_function
 from ringjax.serve import Request
 from tests.helpers import refused
 from tests.serve.test_engine import alone, engine, requests, served

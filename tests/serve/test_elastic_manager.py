@@ -15,7 +15,7 @@ from ringjax.serve.cluster import (
   ElasticScheduler,
   QuadraticTimes,
 )
-from ringjax.serve.cluster.elastic_manager import (
+from ringjax.serve.cluster.loongserve.elastic_manager import (
   Abandon,
   DropKeys,
   LiveCall,

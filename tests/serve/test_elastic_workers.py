@@ -11,8 +11,11 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import ConfigError, OptionError, PromptError
-from ringjax.infer.elastic_instance import block_bytes, instance_programs
-from ringjax.infer.elastic_worker import ElasticWorker
+from ringjax.infer.loongserve.elastic_instance import (
+  block_bytes,
+  instance_programs,
+)
+from ringjax.infer.loongserve.elastic_worker import ElasticWorker
 from ringjax.serve.cluster import (
   ElasticOptions,
   ElasticScheduler,

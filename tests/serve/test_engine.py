@@ -14,7 +14,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import MeshError, OptionError, PromptError, SamplingError
 from ringjax.kv import kind_text
-from ringjax.ops.attention import pooled
+from ringjax.ops.attention.cached import pooled
 from ringjax.serve import Engine, Request, RowSampling
 from tests.helpers import make_mesh, refused, swept
 
@@ -634,7 +634,7 @@ def test_what_rows_share_is_found_anew_only_when_it_changes(
 
 def test_counted_reads(loaded):
   """32 rows of 1,024 shared tokens and 64 of their own."""
-  from ringjax.serve.shared_rows import shared_tiles
+  from ringjax.serve.prefix.shared_rows import shared_tiles
 
   table = np.full((32, 1, 9 * 8), -1, np.int32)
   table[:, 0, :64] = np.arange(64)
@@ -659,7 +659,7 @@ def test_counted_reads(loaded):
 
 def test_a_page_that_is_not_ready_is_not_read_together():
   """Two rows of two pages in common, of which one row has computed one."""
-  from ringjax.serve.shared_rows import shared_tiles
+  from ringjax.serve.prefix.shared_rows import shared_tiles
 
   table = np.array([[[4, 7]], [[4, 7]]], np.int32)
   plan = shared_tiles(table, np.array([4, 3]), 2, 2, 9)
@@ -697,8 +697,8 @@ def test_the_cheaper_of_copies_and_computing_is_taken(
   loaded, monkeypatch, token_seconds, rate, swaps
 ):
   """By what steps and copies took so far, on a clock of the test."""
-  from ringjax.kv.page_pool import PagePool
-  from ringjax.serve import page_swap
+  from ringjax.kv.storage.page_pool import PagePool
+  from ringjax.serve.prefix import page_swap
   from ringjax.serve.scheduler import KeptPages, PromptPiece
 
   model, _ = loaded("llama3")

@@ -10,7 +10,7 @@ import pytest
 import ringjax as rj
 from ringjax.data import Bytes
 from ringjax.serve import Engine, Request, RowSampling
-from ringjax.serve.grammar import GrammarCompiler
+from ringjax.serve.api.grammar import GrammarCompiler
 
 pytest.importorskip("llguidance")
 END = Bytes().eos_ids[0]

@@ -14,17 +14,11 @@ import ringjax as rj
 from ringjax.data import Bytes
 from ringjax.errors import OptionError
 from ringjax.json_text import json_text
-from ringjax.serve import (
-  Engine,
-  Handle,
-  Request,
-  RowSampling,
-  TokenLogprobs,
-  http,
-)
-from ringjax.serve.api_parameters import COMPLETION, parse_json
-from ringjax.serve.fair_threads import FairThreads
-from ringjax.serve.grammar import GrammarMask
+from ringjax.serve import Engine, Handle, Request, RowSampling, TokenLogprobs
+from ringjax.serve.api import http
+from ringjax.serve.api.api_parameters import COMPLETION, parse_json
+from ringjax.serve.api.fair_threads import FairThreads
+from ringjax.serve.api.grammar import GrammarMask
 from ringjax.serve.tenants import TenantShares
 from tests.helpers import refused
 

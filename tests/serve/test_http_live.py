@@ -12,7 +12,7 @@ import threading
 import pytest
 
 import ringjax as rj
-from launch import http_server
+from launch.serving import http_server
 from tests.helpers import until
 
 uvicorn = pytest.importorskip("uvicorn")

@@ -13,7 +13,7 @@ import pytest
 import ringjax as rj
 from ringjax import transfer
 from ringjax.errors import CheckpointFormatError
-from ringjax.kv.page_pool import PagePool
+from ringjax.kv.storage.page_pool import PagePool
 from ringjax.serve import Engine, Request
 from tests.helpers import SMALL, swept
 

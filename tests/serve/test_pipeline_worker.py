@@ -17,9 +17,13 @@ from ringjax.infer import ChunkPipeline
 from ringjax.kv.cache_kind import cache_kind
 from ringjax.parallel.peers import Peers
 from ringjax.serve import Request, cluster
-from ringjax.serve.prefix_transfer import export_prefix, prefix_layout
-from ringjax.serve.stage_pages import StagePages, check_pages, whole_digest
-from ringjax.serve.store_link import weights_digest
+from ringjax.serve.prefix.prefix_transfer import export_prefix, prefix_layout
+from ringjax.serve.prefix.stage_pages import (
+  StagePages,
+  check_pages,
+  whole_digest,
+)
+from ringjax.serve.prefix.store_link import weights_digest
 from tests import checkpoints
 from tests.helpers import refused, until
 from tests.serve.test_cluster_live import (

@@ -12,7 +12,7 @@ import pytest
 
 from ringjax.errors import OptionError
 from ringjax.parallel import chips
-from ringjax.plan.offload_tiers import OffloadShape
+from ringjax.plan.flexgen.offload_tiers import OffloadShape
 from ringjax.serve import StepCost
 from ringjax.serve.cluster import (
   ClusterSimulator,
@@ -43,7 +43,7 @@ from ringjax.serve.cluster import (
   share_met,
   trace_rate,
 )
-from ringjax.serve.cluster.distserve_times import stated
+from ringjax.serve.cluster.simulate.distserve_times import stated
 from ringjax.serve.traces import TraceRequest, poisson_trace, read_trace
 from tests.helpers import refused
 

@@ -13,8 +13,9 @@ import pytest
 import ringjax as rj
 from ringjax import transfer
 from ringjax.errors import CheckpointFormatError
-from ringjax.serve import Engine, Request, prefix_transfer
-from ringjax.serve.prefix_tree import PrefixTree
+from ringjax.serve import Engine, Request
+from ringjax.serve.prefix import prefix_transfer
+from ringjax.serve.prefix.prefix_tree import PrefixTree
 from tests.helpers import SMALL, swept
 
 KEY = bytes(range(32))

@@ -12,7 +12,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import MemoryEstimateError, OptionError, OutOfMemoryError
-from ringjax.kv.reserved import ReservedRows, reserved_zeros
+from ringjax.kv.storage.reserved import ReservedRows, reserved_zeros
 from ringjax.serve import (
   DoublingSpace,
   Engine,

@@ -12,9 +12,9 @@ from ringjax.infer import speculate
 from ringjax.infer.speculate.paces import SHARE, Paces
 from ringjax.serve import Engine, Request
 from ringjax.serve import engine as engine_module
-from ringjax.serve.prefix_tree import GroupSpec, PrefixTree
+from ringjax.serve.drafts.step_paces import StepPaces
+from ringjax.serve.prefix.prefix_tree import GroupSpec, PrefixTree
 from ringjax.serve.scheduler import RowDraft, Scheduler, ServedRow, StepLimits
-from ringjax.serve.step_paces import StepPaces
 from tests.serve.test_engine import check, engine
 from tests.serve.test_engine_drafts import Foretold
 

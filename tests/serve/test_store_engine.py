@@ -12,7 +12,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.serve import Engine, Request, RowSampling
-from ringjax.serve.store_link import StoreLink
+from ringjax.serve.prefix.store_link import StoreLink
 from tests.helpers import refused, swept
 
 PAGE = 16
@@ -209,7 +209,7 @@ def test_stores_that_are_refused(unchecked, loaded):
 
 @pytest.mark.long
 def test_copies_that_do_not_get_on(loaded, monkeypatch):
-  from ringjax.serve import store_link
+  from ringjax.serve.prefix import store_link
 
   model, _ = loaded("llama3")
   requests = conversations(np.random.default_rng(6), model.config.vocab)

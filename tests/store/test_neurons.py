@@ -15,13 +15,13 @@ from ringjax.errors import (
   CheckpointMismatchError,
   CheckpointWriteError,
 )
-from ringjax.store.neuron_file import (
+from ringjax.store.flash.neuron_file import (
   NeuronFile,
   NeuronLayer,
   write_neuron_file,
 )
-from ringjax.store.neuron_store import NeuronStore
-from ringjax.store.neuron_window import NeuronWindow
+from ringjax.store.flash.neuron_store import NeuronStore
+from ringjax.store.flash.neuron_window import NeuronWindow
 from tests.helpers import refused
 
 F, D = 37, 5

@@ -17,7 +17,7 @@ from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import batch as batches
 from ringjax.train import step
 from ringjax.train.extend import RopeScaling, extend_context, scaled_config
-from ringjax.train.lora import TARGETS, Lora, with_adapters
+from ringjax.train.methods.lora import TARGETS, Lora, with_adapters
 from tests import checkpoints
 from tests.train.test_step import CONFIG, far
 

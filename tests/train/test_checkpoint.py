@@ -40,7 +40,8 @@ from ringjax.errors import (
   MeshError,
   OptionError,
 )
-from ringjax.train import Checkpoints, checkpoint_directory, leaves, manifest
+from ringjax.train import Checkpoints
+from ringjax.train.checkpoints import checkpoint_directory, leaves, manifest
 from tests import checkpoints
 from tests.helpers import MESSAGE_LIMIT, refused
 from tests.train import saver

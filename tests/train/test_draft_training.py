@@ -15,7 +15,7 @@ from ringjax.models import longspec
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.mask import Coords
 from ringjax.train import batch as batches
-from ringjax.train.draft_training import DraftTraining
+from ringjax.train.methods.draft_training import DraftTraining
 from ringjax.train.objective import Objective, each_token
 from tests import checkpoints
 from tests.helpers import refused

@@ -13,8 +13,8 @@ from ringjax.errors import OptionError, ShapeError
 from ringjax.models import cepe
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import batch as batches
-from ringjax.train.encoder_training import ContextSplit, EncoderTraining
-from ringjax.train.induction import CrossInductionHeads
+from ringjax.train.methods.encoder_training import ContextSplit, EncoderTraining
+from ringjax.train.methods.induction import CrossInductionHeads
 from ringjax.train.step import Objective
 from tests import checkpoints
 from tests.helpers import refused

@@ -9,7 +9,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import OptionError
 from ringjax.models import checkpoint
-from ringjax.train.induction import InductionHeads, RotaryInductionHeads
+from ringjax.train.methods.induction import InductionHeads, RotaryInductionHeads
 from tests.train.test_step import CONFIG as PLAIN
 
 BACK = ((1, 2, 3, 4), (0, 1, 0, 1), (0, 1, 2, 3))

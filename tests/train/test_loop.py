@@ -20,8 +20,8 @@ import optax
 import pytest
 
 import ringjax as rj
-from ringjax.data.loader import Loader
-from ringjax.data.packing import Documents
+from ringjax.data.batches.loader import Loader
+from ringjax.data.batches.packing import Documents
 from ringjax.errors import (
   CheckpointWriteError,
   NotFiniteError,
@@ -33,7 +33,7 @@ from ringjax.models import checkpoint
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import batch as batches
 from ringjax.train import loop, step
-from ringjax.train.checkpoint import Checkpoints
+from ringjax.train.checkpoints.checkpoint import Checkpoints
 from tests.train.test_step import CONFIG
 
 LENGTH, ROWS = 16, 2

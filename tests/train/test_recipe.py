@@ -15,9 +15,9 @@ import pytest
 from flax import nnx
 
 import ringjax as rj
-from ringjax.data.loader import Loader
-from ringjax.data.packing import Documents
-from ringjax.data.placement import place_rows
+from ringjax.data.batches.loader import Loader
+from ringjax.data.batches.packing import Documents
+from ringjax.data.batches.placement import place_rows
 from ringjax.errors import (
   CheckpointMismatchError,
   ConfigError,
@@ -28,9 +28,9 @@ from ringjax.errors import (
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import batch as batches
 from ringjax.train import loop, memory_needs, recipe
-from ringjax.train.checkpoint import Checkpoints
+from ringjax.train.checkpoints.checkpoint import Checkpoints
 from ringjax.train.extend import RopeScaling
-from ringjax.train.lora import Lora
+from ringjax.train.methods.lora import Lora
 from tests.helpers import make_mesh
 from tests.train.test_step import CONFIG
 

@@ -15,7 +15,7 @@ import ringjax as rj
 from ringjax.errors import DataError, OptionError, ShapeError
 from ringjax.models import checkpoint
 from ringjax.nn.sharding_context import ContextParallel
-from ringjax.ops.attention.ring import Ring
+from ringjax.ops.attention.strategies.ring import Ring
 from ringjax.train import batch as batches
 from ringjax.train import remat, step
 from ringjax.train.expert_balance import warn_unbalanced

@@ -58,8 +58,11 @@ from ringjax.kv.context_cache import (
 )
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
-from ringjax.ops.attention.apart import SelectedView, WeighedView
-from ringjax.ops.attention.code_format import token_axis
+from ringjax.ops.attention.cached.code_format import token_axis
+from ringjax.ops.attention.cached.separate_contexts import (
+  SelectedView,
+  WeighedView,
+)
 from ringjax.ops.mask import Coords
 
 # Slots in a tile of contexts that queries select; tokens of one model call.

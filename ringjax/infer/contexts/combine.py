@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 
 from ringjax.checks import integer, number, one_of, positive_int
-from ringjax.data.link_tokens import LinkTokens
+from ringjax.data.tasks.link_tokens import LinkTokens
 from ringjax.errors import OptionError
 from ringjax.option_text import named
 

@@ -27,8 +27,8 @@ from ringjax.kv.context_cache import exported
 from ringjax.models.first_layers import first_layers
 from ringjax.models.transformer import Transformer
 from ringjax.nn.stack import keeps
-from ringjax.ops.attention.code_format import as_bytes
-from ringjax.ops.attention.views import Decoder
+from ringjax.ops.attention.cached.code_format import as_bytes
+from ringjax.ops.attention.cached.views import Decoder
 
 
 def differing_tokens(

@@ -5,8 +5,8 @@ is kept of a prefix is a function of the prefix and of the tokens behind it:
 neither other rows nor whether the store had the prefix matter.
 Cost: for a prefix that is not in the store, its prefill. For one that is there,
 of each layer the keys of a few probe heads, then the chunks in which important
-tokens are (`ringjax.store.importance`); the question's tokens pass through the
-model once to choose and once more when they are read.
+tokens are (`ringjax.store.impress.importance`); the question's tokens pass
+through the model once to choose and once more when they are read.
 Memory: the kept tokens on the device, and a layer of the prefix on the host;
 for one that is not in the store, its cache.
 Lossy: what is not kept is left out of the softmax, for the question and the
@@ -52,7 +52,7 @@ from ringjax.kv.context_cache import (
   slots_for,
 )
 from ringjax.models.transformer import Transformer
-from ringjax.models.weight_placement import refuse_placed
+from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.ops.mask import Causal, Coords
 from ringjax.store import (
   Impress,
@@ -63,7 +63,7 @@ from ringjax.store import (
   StoredNode,
   mean_jaccard,
 )
-from ringjax.store.importance import heads_of_layers
+from ringjax.store.impress.importance import heads_of_layers
 
 
 class ImportantPrefixes:

@@ -28,7 +28,7 @@ from ringjax.errors import CheckpointMismatchError, OptionError
 from ringjax.infer.speculate.drafter import Drafting, Target, TreeDrafter
 from ringjax.infer.speculate.model_drafting import ModelDrafting
 from ringjax.kv.base import CallCache
-from ringjax.kv.pages import few_sizes
+from ringjax.kv.storage.pages import few_sizes
 from ringjax.models import longspec
 from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import Transformer, forward

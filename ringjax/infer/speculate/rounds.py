@@ -43,8 +43,8 @@ from ringjax.infer.speculate.verifiers import (
 )
 from ringjax.kv.base import CallCache
 from ringjax.models.transformer import Transformer, forward
-from ringjax.nn.placed import raise_fault
 from ringjax.nn.sharding_context import CachedAttention
+from ringjax.nn.weights.placed_layers import raise_fault
 from ringjax.ops.ancestors import ancestor_matrix
 from ringjax.parallel.compile_times import Compiling
 from ringjax.parallel.programs import bounded

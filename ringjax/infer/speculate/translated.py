@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from ringjax.checks import positive_int
-from ringjax.data.stream import UNKNOWN, Decodes
+from ringjax.data.text.stream import UNKNOWN, Decodes
 from ringjax.errors import OptionError
 from ringjax.infer.decode import DecodeState
 from ringjax.infer.finite import NOT_FINITE

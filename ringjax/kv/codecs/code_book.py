@@ -32,7 +32,7 @@ from ringjax.errors import OptionError
 from ringjax.kv.codecs import code_bytes, page_outliers
 from ringjax.kv.codecs.levels import lookup, nearest
 from ringjax.kv.codecs.page_outliers import PageOutliers
-from ringjax.ops.attention.code_format import CodeFormat
+from ringjax.ops.attention.cached.code_format import CodeFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

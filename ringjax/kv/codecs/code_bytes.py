@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Shaped, UInt8
 
-from ringjax.ops.attention.code_format import padded, parts
+from ringjax.ops.attention.cached.code_format import padded, parts
 
 BITS = (1, 2, 3, 4, 8)
 

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, UInt8
 from ringjax.checks import one_of
 from ringjax.kv.codecs import code_bytes
 from ringjax.kv.codecs.levels import lookup, nearest
-from ringjax.ops.attention.code_format import CodeFormat
+from ringjax.ops.attention.cached.code_format import CodeFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, UInt8
 
 from ringjax.checks import one_of, positive_int
 from ringjax.kv.codecs import code_bytes
-from ringjax.ops.attention.code_format import CodeFormat
+from ringjax.ops.attention.cached.code_format import CodeFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.checks import integer
 from ringjax.errors import OptionError
-from ringjax.kv.reading import KeyReading
+from ringjax.kv.query_reading import KeyReading
 from ringjax.typing import Index
 
 

@@ -5,31 +5,35 @@ A family is data, and a few lines of code for its differences.
 
 from __future__ import annotations
 
-from ringjax.models.families import (
-  deepseek,
-  deepseek_kin,
+from ringjax.models.families.dense import (
   falcon,
-  falcon_h1,
   gemma,
   gemma3n,
   gemma4,
   gpt,
-  jamba,
-  kimi_linear,
   layer_norm,
   learned,
-  lfm2,
   llama,
-  llama4,
   llama_kin,
-  mimo,
-  mixtures,
+)
+from ringjax.models.families.family import Family, Wrapper
+from ringjax.models.families.hybrid import (
+  falcon_h1,
+  jamba,
+  kimi_linear,
+  lfm2,
   nemotron_h,
   qwen3_next,
   selective_state_space,
   state_space,
 )
-from ringjax.models.families.family import Family, Wrapper
+from ringjax.models.families.moe import (
+  deepseek,
+  deepseek_kin,
+  llama4,
+  mimo,
+  mixtures,
+)
 from ringjax.models.families.with_images import SHARED
 
 _MODULES = (

@@ -10,7 +10,7 @@ from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import LLAMA, TensorNames
 from ringjax.models.hf.unknown_keys import UnknownKeys
 from ringjax.models.transformer import TransformerConfig
-from ringjax.nn.attention import Attention
+from ringjax.nn.attention_layers.attention import Attention
 from ringjax.nn.block import Feedforward, Layer, Mixer
 from ringjax.nn.feedforward import Experts, Gated, Grouped, Sigmoid, Softmax
 from ringjax.nn.linear import Norm

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 from jaxtyping import Float
 
-from ringjax.data.gguf_file import GgufFiles
+from ringjax.data.gguf.gguf_file import GgufFiles
 from ringjax.errors import ConfigError
 from ringjax.models.hf.safe_files import shown
 from ringjax.models.hf.unknown_keys import GGUF_KEYS

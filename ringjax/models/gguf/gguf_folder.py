@@ -20,8 +20,8 @@ import numpy as np
 from jaxtyping import Shaped
 
 from ringjax import fetched_models
-from ringjax.data.gguf_file import GgufFiles, is_gguf, open_gguf, package
-from ringjax.data.gguf_tokenizer import tokenizer_files
+from ringjax.data.gguf.gguf_file import GgufFiles, is_gguf, open_gguf, package
+from ringjax.data.gguf.gguf_tokenizer import tokenizer_files
 from ringjax.errors import CheckpointMismatchError, TokenizerError
 from ringjax.models.gguf.architectures import check_factors, config_of
 from ringjax.models.gguf.blocks import PLAIN

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from ringjax.data.gguf_file import GgufFiles
+from ringjax.data.gguf.gguf_file import GgufFiles
 from ringjax.models.gguf.architectures import (
   Architecture,
   architecture,

@@ -40,10 +40,10 @@ from ringjax.models.hf.names import (
   Transpose,
 )
 from ringjax.models.hf.tensors import CheckpointTensor
-from ringjax.models.linear_maps import replaced, rounded_maps
 from ringjax.models.transformer import Transformer
-from ringjax.nn.block_codes import BlockCodesLinear, BlockLayout
+from ringjax.models.weights.linear_maps import replaced, rounded_maps
 from ringjax.nn.linear import ExpertLinear, Linear
+from ringjax.nn.weights.block_codes import BlockCodesLinear, BlockLayout
 
 _log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Shaped
 
 from ringjax.errors import CheckpointMismatchError
-from ringjax.kv.cache_files import EVENTS, TransferEvent
+from ringjax.kv.offload.cache_files import EVENTS, TransferEvent
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.safe_files import DOWNLOAD
 from ringjax.models.hf.tensor_boxes import TensorBoxes

@@ -26,8 +26,8 @@ from ringjax.models.hf.names import (
 )
 from ringjax.models.hf.packed import Packed
 from ringjax.models.transformer import Transformer
-from ringjax.nn.delta import Taps
 from ringjax.nn.linear import Head, Linear, RMSNorm
+from ringjax.nn.recurrent_layers.delta import Taps
 
 
 @dataclasses.dataclass(frozen=True)

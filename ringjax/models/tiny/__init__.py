@@ -11,7 +11,7 @@ from __future__ import annotations
 import pathlib
 
 # A line of a text, the question at its end, and the model's answer.
-from ringjax.data.needle import ANSWER, NEEDLE, QUESTION
+from ringjax.data.tasks.needle import ANSWER, NEEDLE, QUESTION
 
 
 def path() -> pathlib.Path:

@@ -18,20 +18,21 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.checks import boolean, one_of
 from ringjax.errors import InputTypeError, OptionError
-from ringjax.ops.attention import arguments, nesting
+from ringjax.ops.attention import arguments
 from ringjax.ops.attention.arguments import AttentionArgs
 from ringjax.ops.attention.blockwise import Blockwise
-from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.cost.select import Auto
+from ringjax.ops.attention.execution import attend_shard, run
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
-from ringjax.ops.attention.nesting import Strategy
-from ringjax.ops.attention.ring import Ring
-from ringjax.ops.attention.run import attend_shard, run
 from ringjax.ops.attention.scores import Context
-from ringjax.ops.attention.select import Auto
 from ringjax.ops.attention.statistics import AttentionStatistics, statistics
+from ringjax.ops.attention.strategies import nesting
+from ringjax.ops.attention.strategies.gather import Gather
+from ringjax.ops.attention.strategies.nesting import Strategy
+from ringjax.ops.attention.strategies.ring import Ring
 from ringjax.ops.mask import Coords, Mask
+from ringjax.parallel.call_sharding import AUTO, locate, shards_of
 from ringjax.parallel.layout import Layout, Striped
-from ringjax.parallel.place import AUTO, locate, shards_of
 
 # The keyword arguments that all functions of this file share.
 _SHARED = tuple(

@@ -40,8 +40,8 @@ from ringjax.ops.mask import (
   SameSegment,
   Window,
 )
+from ringjax.parallel.call_sharding import CallSharding
 from ringjax.parallel.layout import Contiguous, Layout, Slots, into_slots
-from ringjax.parallel.place import CallSharding
 
 # The leading dimensions of each array: A stands for the keys of all shards,
 # which no mesh axis shards; ? marks one that may be 1 to broadcast.

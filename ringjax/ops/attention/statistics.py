@@ -26,12 +26,12 @@ from jaxtyping import Array, Bool, Float, PyTree, Shaped
 from ringjax.errors import OptionError
 from ringjax.ops.attention.arguments import AttentionArgs
 from ringjax.ops.attention.blockwise import Blockwise, Keys, fold_tile, product
-from ringjax.ops.attention.ring import Ring
-from ringjax.ops.attention.ring_q import RingQ
-from ringjax.ops.attention.run import run
+from ringjax.ops.attention.execution import run
 from ringjax.ops.attention.scores import ScoreTile
+from ringjax.ops.attention.strategies.ring import Ring
+from ringjax.ops.attention.strategies.ring_q import RingQ
 from ringjax.ops.softmax import Partial, wide_dtype
-from ringjax.parallel.place import CallSharding
+from ringjax.parallel.call_sharding import CallSharding
 
 
 class AttentionStatistics(NamedTuple):

@@ -13,13 +13,6 @@ from ringjax.serve.cluster.call_log import (
   measure_calls,
   watch_calls,
 )
-from ringjax.serve.cluster.cluster_simulator import (
-  ClusterResult,
-  ClusterSimulator,
-  InstanceCounters,
-  LoadPoint,
-  SimulatedInstance,
-)
 from ringjax.serve.cluster.conductor import (
   Conductor,
   EarlyRejection,
@@ -34,36 +27,24 @@ from ringjax.serve.cluster.conductor import (
   routing_policy,
 )
 from ringjax.serve.cluster.control_link import ask_router
-from ringjax.serve.cluster.distserve_times import (
-  DistServeModel,
-  DistServeTimes,
-  as_distserve_counts,
-  read_capacities,
-  read_profile,
-)
-from ringjax.serve.cluster.drift import (
-  DriftingRoles,
-  Replanned,
-  replan,
-)
-from ringjax.serve.cluster.elastic_batches import (
+from ringjax.serve.cluster.loongserve.elastic_batches import (
   batch_cost,
   best_batches,
   even_parts,
   fewest_instances,
 )
-from ringjax.serve.cluster.elastic_loop import (
+from ringjax.serve.cluster.loongserve.elastic_loop import (
   ElasticLoop,
   ElasticResult,
   GroupRunner,
 )
-from ringjax.serve.cluster.elastic_manager import (
+from ringjax.serve.cluster.loongserve.elastic_manager import (
   ElasticManager,
   LiveAnswer,
   LiveCounts,
 )
-from ringjax.serve.cluster.elastic_runner import ElasticRunner
-from ringjax.serve.cluster.elastic_scheduler import (
+from ringjax.serve.cluster.loongserve.elastic_runner import ElasticRunner
+from ringjax.serve.cluster.loongserve.elastic_scheduler import (
   ClusterView,
   DecodeGroup,
   ElasticOptions,
@@ -74,75 +55,23 @@ from ringjax.serve.cluster.elastic_scheduler import (
   Emptied,
   PrefillBatch,
 )
-from ringjax.serve.cluster.elastic_simulator import simulate_elastic
-from ringjax.serve.cluster.elastic_workers import (
+from ringjax.serve.cluster.loongserve.elastic_workers import (
   ElasticAnswers,
   ElasticWorkers,
 )
-from ringjax.serve.cluster.elastic_workloads import (
-  ComparedSystem,
-  GroupMachine,
-  ScaledLimits,
-  answer_lengths,
-  compared_systems,
-  mixed_lengths,
-  random_trace,
-  zipf_lengths,
-)
-from ringjax.serve.cluster.fitted_times import (
-  MeasuredCall,
-  TensorTimes,
-  engine_times,
-  instance_times,
-  read_calls,
-)
-from ringjax.serve.cluster.fixed_groups import (
+from ringjax.serve.cluster.loongserve.fixed_groups import (
   FixedGroups,
-)
-from ringjax.serve.cluster.goodput import (
-  Goodput,
-  GoodputSearch,
-  at_rate,
-  goodput,
-  repeated,
-  share_met,
-  trace_rate,
-)
-from ringjax.serve.cluster.instance_placement import (
-  GpuCluster,
-  InstanceFamily,
-  InstanceGroup,
-  PlacementSearch,
-  ServingPlacement,
-  SizedModel,
-)
-from ringjax.serve.cluster.load_control import (
-  LoadControl,
-  SequenceGroup,
-  StageOutcome,
-  StageTimes,
-  TokenLimit,
-  WorkerPlan,
-  choose_workers,
-  group_rows,
-  joint_starts,
-  level_peak,
-  loads,
-  simulate_stages,
-  staggered_starts,
-  swept_cpus,
-)
-from ringjax.serve.cluster.phase_times import (
-  InstanceTimes,
-  PhaseTimes,
-  QuadraticTimes,
-  QueuedPrompts,
-  reading_s,
 )
 from ringjax.serve.cluster.pipeline_worker import (
   PipelineWorker,
   gather_pages,
   serve_stage,
+)
+from ringjax.serve.cluster.request_times import (
+  Limits,
+  ServedRequest,
+  attainment,
+  percentiles,
 )
 from ringjax.serve.cluster.role_planner import (
   RoleChange,
@@ -161,11 +90,82 @@ from ringjax.serve.cluster.routing import (
   RoutingPolicy,
   ShortestQueue,
 )
-from ringjax.serve.cluster.served import (
-  Limits,
-  ServedRequest,
-  attainment,
-  percentiles,
+from ringjax.serve.cluster.simulate.cluster_simulator import (
+  ClusterResult,
+  ClusterSimulator,
+  InstanceCounters,
+  LoadPoint,
+  SimulatedInstance,
+)
+from ringjax.serve.cluster.simulate.distserve_times import (
+  DistServeModel,
+  DistServeTimes,
+  as_distserve_counts,
+  read_capacities,
+  read_profile,
+)
+from ringjax.serve.cluster.simulate.drift import (
+  DriftingRoles,
+  Replanned,
+  replan,
+)
+from ringjax.serve.cluster.simulate.elastic_simulator import simulate_elastic
+from ringjax.serve.cluster.simulate.elastic_workloads import (
+  ComparedSystem,
+  GroupMachine,
+  ScaledLimits,
+  answer_lengths,
+  compared_systems,
+  mixed_lengths,
+  random_trace,
+  zipf_lengths,
+)
+from ringjax.serve.cluster.simulate.fitted_times import (
+  MeasuredCall,
+  TensorTimes,
+  engine_times,
+  instance_times,
+  read_calls,
+)
+from ringjax.serve.cluster.simulate.goodput import (
+  Goodput,
+  GoodputSearch,
+  at_rate,
+  goodput,
+  repeated,
+  share_met,
+  trace_rate,
+)
+from ringjax.serve.cluster.simulate.instance_placement import (
+  GpuCluster,
+  InstanceFamily,
+  InstanceGroup,
+  PlacementSearch,
+  ServingPlacement,
+  SizedModel,
+)
+from ringjax.serve.cluster.simulate.load_control import (
+  LoadControl,
+  SequenceGroup,
+  StageOutcome,
+  StageTimes,
+  TokenLimit,
+  WorkerPlan,
+  choose_workers,
+  group_rows,
+  joint_starts,
+  level_peak,
+  loads,
+  simulate_stages,
+  staggered_starts,
+  swept_cpus,
+)
+from ringjax.serve.cluster.simulate.phase_times import (
+  InstanceTimes,
+  PhaseTimes,
+  QuadraticTimes,
+  QueuedPrompts,
+  reading_s,
 )
 from ringjax.serve.cluster.worker import ClusterWorker
 

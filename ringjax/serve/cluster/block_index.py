@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Int
 
 from ringjax.checks import integer, one_of, positive_int
-from ringjax.serve.prefix_tree import GroupSpec, PrefixTree, next_digest
+from ringjax.serve.prefix.prefix_tree import GroupSpec, PrefixTree, next_digest
 
 # "all" replaces an instance's set of blocks: at the beginning of a log, or in a
 # replay of a log whose first events were dropped.

@@ -25,7 +25,10 @@ import numpy as np
 
 from ringjax.checks import number
 from ringjax.errors import OptionError
-from ringjax.serve.cluster.fitted_times import CALL_COLUMNS, MeasuredCall
+from ringjax.serve.cluster.simulate.fitted_times import (
+  CALL_COLUMNS,
+  MeasuredCall,
+)
 from ringjax.serve.engine import Engine
 from ringjax.serve.request import Handle, Request
 from ringjax.serve.scheduler import ServedRow, StepPlan

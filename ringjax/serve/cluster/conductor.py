@@ -30,12 +30,6 @@ from ringjax import option_text
 from ringjax.checks import boolean, integer, number, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
-from ringjax.serve.cluster.phase_times import (
-  InstanceTimes,
-  PhaseTimes,
-  QueuedPrompts,
-  reading_s,
-)
 from ringjax.serve.cluster.routing import (
   ChosenReader,
   InstanceView,
@@ -45,6 +39,12 @@ from ringjax.serve.cluster.routing import (
   RoutedRequest,
   RoutingPolicy,
   ShortestQueue,
+)
+from ringjax.serve.cluster.simulate.phase_times import (
+  InstanceTimes,
+  PhaseTimes,
+  QueuedPrompts,
+  reading_s,
 )
 
 # ---------------------------------------------------------------------------

@@ -31,13 +31,17 @@ import numpy as np
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError, PeerError, PromptError, RingjaxError
 from ringjax.infer import inputs
-from ringjax.infer.chunk_pipeline import ChunkPipeline
+from ringjax.infer.mooncake.chunk_pipeline import ChunkPipeline
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.serve.cluster.control_link import ControlLink, checked_beat, dial
 from ringjax.serve.cluster.request_fields import request_of
 from ringjax.serve.cluster.routing import MOST_QUEUED
+from ringjax.serve.prefix.stage_pages import (
+  StagePages,
+  weight_sums,
+  whole_digest,
+)
 from ringjax.serve.request import Request
-from ringjax.serve.stage_pages import StagePages, weight_sums, whole_digest
 from ringjax.transfer import Publisher, Ticket
 from ringjax.transfer.client import Address
 from ringjax.transfer.wire import PullConnection

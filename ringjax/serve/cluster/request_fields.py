@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from ringjax.errors import OptionError
 from ringjax.infer.stopping import Stop
-from ringjax.serve.grammar import GrammarCompiler, GrammarMask
+from ringjax.serve.api.grammar import GrammarCompiler, GrammarMask
 from ringjax.serve.request import Request
 from ringjax.serve.row_sampler import RowSampling
 

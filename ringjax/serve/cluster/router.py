@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringjax.checks import integer, number, one_of, positive_int
-from ringjax.data.tokenizer import AnyTokenizer
+from ringjax.data.text.tokenizer import AnyTokenizer
 from ringjax.errors import (
   InputTypeError,
   OptionError,
@@ -55,6 +55,7 @@ from ringjax.errors import (
 )
 from ringjax.infer import inputs
 from ringjax.parallel.door import Door
+from ringjax.serve.api.server_metrics import Figure
 from ringjax.serve.cluster.block_index import (
   BlockEvent,
   BlockIndex,
@@ -62,11 +63,6 @@ from ringjax.serve.cluster.block_index import (
   short_key,
 )
 from ringjax.serve.cluster.control_link import ControlLink, checked_beat
-from ringjax.serve.cluster.phase_times import (
-  InstanceTimes,
-  QuadraticTimes,
-  QueuedPrompts,
-)
 from ringjax.serve.cluster.request_fields import request_fields
 from ringjax.serve.cluster.role_planner import (
   RoleChange,
@@ -85,6 +81,11 @@ from ringjax.serve.cluster.routing import (
   ShortestQueue,
   check_roles,
 )
+from ringjax.serve.cluster.simulate.phase_times import (
+  InstanceTimes,
+  QuadraticTimes,
+  QueuedPrompts,
+)
 from ringjax.serve.request import (
   Answer,
   Handle,
@@ -92,7 +93,6 @@ from ringjax.serve.request import (
   Request,
   TokenLogprobs,
 )
-from ringjax.serve.server_metrics import Figure
 from ringjax.serve.traces import TraceRequest
 from ringjax.transfer.wire import (
   PullConnection,

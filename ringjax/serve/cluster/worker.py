@@ -47,7 +47,8 @@ from ringjax.errors import (
   RingjaxError,
 )
 from ringjax.infer import inputs
-from ringjax.kv.page_pool import PagePool
+from ringjax.kv.storage.page_pool import PagePool
+from ringjax.serve.api.grammar import GrammarCompiler
 from ringjax.serve.cluster.block_index import (
   BlockEvent,
   BlockLog,
@@ -60,13 +61,12 @@ from ringjax.serve.cluster.control_link import (
   checked_beat,
   dial,
 )
-from ringjax.serve.cluster.fitted_times import instance_times
-from ringjax.serve.cluster.phase_times import QuadraticTimes
 from ringjax.serve.cluster.request_fields import request_of
 from ringjax.serve.cluster.routing import MOST_QUEUED, ROLES
+from ringjax.serve.cluster.simulate.fitted_times import instance_times
+from ringjax.serve.cluster.simulate.phase_times import QuadraticTimes
 from ringjax.serve.engine import Engine
-from ringjax.serve.grammar import GrammarCompiler
-from ringjax.serve.prefix_transfer import (
+from ringjax.serve.prefix.prefix_transfer import (
   ExportedPrefix,
   LayerCopies,
   LayerParts,
@@ -77,7 +77,7 @@ from ringjax.serve.prefix_transfer import (
   import_prefix,
   prefix_layout,
 )
-from ringjax.serve.prefix_tree import OutOfPages
+from ringjax.serve.prefix.prefix_tree import OutOfPages
 from ringjax.serve.request import Answer, Handle, Request
 from ringjax.serve.scheduler import PromptPiece
 from ringjax.transfer import DeviceServer, Publisher, Ticket, pull

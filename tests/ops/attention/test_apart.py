@@ -11,11 +11,17 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.ops.attention.apart import SelectedView, WeighedView
-from ringjax.ops.attention.cached import CacheVisit, ShardedDecode
+from ringjax.ops.attention.cached.cached_attention import (
+  CacheVisit,
+  ShardedDecode,
+)
+from ringjax.ops.attention.cached.separate_contexts import (
+  SelectedView,
+  WeighedView,
+)
+from ringjax.ops.attention.cached.view_statistics import view_statistics
+from ringjax.ops.attention.cached.views import ContiguousView
 from ringjax.ops.attention.scores import Scores, Terms
-from ringjax.ops.attention.view_statistics import view_statistics
-from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.mask import Causal, Coords
 from tests.helpers import make_mesh
 

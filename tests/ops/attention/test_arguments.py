@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
 from ringjax.ops.attention.arguments import AttentionArgs
+from ringjax.parallel.call_sharding import CallSharding
 from ringjax.parallel.layout import slots_of
-from ringjax.parallel.place import CallSharding
 
 pytestmark = pytest.mark.smoke
 

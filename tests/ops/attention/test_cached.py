@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.ops.attention.cached import ShardedDecode
+from ringjax.ops.attention.cached.cached_attention import ShardedDecode
+from ringjax.ops.attention.cached.views import ContiguousView
 from ringjax.ops.attention.scores import Scores, Terms
-from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.mask import Causal, Coords, SameSegment, Window
 from tests.helpers import make_mesh
 

@@ -36,7 +36,7 @@ from ringjax import (
   Zigzag,
 )
 from ringjax.ops.attention.blockwise import tile_kinds
-from ringjax.ops.attention.ring import cut_hops
+from ringjax.ops.attention.strategies.ring import cut_hops
 from ringjax.ops.mask import Everything, Extent, extent, visible
 from tests import oracle
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 import ringjax as rj
-from launch import aot
-from ringjax.bench import strategies, ways
+from benchmarks.attention import strategies
+from launch.planning import aot
+from ringjax.bench import ways
 from ringjax.errors import OptionError
-from ringjax.ops.attention import nesting
-from ringjax.ops.attention.registry import STRATEGIES
+from ringjax.ops.attention.strategies import nesting
+from ringjax.ops.attention.strategies.registry import STRATEGIES
 from ringjax.plan import pictures
 
 pytestmark = pytest.mark.smoke

@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
-from ringjax.ops.attention import cost_terms, pair_counts, registry, select
-from ringjax.ops.attention.call_shape import CallShape, Prediction
+from ringjax.ops.attention.cost import cost_terms, pair_counts, select
+from ringjax.ops.attention.cost.call_shape import CallShape, Prediction
+from ringjax.ops.attention.strategies import registry
 from ringjax.parallel import chips
 from ringjax.parallel.chips import Link, Machine
 from ringjax.parallel.layout import Dealt

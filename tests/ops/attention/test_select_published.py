@@ -15,8 +15,9 @@ import itertools
 import pytest
 
 import ringjax as rj
-from ringjax.ops.attention import cost_terms, pair_counts, registry
-from ringjax.ops.attention.call_shape import CallShape
+from ringjax.ops.attention.cost import cost_terms, pair_counts
+from ringjax.ops.attention.cost.call_shape import CallShape
+from ringjax.ops.attention.strategies import registry
 from ringjax.parallel import chips
 
 CAUSAL = rj.Causal()

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ringjax.ops.attention import selection, views
-from ringjax.ops.attention.cached import ShardedDecode
+from ringjax.ops.attention.cached import selection, views
+from ringjax.ops.attention.cached.cached_attention import ShardedDecode
+from ringjax.ops.attention.cached.selection import KeySelection, chosen_pairs
+from ringjax.ops.attention.cached.views import ContiguousView
 from ringjax.ops.attention.scores import Scores, Terms
-from ringjax.ops.attention.selection import KeySelection, chosen_pairs
-from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.mask import Causal, Coords
 from tests.helpers import make_mesh
 

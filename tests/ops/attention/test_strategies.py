@@ -31,8 +31,8 @@ from ringjax import (
 )
 from ringjax.bench.program import Program
 from ringjax.errors import MeshError, OptionError
-from ringjax.ops.attention import hops, nesting
-from ringjax.ops.attention import ring as rings
+from ringjax.ops.attention.strategies import hops, nesting
+from ringjax.ops.attention.strategies import ring as rings
 from tests import oracle
 from tests.ops.attention import test_exact as exact
 from tests.ops.attention import test_schedule as schedule

@@ -14,7 +14,7 @@ import ringjax as rj
 from ringjax import Blockwise, Chain, Dense, Gather, Halo, Ring, Striped
 from ringjax.bench.program import Program
 from ringjax.errors import OptionError
-from ringjax.ops.attention.wire_format import DTYPES, WireFormat
+from ringjax.ops.attention.strategies.wire_format import DTYPES, WireFormat
 from tests import oracle
 from tests.ops.attention.test_exact import causal, ring_mesh
 from tests.ops.attention.test_schedule import compiled

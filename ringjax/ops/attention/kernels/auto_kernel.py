@@ -33,8 +33,20 @@ from ringjax.ops.attention.blockwise import (
   Residuals,
   check_positive,
 )
-from ringjax.ops.attention.call_shape import CallShape
-from ringjax.ops.attention.code_format import CodeFormat
+from ringjax.ops.attention.cached.code_format import CodeFormat
+from ringjax.ops.attention.cached.pooled import (
+  PooledView,
+  SharedTiles,
+  decode_pool,
+)
+from ringjax.ops.attention.cached.views import (
+  ContiguousView,
+  Decoder,
+  EncodedView,
+  KVView,
+  decode_attention,
+)
+from ringjax.ops.attention.cost.call_shape import CallShape
 from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.decode_codes_tpu import DecodeCodesTPU
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
@@ -42,15 +54,7 @@ from ringjax.ops.attention.kernels.decode_pool_tpu import DecodePoolTPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.kernels.local_hops import LocalHops
-from ringjax.ops.attention.pooled import PooledView, SharedTiles, decode_pool
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.attention.views import (
-  ContiguousView,
-  Decoder,
-  EncodedView,
-  KVView,
-  decode_attention,
-)
 from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.softmax import Partial, finalize
 from ringjax.parallel import chips, collectives

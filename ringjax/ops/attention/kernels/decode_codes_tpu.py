@@ -37,13 +37,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ringjax.ops.attention.blockwise import pad_axis, tile_kinds
-from ringjax.ops.attention.code_format import CodeFormat
+from ringjax.ops.attention.cached.code_format import CodeFormat
+from ringjax.ops.attention.cached.views import (
+  EncodedView,
+  KVView,
+  UnrotatedView,
+)
 from ringjax.ops.attention.kernels import declined, rotated_codes, tile_ops
 from ringjax.ops.attention.kernels.decoder_tpu import DecoderTPU
 from ringjax.ops.attention.kernels.rotated_codes import RotatedRows, Turns
 from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import ScoreArgs, Scores, Terms
-from ringjax.ops.attention.views import EncodedView, KVView, UnrotatedView
 from ringjax.ops.mask import Coords, distance, visible
 from ringjax.ops.rope import Rotation
 from ringjax.ops.softmax import Partial, finite_max

@@ -35,10 +35,10 @@ from ringjax.ops.attention.blockwise import (
   tile_kinds,
   tile_lists,
 )
+from ringjax.ops.attention.cached.views import ContiguousView, KVView, tiled
 from ringjax.ops.attention.kernels import declined, tile_ops
 from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import ScoreArgs, Scores
-from ringjax.ops.attention.views import ContiguousView, KVView, tiled
 from ringjax.ops.mask import Coords, distance, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives

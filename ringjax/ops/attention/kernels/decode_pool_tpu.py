@@ -32,12 +32,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax.ops.attention.blockwise import pad_axis
+from ringjax.ops.attention.cached.pooled import PooledView, pool_tile
+from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.attention.kernels import declined, tile_ops
 from ringjax.ops.attention.kernels.decoder_tpu import DecoderTPU
 from ringjax.ops.attention.kernels.tile_ops import Ref
-from ringjax.ops.attention.pooled import PooledView, pool_tile
 from ringjax.ops.attention.scores import ScoreArgs, Scores
-from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Coords, Mask, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives

@@ -28,10 +28,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, PyTree
 
 from ringjax.ops.attention.blockwise import pad_axis, tile_kinds
+from ringjax.ops.attention.cached.views import ContiguousView, KVView
 from ringjax.ops.attention.kernels import declined, tile_ops
 from ringjax.ops.attention.kernels.decoder_tpu import DecoderTPU
 from ringjax.ops.attention.scores import ScoreArgs, Scores, Terms
-from ringjax.ops.attention.views import ContiguousView, KVView
 from ringjax.ops.mask import Coords, distance, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives

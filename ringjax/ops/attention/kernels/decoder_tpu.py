@@ -11,9 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from ringjax.ops.attention.blockwise import check_positive
+from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.attention.kernels import tile_ops
 from ringjax.ops.attention.scores import ScoreArgs
-from ringjax.ops.attention.views import KVView
 from ringjax.parallel import chips
 
 # Fewest keys of a tile when as many heads as fit share it.

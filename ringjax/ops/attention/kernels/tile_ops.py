@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int8, Shaped
 
+from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Coords
 from ringjax.parallel import chips
 

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import ringjax as rj
+from ringjax.ops.attention.cached.views import ContiguousView
 from ringjax.ops.attention.kernels.auto_kernel import Loops
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.softmax import finalize
 from tests import oracle

@@ -10,7 +10,6 @@ import pytest
 
 import ringjax as rj
 from ringjax import AutoKernel, Blockwise, Gather, Ring, Ulysses
-from ringjax.ops.attention import nesting
 from ringjax.ops.attention.blockwise import Local
 from ringjax.ops.attention.kernels import (
   auto_kernel,
@@ -21,6 +20,7 @@ from ringjax.ops.attention.kernels import (
 from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.strategies import nesting
 from ringjax.ops.mask import Causal, Coords
 from ringjax.parallel import processor
 from tests.ops.attention.kernels.test_kinds import Poison, Vendor

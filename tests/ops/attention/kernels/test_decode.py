@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from ringjax.errors import OptionError
-from ringjax.ops.attention.cached import ShardedDecode
+from ringjax.ops.attention.cached.cached_attention import ShardedDecode
+from ringjax.ops.attention.cached.views import ContiguousView, decode_attention
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.attention.views import ContiguousView, decode_attention
 from ringjax.ops.mask import Causal, Coords, Prefix, SameSegment
 from tests.ops.attention import test_cached as resident
 from tests.ops.attention.test_cached import OPTIONS, close, problem, truth

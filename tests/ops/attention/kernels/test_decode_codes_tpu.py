@@ -12,11 +12,18 @@ import pytest
 
 from ringjax.errors import OptionError
 from ringjax.kv import CodeBook, Floats, Hadamard, Integers
-from ringjax.ops.attention.cached import ShardedDecode
-from ringjax.ops.attention.code_format import (
+from ringjax.ops.attention.cached.cached_attention import ShardedDecode
+from ringjax.ops.attention.cached.code_format import (
   as_stored,
   parts,
   stored_codes,
+)
+from ringjax.ops.attention.cached.views import (
+  ContiguousView,
+  Decoder,
+  EncodedView,
+  UnrotatedView,
+  decode_attention,
 )
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.kernels.decode_codes_tpu import (
@@ -26,13 +33,6 @@ from ringjax.ops.attention.kernels.decode_codes_tpu import (
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.rotated_codes import cos_sin
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.attention.views import (
-  ContiguousView,
-  Decoder,
-  EncodedView,
-  UnrotatedView,
-  decode_attention,
-)
 from ringjax.ops.mask import Causal, Coords, SameSegment, Window
 from ringjax.ops.rope import LongRope, Rope, Rotation, Yarn
 from ringjax.ops.turns import Frequencies

@@ -11,13 +11,13 @@ import pytest
 
 from ringjax.errors import OptionError
 from ringjax.kv import Integers
+from ringjax.ops.attention.cached.pooled import PooledView, decode_pool
+from ringjax.ops.attention.cached.views import Decoder
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.kernels.decode_pool_tpu import DecodePoolTPU
-from ringjax.ops.attention.pooled import PooledView, decode_pool
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.attention.views import Decoder
 from ringjax.ops.mask import Causal, Coords, Prefix, SameSegment, Window
-from ringjax.serve.shared_rows import shared_tiles
+from ringjax.serve.prefix.shared_rows import shared_tiles
 from tests.ops.attention.kernels.test_decode import decoded, same
 
 # The loops' tile on a CPU.

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from ringjax.ops.attention.cached.views import ContiguousView
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.scores import Scores, Terms
-from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.mask import Coords
 from tests.ops.attention.kernels.test_decode import call, refuses
 

@@ -23,11 +23,11 @@ from ringjax import (
   Window,
   Zigzag,
 )
-from ringjax.ops.attention import nesting
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Gradients, Local, LocalAlgorithm
 from ringjax.ops.attention.kernels import hop_kinds as kinds
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
+from ringjax.ops.attention.strategies import nesting
 from ringjax.ops.mask import Coords, Everything, visible
 from tests import oracle
 from tests.ops.attention.test_exact import FEATURES, causal, ring_mesh

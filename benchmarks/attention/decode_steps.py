@@ -1,0 +1,267 @@
+"""Times the attention of a decode step: by kind of cache, and by sharing.
+
+Guarantees: contestants read the same keys, of one layer, on one device. In part
+"kinds" each kind of cache stores them, and a kind whose result is nothing like
+that of the dense cache is WRONG; in part "sharing" the results are equal.
+
+  kinds    one row over `tokens` keys, as `dense`, `int4`, ... store them
+  sharing  `rows` rows over `shared` keys in common and `own` keys each, read
+           row by row ("apart") or once for all ("together")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.shared import harness
+from benchmarks.shared.harness import Contestant, Report, Row, Runnable, option
+from ringjax.kv.base import CacheSpec
+from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache_kind import KINDS
+from ringjax.kv.codecs import Calibrated, Codec
+from ringjax.ops.attention.cached.cached_attention import ShardedDecode
+from ringjax.ops.attention.cached.pooled import (
+  PooledView,
+  SharedTiles,
+  pool_tile,
+)
+from ringjax.ops.attention.scores import Scores, Terms
+from ringjax.ops.mask import Causal, Coords
+from ringjax.ops.rope import Rotation
+
+# Kinds that need no calibration and keep all tokens in one place.
+_NAMES = tuple(
+  name
+  for name, kind in KINDS.items()
+  if isinstance(kind.codec, Codec | None)
+  and not isinstance(kind.codec, Calibrated)
+  and not kind.evicting
+  and name not in ("windowed", "unrotated")
+)
+_WAYS = ("apart", "together")
+_PAGE = 32
+# As a fraction of the dense cache's largest number; codes of 2 bits need it.
+_TOLERANCE = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeSettings(harness.BenchmarkSettings):
+  """Settings of the benchmark of decode steps."""
+
+  parts: tuple[str, ...] = option(("kinds", "sharing"), ("kinds", "sharing"))
+  tokens: tuple[int, ...] = option((65536,))
+  rows: int = option(32, flag=None)
+  shared: tuple[int, ...] = option((4096, 0), (), flag=None)
+  own: int = option(128, flag=None)
+  heads: int = option(8)
+  kv_heads: int = option(4)
+  head_dim: int = option(128, flag=None)
+  dtype: str = option("float32", ("float32", "bfloat16", "float16"), flag=None)
+  contestants: tuple[str, ...] = option((*_NAMES, *_WAYS), (*_NAMES, *_WAYS))
+  rounds: int = option(9)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeCase:
+  """A row of the table.
+
+  Attributes:
+    part: "kinds" or "sharing".
+    tokens: Number of keys of a row.
+    shared: Number of these keys that all rows share.
+    rows: Number of rows of the batch.
+  """
+
+  part: str
+  tokens: int
+  shared: int
+  rows: int
+
+  def __str__(self) -> str:
+    if self.part == "kinds":
+      return f"one row, {self.tokens:,} keys"
+    own_keys = self.tokens - self.shared
+    return f"{self.rows} rows, {self.shared:,} shared keys and {own_keys:,} own"
+
+
+def _attend(q: Any, views: Any, at: Coords, scale: float) -> jax.Array:
+  return ShardedDecode()(Scores(scale=scale), q, views, Terms(), at, Causal())
+
+
+def _queries(s: Any, rows: int, last: int) -> tuple[jax.Array, Coords]:
+  draw = np.random.default_rng(1).standard_normal
+  groups = s.heads // s.kv_heads
+  q = draw((rows, s.kv_heads, groups, 1, s.head_dim), np.float32)
+  at = np.full((rows, 1), last, np.int32)
+  ones = jnp.ones((rows, 1), jnp.int32)
+  return jnp.asarray(q, s.dtype), Coords(jnp.asarray(at), ones)
+
+
+def _by_kind(name: str, case: DecodeCase, s: DecodeSettings) -> Runnable:
+  """Builds a step over a cache of a kind that holds random keys."""
+  shape = LayerCacheSpec(1, s.kv_heads, s.head_dim, s.head_dim)
+  cache = KVCache.create((shape,), 1, case.tokens, s.dtype, kind=KINDS[name])
+  draw = np.random.default_rng(0).standard_normal
+  at = Coords(
+    jnp.arange(case.tokens, dtype=jnp.int32)[None],
+    jnp.ones((1, case.tokens), jnp.int32),
+  )
+  k, v = (
+    jnp.asarray(
+      draw((1, s.kv_heads, case.tokens, s.head_dim), np.float32), s.dtype
+    )
+    for _ in range(2)
+  )
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def fill(cache: KVCache, k: Any, v: Any) -> KVCache:
+    cache = cache.allocate(at, replicated=False, sees=False)
+    layer = cache.layer(0, cache.slots[0], jnp.int32(0))
+    return cache.updated((layer.append(k, v, at, Rotation()).slots,))
+
+  cache = jax.block_until_ready(fill(cache, k, v))
+  q, q_at = _queries(s, 1, case.tokens)
+
+  @jax.jit
+  def step(q: Any, cache: KVCache) -> jax.Array:
+    layer = cache.layer(0, cache.slots[0], jnp.int32(0))
+    return _attend(q, (layer.view(Rotation()),), q_at, s.head_dim**-0.5)
+
+  run = lambda: jax.block_until_ready(step(q, cache))
+  return Runnable(run, run)
+
+
+def _by_sharing(name: str, case: DecodeCase, s: DecodeSettings) -> Runnable:
+  """Builds a step of many rows over pages of a pool."""
+  platform = jax.default_backend()
+  tile = pool_tile(_PAGE, platform)
+  up = lambda n: -(-n // tile) * tile // _PAGE
+  shared_pages, own_pages = up(case.shared), up(case.tokens - case.shared)
+  table = np.concatenate(
+    [
+      np.broadcast_to(np.arange(shared_pages), (case.rows, shared_pages)),
+      shared_pages
+      + np.arange(case.rows * own_pages).reshape(case.rows, own_pages),
+    ],
+    1,
+  )
+  pages = shared_pages + case.rows * own_pages
+  room = CacheSpec(batch=pages, capacity=_PAGE, dtype=s.dtype)
+  shape = LayerCacheSpec(1, s.kv_heads, s.head_dim, s.head_dim)
+  page_spec = shape.slots(room).k
+  draw = np.random.default_rng(0).standard_normal
+  k, v = (
+    jnp.asarray(draw(page_spec.shape, np.float32), s.dtype) for _ in range(2)
+  )
+  pos = np.broadcast_to(
+    np.arange(table.shape[1] * _PAGE, dtype=np.int32),
+    (case.rows, table.shape[1] * _PAGE),
+  )
+  at = Coords(jnp.asarray(pos), jnp.asarray((pos < case.tokens) * np.int32(1)))
+  q, q_at = _queries(s, case.rows, case.tokens)
+  tiles = shared_pages * _PAGE // tile if name == "together" else 0
+  num_tiles = max(1, tiles)
+  plan = SharedTiles(
+    jnp.zeros((1, num_tiles), jnp.int32),
+    jnp.arange(num_tiles, dtype=jnp.int32)[None],
+    jnp.ones((1, num_tiles, case.rows), bool),
+    jnp.full((1,), tiles, jnp.int32),
+    jnp.full((1, case.rows), tiles, jnp.int32),
+  )
+  table = jnp.asarray(table, jnp.int32)
+
+  @jax.jit
+  def step(q: Any, k: Any, v: Any, plan: SharedTiles) -> jax.Array:
+    view = PooledView(k, v, at, table, jnp.int32(0), shared=plan)
+    return _attend(q, (view,), q_at, s.head_dim**-0.5)
+
+  run = lambda: jax.block_until_ready(step(q, k, v, plan))
+  return Runnable(run, run)
+
+
+class DecodeBenchmark(harness.Benchmark):
+  """Benchmark of decode attention by kind of cache, and by sharing."""
+
+  name = "decode"
+  options = DecodeSettings
+  quick = DecodeSettings(tokens=(16384,), shared=(2048, 0), rounds=5)
+  contestants: ClassVar[dict[str, Contestant]] = {
+    **{
+      n: Contestant(functools.partial(_by_kind, n), ours=True) for n in _NAMES
+    },
+    **{
+      n: Contestant(functools.partial(_by_sharing, n), ours=True) for n in _WAYS
+    },
+  }
+  columns = ("part", "tokens", "shared")
+  parts = ("kinds", "sharing")
+  files = ("json", "append")
+
+  @property
+  def cases(self) -> list[DecodeCase]:
+    s, cases = self.settings, []
+    if "kinds" in s.parts:
+      cases += [
+        DecodeCase(part="kinds", tokens=n, shared=0, rows=1) for n in s.tokens
+      ]
+    if "sharing" in s.parts:
+      for shared in s.shared:
+        # Rows have the same length however many keys they share.
+        tokens = max(s.shared) + s.own
+        cases.append(
+          DecodeCase(part="sharing", tokens=tokens, shared=shared, rows=s.rows)
+        )
+    return cases
+
+  def row(self, case: DecodeCase, report: Report) -> Row:
+    s = self.settings
+    available = _NAMES if case.part == "kinds" else _WAYS
+    first = available[0]
+    names = [first] + [
+      n for n in s.contestants if n in available and n != first
+    ]
+    expected: list[Any] = []
+
+    def build(name: str) -> Any:
+      return self.contestants[name].trial(case, s)
+
+    def compare(output: Any) -> tuple[float | None, bool]:
+      arrays = [np.asarray(output, np.float32)]
+      if not expected:
+        expected.extend(arrays)
+      return harness.compare(arrays, expected, _TOLERANCE)
+
+    results, _ = self.measure(names, build, compare, report, warmup=1)
+    return {**dataclasses.asdict(case), "results": results}
+
+  def table(self, case: DecodeCase, row: Row) -> str:
+    first = next(iter(row["results"].values()))["median_s"]
+
+    def relative_time(result: Row) -> str:
+      return f"{result['median_s'] / first:8.2f}" if first else ""
+
+    return "\n".join(
+      [str(case), *harness.lines(row, relative_time, digits=2), ""]
+    )
+
+  def summary(self, rows: Sequence[Row]) -> Row:
+    times = {}
+    for row in rows:
+      names = list(row["results"])
+      name = f"{row['part']} {row['tokens']} {row['shared']}"
+      times[name] = {n: harness.ratio(row, [n], names[:1]) for n in names[1:]}
+    return {"time_of_the_first": times}
+
+  def closing(self, result: Row) -> str:
+    del result
+    return (
+      "Medians; behind them the part of the first one's time. Runs are "
+      "interleaved.\n"
+    )

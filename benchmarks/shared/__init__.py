@@ -1,0 +1,1 @@
+"""What benchmarks share: settings, contestants, tables, files."""

@@ -1,0 +1,479 @@
+"""The sub-command aot of launch.plan, which compiles without TPU hardware.
+
+It compiles one program, or with --search several, and reports its memory, its
+sends and the work that hides them. For the largest contexts see
+`launch.planning.capacity`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+from absl import flags
+
+from launch.planning import strategies
+from launch.shared import common, console
+from ringjax.checks import one_of
+from ringjax.errors import OptionError, RingjaxError
+from ringjax.kv import kind_text
+from ringjax.ops.attention.strategies import registry
+from ringjax.parallel import chips
+from ringjax.plan import draw
+from ringjax.plan.compiler import aot, overlap
+from ringjax.plan.compiler.aot import Compiled
+from ringjax.plan.compiler.roofline import NOTE, Roofline, roofline
+
+NAME = "plan"
+# Sizes of the mesh axis over heads that a search tries.
+_HEADS = (1, 2, 4)
+WHAT = ("train", "prefill", "pair", "decode", "attention")
+STRATEGIES = (*registry.NAMES, "plain")
+BUILDERS = "ringjax.bench.steps"
+# Default meshes of programs that do not shard the sequence.
+_MESHES = {"pair": "model:-1"}
+
+
+_OF_ATTENTION = ("heads", "kv_heads", "head_dim", "causal", "window", "packed",
+                 "backward")  # fmt: skip
+_OF_MODEL = ("model", "shard", "layers")
+_OF_PLACES = ("weights", "cache", "cache_placement")
+_OF_TILES = ("strategy", "q_block", "kv_block")
+# Options of a program in addition to those of all programs.
+_OPTIONS = {
+  "train": (*_OF_MODEL, *_OF_TILES, "remat", "optimizer", "accumulate",
+            "block", "loss_block"),
+  "prefill": (*_OF_MODEL, *_OF_TILES, *_OF_PLACES, "block", "chunk"),
+  "pair": (*_OF_MODEL, "block", "how_summed"),
+  "decode": (*_OF_MODEL, *_OF_PLACES),
+  "attention": (*_OF_ATTENTION, *_OF_TILES),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------
+# One program
+# ---------------------------------------------------------------------------
+
+
+def compile_one(
+  values: flags.FlagValues, stdout: TextIO, stderr: TextIO
+) -> None:
+  """Compiles a program and prints its report; with --search several."""
+  common.check_plot(values)
+  program = _single_value(values, "what") or "train"
+  one_of("--what", program, WHAT)
+  topology = _required_value(values, "topology", "v5p:4x4x8")
+  chips.sides(topology)
+  options = _options(values, program)
+  screen = console.Screen(NAME, stderr)
+  if values.search:
+    # These flags are about one program, and a search compiles several.
+    strategies.refuse(values, "--search", ("plot", "hlo", "limit"))
+    aot.require()
+    _search(values, program, topology, options, screen, stdout)
+    return
+  screen.say(f"compiling {program} for {topology}; this takes minutes")
+  compiled = aot.compile(
+    f"{BUILDERS}:{program}",
+    topology,
+    options,
+    timeout_s=values.timeout,
+    text_path=values.hlo,
+  )
+  bounds = roofline(compiled)
+  limit = overlap.LIMIT if values.limit is None else values.limit
+  strategies.put(
+    values, stdout, record(compiled, bounds), words(compiled, bounds, limit)
+  )
+  if values.plot is not None:
+    if compiled.report is None:
+      screen.say("nothing to draw: the program does not fit")
+    else:
+      draw.schedule(compiled.report, values.plot, _title(compiled))
+      screen.say(f"wrote {values.plot}")
+
+
+def _single_value(values: flags.FlagValues, name: str) -> Any:
+  """The value of a flag that may hold several, of which one is allowed."""
+  items = values[name].value
+  if not items:
+    return None
+  if len(items) > 1:
+    raise OptionError(
+      f"--{name}", ",".join(items), "one", "leave the others out"
+    )
+  return items[0]
+
+
+def _required_value(values: flags.FlagValues, name: str, example: str) -> Any:
+  """The value of a required flag."""
+  value = values[name].value
+  if value in (None, []):
+    raise OptionError(
+      f"--{name}", "nothing", "a value", f"pass e.g. --{name}={example}"
+    )
+  return value
+
+
+def _options(values: flags.FlagValues, program: str) -> dict[str, Any]:
+  """Options of the builder; refuses flags that the program does not take."""
+  tokens = (
+    strategies.ints("tokens", _required_value(values, "tokens", "1048576"))
+    or ()
+  )
+  if len(tokens) != 1:
+    raise OptionError(
+      "--tokens", list(tokens), "one number", "pass --tokens=1048576"
+    )
+  options: dict[str, Any] = {
+    "tokens": tokens[0],
+    "mesh": common.axes(values.mesh or _MESHES.get(program, "seq:-1")),
+    "batch": values.batch,
+  }
+  others = dict.fromkeys(itertools.chain.from_iterable(_OPTIONS.values()))
+  refused = [name for name in others if name not in _OPTIONS[program]]
+  strategies.refuse(values, f"--what={program}", refused)
+  if program == "attention":
+    options |= {name: values[name].value for name in _OF_ATTENTION[:6]}
+    options["what"] = "backward" if values.backward else "forward"
+  else:
+    _required_value(values, "model", "llama-3.1-8b")
+    options["model"] = config_of(_single_value(values, "model"))
+    if values.shard is not None:
+      options["shard"] = None if values.shard == "none" else values.shard
+    if values["layers"].present:
+      options["layers"] = values.layers
+  strategy = _single_value(values, "strategy")
+  if strategy is not None:
+    options["strategy"] = named(strategy)
+  for name in (
+    "remat", "optimizer", "accumulate", "block", "loss_block", "q_block",
+    "kv_block", "order", "dtype", "how_summed", "weights", "cache_placement",
+    "chunk",
+  ):  # fmt: skip
+    if values[name].value is not None:
+      options[name] = values[name].value
+  if values.cache is not None:
+    options["cache"] = str(kind_text.parse(values.cache, "--cache"))
+  return options
+
+
+def config_of(name: str) -> str | dict[str, Any]:
+  """The name of a preset, or the config of a folder, GGUF file or fetched name.
+
+  Raises:
+    OptionError: If `name` is not one of these.
+    ConfigError: If the folder's config.json is missing or not strict JSON.
+  """
+  # These import the models and flax, which most sub-commands don't need.
+  from ringjax import fetched_models
+  from ringjax.data.gguf.gguf_file import is_gguf
+  from ringjax.models.gguf.gguf_folder import open_model
+  from ringjax.models.hf.safe_files import read_config
+  from ringjax.models.presets import PRESETS
+
+  if name in PRESETS:
+    return name
+  folder = pathlib.Path(fetched_models.resolve(name, "--model"))
+  if is_gguf(folder):
+    return open_model(folder).config
+  if folder.is_dir():
+    return read_config(folder)
+  similar = (
+    difflib.get_close_matches(name, PRESETS, 6, 0) or sorted(PRESETS)[:6]
+  )
+  raise OptionError(
+    "--model",
+    f"{name}, which is no preset and no folder",
+    "a folder with a config.json, or a preset as " + ", ".join(similar),
+    f"pass such a folder, or one of the {len(PRESETS)} of rj.models.PRESETS",
+  )
+
+
+def named(name: str) -> str:
+  """Checks that `name` is a strategy, with a number in place of N."""
+  kind, colon, group = name.partition(":")
+  form = f"{kind}:N" if group.isdecimal() and int(group) else name
+  if form not in STRATEGIES or (colon and form == name):
+    raise OptionError(
+      "--strategy", name, f"one of {', '.join(STRATEGIES)}", "pass one of these"
+    )
+  return name
+
+
+def record(found: Compiled, made: Roofline | None) -> dict[str, Any]:
+  """A program and its roofline as JSON."""
+  return {
+    **found.record(),
+    "roofline": None if made is None else made.record(),
+  }
+
+
+def _title(compiled: Compiled) -> str:
+  facts = compiled.facts
+  axes = ", ".join(f"{name} {n}" for name, n in facts["mesh"].items())
+  model = facts.get("model")
+  cache = facts.get("cache")
+  return (
+    f"{facts['what']}{f' of {model}' if model else ''}, "
+    f"{facts['tokens']:,} tokens, {facts['strategy']}, "
+    f"{f'{cache} cache, ' if cache else ''}{_host_memory_text(facts)}"
+    f"on {compiled.topology} "
+    f"({compiled.devices} devices: {axes})"
+  )
+
+
+def _host_memory_text(facts: Mapping[str, Any]) -> str:
+  """Text on the bytes of weights and cache in host memory."""
+  parts = {"weights": facts.get("host_bytes", 0)}
+  parts["cache"] = facts.get("cache_bytes", {}).get("host", 0)
+  phrases = [f"{console.nbytes(n)} of {k}" for k, n in parts.items() if n]
+  return f"{' and '.join(phrases)} in host memory, " if phrases else ""
+
+
+def words(
+  found: Compiled, made: Roofline | None, limit: float = overlap.LIMIT
+) -> list[str]:
+  """The report of a program, in lines of text."""
+  core, size = chips.core(found.topology), console.nbytes
+  versions = ", ".join(f"{k} {v}" for k, v in found.versions.items())
+  lines = [
+    _title(found),
+    f"compiled in {found.compile_s:.0f} s, traced in {found.trace_s:.0f} s "
+    f"({versions}); {core.name}",
+    "",
+  ]
+  if found.memory is None:
+    return [*lines, *_too_large(found)]
+  memory = found.memory
+  lines += [
+    f"fits: {size(memory.total)} of {size(memory.limit)} "
+    f"({100 * memory.total / memory.limit:.0f} %) on each device",
+    f"  arguments {size(memory.arguments)}, outputs {size(memory.outputs)} "
+    f"(of them in place {size(memory.aliased)}), temporaries "
+    f"{size(memory.temporaries)}, code {size(memory.code)}",
+  ]
+  if memory.total > memory.limit:
+    # The sum also counts buffers whose lifetimes do not overlap.
+    lines.append("  not all of it at once: the compiler says that it fits")
+  report = found.report
+  assert report is not None and made is not None
+  lines += [
+    "",
+    f"{'sent, on each device':<22}{'times':>9}{'bytes':>12}{'links busy':>13}"
+    f"{'waited':>14}",
+  ]
+  lines += [
+    f"{collective.kind:<22}{collective.count:>9,.0f}{size(collective.nbytes):>12}"
+    f"{_ms(collective.link_s):>13}{_ms(collective.waited_s):>14}"
+    for collective in report.collectives
+  ] or ["nothing"]
+  if report.sends:
+    lines += ["", *_sends(report)]
+  lines += ["", *_floors(made)]
+  lines += ["", *(f"  {text}" for text in made.assumptions), f"  {NOTE}"]
+  faults = report.faults(limit)
+  lines += ["", "the ring: " + ("hidden" if report.sends else "none")]
+  if faults:
+    lines[-1] = "the ring: at fault"
+    lines += [f"  {text}" for text in faults]
+  if report.sends:
+    lines.append(
+      f"  {100 * report.stalled:.2f} % of the step waits for sends, "
+      f"{100 * report.other_cycles / max(1.0, report.total_cycles):.2f} % for "
+      "other collectives"
+    )
+  if report.unpriced:
+    ops = ", ".join(f"{op} ({n})" for op, n in report.unpriced.items())
+    lines.append(f"  without a price, in lines of the program: {ops}")
+  return lines
+
+
+def _too_large(compiled: Compiled) -> list[str]:
+  size = console.nbytes
+  lines = [
+    f"does not fit: {size(compiled.needed_bytes)} needed, "
+    f"{size(compiled.limit_bytes)} there",
+  ]
+  if compiled.largest:
+    lines.append("largest buffers:")
+    lines += [
+      (
+        f"  {size(buffer.nbytes):>10}  {buffer.shape[:60]}  "
+        f"{buffer.source[-50:]}"
+      ).rstrip()
+      for buffer in compiled.largest
+    ]
+  facts = compiled.facts
+  lines.append("what to change:")
+  if facts.get("remat") in ("all", "attention"):
+    lines.append("  --remat=nothing keeps less of each layer")
+  if facts["strategy"] in ("gather", "plain"):
+    lines.append("  --strategy=striped keeps one shard's keys at a time")
+  if facts.get("optimizer") == "adamw":
+    lines.append("  --optimizer=adafactor or lion keeps fewer moments")
+  if facts.get("cache") == "dense":
+    lines.append("  --cache=windowed keeps the window of layers that have one")
+  if int(facts.get("batch", 1)) > 1 and facts["what"] == "train":
+    lines.append("  --accumulate reads fewer rows at a time")
+  lines.append("  fewer --tokens, or a larger slice or its seq axis")
+  return lines
+
+
+def _sends(report: overlap.OverlapReport) -> list[str]:
+  clock, size = report.core.clock_hz, console.nbytes
+  lines = [
+    f"{'each permute':<30}{'times':>8}{'bytes':>11}{'hops':>6}"
+    f"{'on its way':>12}{'work beside':>13}"
+  ]
+  for send in report.sends:
+    state = "hidden" if send.hidden else "exposed"
+    state = "synchronous" if send.synchronous else state
+    name = send.name.removeprefix("collective-")
+    hops = "" if send.hops is None else str(send.hops)
+    lines.append(
+      f"{name[:29]:<30}{send.times:>8,.0f}{size(send.nbytes):>11}"
+      f"{hops:>6}{_ms(send.link_cycles / clock):>12}"
+      f"{_ms(send.between_cycles / clock):>13}  {state}"
+    )
+  return lines
+
+
+def _floors(bounds: Roofline) -> list[str]:
+  rows = (
+    ("products at the peak", bounds.multiply_s),
+    ("memory, read once", bounds.memory_s),
+    ("ring's busiest link", bounds.ring_s),
+    ("other collectives", bounds.others_s),
+    ("the compiler's schedule", bounds.schedule_s),
+  )
+  return [
+    "a step, by each of these alone",
+    *(f"  {name:<24}{_ms(seconds):>12}" for name, seconds in rows),
+    f"  bound by {bounds.bound}; the schedule reaches "
+    f"{100 * bounds.utilization:.1f} % of the peak",
+  ]
+
+
+def _ms(seconds: float) -> str:
+  if seconds >= 10:
+    return f"{seconds:,.1f} s"
+  return f"{1e3 * seconds:,.3f} ms"
+
+
+# ---------------------------------------------------------------------------
+# Several
+# ---------------------------------------------------------------------------
+
+
+def candidates(
+  what: str, devices: int, options: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+  """Yields options to try that do not change the result of the program.
+
+  Options that the caller fixed stay. Meshes have a data axis that the batch
+  fills and an axis of heads; the rest of the devices are the ring. Tiles of
+  attention are not tried: each kernel chooses its tiles.
+  """
+  batch = int(options["batch"])
+  axes = dict(options["mesh"])
+  if len(axes) > 1 or -1 not in axes.values():
+    meshes = [options["mesh"]]
+  else:
+    head_counts = _HEADS if what != "attention" else (1,)
+    meshes = [
+      [("data", n), ("seq", devices // n // m), *([("model", m)] * (m > 1))]
+      for m in head_counts
+      for n in range(1, batch + 1)
+      if devices % (n * m) == 0 and batch % n == 0
+    ]
+  choices: dict[str, Sequence[Any]] = {
+    "mesh": meshes,
+    "strategy": ("striped", "zigzag", "ring"),
+    "remat": ("attention", "nothing", "all"),
+    "block": (2048, 1024),
+    "loss_block": (1024, 2048),
+  }
+  choices = {
+    name: (options[name],) if name in options and name != "mesh" else values
+    for name, values in choices.items()
+    if name in ("mesh", *_OPTIONS[what])
+  }
+  # Candidates that change one option first, then combinations.
+  names = list(choices)
+  grids = itertools.product(*(range(len(choices[name])) for name in names))
+  for picks in sorted(grids, key=lambda picks: (sum(map(bool, picks)), picks)):
+    chosen = {
+      name: choices[name][i] for name, i in zip(names, picks, strict=True)
+    }
+    yield {k: v for k, v in chosen.items() if v is not None}
+
+
+def _search(
+  values: flags.FlagValues,
+  program: str,
+  topology: str,
+  options: dict[str, Any],
+  screen: console.Screen,
+  stdout: TextIO,
+) -> None:
+  devices = chips.devices(topology)
+  rows: list[dict[str, Any]] = []
+  tries = itertools.islice(candidates(program, devices, options), values.tries)
+  for number, tried in enumerate(tries):
+    label = _label(tried)
+    screen.say(f"{number + 1} of at most {values.tries}: {label}")
+    try:
+      compiled = aot.compile(
+        f"{BUILDERS}:{program}",
+        topology,
+        options | tried,
+        timeout_s=values.timeout,
+      )
+    except RingjaxError as error:
+      rows.append({"options": tried, "refused": str(error)})
+      continue
+    bounds = roofline(compiled)
+    rows.append(
+      {
+        "options": tried,
+        "fits": compiled.fits,
+        "needed_bytes": compiled.needed_bytes,
+        "seconds": None if bounds is None else bounds.schedule_s,
+        "stalled": None if compiled.report is None else compiled.report.stalled,
+        "compile_s": compiled.compile_s,
+      }
+    )
+  last = float("inf")
+  rows.sort(key=lambda row: row.get("seconds") or last)
+  lines = [
+    f"{program} on {topology}, the fastest by the compiler's schedule first",
+    f"{'step':>12}{'memory':>11}{'waits':>8}  options",
+  ]
+  for row in rows:
+    label = _label(row["options"])
+    if "refused" in row:
+      lines.append(f"{'refused':>12}{'':19}  {label}: {row['refused'][:80]}")
+    elif not row["fits"]:
+      need = console.nbytes(row["needed_bytes"])
+      lines.append(f"{'no room':>12}{need:>11}{'':8}  {label}")
+    else:
+      lines.append(
+        f"{_ms(row['seconds']):>12}{console.nbytes(row['needed_bytes']):>11}"
+        f"{100 * row['stalled']:>6.1f} %  {label}"
+      )
+  strategies.put(
+    values, stdout, {"what": program, "tried": rows}, [*lines, NOTE]
+  )
+
+
+def _label(options: Mapping[str, Any]) -> str:
+  parts = []
+  for name, value in options.items():
+    if name == "mesh":
+      value = ",".join(f"{axis}:{n}" for axis, n in value)
+    parts.append(f"--{name}={value}")
+  return " ".join(parts) or "as given"

@@ -1,0 +1,129 @@
+"""The processes of a script: when one is lost, the others end and report it.
+
+A process that waits in a collective for one that has died cannot be woken, and
+JAX itself notices after minutes, or aborts with a stack trace. So each process
+ends itself once it receives the failure, with the rank and the reason in one
+line.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import jax
+
+from launch.shared import console
+from ringjax.errors import PeerError
+from ringjax.parallel.peers import Peers
+
+# Exit status after another process was lost.
+FAILED = 3
+# A healthy process may be silent for this long: it copies gigabytes, or is
+# starved.
+PATIENCE_S = 60.0
+_MOMENT_S = 2.0
+
+
+class Group:
+  """Membership of this process in the group of all processes.
+
+  Args:
+    screen: Console of this process.
+    doing: Function that returns its current activity, for its last message.
+    leaving: Called before this process ends because of a failure.
+  """
+
+  def __init__(
+    self,
+    screen: console.Screen,
+    doing: Callable[[], str],
+    *,
+    leaving: Callable[[], object] = lambda: None,
+  ):
+    self._screen, self._doing, self._leaving = screen, doing, leaving
+    self._peers: Peers | None = None
+    self._ending = threading.Lock()
+
+  @property
+  def several(self) -> bool:
+    """Whether there are other processes."""
+    return self._peers is not None and self._peers.size > 1
+
+  def meet(self, timeout_s: float = PATIENCE_S) -> Peers:
+    """Connects the processes, and ends this one when another is lost.
+
+    Args:
+      timeout_s: Seconds that another process may be silent.
+
+    Raises:
+      PeerError: If a process is missing.
+    """
+    peers = self._peers = Peers.of_processes(timeout_s=timeout_s)
+
+    def failed(error: PeerError) -> None:
+      # Before JAX notices and aborts with a stack trace.
+      with self._ending:
+        self._screen.error(f"{error}, while {self._doing()}")
+        self._leaving()
+        _leave(FAILED)
+
+    if self.several:
+      peers.on_failure(failed)
+    return peers
+
+  def leave(self, error: BaseException, status: int) -> None:
+    """Ends this process so that no other one waits for it.
+
+    Returns only if there is no other process.
+    """
+    self._leaving()
+    if self._peers is None or not self.several:
+      # JAX may already have connected processes that did not `meet` yet.
+      if jax.distributed.is_initialized():
+        _leave(status)
+      return
+    if isinstance(error, PeerError):
+      self._peers.close()
+    else:
+      self._peers.abandon(error)
+    _leave(status)
+
+  def failed(self, error: Exception, doing: str, knobs: str) -> int:
+    """Reports an error; several processes then end, one returns the status.
+
+    For the arguments see `console.reason`.
+    """
+    text = console.reason(error, doing, knobs)
+    if text is None and self.several:
+      # A collective may fail before the lost process is identified.
+      time.sleep(_MOMENT_S)
+    with self._ending:
+      return self._failed(error, text)
+
+  def _failed(self, error: Exception, text: str | None) -> int:
+    if text is None:
+      self._screen.end()
+      if not jax.distributed.is_initialized():
+        raise error
+      traceback.print_exception(error, file=sys.stderr)
+      text = f"{type(error).__name__}: {error}"
+    self._screen.error(text)
+    status = FAILED if isinstance(error, PeerError) else 2
+    self.leave(error, status)
+    return status
+
+  def close(self) -> None:
+    """Leaves the group; the other processes may continue."""
+    if self._peers is not None:
+      self._peers.close()
+
+
+def _leave(status: int) -> None:
+  if jax.process_index() == 0:
+    # JAX's coordinator runs here: the others abort if it ends before them.
+    time.sleep(1.0)
+  console.leave(status)

@@ -1,0 +1,406 @@
+"""Flags of both launch.generate and launch.chat: model, cache and sampling.
+
+Also creates the objects that these flags ask for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
+
+import jax
+from absl import flags
+
+import ringjax as rj
+from launch.shared import (
+  answering,
+  common,
+  console,
+  integer_flags,
+  machines,
+  prompts,
+)
+from launch.shared.flag_helpers import FlagHelper
+from ringjax import fetched_models, option_text
+from ringjax.checks import positive_int
+from ringjax.data import Tokenizer, fingerprint
+from ringjax.errors import OptionError
+from ringjax.infer import METHODS, Sample, speculate
+from ringjax.infer.sampling import PARAMETERS, from_names
+from ringjax.infer.speculate.draft_model import ModelDrafter
+from ringjax.kv import KINDS, kind_text
+from ringjax.models.checkpoint import WEIGHTS
+from ringjax.models.transformer import Transformer
+from ringjax.models.weights.coded_weights import BITS
+from ringjax.models.weights.neurons import FILE as NEURONS
+from ringjax.ops.attention.strategies.wire_format import DTYPES
+from ringjax.parallel import memory
+
+# Show these flags in the --help of the script that defines them.
+flags.disclaim_key_flags()
+# The folder of a draft model decides whether its tokens are translated.
+_DRAFTERS = tuple(name for name in speculate.DRAFTERS if name != "translated")
+# Share of the host's free memory that keys may take.
+_HOST_SHARE = 0.9
+# Options of `rj.models.sparse_model`.
+_FLASH = ("window", "memory", "threshold", "predictors", "threads")
+
+
+def define(
+  values: flags.FlagValues, default: str = "the model in ringjax"
+) -> None:
+  """Defines the flags of a model, of its cache and of sampling.
+
+  Args:
+    values: Flags to add to.
+    default: Words for the model that is taken without --model.
+  """
+  new = FlagHelper(values)
+  new.checkpoint(default)
+  new.text("system", None, "A system message; needs a chat template.")
+  flags.DEFINE_enum(
+    "prefill", "auto", METHODS, "How the prompt is read.", flag_values=values
+  )
+  new.whole("chunk", None, "Tokens of a chunk, for --prefill=chunked.", None)
+  machines.define(new, "Profile for --prefill=auto to choose by")
+  flags.DEFINE_enum(
+    "wire",
+    None,
+    ["cache", *DTYPES],
+    "How keys travel while shards read the prompt: cache: as what --cache "
+    "stores; or as numbers of a dtype.",
+    flag_values=values,
+  )
+  new.text(
+    "cache",
+    "windowed",
+    f"How the KV cache is stored: {', '.join(KINDS)}; with options as "
+    "NAME:key=value,key=value; device=N keeps the newest N tokens on the "
+    "devices, the others in host memory.",
+  )
+  new.text(
+    "speculate",
+    None,
+    f"What drafts tokens: {', '.join(_DRAFTERS)}; with options as "
+    "lookup:count=8 or model:model=FOLDER, which may have another tokenizer. "
+    "Tokens are those without it, but where rounding decides.",
+  )
+  for name, parameter in PARAMETERS.items():
+    if name != "seed":
+      make = new.whole if parameter.whole else new.number
+      make(name, None, parameter.meaning, None)
+  flags.DEFINE_multi_string(
+    "stop", [], "Text that ends the answer; repeatable.", flag_values=values
+  )
+  new.text(
+    "dtype",
+    None,
+    "bfloat16, float16 or float32; default: the folder's, on one CPU device "
+    "float32 where that fits.",
+  )
+  flags.DEFINE_enum(
+    "weights",
+    None,
+    [*(f"int{bits}" for bits in BITS), *WEIGHTS],
+    "Keeps the weights of linear maps as codes: rounded to 8 or 4 bits, or "
+    "stored: those of a GGUF file, with its numbers.",
+    flag_values=values,
+  )
+  new.path("adapter", None, "Low-rank adapter to add: a folder of PEFT.")
+  new.path("integer", None, integer_flags.HELP)
+  new.path(
+    "flash",
+    None,
+    "Reads single feedforward neurons from this folder as tokens need them, "
+    "of a ReLU model, or lossily with a threshold: DIR or DIR:window=5,"
+    "memory=1GiB,threshold=.1,predictors=true; predictors of launch.calibrate "
+    "--neurons are in DIR. Neurons are written there if there are none.",
+  )
+  new.text(
+    "placement",
+    None,
+    "Where the weights of layers are: device, host, disk, or fractions as "
+    "device=.2,host=.5,disk=.3; default: on the devices.",
+  )
+  new.text(
+    "memory",
+    None,
+    "Bytes on a device, as 6GiB, of weights, keys and what the call computes: "
+    "as many layers as fit, the others in host memory, or where --placement "
+    "says. With --contexts of weights alone; --speculate is not counted.",
+  )
+  new.text(
+    "cache_placement",
+    None,
+    "Where the keys of layers are that do not run: device, host, disk, or "
+    "fractions as of --placement; they are fetched when the layer runs.",
+  )
+  new.path(
+    "disk",
+    None,
+    "A folder for keys that are on disk; alone: keys are in host memory as far "
+    "as they fit there, then in this folder, of which no file is left.",
+  )
+
+
+def check(values: flags.FlagValues) -> None:
+  """Refuses flags that do not go together, before anything is loaded."""
+  common.cache_kind(values.cache)
+  if values.speculate is not None:
+    checked_drafter(values.speculate)
+  if values.max_new_tokens is not None:
+    positive_int("--max_new_tokens", values.max_new_tokens)
+  if values.model == "":
+    # Probably an unset shell variable: the default model would answer.
+    raise OptionError(
+      "--model", "an empty value", "a model directory", "pass its path"
+    )
+  costs = values.profile is not None
+  for refused, got, want in (
+    *((values.flash is not None and values[name].value is not None,
+       f"--{name} with --flash", "one of them")
+      for name in ("placement", "memory", "weights", "integer")),
+    (values.integer is not None and values.weights is not None,
+     "--integer with --weights", "one of them"),
+    (values.adapter is not None and values.weights in WEIGHTS,
+     "--adapter with --weights=stored", "one of them"),
+    *((True, f"--{name} without --profile", "both")
+      for name in machines.unused(values)),
+    (costs and values.prefill != "auto",
+     f"--profile and --prefill={values.prefill}", "--prefill=auto"),
+    (costs and values.chunk is not None,
+     "--profile and --chunk", "one of them"),
+  ):  # fmt: skip
+    if refused:
+      raise prompts.clash(got, want)
+
+
+def checked_drafter(text: str) -> speculate.Drafter:
+  """The drafter of --speculate, refused before anything is loaded.
+
+  Raises:
+    OptionError: If there is no such drafter, or the folder of its model or the
+      file of its cache's calibration is missing.
+  """
+  drafter = speculate.drafter_of(text, "--speculate")
+  if isinstance(drafter, ModelDrafter):
+    kind = drafter.cache_kind
+    if isinstance(kind, str):
+      kind = kind_text.parse(kind, "--speculate")
+    common.check_files_of(kind)
+  if _has_folder(drafter) or isinstance(drafter, speculate.LongSpec):
+    assert isinstance(drafter.model, str)
+    missing = None if drafter.model else repr(text)
+    if not missing and not os.path.exists(
+      fetched_models.resolve(drafter.model, "--speculate")
+    ):
+      missing = f"{drafter.model}, which does not exist"
+    if missing:
+      raise OptionError(
+        "--speculate",
+        missing,
+        "the folder of a draft model",
+        f"pass --speculate={drafter.name}:model=FOLDER",
+      )
+  return drafter
+
+
+def load(
+  values: flags.FlagValues,
+  folder: pathlib.Path,
+  mesh: Any,
+  say: Callable[[str], Any],
+  *,
+  policy: Any = None,
+  beside: Callable[..., Mapping[str, Mapping[str, int]]] | None = None,
+) -> Transformer:
+  """Loads the model of the flags.
+
+  Args:
+    values: The flags.
+    folder: Folder or file of the model.
+    mesh: Devices that get it.
+    say: Function that prints a line.
+    policy: Placement of its layers, in place of --placement.
+    beside: Bytes of the largest call, for --memory, as `rj.models.load` has it.
+  """
+  if values.flash is not None and mesh is not None and mesh.size > 1:
+    raise OptionError(
+      "--flash", f"a mesh of {mesh.size} devices", "one", "pass --mesh=seq:1"
+    )
+  # With --flash at most one layer's feedforward is loaded at a time.
+  placement = values.placement if values.flash is None else "disk"
+  exact = ("placement", "memory", "flash", "weights", "integer", "adapter")
+  model, note = answering.load(
+    values,
+    folder,
+    mesh,
+    codes=policy is None
+    and all(values[name].value is None for name in exact)
+    and not measured(values),
+    placement=policy or placement,
+    memory=values.memory,
+    beside=beside,
+    weights=values.weights if values.weights in WEIGHTS else None,
+  )
+  if model.stored_types is not None:
+    say(f"weights: {model.stored_types}")
+  if note is not None:
+    say(note)
+  if values.adapter is not None:
+    model = _adapted(model, values)
+  if values.flash is not None:
+    model = _flash(model, values.flash, say)
+  if values.integer is not None:
+    model = integer_flags.model(model, values.integer)
+  if values.weights is not None and values.weights not in WEIGHTS:
+    bits = int(values.weights.removeprefix("int"))
+    model = rj.models.with_coded_weights(model, bits=bits)
+  return model
+
+
+def measured(values: flags.FlagValues) -> bool:
+  """Whether a cache or a drafter was made for the weights as floats."""
+  if common.measured(kind_text.parse(values.cache, "--cache")):
+    return True
+  return values.speculate is not None and isinstance(
+    speculate.drafter_of(values.speculate, "--speculate"), speculate.LongSpec
+  )
+
+
+def tell_placement(model: Transformer, say: Callable[[str], Any]) -> None:
+  """Reports the placement of layers, unless all are on the devices."""
+  placed = model.placement_report()
+  if placed.streamed_parameters:
+    say(f"placement: {_placement(placed)}")
+    model.on_wait(say)
+
+
+def offload(
+  values: flags.FlagValues, model: Transformer, tokens: int
+) -> dict[str, Any]:
+  """Arguments of `generate` and `Session` that place keys of idle layers.
+
+  Args:
+    values: The flags.
+    model: Model of the keys.
+    tokens: Tokens of the row.
+  """
+  placement = values.cache_placement
+  if placement is None and values.disk is None:
+    return {}
+  if placement is None:
+    kind = kind_text.parse(values.cache, "--cache")
+    cache_spec = model.init_cache_spec(1, tokens, kind=kind)
+    need = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache_spec))
+    free = memory.host_free_bytes()
+    host = 1.0 if free is None else min(1.0, _HOST_SHARE * free / need)
+    placement = rj.models.Placement(host=host, disk=1 - host)
+    if placement.disk == 0:
+      return {"cache_placement": placement}
+  return {"cache_placement": placement, "disk": values.disk}
+
+
+def _adapted(model: Transformer, values: flags.FlagValues) -> Transformer:
+  """Adds the adapter of --adapter to the weights of a model."""
+  rounded = values.integer is not None or values.weights is not None
+  placed = model.stack.placed is not None
+  if values.flash is not None or (placed and rounded):
+    raise OptionError(
+      "--adapter",
+      "it with weights that are read from disk or rounded as they stream",
+      "weights that the adapter is added to",
+      "leave --flash, --integer and --weights out",
+    )
+  lora, params = rj.train.load_adapter(values.adapter, model)
+  return lora.merged(params, model)
+
+
+def _flash(
+  model: Transformer, text: str, say: Callable[[str], Any]
+) -> Transformer:
+  """Creates the model of --flash, whose neurons are on disk."""
+  folder, colon, option_part = text.partition(":")
+  pairs = option_text.pairs(
+    option_part if colon else None, _FLASH, "--flash", folder
+  )
+  options = {key: option_text.value(value) for key, value in pairs.items()}
+  if options.pop("predictors", False):
+    options["predictors"] = folder
+  if not (pathlib.Path(folder) / NEURONS).exists():
+    say(f"neurons: {rj.models.write_neurons(model, folder)}")
+  sparse = rj.models.sparse_model(model, folder, **options)
+  report = rj.models.neuron_report(sparse)
+  lossy = "predictors may miss some" if "predictors" in options else "exact"
+  if options.get("threshold"):
+    lossy = "a threshold leaves small ones out"
+  say(
+    f"neurons: {console.nbytes(report.disk_bytes)} on disk, at most "
+    f"{console.nbytes(report.buffer_bytes)} in memory; {lossy}"
+  )
+  return sparse
+
+
+def _has_folder(drafter: speculate.Drafter) -> TypeGuard[speculate.DraftModel]:
+  """Whether a drafter is a draft model, which a flag names by its folder."""
+  return type(drafter) is speculate.DraftModel
+
+
+def drafter(text: str, tokenizer: Tokenizer) -> speculate.Drafter:
+  """The drafter of --speculate; a draft model's tokens may be translated."""
+  drafter = speculate.drafter_of(text, "--speculate")
+  if not _has_folder(drafter):
+    return drafter
+  assert isinstance(drafter.model, str)
+  draft_tokenizer = Tokenizer.load(drafter.model, untrusted=True)
+  if fingerprint(draft_tokenizer) == fingerprint(tokenizer):
+    return drafter
+  options = {
+    f.name: getattr(drafter, f.name)
+    for f in dataclasses.fields(drafter)
+    if f.init
+  }
+  return speculate.TranslatedDraft(
+    **options, tokenizer=draft_tokenizer, target_tokenizer=tokenizer
+  )
+
+
+def sampler(values: flags.FlagValues) -> Any:
+  """Creates the sampler of the flags."""
+  parameters = {
+    name: values[name].value for name in PARAMETERS if name != "seed"
+  }
+  filters = any(
+    parameters[name] is not None for name in ("top_k", "top_p", "min_p")
+  )
+  if parameters["temperature"] == 0 and filters:
+    raise prompts.clash(
+      "--temperature=0 and filters", "sampling or --temperature=0"
+    )
+  sampler, _ = from_names(None, None, parameters)
+  if isinstance(sampler, Sample):
+    return dataclasses.replace(sampler, seed=values.seed)
+  return sampler
+
+
+def _placement(report: Any) -> str:
+  """Text on the layers in each memory tier and their bytes."""
+  parts = []
+  for tier in ("device", "host", "disk"):
+    if count := report.tiers.count(tier):
+      size = console.nbytes(getattr(report, f"{tier}_bytes"))
+      parts.append(f"{count} layers ({size}) {_PLACES[tier]}")
+  text = ", ".join(parts)
+  if report.buffer_bytes:
+    text += f"; {console.nbytes(report.buffer_bytes)} to read them through"
+  return text
+
+
+_PLACES = {
+  "device": "on the devices",
+  "host": "in host memory",
+  "disk": "on disk",
+}

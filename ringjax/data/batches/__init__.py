@@ -1,0 +1,1 @@
+"""Texts packed, assigned and placed as batches."""

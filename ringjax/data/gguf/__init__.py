@@ -1,0 +1,1 @@
+"""GGUF files: tensors, metadata and tokenizers."""

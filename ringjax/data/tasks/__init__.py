@@ -1,0 +1,1 @@
+"""Tasks with known answers, and the texts around them."""

@@ -1,0 +1,1 @@
+"""FastDecode: attention in processes next to the caches."""

@@ -1,0 +1,1 @@
+"""KV-Runahead: prefill by a chain of processes."""

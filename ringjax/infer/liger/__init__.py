@@ -1,0 +1,1 @@
+"""Liger: two batches whose sums and products interleave."""

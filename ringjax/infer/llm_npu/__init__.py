@@ -1,0 +1,1 @@
+"""llm.npu: integer products beside a float processor."""

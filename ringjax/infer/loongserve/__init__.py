@@ -1,0 +1,1 @@
+"""LoongServe: groups of instances that grow and shrink."""

@@ -1,0 +1,1 @@
+"""Mooncake: a chunked prefill pipeline over processes."""

@@ -1,0 +1,1 @@
+"""TPI-LLM: tensor parallelism over processes with a window of weights."""

@@ -1,0 +1,1 @@
+"""Caches that keep the tokens a policy chooses."""

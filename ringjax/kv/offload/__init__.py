@@ -1,0 +1,1 @@
+"""Caches whose keys are partly in host memory or on disk."""

@@ -1,0 +1,964 @@
+"""A cache with a part in host memory: the newest tokens stay on the devices.
+
+Guarantees: all tokens are kept, bit for bit, whatever codec stores them. What
+a call reads does not depend on which memory the older part is in. Rows are
+independent; each device moves tokens that it had.
+Cost: of each call, one copy of the older part to the devices, see `HostView`;
+of each move, one copy of what moves.
+Memory: on the devices `device` tokens of a row and two blocks of `room` on
+each shard, whatever its length; a call that brings more tokens makes the open
+cache larger until the next `evict`. On the hosts, blocks for a whole row.
+
+The newest tokens are in an ordinary cache, the open one, to which calls append.
+`evict` is called between calls of the model, outside of jit, and moves the
+oldest; `generate` does so by itself. Ring buffers of windowed layers and states
+of recurrent ones stay on the devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int, PyTree
+
+from ringjax import tree
+from ringjax.checks import one_of
+from ringjax.errors import OptionError, PromptError
+from ringjax.kv.base import HOST, CacheSpec, Ends, RowIndices
+from ringjax.kv.cache import (
+  Blocks,
+  KVCache,
+  LayerCacheSpec,
+  LayerKV,
+  rows_sharding,
+)
+from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_report import HOST_BANDWIDTH, CacheReport, report
+from ringjax.kv.open_cache import WithOpenCache, WithOpenLayer
+from ringjax.kv.storage.pages import Places, host
+from ringjax.kv.storage.slots import ContiguousSlots, by_token
+from ringjax.ops.attention.blockwise import loop
+from ringjax.ops.attention.cached.code_format import token_axis
+from ringjax.ops.attention.cached.streamed import HostView
+from ringjax.ops.attention.cached.views import KVView
+from ringjax.ops.mask import Coords
+from ringjax.parallel import chips
+from ringjax.parallel.local_arrays import move
+from ringjax.parallel.programs import bounded
+from ringjax.typing import Index
+
+# Memories of the older part; "device" is for comparisons.
+MEMORIES = (HOST, "device")
+
+
+class TieredSnapshot(NamedTuple):
+  """State of a `TieredCache` for `restore`; blocks are not copied.
+
+  Fields:
+    open: Copy of the open cache.
+    held: Slot table (token of each slot) of the blocks.
+  """
+
+  open: KVCache
+  held: ContiguousSlots
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TieredCache(WithOpenCache):
+  """Blocks of older tokens in host memory, and an open cache of the newest.
+
+  Attributes:
+    open: Open cache of the newest tokens.
+    held: Slot table (token of each slot) of the blocks, on the devices.
+    blocks: For each kind of layer its blocks, [L N, B, K, P, X] for keys and
+      for values, see `HostView`; None if all stays on the devices.
+    kind: Cache kind, with `device` set.
+    limit: Maximum number of tokens in a row.
+    memory: Memory kind of the blocks, one of `MEMORIES`.
+    places: Mesh axes that shard the blocks.
+  """
+
+  held: ContiguousSlots
+  blocks: tuple[LayerKV | None, ...]
+  memory: str
+  places: Places
+
+  # -------------------------------------------------------------------------
+  # Making one
+  # -------------------------------------------------------------------------
+
+  @classmethod
+  def create(
+    cls,
+    shapes: tuple[Any, ...],
+    batch: int,
+    capacity: int,
+    dtype: DTypeLike,
+    **where: Any,
+  ) -> TieredCache:
+    """Create an empty cache; takes the arguments of `spec`.
+
+    Raises:
+      OptionError: If the devices lack this memory, or as `spec` does.
+    """
+    empty = cls.spec(shapes, batch, capacity, dtype, **where)
+    _check_memory(empty)
+    where.pop("memory", None)
+    open_cache = KVCache.create(
+      shapes,
+      batch,
+      empty.open.capacity,
+      dtype,
+      **where | {"kind": empty.open.kind},
+    )
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)
+    slot_table = jax.tree.map(zeros, empty.held)
+    if empty.mesh is None:
+      # Blocks are committed to a device, and so is all that a call returns:
+      # an uncommitted cache at the start would make jit compile twice.
+      open_cache, slot_table = jax.device_put(
+        (open_cache, slot_table), default_device()
+      )
+    return dataclasses.replace(
+      empty,
+      open=open_cache,
+      held=slot_table,
+      blocks=jax.tree.map(host_zeros, empty.blocks),
+    )
+
+  @classmethod
+  def spec(
+    cls,
+    shapes: tuple[Any, ...],
+    batch: int,
+    capacity: int,
+    dtype: DTypeLike,
+    *,
+    kind: CacheKind,
+    memory: str = HOST,
+    **where: Any,
+  ) -> TieredCache:
+    """Specs (shapes, dtypes, shardings) of an empty cache, as `KVCache.spec`.
+
+    Args:
+      shapes: For each kind of layer, the shape of one token's cached vectors.
+      batch: Number of rows, B.
+      capacity: Tokens per row.
+      dtype: Dtype of keys and values.
+      kind: Cache kind, with `device` set.
+      memory: Memory kind of the blocks: "pinned_host", or "device" as baseline.
+      **where: Mesh and sharding arguments of `KVCache.spec`.
+
+    Raises:
+      OptionError: If `memory` is another one, or as `KVCache.spec` does.
+    """
+    one_of("memory", memory, MEMORIES, remedy="leave it out")
+    mesh: Any = where.get("mesh")
+    axis = where.get("axis")
+    size = mesh.shape[axis] if axis is not None else 1
+    local = min(_open_slots(kind, size) * size, capacity)
+    open_cache = KVCache.spec(
+      shapes, batch, local, dtype, kind=kind.opened(), **where
+    )
+    # Only for its check that the shards divide the whole capacity.
+    KVCache.spec((), batch, capacity, dtype, kind=kind.opened(), **where)
+    count = -(-capacity // size // kind.room)
+    room = CacheSpec(
+      batch=batch,
+      capacity=size * count * kind.room,
+      dtype=jnp.dtype(dtype),
+      mesh=mesh,
+      axes=dict(
+        batch=where.get("batch_axes") or None,
+        heads=where.get("head_axis"),
+        tokens=axis,
+      ),
+      codec=kind.codec,
+      target=where.get("platform"),
+    )
+    return cls(
+      open=open_cache,
+      held=ContiguousSlots.spec(room),
+      blocks=tuple(
+        _blocks_spec(shape, room, kind.room, size * count, memory)
+        if isinstance(shape, LayerCacheSpec) and open_cache._ring(n) is None
+        else None
+        for n, shape in enumerate(shapes)
+      ),
+      kind=kind,
+      limit=capacity,
+      memory=memory,
+      # `_with_heads` drops the head axis for arrays whose heads do not divide.
+      places=Places.of(room, 0),
+    )
+
+  # -------------------------------------------------------------------------
+  # Size and contents
+  # -------------------------------------------------------------------------
+
+  @property
+  def slots(self) -> tuple[Any, ...]:
+    return self.open.slots
+
+  @property
+  def at(self) -> Coords:
+    """Coordinates of all slots, [B, S]: of the blocks, then the open ones."""
+    pairs = zip(self.held.at, self.open.at, strict=True)
+    return Coords(*(jnp.concatenate(pair, 1) for pair in pairs))
+
+  @property
+  def length(self) -> jax.Array:
+    """int32 [B], the position after each row's last token; 0 if empty."""
+    at = self.held.at
+    older = jnp.max(jnp.where(at.seg > 0, at.pos + 1, 0), 1)
+    return jnp.maximum(self.open.length, older)
+
+  def bytes_by_memory(self) -> dict[str, int]:
+    """Total bytes of all shards, by memory kind."""
+    sizes = {"device": 0, self.memory: 0}
+    for x in jax.tree.leaves(self):
+      memory = HOST if x.sharding.memory_kind == HOST else "device"
+      sizes[memory] += x.nbytes
+    return sizes
+
+  def explain(
+    self,
+    machine: chips.Machine | str | None = None,
+    *,
+    tokens: int | None = None,
+    weights: int | float = 0,
+    host_bandwidth: int | float = HOST_BANDWIDTH,
+  ) -> CacheReport:
+    """Report use of each memory, and the decode speed that it allows.
+
+    Args:
+      machine: Hardware to assume, see `KVCache.explain`.
+      tokens: Tokens per row that a decode step reads; default: all that fit.
+        Those beyond `kind.device` come from the hosts.
+      weights: Bytes of weights per device that a step also reads.
+      host_bandwidth: Host-to-device bandwidth in bytes/s; the tables of
+        machines do not include it.
+
+    Raises:
+      OptionError: If the machine is unknown, or more tokens than fit.
+    """
+    return report(self, machine, tokens, weights, host_bandwidth)
+
+  def free(self) -> np.ndarray | None:
+    """Number of tokens that still fit, int [B, R]; None under a trace.
+
+    Slots that `truncate` left empty in a block are not free.
+    """
+    if isinstance(self.open.held.used, jax.core.Tracer):
+      return None
+    used_slots = host(self.open.held.used) + host(self.held.used)
+    return self.limit // self.shards - used_slots
+
+  def check(
+    self, batch: int, tokens: int, *, replicated: bool, sees: bool
+  ) -> None:
+    """Check that tokens fit; see `KVCache.check`.
+
+    Raises:
+      PromptError: If they do not fit, in the open cache either: `evict` and
+        `with_room` make room.
+      OptionError: If `evict` was called on this cache.
+    """
+    if self.lost:
+      raise OptionError(
+        "cache",
+        "one whose buffers were donated to an earlier call or to evict",
+        "the cache that this returned",
+        "pass that one, or make a new one with model.init_cache",
+      )
+    free = self.free()
+    if free is None or batch != self.batch:
+      self.open.check(batch, tokens, replicated=replicated, sees=sees)
+      return
+    block_tokens = int(host(self.held.used).max(initial=0))
+    if not sees and block_tokens:
+      raise OptionError(
+        "attend",
+        f"ContextParallel() behind {block_tokens} tokens in the cache",
+        "an empty cache, for the old tokens would not be seen",
+        "pass attend=CachedAttention(), or leave it out",
+      )
+    size = self.shards
+    num_fitting = lambda x: int(
+      x.sum(1).min() if replicated else size * x.min()
+    )
+    if tokens > num_fitting(free):
+      raise PromptError(
+        "cache",
+        f"{tokens} more tokens for a cache of {self.limit} slots, of which "
+        f"{self.limit - num_fitting(free)} are taken",
+        f"at most {num_fitting(free)}",
+        "make a larger one, with model.init_cache(batch, capacity)",
+      )
+    open_free = self.open.free()
+    assert open_free is not None
+    if tokens > num_fitting(open_free):
+      raise PromptError(
+        "cache",
+        f"{tokens} more tokens, where the part on the devices has "
+        f"{self.open.capacity} slots",
+        f"at most {num_fitting(open_free)} now",
+        f"call cache.evict().with_room({tokens}) before, outside of jit",
+      )
+    self.open.check(batch, tokens, replicated=replicated, sees=sees)
+
+  # -------------------------------------------------------------------------
+  # A call
+  # -------------------------------------------------------------------------
+
+  def allocate(
+    self, at: Coords, *, replicated: bool, sees: bool
+  ) -> TieredCache:
+    block_table = self.held
+    if not sees:
+      block_table = _emptied(block_table, slice(None))
+    open_cache = self.open.allocate(at, replicated=replicated, sees=sees)
+    return dataclasses.replace(self, open=open_cache, held=block_table)
+
+  def layer(self, kind: int, slots: PyTree, index: Index) -> TieredLayer:
+    inner = self.open.layer(kind, slots, index)
+    if self.blocks[kind] is None:
+      return inner
+    return TieredLayer(self, inner, index, kind)
+
+  def updated(self, slots: tuple[Any, ...]) -> TieredCache:
+    return dataclasses.replace(self, open=self.open.updated(slots))
+
+  # -------------------------------------------------------------------------
+  # Moving tokens to the host
+  # -------------------------------------------------------------------------
+
+  def steps(self) -> int:
+    """Number of tokens that can be appended before `evict` is due."""
+    free = self.open.free()
+    assert free is not None
+    return int(free.sum(1).min())
+
+  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> TieredCache:
+    """Make room in the open cache by `evict`.
+
+    Applies to all rows: moving tokens does not change them.
+    """
+    del rows
+    return self.evict()
+
+  def evict(self) -> TieredCache:
+    """Move older tokens to the blocks and shrink the open cache.
+
+    Call it between calls of the model, outside of jit. Blocks are written in
+    place: do not use this cache again, nor others that share its blocks;
+    `take` returns a cache with copied blocks.
+
+    Raises:
+      OptionError: If called under a trace.
+    """
+    self._refuse_trace("evict")
+    size, block = self.shards, self.kind.room
+    min_slots = min(_open_slots(self.kind, size), self.limit // size)
+    used, older = host(self.open.held.used), host(self.held.used)
+    # Shards that have fewer tokens of a row keep fewer: they get the next.
+    total = used + older
+    num_staying = -(-(self.kind.device or 0) // size)
+    num_staying = np.maximum(
+      num_staying - (total.max(1, keepdims=True) - total), 0
+    )
+    num_blocks = np.maximum(used - num_staying, 0) // block
+    num_blocks = np.minimum(num_blocks, (self.held.local - older) // block)
+    if min_slots == self.limit // size:
+      # All tokens fit on the devices.
+      num_blocks = np.zeros_like(num_blocks)
+    count = jnp.asarray(num_blocks, jnp.int32)
+    cache = self
+    if num_blocks.any():
+      slots = tuple(
+        None if blocks is None else x
+        for blocks, x in zip(self.blocks, self.open.slots, strict=True)
+      )
+      cache = dataclasses.replace(
+        self,
+        held=_noted(self.held, self.open.held, count, block, self.places),
+        blocks=moved_blocks(
+          self.blocks, slots, self.held.used, count, self.memory, self.places
+        ),
+      )
+    local = max(min_slots, int((used - block * num_blocks).max(initial=0)))
+    if num_blocks.any() or local != self.open.held.local:
+      shift = jnp.asarray(block * num_blocks, jnp.int32)
+      cache = cache._with_open(shift, local)
+    return cache
+
+  def _sized(self, local: int) -> TieredCache:
+    """Resize the open cache to `local` slots per shard; nothing moves."""
+    if local == self.open.held.local:
+      return self
+    return self._with_open(
+      jnp.zeros((self.batch, self.shards), jnp.int32), local
+    )
+
+  def _with_open(self, shift: jax.Array, local: int) -> TieredCache:
+    """Drop `shift` tokens of the open cache and resize it, by `_shifted`."""
+    keeps_all = tuple(x is not None for x in self.blocks)
+    open_cache = _shifted(self.open, shift, local, keeps_all, self.places)
+    return dataclasses.replace(self, open=open_cache)
+
+  # -------------------------------------------------------------------------
+  # Between calls
+  # -------------------------------------------------------------------------
+
+  def truncate(self, length: Ends, most: int | None = None) -> TieredCache:
+    """Drop the tokens at positions from `length` on; see `KVCache.truncate`.
+
+    A block that becomes partly empty is not refilled.
+    """
+    end = jnp.asarray(length, jnp.int32).reshape(-1)
+    end = jnp.broadcast_to(end, (self.batch,))
+    open_cache = self.open.truncate(end, most)
+    block_table = self.held.truncate(end)
+    block = self.kind.room
+    used = block_table._everywhere(-(-block_table.used // block) * block)
+    block_table = dataclasses.replace(block_table, used=used, before=used + 0)
+    return dataclasses.replace(self, open=open_cache, held=block_table)
+
+  def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> TieredCache:
+    """Keep only the tokens in `kept` of the last call; see `KVCache.keep`.
+
+    Raises:
+      OptionError: If `evict` has moved some of them since.
+    """
+    last_call = self.open.held.before
+    if not isinstance(last_call, jax.core.Tracer) and host(last_call).min() < 0:
+      raise OptionError(
+        "cache",
+        "keep, where tokens of the last call have moved to the blocks",
+        "the cache that the call returned",
+        "call keep first, and evict behind it",
+      )
+    return dataclasses.replace(self, open=self.open.keep(kept))
+
+  def snapshot(self) -> TieredSnapshot:
+    """Save the state for `restore`; copies the open cache."""
+    return jax.tree.map(jnp.copy, TieredSnapshot(self.open, self.held))
+
+  def restore(self, snapshot: TieredSnapshot) -> TieredCache:
+    """Restore the state of a snapshot of this cache."""
+    open_cache, block_table = jax.tree.map(jnp.copy, snapshot)
+    return dataclasses.replace(self, open=open_cache, held=block_table)
+
+  def reset(self, rows: RowIndices) -> TieredCache:
+    """Empty these rows, int [n]; the others stay."""
+    open_cache = self.open.reset(rows)
+    block_table = _emptied(self.held, np.asarray(rows))
+    block_table = jax.tree.map(
+      lambda x, old: jax.device_put(x, old.sharding), block_table, self.held
+    )
+    return dataclasses.replace(self, open=open_cache, held=block_table)
+
+  def insert(self, rows: RowIndices, other: TieredCache) -> TieredCache:
+    """Replace `rows`, int [n], by the rows of another cache.
+
+    Cost: a copy of all blocks, in the hosts' memory.
+
+    Raises:
+      OptionError: If model, capacity, kind or mesh of the caches differ.
+      ShapeError: If `rows` are not as many as the other cache has.
+    """
+    self._refuse_trace("insert")
+    resized, other_resized = self._same_size(other)
+    open_cache = resized.open.insert(rows, other_resized.open)
+    index = np.asarray(rows)
+
+    def put(x: jax.Array, new: jax.Array) -> jax.Array:
+      rows_on_host = np.array(_on_host(x, "insert"))
+      rows_on_host[:, index] = _on_host(new, "insert")
+      return jax.device_put(rows_on_host, x.sharding)
+
+    block_table = jax.tree.map(
+      lambda x, new: jax.device_put(x.at[index].set(new), x.sharding),
+      self.held,
+      other.held,
+    )
+    blocks = jax.tree.map(put, self.blocks, other.blocks)
+    return dataclasses.replace(
+      self, open=open_cache, held=block_table, blocks=blocks
+    )
+
+  def take(self, examples: RowIndices) -> TieredCache:
+    """Gather these rows, int [B'], with repetition.
+
+    Cost: a copy of their blocks, in the hosts' memory.
+
+    Raises:
+      ShapeError: If `examples` is not a list of row indices.
+      OptionError: If called under a trace, or if blocks are on other hosts.
+    """
+    self._refuse_trace("take", examples)
+    open_cache = self.open.take(examples)
+    index = np.asarray(examples)
+
+    def take_rows(axis: int, x: jax.Array) -> jax.Array:
+      rows = np.take(_on_host(x, "take"), index, axis)
+      return jax.device_put(rows, rows_sharding(x, index.size, axis))
+
+    return dataclasses.replace(
+      self,
+      open=open_cache,
+      held=jax.tree.map(functools.partial(take_rows, 0), self.held),
+      blocks=jax.tree.map(functools.partial(take_rows, 1), self.blocks),
+    )
+
+  def export(self, row: int, start: int, stop: int) -> Blocks:
+    """Copy a row's tokens to host arrays; see `KVCache.export`.
+
+    A cache without host memory can load them, too.
+    """
+    self._refuse_trace("export")
+    row = int(self.open._rows([row])[0])
+    located_slots, rings = self.open.located(self.at, row, start, stop)
+    older = self.held.capacity
+    in_blocks = located_slots < older
+
+    def join_tokens(x: jax.Array, blocks: jax.Array) -> np.ndarray:
+      axis = token_axis(x) - 1
+      newer = _on_host(x[:, row], "export")
+      newer = np.take(newer, located_slots[~in_blocks] - older, axis)
+      # [L, N, K, P, X]
+      part = self._by_layer(_on_host(blocks, "export")[:, row], len(x))
+      number, slot = np.divmod(located_slots[in_blocks], self.kind.room)
+      part = np.moveaxis(part, axis + 1, 2)[:, number, slot]
+      part = np.moveaxis(part, 1, axis)
+      order = np.argsort(np.argsort(~in_blocks, kind="stable"))
+      return np.take(np.concatenate([part, newer], axis), order, axis)
+
+    def export_layer(kind: int, slots: PyTree) -> PyTree:
+      blocks, number = self.blocks[kind], self.open._ring(kind)
+      if blocks is not None:
+        return jax.tree.map(join_tokens, slots, blocks)
+      assert number is not None
+      take = lambda x: np.take(
+        _on_host(x[:, row], "export"), rings[number], token_axis(x) - 1
+      )
+      return jax.tree.map(take, slots)
+
+    parts: Any = tuple(
+      export_layer(n, x) for n, x in enumerate(self.open.slots)
+    )
+    at = Coords(*(jnp.asarray(host(x)[row][located_slots]) for x in self.at))
+    return Blocks(at, parts, self.open.kind)
+
+  def load(
+    self, row: int, blocks: Blocks, at: Coords | None = None
+  ) -> TieredCache:
+    """Append exported tokens to a row, bit for bit; see `KVCache.load`.
+
+    They pass through the open cache in steps of a block, or all at once if
+    layers have ring buffers. As after `evict`, do not use this cache again.
+
+    Raises:
+      PromptError: If there are too few free slots.
+      OptionError: If kind or model differ, or rotated keys would move.
+    """
+    self._refuse_trace("load")
+    row = int(self.open._rows([row])[0])
+    at = blocks.at if at is None else at
+    count = at.pos.shape[0]
+    free = self.free()
+    assert free is not None
+    free_slots = int(free.sum(1)[row])
+    if count > free_slots:
+      raise PromptError(
+        "blocks",
+        f"{count} tokens for a row with {free_slots} free slots",
+        f"at most {free_slots}",
+        "make a larger cache, with model.init_cache(batch, capacity)",
+      )
+    step = count if self.open.rings else self.kind.room
+    cut = lambda x, first, axis: x[
+      (slice(None),) * axis + (slice(first, first + step),)
+    ]
+    cache = self
+    for first in range(0, count, step):
+      cut_slots = lambda x, first=first: cut(x, first, token_axis(x))
+      cut_coords = lambda x, first=first: Coords(*(cut(y, first, 0) for y in x))
+      part = blocks._replace(
+        at=cut_coords(blocks.at), parts=jax.tree.map(cut_slots, blocks.parts)
+      )
+      cache = cache.evict().with_room(min(step, count - first))
+      loaded = cache.open.load(row, part, cut_coords(at))
+      cache = dataclasses.replace(cache, open=loaded)
+    return cache.evict()
+
+  def gathered(self, device: jax.Device) -> TieredCache:
+    """Copy the cache to one device and its host."""
+    self._refuse_trace("gathered")
+    block, size = self.kind.room, self.shards
+    count = self.held.capacity // block
+    # Used blocks of each row come first, ordered by shard.
+    slot = np.arange(count) % (count // size) * block
+    shard = np.arange(count) // (count // size)
+    empty = slot[None] >= host(self.held.used)[:, shard]
+    order = np.argsort(empty, axis=1, kind="stable")
+
+    def gather_blocks(x: jax.Array) -> jax.Array:
+      index = order.T[None].reshape(1, count, -1, *(1,) * (x.ndim - 2))
+      by_layer = self._by_layer(_on_host(x, "gathered"), x.shape[0] // count)
+      ordered = np.take_along_axis(by_layer, index, 1).reshape(x.shape)
+      memory = x.sharding.memory_kind
+      sharding = SingleDeviceSharding(device, memory_kind=memory)
+      return jax.device_put(ordered, sharding)
+
+    def coords(x: jax.Array) -> jax.Array:
+      by_block = host(x).reshape(self.batch, count, block)
+      ordered = np.take_along_axis(by_block, order[..., None], 1)
+      return move(jnp.asarray(ordered.reshape(self.batch, -1)), device)
+
+    used = jnp.asarray(host(self.held.used).sum(1, keepdims=True))
+    used = move(used, device)
+    return dataclasses.replace(
+      self,
+      open=self.open.gathered(device),
+      held=ContiguousSlots(
+        at=Coords(*map(coords, self.held.at)), used=used, before=used + 0
+      ),
+      blocks=jax.tree.map(gather_blocks, self.blocks),
+      places=Places(),
+    )
+
+  def _by_layer(self, x: np.ndarray, layers: int) -> np.ndarray:
+    """Reshape blocks [L N, ...], stored shard by shard, to [L, N, ...]."""
+    # No -1 in the reshape: values that are part of the keys have size 0.
+    blocks = x.shape[0] // layers
+    by_shard = x.reshape(
+      self.shards, layers, blocks // self.shards, *x.shape[1:]
+    )
+    return np.moveaxis(by_shard, 0, 1).reshape(layers, blocks, *x.shape[1:])
+
+  def _refuse_trace(self, what: str, *more: Any) -> None:
+    if any(
+      isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((self, more))
+    ):
+      raise OptionError(
+        "cache",
+        f"{what} inside of jit",
+        "a call between calls of the model, for it writes the hosts' memory",
+        f"call {what} outside of jit; rj.infer.generate does what it needs",
+      )
+
+
+tree.register(
+  TieredCache,
+  ("open", "held", "blocks"),
+  ("kind", "limit", "memory", "places"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TieredLayer(WithOpenLayer):
+  """One layer's part of a `TieredCache` during one call."""
+
+  cache: TieredCache
+  index: Index
+  kind: int
+
+  @property
+  def slots(self) -> PyTree:
+    return self.inner.slots
+
+  def observe(
+    self, rotated: Callable[[], Array], plain: Callable[[], Array]
+  ) -> TieredLayer:
+    del rotated, plain
+    return self
+
+  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
+    cache, blocks = self.cache, self.cache.blocks[self.kind]
+    assert blocks is not None
+    codec, rotation = cache.kind.codec, self.inner.rotation
+    layers = cache.shapes[self.kind].layers
+    view = HostView(*blocks, cache.held.at, self.index, layers=layers)
+    if codec is not None:
+      shape = cache.shapes[self.kind]
+      view = dataclasses.replace(
+        view,
+        constants=self.inner._constants(),
+        decoders=shape.decoders(codec, cache.dtype),
+      )
+    if cache.kind.unrotated and not rotation.trivial:
+      view = dataclasses.replace(view, rotation=rotation)
+    return (view, *self.inner.views(apart=apart))
+
+
+# ---------------------------------------------------------------------------
+# Shapes
+# ---------------------------------------------------------------------------
+
+
+def _open_slots(kind: CacheKind, shards: int) -> int:
+  """Slots of the open cache on each shard.
+
+  Two more blocks than what stays: a block's tokens fit between two moves.
+  """
+  return -(-(kind.device or 0) // shards) + 2 * kind.room
+
+
+def _blocks_spec(
+  shape: LayerCacheSpec, room: CacheSpec, block: int, count: int, memory: str
+) -> LayerKV:
+  """Shapes, dtypes and shardings of the blocks of a kind of layer."""
+  block_spec = dataclasses.replace(
+    room, capacity=block, mesh=None, axes={}, target=room.platform
+  )
+
+  def blocks(x: Any) -> Any:
+    layers, *dims = x.shape
+    names = ("tokens", "batch", "heads") if 0 not in dims else ()
+    spec = room.like((layers * count, *dims), x.dtype, names)
+    if 0 in dims:
+      return spec
+    sharding = spec.sharding
+    if sharding is None:
+      sharding = SingleDeviceSharding(default_device(), memory_kind=memory)
+    else:
+      sharding = sharding.with_memory_kind(memory)
+    return jax.ShapeDtypeStruct(spec.shape, x.dtype, sharding=sharding)
+
+  return LayerKV(*map(blocks, shape.slots(block_spec)))
+
+
+def default_device() -> jax.Device:
+  """Device of arrays without a sharding."""
+  config: Any = jax.config
+  device = config.jax_default_device
+  if isinstance(device, jax.Device):
+    return device
+  return jax.local_devices(backend=device)[0]
+
+
+def _check_memory(cache: TieredCache) -> None:
+  """Check that the devices have the memory of the blocks."""
+  mesh = cache.mesh
+  device = default_device() if mesh is None else mesh.local_devices[0]
+  kinds = [memory.kind for memory in device.addressable_memories()]
+  if cache.memory == HOST and HOST not in kinds:
+    raise OptionError(
+      "device",
+      f"{cache.kind.device}, on a {device.platform} with the memories {kinds}",
+      f"devices that read {HOST} memory",
+      "leave device out: all tokens then stay on the devices",
+    )
+
+
+def host_zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+  """Zeros of this shape and sharding, created in the hosts' memory."""
+  if x.sharding is None or x.sharding.memory_kind != HOST:
+    return jnp.zeros(x.shape, x.dtype, device=x.sharding)
+  part = np.zeros(x.sharding.shard_shape(x.shape), x.dtype)
+  if isinstance(x.sharding, SingleDeviceSharding):
+    return jax.device_put(part, x.sharding)
+  return jax.make_array_from_callback(x.shape, x.sharding, lambda _: part)
+
+
+def _on_host(x: jax.Array, what: str) -> np.ndarray:
+  """Copy an array to this host.
+
+  Raises:
+    OptionError: If parts of it are on other hosts.
+  """
+  if not x.is_fully_addressable:
+    raise OptionError(
+      "cache",
+      f"{what} of blocks in the memory of several processes",
+      "devices of this process alone",
+      "make the cache on a mesh of this process's devices",
+    )
+  return np.asarray(x)
+
+
+# ---------------------------------------------------------------------------
+# Moving blocks
+# ---------------------------------------------------------------------------
+
+
+@bounded
+@functools.partial(jax.jit, static_argnums=(4, 5), donate_argnums=0)
+def moved_blocks(
+  blocks: PyTree,
+  slots: PyTree,
+  older: Int[Array, "B R"],
+  count: Int[Array, "B R"],
+  memory: str,
+  places: Places,
+) -> PyTree:
+  """Append the first tokens of the open cache to the blocks.
+
+  Args:
+    blocks: Blocks of each kind of layer, or None.
+    slots: Slots of the open cache, the same tree.
+    older: Slots of the blocks in use, int32 [B, R].
+    count: Number of blocks to move, int32 [B, R].
+    memory: Memory kind of the blocks.
+    places: Mesh axes that shard the blocks.
+  """
+  space = jax.memory.Space.Host if memory == HOST else jax.memory.Space.Device
+
+  def local(
+    old: jax.Array, new: jax.Array, older: jax.Array, count: jax.Array
+  ) -> jax.Array:
+    layers, rows = new.shape[:2]
+    blocks_per_layer = old.shape[0] // layers
+    axis, block = token_axis(new), old.shape[token_axis(old)]
+    size = [1, 1, *new.shape[2:]]
+    size[axis] = block
+
+    def row(b: Index, flat: jax.Array) -> jax.Array:
+      first = older[b, 0] // block
+
+      def step(n: Index, flat: jax.Array) -> jax.Array:
+        def layer(which: Index, flat: jax.Array) -> jax.Array:
+          corner = [which, b, *(jnp.int32(0),) * 3]
+          corner[axis] = n * block
+          block_slots = lax.dynamic_slice(new, corner, size)[0]
+          place = (which * blocks_per_layer + first + n) * rows + b
+          # A TPU can update host memory along a single axis only.
+          return lax.dynamic_update_slice_in_dim(
+            flat, jax.device_put(block_slots, space), place, 0
+          )
+
+        return loop(layers, layer, flat)
+
+      return loop(count[b, 0], step, flat)
+
+    return loop(rows, row, old.reshape(-1, *old.shape[2:])).reshape(old.shape)
+
+  def move_layer(old: jax.Array, new: jax.Array) -> jax.Array:
+    if not new.size:
+      return old
+    layer_places = _with_heads(places, old.shape[2])
+    spec = P(
+      layer_places.tokens or None,
+      layer_places.batch or None,
+      layer_places.heads or None,
+    )
+    rows = layer_places.by_example
+    return layer_places.local(
+      local, (spec, layer_places.of_slots(new), rows, rows), spec
+    )(old, new, older, count)
+
+  return jax.tree.map(move_layer, blocks, slots)
+
+
+@bounded
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _noted(
+  held: ContiguousSlots,
+  newer: ContiguousSlots,
+  count: jax.Array,
+  block: int,
+  places: Places,
+) -> ContiguousSlots:
+  """Slot table of the blocks after `moved_blocks`."""
+
+  def local(
+    old: Coords, new: Coords, older: jax.Array, count: jax.Array
+  ) -> Coords:
+    slot = jnp.arange(old.pos.shape[1], dtype=jnp.int32)[None] - older
+    moves_in = (slot >= 0) & (slot < block * count)
+    index = jnp.clip(slot, 0, new.pos.shape[1] - 1)
+    pick = lambda x, y: jnp.where(moves_in, jnp.take_along_axis(y, index, 1), x)
+    return Coords(*map(pick, old, new))
+
+  rows = places.by_example
+  at = places.local(local, (rows,) * 4, rows)(
+    held.at, newer.at, held.used, count
+  )
+  used = held._everywhere(held.used + block * count)
+  return dataclasses.replace(held, at=at, used=used, before=used + 0)
+
+
+@bounded
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _shifted(
+  cache: KVCache,
+  shift: jax.Array,
+  size: int,
+  whole: tuple[bool, ...],
+  places: Places,
+) -> KVCache:
+  """Drop the first `shift` tokens of the open cache and resize it.
+
+  Args:
+    cache: Open cache.
+    shift: Number of tokens to drop, int32 [B, R].
+    size: New number of slots per shard.
+    whole: For each kind of layer, whether it keeps all tokens.
+    places: Mesh axes that shard the slots.
+  """
+
+  def shift_tokens(x: jax.Array, shift: jax.Array) -> jax.Array:
+    index = shift + jnp.arange(size, dtype=jnp.int32)[None]
+    axis = token_axis(x)
+    index = jnp.minimum(index, x.shape[axis] - 1)
+    return jnp.take_along_axis(x, by_token(index, x), axis)
+
+  def shift_layer(x: jax.Array) -> jax.Array:
+    if not x.size:
+      return jnp.zeros((*x.shape[:3], size * cache.shards, 0), x.dtype)
+    layer_places = _with_heads(places, x.shape[2])
+    spec = layer_places.of_slots(x)
+    return layer_places.local(
+      shift_tokens, (spec, layer_places.by_example), spec
+    )(x, shift)
+
+  slot_table, rows = cache.held, places.by_example
+  shift_coords = places.local(shift_tokens, (rows, rows), rows)
+  pos, seg = (shift_coords(x, shift) for x in slot_table.at)
+  used = slot_table._everywhere(slot_table.used - shift)
+  slot = jnp.arange(size * cache.shards, dtype=jnp.int32) % size
+  shard = jnp.arange(size * cache.shards, dtype=jnp.int32) // size
+  real = slot[None] < jnp.take(used, shard, axis=1)
+  return dataclasses.replace(
+    cache,
+    slots=tuple(
+      jax.tree.map(shift_layer, x) if all_ else x
+      for x, all_ in zip(cache.slots, whole, strict=True)
+    ),
+    held=dataclasses.replace(
+      slot_table,
+      at=Coords(pos, jnp.where(real, seg, 0)),
+      used=used,
+      # Negative: that many of the last call's tokens are in the blocks.
+      before=slot_table._everywhere(slot_table.before - shift),
+    ),
+  )
+
+
+def _with_heads(places: Places, heads: int) -> Places:
+  """Places of arrays with `heads` KV heads: sharded only if these divide."""
+  if not places.heads or heads % places.size(places.heads) == 0:
+    return places
+  return dataclasses.replace(places, heads=())
+
+
+def _emptied(held: ContiguousSlots, rows: Any) -> ContiguousSlots:
+  """Slot table with these rows emptied."""
+  empty = lambda x: x.at[rows].set(0)
+  return dataclasses.replace(
+    held,
+    at=Coords(held.at.pos, empty(held.at.seg)),
+    used=empty(held.used),
+    before=empty(held.before),
+  )

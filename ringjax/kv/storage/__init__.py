@@ -1,0 +1,1 @@
+"""Arrays that hold keys and values: slots, ring buffers, pages."""

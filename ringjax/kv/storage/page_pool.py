@@ -1,0 +1,1013 @@
+"""A pool of pages that the rows of many calls share.
+
+Guarantees: a token's slot follows from its position and the pages of its row's
+table, so no metadata of tokens is stored; rows may share pages. A row's results
+do not depend on other rows, bit for bit.
+Cost: an append writes whole pages. A single token would be written fastest with
+its heads adjacent but read fastest without, and a TPU's compiler would copy
+the pool of all layers between the two layouts in each layer. The host assigns
+pages by tables.
+Memory: N pages of P slots for each group of layers, whatever rows there are.
+Layers with the same window are a group, whose pages can be freed once they are
+before the window. Recurrent layers have a state for each row instead.
+
+`PagePool` has the arrays. `PooledCache` is the pool with the page tables of the
+rows of one call of the model.
+Ref: Kwon et al. 2023, PagedAttention, arXiv 2309.06180.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
+
+from ringjax import tree
+from ringjax.errors import OptionError
+from ringjax.kv.base import KV, CacheSpec, scattered_layer, zeros
+from ringjax.kv.cache import (
+  LayerCacheSpec,
+  LayerKV,
+  constants_spec,
+  filled_constants,
+)
+from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.codecs import Codec
+from ringjax.kv.state import State
+from ringjax.ops.ancestors import MOST_DRAFTED, tree_coords
+from ringjax.ops.attention.blockwise import pad_axis
+from ringjax.ops.attention.cached.code_format import (
+  as_stored,
+  row_major,
+  token_axis,
+)
+from ringjax.ops.attention.cached.pooled import PooledView, SharedTiles
+from ringjax.ops.attention.cached.views import KVView, UnrotatedView
+from ringjax.ops.mask import Coords
+from ringjax.ops.rope import Rotation
+from ringjax.parallel import collectives
+from ringjax.typing import ArrayLeaf, Index
+
+
+class PageWrites(NamedTuple):
+  """Destination of a call's tokens in the pages of a group of layers.
+
+  Fields:
+    pages: Pages of each shard to write, distinct, int32 [R, W]; those out of
+      range are skipped.
+    source: Index of the call's token for each slot, int32 [R, W, P]; -1 keeps
+      the slot.
+  """
+
+  pages: Int[ArrayLeaf, "R W"]
+  source: Int[ArrayLeaf, "R W P"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PageGroup:
+  """Layers that share page tables.
+
+  Attributes:
+    reach: Number of earlier tokens that a query attends to; None for all.
+    kinds: Indices of the kinds of layers in the group.
+    pages: Number of pages on all devices, N.
+    token_bytes: Bytes of one token in all layers of the group.
+  """
+
+  reach: int | None
+  kinds: tuple[int, ...]
+  pages: int
+  token_bytes: int
+
+
+# Page number beyond all pages.
+_FAR = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagePool:
+  """Pages of all layers of a model.
+
+  Attributes:
+    slots: For each kind of layer its `LayerKV`, [L, N, K, P, H], or a recurrent
+      one's `State` with a row for each served row.
+    constants: For each kind of layer its codec constants, [L, K, n].
+    groups: Groups of layers that share page tables.
+    page: Slots per page, P.
+    kind: Storage format of keys and values.
+    shapes: For each kind of layer, the shape of one token's cached vectors.
+    dtype: Dtype of keys and values after decoding.
+    mesh: Device mesh whose `axis` shards the pages; None for one device.
+    axis: Mesh axis of the sequence.
+    heads: Mesh axis that shards the KV heads.
+  """
+
+  slots: tuple[Any, ...]
+  constants: tuple[Any, ...]
+  groups: tuple[PageGroup, ...]
+  page: int
+  kind: CacheKind
+  shapes: tuple[Any, ...]
+  dtype: DTypeLike
+  mesh: Mesh | None = None
+  axis: str | None = None
+  heads: str | None = None
+
+  @classmethod
+  def spec(
+    cls,
+    shapes: tuple[Any, ...],
+    *,
+    rows: int,
+    pages: Callable[[int | None], int],
+    page: int,
+    dtype: DTypeLike,
+    kind: CacheKind,
+    mesh: Mesh | None = None,
+    axis: str | None = None,
+    head_axis: str | None = None,
+  ) -> PagePool:
+    """Specs (shapes, dtypes, shardings) of a pool; allocates nothing.
+
+    Args:
+      shapes: For each kind of layer, the shape of one token's cached vectors.
+      rows: Number of rows of recurrent state.
+      pages: Number of pages for a group's reach (None: all tokens), a multiple
+        of the number of shards.
+      page: Slots per page.
+      dtype: Dtype of keys and values.
+      kind: Storage format of keys and values, without a policy.
+      mesh: Device mesh; None for one device.
+      axis: Mesh axis that shards the pages.
+      head_axis: Mesh axis that shards the KV heads if it divides them.
+
+    Raises:
+      OptionError: If the kind evicts, uses host memory, or has codecs that
+        differ by head.
+    """
+    kind = kind.resident("a pool of pages")
+    if not isinstance(kind.codec, Codec | None):
+      raise OptionError(
+        "cache kind",
+        f"{kind}, for a pool of pages",
+        "one codec for all heads",
+        "pass a codec such as 'int4'",
+      )
+    layers = [s for s in shapes if isinstance(s, LayerCacheSpec)]
+    reaches = {s.reach if kind.windowed else None for s in layers}
+    groups: list[PageGroup] = []
+    pages_of_kind: list[Any] = [None] * len(shapes)
+    heads = head_axis
+    if mesh is not None and head_axis is not None:
+      size = mesh.shape[head_axis]
+      if any(s.heads % size for s in layers):
+        heads = None
+    room = CacheSpec(
+      batch=rows,
+      capacity=page,
+      dtype=dtype,
+      mesh=mesh,
+      axes=dict(batch=None, heads=heads, tokens=None),
+      codec=kind.codec,
+    )
+    # The page axis takes the place of a contiguous cache's batch axis.
+    axes = dict(batch=axis, heads=heads, tokens=None)
+    reach_order = lambda reach: math.inf if reach is None else reach
+    for reach in sorted(reaches, key=reach_order, reverse=True):
+      num_pages = pages(reach)
+      kinds = tuple(
+        n
+        for n, s in enumerate(shapes)
+        if isinstance(s, LayerCacheSpec)
+        and (s.reach if kind.windowed else None) == reach
+      )
+      total = 0
+      for n in kinds:
+        pages_of_kind[n] = shapes[n].filled_slots(
+          dataclasses.replace(room, batch=num_pages, axes=axes)
+        )
+        total += sum(
+          math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+          for x in pages_of_kind[n]
+        )
+      groups.append(
+        PageGroup(
+          reach=reach,
+          kinds=kinds,
+          pages=num_pages,
+          token_bytes=total // (num_pages * page),
+        )
+      )
+    slots = tuple(
+      s.slots(room) if pages_or_none is None else pages_or_none
+      for s, pages_or_none in zip(shapes, pages_of_kind, strict=True)
+    )
+    return cls(
+      slots=slots,
+      constants=tuple(constants_spec(s, kind, room) for s in shapes),
+      groups=tuple(groups),
+      page=page,
+      kind=kind,
+      shapes=shapes,
+      dtype=jnp.dtype(dtype),
+      mesh=mesh,
+      axis=axis,
+      heads=heads,
+    )
+
+  @classmethod
+  def create(
+    cls,
+    shapes: tuple[Any, ...],
+    *,
+    fill: Callable[[Any], Any] = zeros,
+    **where: Any,
+  ) -> PagePool:
+    """Create empty pages; `fill` makes the arrays, other args as `spec`."""
+    empty = cls.spec(shapes, **where)
+    constants = filled_constants(shapes, empty.kind, empty.constants)
+    return dataclasses.replace(
+      empty, slots=fill(empty.slots), constants=constants
+    )
+
+  @property
+  def shards(self) -> int:
+    """Number of shards of the pages."""
+    if self.axis is None:
+      return 1
+    assert self.mesh is not None
+    return self.mesh.shape[self.axis]
+
+  @property
+  def recurrent(self) -> bool:
+    """Whether some layers are recurrent."""
+    return any(isinstance(x, State) for x in self.slots)
+
+  def nbytes(self) -> int:
+    """Total bytes on all devices."""
+    return sum(x.nbytes for x in jax.tree.leaves(self.slots))
+
+  def call(
+    self,
+    tables: tuple[Int[Array, "B R m"], ...],
+    ends: Int[Array, " B"],
+    rows: Int[Array, " B"],
+    fresh: Bool[Array, " B"],
+    shared: tuple[SharedTiles, ...] | None = None,
+    parents: Int[Array, "B T"] | None = None,
+  ) -> PooledCache:
+    """View of the pool for one call of the model.
+
+    Args:
+      tables: For each group the pages of the call's rows: page n of a row is
+        entry n // R of shard n % R, numbered per shard; -1 marks no page.
+      ends: Number of tokens of each row after this call.
+      rows: Index of each row's recurrent state; states out of range are not
+        written.
+      fresh: Whether a row begins, with empty states.
+      shared: For each group the tiles that rows share, for calls of a few
+        tokens per row.
+      parents: Parent of each token if they form trees, see
+        `Transformer.__call__`. The tokens then take consecutive slots whatever
+        their positions, see `moved`.
+    """
+    is_state = lambda x: isinstance(x, State)
+
+    def take_states(x: PyTree) -> PyTree:
+      states = jnp.take(x, rows, 1, mode="clip")
+      new = fresh.reshape(1, -1, *(1,) * (states.ndim - 2))
+      return jnp.where(new, jnp.zeros_like(states), states)
+
+    slots = tuple(
+      jax.tree.map(take_states, x) if is_state(x) else x for x in self.slots
+    )
+    return PooledCache(
+      pool=self,
+      slots=slots,
+      tables=tables,
+      at=tuple(self._coords(table, ends) for table in tables),
+      ends=ends,
+      rows=rows,
+      new=None,
+      shared=shared,
+      parents=parents,
+    )
+
+  def rows(
+    self,
+    tables: tuple[Int[ArrayLeaf, "B R m"], ...],
+    ends: Int[ArrayLeaf, " B"],
+  ) -> PooledRows:
+    """View of some rows, for calls that append nothing.
+
+    Args:
+      tables: Page tables, see `call`.
+      ends: Number of tokens of each row.
+    """
+    return PooledRows(pool=self, tables=tables, ends=ends)
+
+  def _group(self, kind: int) -> int:
+    """Index of the group of a kind of layer."""
+    (group,) = (n for n, g in enumerate(self.groups) if kind in g.kinds)
+    return group
+
+  def read_pages(
+    self,
+    group: int,
+    pages: Int[Array, "R k"],
+    layers: tuple[int, int] | None = None,
+  ) -> tuple[Any, ...]:
+    """Read the stored contents of some pages.
+
+    Args:
+      group: Index of the group of layers.
+      pages: k pages of each shard, numbered per shard.
+      layers: First and end layer of the model to read; None for all.
+
+    Returns:
+      Pages [L, R k, ...] of each array of the group with any of these layers.
+      Kinds of layers that have the same shapes are one array, in the order of
+      layers, however the model groups them.
+    """
+    arrays = self._arrays(group)
+    cuts = tuple(_range(x.layers, layers) for x in arrays)
+    if not any(cuts):
+      return ()
+    taken = self._each(group, functools.partial(_take_pages, cuts), pages)
+    parts = dict(
+      zip((n for n, cut in enumerate(cuts) if cut), taken, strict=True)
+    )
+    joined = []
+    for merged in _merged(arrays):
+      kept = [n for n in merged if n in parts]
+      if not kept:
+        continue
+      numbers = np.concatenate(
+        [np.asarray(arrays[n].layers)[list(cuts[n])] for n in kept]
+      )
+      order = np.argsort(numbers, kind="stable")
+      x = [parts[n] for n in kept]
+      x = x[0] if len(x) == 1 else jnp.concatenate(x)
+      in_order = np.array_equal(order, np.arange(order.size))
+      joined.append(x if in_order else jnp.take(x, order, 0))
+    return tuple(joined)
+
+  def page_layers(self, group: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Index in its kind (0: keys) and layers of each array of `read_pages`."""
+    arrays = self._arrays(group)
+    return tuple(
+      (
+        arrays[merged[0]].part,
+        tuple(sorted(n for part in merged for n in arrays[part].layers)),
+      )
+      for merged in _merged(arrays)
+    )
+
+  def layer_ranges(
+    self, group: int, layers: tuple[int, int] | None = None
+  ) -> tuple[range, ...]:
+    """Range of layers within each array of a group, for layers of the model.
+
+    Args:
+      group: Index of the group of layers.
+      layers: First and end layer of the model; None for all.
+
+    Returns:
+      A range for each array of `read_pages` of all layers.
+    """
+    return tuple(
+      _range(numbers, layers) for _, numbers in self.page_layers(group)
+    )
+
+  def write_pages(
+    self,
+    group: int,
+    pages: Int[Array, "R k"],
+    held: tuple[Any, ...],
+  ) -> PagePool:
+    """Write back to pages what `read_pages` returned.
+
+    Args:
+      group: Index of the group of layers.
+      pages: k pages of each shard; those out of range are not written.
+      held: Contents of the pages, by `read_pages`.
+    """
+    arrays = self._arrays(group)
+    parts: list[Any] = [None] * len(arrays)
+    for merged, x in zip(_merged(arrays), held, strict=True):
+      numbers = np.concatenate([arrays[n].layers for n in merged])
+      rank, first = np.argsort(np.argsort(numbers, kind="stable")), 0
+      for n in merged:
+        count = len(arrays[n].layers)
+        whole = count == numbers.size
+        parts[n] = x if whole else _layers_of(x, rank[first : first + count])
+        first += count
+    written = iter(self._each(group, _put_pages, pages, tuple(parts)))
+    slots = list(self.slots)
+    for kind in self.groups[group].kinds:
+      arrays = (next(written) if x.size else x for x in slots[kind])
+      slots[kind] = LayerKV(*arrays)
+    return dataclasses.replace(self, slots=tuple(slots))
+
+  def read_states(self, row: Int[Array, ""]) -> tuple[Any, ...]:
+    """Read a row's states of the recurrent layers."""
+    take_row = lambda x: x[:, row]
+    return tuple(
+      jax.tree.map(take_row, x) for x in self.slots if isinstance(x, State)
+    )
+
+  def write_states(
+    self, row: Int[Array, ""], held: tuple[Any, ...]
+  ) -> PagePool:
+    """Write back to a row the states that `read_states` returned."""
+    new_states = iter(held)
+    put = lambda x, new: x.at[:, row].set(new)
+    slots = tuple(
+      jax.tree.map(put, x, next(new_states)) if isinstance(x, State) else x
+      for x in self.slots
+    )
+    return dataclasses.replace(self, slots=slots)
+
+  def moved(
+    self,
+    tables: tuple[Int[Array, "B R m"], ...],
+    source: Int[Array, "B n"],
+    target: Int[Array, "B n"],
+  ) -> PagePool:
+    """Move tokens of rows to other slots, bit for bit.
+
+    Args:
+      tables: Page tables, see `call`; no other row may share the pages.
+      source: Slots of the tokens within their rows; those of a row lie within
+        n of one another.
+      target: New slots, likewise; tokens with negative ones are not moved.
+    """
+    slots = list(self.slots)
+    for n, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+      reads, writes = (
+        self.writes(n, table, Coords(x, (x >= 0).astype(jnp.int32)))
+        for x in (source, target)
+      )
+
+      def move_tokens(
+        x: jax.Array, reads: PageWrites = reads, writes: PageWrites = writes
+      ) -> jax.Array:
+        def layer(at: jax.Array, x: jax.Array) -> jax.Array:
+          new = self._tokens(x, at, reads, source)
+          return self.written(x, at, new, writes)
+
+        return lax.fori_loop(0, x.shape[0], layer, x) if x.size else x
+
+      for kind in group.kinds:
+        slots[kind] = LayerKV(*map(move_tokens, slots[kind]))
+    return dataclasses.replace(self, slots=tuple(slots))
+
+  def _tokens(
+    self, x: jax.Array, layer: jax.Array, reads: PageWrites, source: jax.Array
+  ) -> jax.Array:
+    """Read tokens of one layer, in the layout that `written` takes.
+
+    Args:
+      x: Array of pages.
+      layer: Index of the layer in the array.
+      reads: Pages and slots of the tokens, as `writes` gives them.
+      source: Slots of the tokens, [B, n].
+    """
+    last = token_axis(x) == 4
+
+    def local(x: jax.Array, layer: jax.Array, reads: PageWrites) -> jax.Array:
+      vectors = x.at[layer, reads.pages[0]].get(mode="clip")
+      # [W P, K, X].
+      vectors = jnp.transpose(vectors, (0, 3, 1, 2) if last else (0, 2, 1, 3))
+      vectors = vectors.reshape(-1, *vectors.shape[2:])
+      token = reads.source[0].reshape(-1)
+      token = jnp.where(token < 0, source.size, token)
+      place = jnp.full((source.size,), token.size, jnp.int32)
+      number = jnp.arange(token.size, dtype=jnp.int32)
+      place = place.at[token].set(number, mode="drop")
+      vectors = vectors.at[place].get(mode="fill", fill_value=0)
+      if self.axis is None:
+        return vectors
+      # Each token is on one shard, so the sum over its bits is exact.
+      bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+      summed_bits = lax.bitcast_convert_type(vectors, bits)
+      summed_bits = collectives.total(summed_bits, self.axis)
+      return lax.bitcast_convert_type(summed_bits, x.dtype)
+
+    if self.mesh is not None:
+      local = jax.shard_map(
+        local,
+        mesh=self.mesh,
+        in_specs=(P(None, self.axis, self.heads), P(), P(self.axis)),
+        out_specs=P(None, self.heads),
+        check_vma=False,
+      )
+    vectors = local(x, layer, reads)
+    vectors = vectors.reshape(*source.shape, *vectors.shape[1:])
+    return jnp.transpose(vectors, (0, 2, 3, 1) if last else (0, 2, 1, 3))
+
+  def writes(
+    self, group: int, table: Int[Array, "B R m"], new: Coords
+  ) -> PageWrites:
+    """Find the pages and slots to which tokens of rows are written.
+
+    Args:
+      group: Index of the group of layers.
+      table: Page table, see `call`.
+      new: Slots [B, T] of tokens, those of a row within T of one another, and
+        segments; tokens of segment 0 are not written.
+    """
+    (batch, tokens), page, shards = new.pos.shape, self.page, self.shards
+    local = self.groups[group].pages // shards
+    pages_per_row = -(-(tokens - 1) // page) + 1
+    real = new.seg > 0
+    number = new.pos // page
+    first = jnp.min(jnp.where(real, number, _FAR), 1, keepdims=True)
+    page_offset = jnp.arange(pages_per_row, dtype=jnp.int32)[None]
+    # Pages of each row from the first that it writes, shard by shard.
+    touched = first + page_offset
+    local_page = jnp.clip(touched // shards, 0, table.shape[2] - 1)
+    page_index = jnp.take_along_axis(table, local_page[:, None], 2)
+    shard = jnp.arange(shards, dtype=jnp.int32)[None, :, None]
+    on_shard = (touched[:, None] % shards == shard) & (page_index >= 0)
+    page_index = jnp.where(
+      on_shard & (first < _FAR)[:, None], page_index, local
+    )
+    page_index = jnp.swapaxes(page_index, 0, 1).reshape(shards, -1)
+    # One chunk of a row may end in the page in which another begins.
+    same_page = page_index[:, :, None] == page_index[:, None, :]
+    first_writer = jnp.argmax(same_page, 2).astype(jnp.int32)
+    order = jnp.arange(batch * pages_per_row, dtype=jnp.int32)[None]
+    is_first = (first_writer == order) & (page_index < local)
+    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    place = jnp.where(
+      real, row * pages_per_row + number - first, batch * pages_per_row
+    )
+    take = lambda x: jnp.take(x, place.reshape(-1), 1, mode="clip")
+    is_written = real.reshape(1, -1) & (take(page_index) < local)
+    write_index = jnp.where(
+      is_written, take(first_writer), batch * pages_per_row
+    )
+    source = jnp.full((shards, batch * pages_per_row, page), -1, jnp.int32)
+    at = jnp.broadcast_to((new.pos % page).reshape(1, -1), write_index.shape)
+    shard_index = jnp.arange(shards, dtype=jnp.int32)[:, None]
+    token = jnp.arange(batch * tokens, dtype=jnp.int32)[None]
+    source = source.at[shard_index, write_index, at].set(token, mode="drop")
+    return PageWrites(jnp.where(is_first, page_index, local + order), source)
+
+  def written(
+    self,
+    old: Shaped[Array, "L N K _ _"],
+    layer: Index,
+    new: Shaped[Array, "B K _ _"],
+    writes: PageWrites,
+  ) -> jax.Array:
+    """Write tokens of rows to an array of pages.
+
+    Args:
+      old: Array of pages.
+      layer: Index of the layer in the array, int32 [].
+      new: Tokens in the stored format.
+      writes: Destination pages and slots.
+    """
+    last = token_axis(old) == 4
+    if not last:
+      new = pad_axis(new, 3, old.shape[4])
+    flat = jnp.transpose(new, (0, 3, 1, 2) if last else (0, 2, 1, 3))
+    # [B T, K, X].
+    flat = flat.reshape(-1, *flat.shape[2:])
+
+    def local(
+      old: jax.Array, flat: jax.Array, writes: PageWrites, layer: Index
+    ) -> jax.Array:
+      pages, source = writes.pages[0], writes.source[0]
+      new_pages = jnp.take(flat.astype(old.dtype), source, 0, mode="clip")
+      # [W, P, K, X].
+      new_pages = jnp.transpose(
+        new_pages, (0, 2, 3, 1) if last else (0, 2, 1, 3)
+      )
+      keeps_old = source < 0
+      keeps_old = (
+        keeps_old[:, None, None] if last else keeps_old[:, None, :, None]
+      )
+
+      def put(old: jax.Array, layer: Index) -> jax.Array:
+        old_pages = old.at[layer, pages].get(mode="clip")
+        target = row_major(old).at[layer, pages]
+        merged = jnp.where(keeps_old, old_pages, new_pages)
+        return target.set(merged, mode="drop", unique_indices=True)
+
+      return scattered_layer(old, layer, put)
+
+    if self.mesh is None:
+      return local(old, flat, writes, layer)
+    pages_spec = P(None, self.axis, self.heads)
+    return jax.shard_map(
+      local,
+      mesh=self.mesh,
+      in_specs=(pages_spec, P(None, self.heads), P(self.axis), P()),
+      out_specs=pages_spec,
+      check_vma=False,
+    )(old, flat, writes, layer)
+
+  def copy_states(
+    self, source: Int[Array, " n"], target: Int[Array, " n"]
+  ) -> PagePool:
+    """Copy recurrent states from rows to other rows.
+
+    Args:
+      source: Rows to copy from.
+      target: Rows to copy to; those out of range are not written.
+    """
+
+    def copied(x: jax.Array) -> jax.Array:
+      states = jnp.take(x, source, 1, mode="clip")
+      return x.at[:, target].set(states, mode="drop")
+
+    slots = tuple(
+      jax.tree.map(copied, x) if isinstance(x, State) else x for x in self.slots
+    )
+    return dataclasses.replace(self, slots=slots)
+
+  def page_shapes(self, group: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
+    """Shape [L, ...] of one page and dtype, for each array of `read_pages`."""
+    arrays = self._arrays(group)
+    return tuple(
+      (
+        (sum(len(arrays[n].layers) for n in merged), *x.shape[2:]),
+        np.dtype(x.dtype),
+      )
+      for merged in _merged(arrays)
+      for x in (arrays[merged[0]].pages,)
+    )
+
+  def page_axes(self, group: int) -> tuple[int, ...]:
+    """Token axis of one page, for each array of `read_pages`."""
+    arrays = self._arrays(group)
+    return tuple(
+      token_axis(arrays[merged[0]].pages) - 1 for merged in _merged(arrays)
+    )
+
+  def layers(self, group: int) -> tuple[int, ...]:
+    """Numbers of a group's layers, in order."""
+    kinds = self.groups[group].kinds
+    return tuple(sorted(n for kind in kinds for n in self.shapes[kind].which))
+
+  def _arrays(self, group: int) -> tuple[_Pages, ...]:
+    return tuple(
+      _Pages(x, part, tuple(self.shapes[kind].which))
+      for kind in self.groups[group].kinds
+      for part, x in enumerate(self.slots[kind])
+      if x.size
+    )
+
+  def _each(
+    self, group: int, work: Callable[..., Any], pages: jax.Array, *more: Any
+  ) -> tuple[Any, ...]:
+    """Apply `work` to a group's arrays and pages, shard by shard."""
+    arrays = tuple(x.pages for x in self._arrays(group))
+    if self.mesh is None:
+      return work(arrays, pages, *more)
+    pages_spec = P(None, self.axis, self.heads)
+    return jax.shard_map(
+      work,
+      mesh=self.mesh,
+      in_specs=(pages_spec, P(self.axis), *(pages_spec for _ in more)),
+      out_specs=pages_spec,
+      check_vma=False,
+    )(arrays, pages, *more)
+
+  def _coords(self, table: jax.Array, ends: jax.Array) -> Coords:
+    """Coordinates [B, S] of the slots of a table, shard by shard."""
+    b, shards, pages_per_shard = table.shape
+    number = jnp.arange(pages_per_shard, dtype=jnp.int32)[None] * shards
+    number = number + jnp.arange(shards, dtype=jnp.int32)[:, None]
+    inside = jnp.arange(self.page, dtype=jnp.int32)
+    pos = number[..., None] * self.page + inside[None, None]
+    pos = jnp.broadcast_to(pos[None], (b, *pos.shape))
+    real = (pos < ends[:, None, None, None]) & (table >= 0)[..., None]
+    flat = lambda x: x.reshape(b, -1)
+    return Coords(flat(pos), flat(real).astype(jnp.int32))
+
+
+class _Pages(NamedTuple):
+  """Pages of one kind of layer.
+
+  Fields:
+    pages: The pages, [L, ...].
+    part: Index of the array in its kind.
+    layers: Numbers of the layers.
+  """
+
+  pages: Any
+  part: int
+  layers: tuple[int, ...]
+
+
+def _merged(arrays: tuple[_Pages, ...]) -> list[list[int]]:
+  """Indices of arrays that differ only in their layers, in order."""
+  by_form: dict[Any, list[int]] = {}
+  for n, x in enumerate(arrays):
+    form = x.part, x.pages.shape[1:], jnp.dtype(x.pages.dtype)
+    by_form.setdefault(form, []).append(n)
+  return list(by_form.values())
+
+
+def _range(numbers: Sequence[int], layers: tuple[int, int] | None) -> range:
+  """Indices of the layers from the first to the end; None for all."""
+  if layers is None:
+    return range(len(numbers))
+  return range(*(bisect.bisect_left(numbers, n) for n in layers))
+
+
+def _layers_of(x: jax.Array, ranks: np.ndarray) -> jax.Array:
+  first = int(ranks[0])
+  if np.array_equal(ranks, first + np.arange(ranks.size)):
+    return x[first : first + ranks.size]
+  return x[ranks]
+
+
+def _take_pages(
+  cuts: tuple[range, ...], arrays: tuple[Any, ...], pages: jax.Array
+) -> tuple[Any, ...]:
+  def take_layers(x: jax.Array, cut: range) -> jax.Array:
+    if len(cut) == x.shape[0]:
+      return jnp.take(x, pages[0], 1, mode="clip")
+    # One gather: slicing the layers first would copy part of the pool.
+    layer = np.arange(cut.start, cut.stop, dtype=np.int32)[:, None]
+    return x.at[layer, pages[0][None]].get(mode="clip")
+
+  return tuple(
+    take_layers(x, cut) for x, cut in zip(arrays, cuts, strict=True) if cut
+  )
+
+
+def _put_pages(
+  arrays: tuple[Any, ...], pages: jax.Array, held: tuple[Any, ...]
+) -> tuple[Any, ...]:
+  return tuple(
+    x.at[:, pages[0]].set(new, mode="drop")
+    for x, new in zip(arrays, held, strict=True)
+  )
+
+
+tree.register(
+  PagePool,
+  ("slots", "constants"),
+  ("groups", "page", "kind", "shapes", "dtype", "mesh", "axis", "heads"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PooledRows:
+  """Read-only view of rows of a pool; an argument of jit.
+
+  Attributes:
+    pool: Pool of pages.
+    tables: Page tables, see `PagePool.call`.
+    ends: Number of tokens of each row, int32 [B].
+  """
+
+  pool: PagePool
+  tables: tuple[Int[ArrayLeaf, "B R m"], ...]
+  ends: Int[ArrayLeaf, " B"]
+
+  @property
+  def slots(self) -> tuple[Any, ...]:
+    return self.pool.slots
+
+  @property
+  def mesh(self) -> Mesh | None:
+    return self.pool.mesh
+
+  @property
+  def axis(self) -> str | None:
+    return self.pool.axis
+
+  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+    ends = jnp.asarray(self.ends)
+    rows = jnp.arange(ends.shape[0], dtype=jnp.int32)
+    tables = tuple(map(jnp.asarray, self.tables))
+    cache = self.pool.call(tables, ends, rows, rows < 0)
+    return cache.layer(kind, slots, index)
+
+
+tree.register(PooledRows, ("pool", "tables", "ends"), ())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PooledCache:
+  """A pool with the tables of some rows, for one call of a model.
+
+  Attributes:
+    pool: Pool of pages; its arrays may be those before the call.
+    slots: Arrays of the pool, and states of the call's rows.
+    tables: Page tables, see `PagePool.call`.
+    at: Coordinates of the slots of each group, [B, S]; for a tree and the text
+      before it those of `ops.ancestors`.
+    ends: Number of tokens of each row after the call, int32 [B].
+    rows: Index of each row's recurrent state, int32 [B].
+    new: Slots and segments of the call's tokens, [B, T].
+    shared: Tiles that rows share, see `PagePool.call`.
+    parents: Parent of each token in a tree, see `PagePool.call`.
+    writes: For each group, the destination of the call's tokens.
+  """
+
+  pool: PagePool
+  slots: tuple[Any, ...]
+  tables: tuple[Any, ...]
+  at: tuple[Coords, ...]
+  ends: Int[Array, " B"]
+  rows: Int[Array, " B"]
+  new: Coords | None
+  shared: tuple[SharedTiles, ...] | None = None
+  parents: Int[Array, "B T"] | None = None
+  writes: tuple[PageWrites, ...] = ()
+  # A pool has no encoder states for cross-attention.
+  states = None
+
+  @property
+  def mesh(self) -> Mesh | None:
+    return self.pool.mesh
+
+  @property
+  def axis(self) -> str | None:
+    return self.pool.axis
+
+  @property
+  def shards(self) -> int:
+    return self.pool.shards
+
+  @property
+  def length(self) -> jax.Array:
+    """Number of tokens of each row, int32 [B]."""
+    return self.ends
+
+  def allocate(
+    self, at: Coords, *, replicated: bool, sees: bool
+  ) -> PooledCache:
+    """Assign slots to the call's tokens with coordinates [B, T].
+
+    Raises:
+      OptionError: If the tokens are sharded: all devices need all of them.
+    """
+    if not replicated or not sees:
+      raise OptionError(
+        "attend",
+        "a call whose tokens are sharded, over a pool of pages",
+        "CachedAttention() of replicated tokens",
+        "leave attend out",
+      )
+    if self.parents is None:
+      return self._with_new(at)
+    # The text before the tree counts as ancestor of all its tokens.
+    drafted = tree_coords(self.parents, at)
+    start = self.ends - jnp.sum(at.seg > 0, 1, dtype=jnp.int32)
+
+    def insert_tree(held: Coords) -> Coords:
+      number = held.pos - start[:, None]
+      inside = (number >= 0) & (held.seg > 0)
+      number = jnp.clip(number, 0, at.pos.shape[1] - 1)
+      tree_coord = [jnp.take_along_axis(x, number, 1) for x in drafted]
+      seg = jnp.where(held.seg > 0, MOST_DRAFTED, 0)
+      return Coords(
+        jnp.where(inside, tree_coord[0], held.pos),
+        jnp.where(inside, tree_coord[1], seg),
+      )
+
+    slots = start[:, None] + jnp.arange(at.pos.shape[1], dtype=jnp.int32)[None]
+    cache = self._with_new(Coords(slots, at.seg))
+    return dataclasses.replace(cache, at=tuple(map(insert_tree, self.at)))
+
+  def _with_new(self, new: Coords) -> PooledCache:
+    """Set the slots and segments of the appended tokens."""
+    shape = (self.ends.shape[0], new.pos.shape[1])
+    new = Coords(*(jnp.broadcast_to(x, shape) for x in new))
+    writes = tuple(
+      self.pool.writes(group, table, new)
+      for group, table in enumerate(self.tables)
+    )
+    return dataclasses.replace(self, new=new, writes=writes)
+
+  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> PooledCache:
+    """Return itself: this cache keeps all tokens, whatever their ids."""
+    del tokens, at
+    return self
+
+  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+    if isinstance(slots, State):
+      return slots.layer(self, index)
+    return PooledLayer(self, slots, index, kind, self.pool._group(kind))
+
+  def updated(self, slots: tuple[Any, ...]) -> PagePool:
+    """Return the pool with the arrays after the layers."""
+
+    def put(old: PyTree, new: PyTree) -> PyTree:
+      return old.at[:, self.rows].set(new.astype(old.dtype), mode="drop")
+
+    new_slots = tuple(
+      jax.tree.map(put, old, new) if isinstance(new, State) else new
+      for old, new in zip(self.pool.slots, slots, strict=True)
+    )
+    return dataclasses.replace(self.pool, slots=new_slots)
+
+
+@dataclasses.dataclass(frozen=True)
+class PooledLayer:
+  """One layer's part of a `PooledCache` during one call."""
+
+  cache: PooledCache
+  slots: LayerKV
+  index: Index
+  kind: int
+  group: int
+  fresh: KV | Coords | None = None
+  rotation: Rotation = Rotation()
+
+  def append(
+    self,
+    k: Shaped[Array, "B K T H"],
+    v: Shaped[Array, "B K T J"],
+    at: Coords,
+    rotation: Rotation,
+  ) -> PooledLayer:
+    pool = self.cache.pool
+    stored = LayerKV(k if pool.kind.unrotated else rotation.own(k), v)
+    codec = pool.kind.codec
+    if isinstance(codec, Codec):
+      of_k, of_v = self._constants()
+      k_codes = codec.keys.encode(stored.k.astype(pool.dtype), of_k)
+      stored = LayerKV(as_stored(k_codes, self.slots.k), v)
+      if v.shape[-1]:
+        v_codes = codec.values.encode(v.astype(pool.dtype), of_v)
+        stored = stored._replace(v=as_stored(v_codes, self.slots.v))
+    assert self.cache.new is not None
+    slots = LayerKV(*map(self._written, self.slots, stored))
+    return dataclasses.replace(
+      self, slots=slots, rotation=rotation.general(), fresh=at
+    )
+
+  def for_reading(self, rotation: Rotation) -> PooledLayer:
+    """Prepare for a call that appends nothing, as `KVLayer.for_reading`."""
+    return dataclasses.replace(self, rotation=rotation.general())
+
+  def observe(
+    self, rotated: Callable[[], Array], plain: Callable[[], Array]
+  ) -> PooledLayer:
+    del rotated, plain
+    return self
+
+  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
+    if apart and self.cache.parents is None:
+      raise OptionError(
+        "parents",
+        "a tree of drafted tokens, over a pool of pages",
+        "a call of the pool that knows it",
+        "pass parents= to PagePool.call too",
+      )
+    pool, codec = self.cache.pool, self.cache.pool.kind.codec
+    shape, decoders, widths = pool.shapes[self.kind], None, None
+    if codec is None:
+      widths = shape.widths(self.slots)
+    else:
+      decoders = shape.decoders(codec, pool.dtype)
+    table, shared = self.cache.tables[self.group], self.cache.shared
+    view: Any = PooledView(
+      *self.slots,
+      self.cache.at[self.group],
+      table.reshape(table.shape[0], -1),
+      self.index,
+      self._constants(),
+      decoders,
+      shared[self.group] if shared else None,
+      widths=widths,
+    )
+    if pool.kind.unrotated and not self.rotation.trivial:
+      view = UnrotatedView(view, self.rotation)
+    return (view,)
+
+  def _constants(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Codec constants of this layer, [K, n] each."""
+    of_layer = lambda x: lax.dynamic_index_in_dim(
+      x, self.index, 0, keepdims=False
+    )
+    return jax.tree.map(of_layer, self.cache.pool.constants[self.kind])
+
+  def _written(self, old: jax.Array, new: jax.Array) -> jax.Array:
+    """Write the call's tokens, [B, K, T, X] or stored codes, to the pages."""
+    if not old.size:
+      return old
+    writes = self.cache.writes[self.group]
+    return self.cache.pool.written(old, self.index, new, writes)

@@ -1,0 +1,551 @@
+"""Slot tables of a group of layers: the token in each slot, row by row.
+
+Guarantees: coordinates identify the token in each slot, so tokens may be in
+any order: a prompt stays in the layout in which it was read. Rows are
+independent: each has a separate write cursor on every shard. Padding after a
+row's last token takes no slot.
+Cost: an append writes the new tokens; nothing else moves.
+Memory: two int32 per slot, one per row and shard.
+
+A row's tokens fill a shard's slots from the first one. Tokens that all shards
+see (decoding) go one by one to the shard that has the fewest, so that the
+memory of the shards stays level.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Int, Shaped
+
+from ringjax import tree
+from ringjax.kv.base import CacheSpec, scattered_layer
+from ringjax.ops.attention.cached.code_format import row_major, token_axis
+from ringjax.ops.mask import Coords
+from ringjax.parallel import collectives
+from ringjax.parallel.local_arrays import move
+from ringjax.typing import ArrayLeaf, Index
+
+# Layouts of a call's tokens: sharded, into empty rows; sharded; replicated.
+FILL, SHARDED, REPLICATED = "fill", "sharded", "replicated"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotGroup:
+  """Slot table of a group of layers: the token in each slot.
+
+  Attributes:
+    at: Coordinates of the slots, [B, S].
+    mode: Layout of the current call's tokens: `FILL`, `SHARDED`, `REPLICATED`.
+    mesh: Device mesh whose `axis` shards S; None for one device.
+    axis: Mesh axis of the sequence.
+  """
+
+  at: Coords
+  mode: str = FILL
+  mesh: Mesh | None = None
+  axis: str | None = None
+
+  @property
+  def rows_whole(self) -> bool:
+    """Whether no mesh axis except the sequence's may shard rows."""
+    shape = {} if self.mesh is None else dict(self.mesh.shape)
+    shape.pop(self.axis, None)
+    return math.prod(shape.values()) == 1
+
+  @property
+  def shards(self) -> int:
+    if self.axis is None:
+      return 1
+    assert self.mesh is not None
+    return self.mesh.shape[self.axis]
+
+  @property
+  def capacity(self) -> int:
+    """Number of slots of all shards together, S."""
+    return self.at.pos.shape[1]
+
+  def _everywhere(self, x: jax.Array) -> jax.Array:
+    if self.mesh is None:
+      return x
+    return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P()))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContiguousSlots(SlotGroup):
+  """The slots of layers that keep every token.
+
+  Attributes:
+    used: Slots in use on each of R shards (write cursors), int32 [B, R].
+    before: Slots in use before the last call, int32 [B, R].
+  """
+
+  # No call replaces tokens of earlier ones.
+  apart: ClassVar[bool] = False
+  previous: ClassVar[Any] = None
+
+  used: Int[ArrayLeaf, "B R"]
+  before: Int[ArrayLeaf, "B R"]
+
+  @classmethod
+  def spec(cls, room: CacheSpec) -> ContiguousSlots:
+    """Specs (shapes, dtypes, shardings) of the arrays; allocates nothing."""
+    tokens = room.like(
+      (room.batch, room.capacity), jnp.int32, ("batch", "tokens")
+    )
+    cursors = room.like((room.batch, room.shards), jnp.int32, (None, None))
+    return cls(
+      at=Coords(tokens, tokens),
+      used=cursors,
+      before=cursors,
+      mesh=room.mesh,
+      axis=room.axes.get("tokens"),
+    )
+
+  @property
+  def local(self) -> int:
+    """Number of slots of a shard."""
+    return self.capacity // self.shards
+
+  def free(self) -> np.ndarray | None:
+    """Number of free slots, int [B, R]; None under a trace.
+
+    Blocks until the program that computes them is done.
+    """
+    if isinstance(self.used, jax.core.Tracer):
+      return None
+    return self.local - np.asarray(self.used)
+
+  # -------------------------------------------------------------------------
+  # A call's tokens
+  # -------------------------------------------------------------------------
+
+  def allocate(self, at: Coords, mode: str) -> ContiguousSlots:
+    """Allocate slots for tokens with these coordinates, [B or 1, T]."""
+    batch, count = self.at.pos.shape[0], at.pos.shape[1]
+    to_batch = lambda x: jnp.broadcast_to(x, (batch, count))
+    at = Coords(to_batch(at.pos), to_batch(at.seg))
+    index = jnp.arange(1, count + 1, dtype=jnp.int32)
+    real = jnp.where(at.seg > 0, index[None], 0)
+    if mode == REPLICATED:
+      cursors_before = self.used
+      used = _levelled(cursors_before, jnp.max(real, 1))
+    else:
+      local = count // self.shards
+      by_shard = real.reshape(batch, self.shards, local)
+      first = local * jnp.arange(self.shards, dtype=jnp.int32)
+      num_new = jnp.maximum(jnp.max(by_shard, 2) - first[None], 0)
+      cursors_before = jnp.zeros_like(self.used) if mode == FILL else self.used
+      used = cursors_before + num_new
+    old = self.at
+    if mode == FILL:
+      old = Coords(old.pos, jnp.zeros_like(old.seg))
+    allocated = dataclasses.replace(
+      self,
+      before=self._everywhere(cursors_before),
+      used=self._everywhere(used),
+      mode=mode,
+    )
+    return dataclasses.replace(
+      allocated,
+      at=Coords(
+        allocated.write(old.pos, at.pos), allocated.write(old.seg, at.seg)
+      ),
+    )
+
+  def write(
+    self,
+    old: Shaped[Array, "B S"] | Shaped[Array, "L B K *slots"],
+    new: Shaped[Array, "B T"] | Shaped[Array, "B K *tokens"],
+    layer: Index | None = None,
+  ) -> jax.Array:
+    """Write the call's tokens to their slots.
+
+    Args:
+      old: Slots, [B, S], or with `layer` [L, B, K, S, H]; codes have their
+        tokens last, [L, B, K, X, S].
+      new: Tokens of the call, [B, T], or [B, K, T, H], or codes [B, K, X, T].
+      layer: Index of the layer in `old`, int32 [].
+    """
+    lead = 0 if layer is None else 1
+    axis = token_axis(old)
+    layer = jnp.int32(0) if layer is None else jnp.asarray(layer, jnp.int32)
+    mode = self.mode
+
+    def local(
+      old: jax.Array,
+      new: jax.Array,
+      layer: Index,
+      before: jax.Array,
+      used: jax.Array,
+    ) -> jax.Array:
+      new = new.astype(old.dtype)
+      me = jnp.int32(0)
+      if self.axis is not None:
+        me = collectives.axis_index(self.axis)
+      if mode == FILL:
+        start = [jnp.int32(0)] * old.ndim
+        start[:lead] = [layer] * lead
+        return lax.dynamic_update_slice(old, new[(None,) * lead], tuple(start))
+      take = lambda x: lax.dynamic_index_in_dim(x, me, 1, keepdims=False)
+      first, end = take(before), take(used)
+      # Every shard gets a single token; only one has `end` > `first` for it.
+      if mode == REPLICATED and new.shape[axis - lead] > 1:
+        size = min(new.shape[axis - lead], old.shape[axis])
+        levels = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        rank = _rank(before, levels, me)
+        new = _along(new, jnp.minimum(rank, new.shape[axis - lead] - 1))
+      return self._put(old, new, layer, first, end - first)
+
+    arguments = (old, new, layer, self.before, self.used)
+    if self.axis is None:
+      return local(*arguments)
+    sharded = lambda n: P(*(None,) * n, self.axis)
+    return jax.shard_map(
+      local,
+      mesh=self.mesh,
+      in_specs=(
+        sharded(axis),
+        P() if mode == REPLICATED else sharded(axis - lead),
+        P(),
+        P(),
+        P(),
+      ),
+      out_specs=sharded(axis),
+      axis_names={self.axis},
+    )(*arguments)
+
+  def _put(
+    self,
+    old: jax.Array,
+    new: jax.Array,
+    layer: Index,
+    start: jax.Array,
+    count: jax.Array,
+  ) -> jax.Array:
+    """Write the first `count` [B] of n tokens from slot `start` [B] on."""
+    rows = lambda old: _by_rows(old, new, layer, start, count)
+    if new.shape[0] == 1:
+      return rows(old)
+    if old.ndim == new.ndim:
+      return _scattered(old, new, layer, start, count)
+    put = lambda old, layer: _scattered(old, new, layer, start, count)
+    scattered = lambda old: scattered_layer(old, layer, put)
+    if not self.rows_whole:
+      return scattered(old)
+    # On a TPU a scatter over rows would first copy the array to another layout.
+    return lax.platform_dependent(old, tpu=rows, default=scattered)
+
+  def only(self, real: Bool[Array, ""]) -> ContiguousSlots:
+    """Make `write` conditional: it writes only if `real`, bool []."""
+    return dataclasses.replace(
+      self,
+      # FILL mode would write unconditionally.
+      mode=SHARDED if self.mode == FILL else self.mode,
+      used=jnp.where(real, self.used, self.before),
+    )
+
+  # -------------------------------------------------------------------------
+  # Between calls
+  # -------------------------------------------------------------------------
+
+  def earlier(self) -> Coords:
+    """Coordinates of the slots without the tokens of the current call."""
+    index = jnp.arange(self.capacity, dtype=jnp.int32)
+    shard, slot = jnp.divmod(index, jnp.int32(self.local))
+    is_earlier = slot[None] < jnp.take(self.before, shard, axis=1)
+    return Coords(self.at.pos, jnp.where(is_earlier, self.at.seg, 0))
+
+  def tokens(self) -> Int[Array, " B"]:
+    """Number of tokens that each row holds, int32 [B]."""
+    return jnp.sum(self.at.seg > 0, 1, dtype=jnp.int32)
+
+  def truncate(self, end: Int[Array, " B"]) -> ContiguousSlots:
+    """Drop the tokens at positions from `end` [B] on.
+
+    Slots after the last remaining token become free.
+    """
+    gone = self.at.pos >= end[:, None]
+    return self._recovered(jnp.where(gone, 0, self.at.seg))
+
+  def _recovered(self, seg: jax.Array) -> ContiguousSlots:
+    """Set segments, and cursors after the last token of each shard."""
+    batch = seg.shape[0]
+    index = jnp.arange(1, self.local + 1, dtype=jnp.int32)
+    by_shard = seg.reshape(batch, self.shards, self.local)
+    used = jnp.max(jnp.where(by_shard > 0, index[None, None], 0), 2)
+    used = self._everywhere(used)
+    return dataclasses.replace(
+      self, at=Coords(self.at.pos, seg), used=used, before=used + 0
+    )
+
+  def kept(self, keep: Bool[Array, "B T"]) -> tuple[ContiguousSlots, Any]:
+    """Keep only the tokens in `keep`, bool [B, T], of the last call.
+
+    The call's tokens must have been the same on all shards.
+
+    Returns:
+      The slots, and a function that permutes an array [L, B, K, S, H] likewise.
+    """
+    count = keep.shape[1]
+
+    def order(
+      before: jax.Array, used: jax.Array, keep: jax.Array
+    ) -> tuple[Any, Any]:
+      """Slots to read on this shard, [B, n], and number that stay, [B]."""
+      me = jnp.int32(0)
+      if self.axis is not None:
+        me = collectives.axis_index(self.axis)
+      take = lambda x: lax.dynamic_index_in_dim(x, me, 1, keepdims=False)
+      first, end = take(before), take(used)
+      size = min(count, self.local)
+      step = jnp.arange(size, dtype=jnp.int32)
+      rank = _rank(before, first[:, None] + step[None], me)
+      rank = jnp.broadcast_to(rank, (keep.shape[0], size))
+      stays = jnp.take_along_axis(keep, jnp.minimum(rank, count - 1), 1)
+      stays &= (step[None] < (end - first)[:, None]) & (rank < count)
+      sort = jnp.argsort(1 - stays.astype(jnp.int32), axis=1, stable=True)
+      source = jnp.minimum(first[:, None] + sort, self.local - 1)
+      return source.astype(jnp.int32), jnp.sum(stays, 1, dtype=jnp.int32)
+
+    def permute(old: jax.Array, lead: int) -> jax.Array:
+      axis = token_axis(old)
+
+      def local(
+        old: jax.Array, before: jax.Array, used: jax.Array, keep: jax.Array
+      ) -> jax.Array:
+        source, stays = order(before, used, keep)
+        me = jnp.int32(0)
+        if self.axis is not None:
+          me = collectives.axis_index(self.axis)
+        first = lax.dynamic_index_in_dim(before, me, 1, keepdims=False)
+        if lead == 0:
+          new = jnp.take_along_axis(old, source, 1)
+          return self._put(old, new, jnp.int32(0), first, stays)
+        new = jnp.take_along_axis(old, by_token(source, old), axis)
+        step = lambda n, x: self._put(x, new[n], n, first, stays)
+        return lax.fori_loop(jnp.int32(0), jnp.int32(old.shape[0]), step, old)
+
+      if self.axis is None:
+        return local(old, self.before, self.used, keep)
+      sharded = P(*(None,) * axis, self.axis)
+      return jax.shard_map(
+        local,
+        mesh=self.mesh,
+        in_specs=(sharded, P(), P(), P()),
+        out_specs=sharded,
+        axis_names={self.axis},
+      )(old, self.before, self.used, keep)
+
+    def counts(
+      before: jax.Array, used: jax.Array, keep: jax.Array
+    ) -> jax.Array:
+      return order(before, used, keep)[1][:, None]
+
+    if self.axis is None:
+      stays = counts(self.before, self.used, keep)
+    else:
+      stays = jax.shard_map(
+        counts,
+        mesh=self.mesh,
+        in_specs=(P(), P(), P()),
+        out_specs=P(None, self.axis),
+        axis_names={self.axis},
+      )(self.before, self.used, keep)
+    used = self._everywhere(self.before + stays)
+    pos, seg = permute(self.at.pos, 0), permute(self.at.seg, 0)
+    index = jnp.arange(self.capacity, dtype=jnp.int32)
+    shard, slot = jnp.divmod(index, jnp.int32(self.local))
+    seg = jnp.where(slot[None] < jnp.take(used, shard, axis=1), seg, 0)
+    slots = dataclasses.replace(
+      self, at=Coords(pos, seg), used=used, before=used + 0
+    )
+    return slots, lambda old: permute(old, 1) if old.size else old
+
+  def gathered(self, device: jax.Device) -> tuple[ContiguousSlots, Any]:
+    """Copy to one device, with rows filled from their first slot.
+
+    Returns:
+      The slots, and a function that copies an array [L, B, K, S, H] likewise.
+    """
+    pos, seg = (move(x, device) for x in self.at)
+    order = jnp.argsort((seg == 0).astype(jnp.int32), axis=1, stable=True)
+    put = lambda x: jnp.take_along_axis(x, order, 1)
+    count = jnp.sum(seg > 0, 1, dtype=jnp.int32)[:, None]
+    slots = ContiguousSlots(
+      at=Coords(put(pos), put(seg)), used=count, before=count + 0
+    )
+
+    def copy_array(x: jax.Array) -> jax.Array:
+      x = move(x, device)
+      if not x.size:
+        return x
+      return jnp.take_along_axis(x, by_token(order, x), token_axis(x))
+
+    return slots, copy_array
+
+
+tree.register(
+  ContiguousSlots, ("at", "used", "before"), ("mode", "mesh", "axis")
+)
+
+
+def by_token(
+  x: Shaped[Array, "B n"], like: Shaped[Array, " ..."]
+) -> Shaped[Array, " ..."]:
+  """Reshape a number per token so that it broadcasts against `like`.
+
+  Args:
+    x: Number of each token, [B, n].
+    like: Coordinates [B, n], or vectors or codes [L, B, K, ..] or [B, K, ..].
+  """
+  shape = [1] * like.ndim
+  shape[1 if like.ndim == 5 else 0], shape[token_axis(like)] = x.shape
+  return x.reshape(shape)
+
+
+def _rank(used: jax.Array, levels: jax.Array, shard: Index) -> jax.Array:
+  """Indices of the call's tokens that go to a shard's slots, int32 [B, n].
+
+  Free slots are filled level by level, on each level shard by shard.
+
+  Args:
+    used: Write cursors, int32 [B, R].
+    levels: Slots of the shard, from its first free one on, int32 [B, n].
+    shard: Index of the shard, int32 [].
+  """
+  others = jnp.arange(used.shape[1], dtype=jnp.int32)
+  upto = levels[:, :, None] + (others < shard).astype(jnp.int32)[None, None]
+  return jnp.sum(jnp.maximum(upto - used[:, None], 0), 2, dtype=jnp.int32)
+
+
+def _levelled(used: jax.Array, count: jax.Array) -> jax.Array:
+  """Cursors [B, R] after `count` [B] tokens, each put on the emptiest shard."""
+  shards = used.shape[1]
+  if shards == 1:
+    return used + count[:, None]
+  # Highest level to which the tokens fill the emptiest shards.
+  levels = jnp.sort(used, axis=1)
+  number = jnp.arange(1, shards + 1, dtype=jnp.int32)
+  room = levels * number[None] - jnp.cumsum(levels, 1)
+  num_filled = jnp.sum(room <= count[:, None], 1, dtype=jnp.int32)
+  total = jnp.take_along_axis(jnp.cumsum(levels, 1), num_filled[:, None] - 1, 1)
+  level = (total + count[:, None]) // num_filled[:, None]
+  filled = jnp.maximum(used, level)
+  leftover = count[:, None] - jnp.sum(filled - used, 1, keepdims=True)
+  open_ = (used <= level).astype(jnp.int32)
+  fill_order = jnp.cumsum(open_, 1)
+  return filled + open_ * (fill_order <= leftover).astype(jnp.int32)
+
+
+def _along(new: jax.Array, index: jax.Array) -> jax.Array:
+  """Gather tokens by `index` [B, n] from [B, T], [B, K, T, H] or codes."""
+  axis = token_axis(new)
+  if not new.size:
+    return lax.slice_in_dim(new, 0, index.shape[1], axis=axis)
+  return jnp.take_along_axis(new, by_token(index, new), axis)
+
+
+def _window(
+  old: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """First slot [B] of a window of n slots, its tokens, and a write mask.
+
+  Args:
+    old: Array of slots.
+    new: The n tokens of each row.
+    start: Slot of the first token, [B].
+    count: Number of tokens to write, [B].
+  """
+  axis, lead = token_axis(old), old.ndim - new.ndim
+  size, slots = new.shape[axis - lead], old.shape[axis]
+  first = jnp.minimum(start, slots - size)
+  step = jnp.arange(size, dtype=jnp.int32)
+  if size > 1:
+    # Near the end of the array the window starts earlier: shift the tokens.
+    new = _along(new, jnp.maximum(step[None] - (start - first)[:, None], 0))
+  window_index = step[None] - (start - first)[:, None]
+  real = (window_index >= 0) & (window_index < count[:, None])
+  return first, new, jnp.broadcast_to(by_token(real, new), new.shape)
+
+
+def _by_rows(
+  old: jax.Array,
+  new: jax.Array,
+  layer: Index,
+  start: jax.Array,
+  count: jax.Array,
+) -> jax.Array:
+  """Write tokens row after row, for `ContiguousSlots._put`."""
+  first, new, real = _window(old, new, start, count)
+  lead = old.ndim - new.ndim
+
+  def put(n: Index, old: jax.Array) -> jax.Array:
+    corner = [jnp.int32(0)] * old.ndim
+    corner[:lead], corner[lead] = [layer] * lead, n
+    corner[token_axis(old)] = first[n]
+    row = lambda x: lax.dynamic_slice_in_dim(x, n, 1, 0)[(None,) * lead]
+    old_window = lax.dynamic_slice(old, tuple(corner), row(new).shape)
+    merged = jnp.where(row(real), row(new), old_window)
+    return lax.dynamic_update_slice(row_major(old), merged, tuple(corner))
+
+  if new.shape[0] == 1:
+    return put(jnp.int32(0), old)
+  return lax.fori_loop(jnp.int32(0), jnp.int32(new.shape[0]), put, old)
+
+
+def _scattered(
+  old: jax.Array,
+  new: jax.Array,
+  layer: Index,
+  start: jax.Array,
+  count: jax.Array,
+) -> jax.Array:
+  """Write tokens of all rows by one scatter, for `ContiguousSlots._put`."""
+  first, new, real = _window(old, new, start, count)
+  lead, axis, batch = old.ndim - new.ndim, token_axis(old), new.shape[0]
+  size = new.shape[axis - lead]
+  window = (*old.shape[lead + 1 : axis], size, *old.shape[axis + 1 :])
+  dims = tuple(range(1, 1 + len(window)))
+  offsets = first[:, None]
+  mapped: tuple[int, ...] = (axis,)
+  if lead:
+    layers = jnp.broadcast_to(layer, (batch, 1)).astype(jnp.int32)
+    offsets, mapped = jnp.concatenate([layers, offsets], 1), (0, axis)
+  gathering = lax.GatherDimensionNumbers(
+    offset_dims=dims,
+    collapsed_slice_dims=tuple(range(lead)),
+    start_index_map=mapped,
+    operand_batching_dims=(lead,),
+    start_indices_batching_dims=(0,),
+  )
+  old_window = lax.gather(
+    old,
+    offsets,
+    gathering,
+    (*(1,) * (lead + 1), *window),
+    mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+  )
+  scattering = lax.ScatterDimensionNumbers(
+    update_window_dims=dims,
+    inserted_window_dims=tuple(range(lead)),
+    scatter_dims_to_operand_dims=mapped,
+    operand_batching_dims=(lead,),
+    scatter_indices_batching_dims=(0,),
+  )
+  return lax.scatter(
+    row_major(old),
+    offsets,
+    jnp.where(real, new, old_window),
+    scattering,
+    unique_indices=True,
+    mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+  )

@@ -1,0 +1,1 @@
+"""Families without mixtures or states."""

@@ -1,0 +1,172 @@
+"""Families that attend, or choose experts, as DeepSeek-V3 does, since 2025.
+
+GLM-4.7-Flash and Youtu have latent attention; Solar Open, EXAONE's mixture and
+Hunyuan 3 have its choice of experts.
+"""
+
+from __future__ import annotations
+
+from ringjax.models.families.dense.llama_kin import exaone_attentions
+from ringjax.models.families.family import (
+  Family,
+  attention,
+  biases,
+  experts,
+  gated,
+  llama_names,
+  model,
+  rms,
+)
+from ringjax.models.families.moe.deepseek import (
+  GROUPED_NAMES,
+  ROUTED,
+  grouped_router,
+  latent,
+  latent_names,
+  unread,
+)
+from ringjax.models.families.moe.mixtures import QWEN_EXPERTS, shared_names
+from ringjax.models.hf.config_reader import ConfigReader
+from ringjax.models.transformer import TransformerConfig
+from ringjax.nn.feedforward import Experts, Gated, Grouped
+
+
+def feedforwards(
+  r: ConfigReader, sparse: Experts, first: int = 0
+) -> list[Experts | Gated]:
+  """Feedforward of each layer: by its name, or plain in the first layers."""
+  count = r.layers()
+  first = r.whole("first_k_dense_replace", default=first, least=0)
+  kinds = r.value(
+    "mlp_layer_types",
+    default=["dense" if i < first else "sparse" for i in range(count)],
+  )
+  known_kinds = ("dense", "sparse")
+  if (
+    not isinstance(kinds, list)
+    or len(kinds) != count
+    or not all(kind in known_kinds for kind in kinds)
+  ):
+    want = f"{count} names, each dense or sparse"
+    raise r.error("mlp_layer_types", kinds, want)
+  if "dense" not in kinds:
+    # Files may state a width that no layer has.
+    r.ignore("intermediate_size")
+    return [sparse] * count
+  dense = gated(r)
+  return [dense if kind == "dense" else sparse for kind in kinds]
+
+
+def _chosen(
+  r: ConfigReader,
+  *,
+  count: str = "n_routed_experts",
+  shared: str = "n_shared_experts",
+  scale: float = 1.0,
+) -> Experts:
+  """Experts with the router of DeepSeek-V3."""
+  r.only("scoring_func", "sigmoid")
+  r.only("topk_method", "noaux_tc")
+  names = (count, "num_local_experts")
+  router, max_chosen = grouped_router(r, count=names, scale=scale)
+  width = r.whole("moe_intermediate_size")
+  return experts(
+    r,
+    router,
+    count=names,
+    shared=width * r.whole(shared, default=1),
+    most=max_chosen,
+    correction=True,
+  )
+
+
+def _glm4_moe_lite(r: ConfigReader) -> TransformerConfig:
+  turned = r.flag("rope_interleave", default=True)
+  attend = latent(r, turned, query_latent=768)
+  layers = feedforwards(r, _chosen(r, scale=1.8), first=1)
+  return model(r, "glm4_moe_lite", attend, layers, rms(r, default=1e-5))
+
+
+def _youtu(r: ConfigReader) -> TransformerConfig:
+  turned = r.flag("rope_interleave", default=True)
+  attend = latent(r, turned, turned_by_head_dim=True)
+  # Initialisation of the weights.
+  r.ignore("embedding_initializer_range")
+  return model(r, "youtu", attend, gated(r), rms(r), tied=True)
+
+
+def _solar_open(r: ConfigReader) -> TransformerConfig:
+  r.only("use_qk_norm", False)
+  r.only("first_k_dense_replace", 0)
+  rope = r.rope(theta=1000000.0)
+  attend = attention(r, rope, bias=r.flag("attention_bias", default=False))
+  layers = feedforwards(r, _chosen(r))
+  return model(r, "solar_open", attend, layers, rms(r, default=1e-5))
+
+
+def _exaone_moe(r: ConfigReader) -> TransformerConfig:
+  """EXAONE 4's attention, with norms before the parts of a layer."""
+  norm = rms(r, default=1e-5)
+  sparse = _chosen(
+    r, count="num_experts", shared="num_shared_experts", scale=2.5
+  )
+  layers = feedforwards(r, sparse, first=1)
+  return model(r, "exaone_moe", exaone_attentions(r, norm), layers, norm)
+
+
+def _hy_v3(r: ConfigReader) -> TransformerConfig:
+  norm = rms(r, default=1e-5)
+  rope = r.rope(theta=11158840.0)
+  attend = attention(r, rope, qk_norm=norm, **biases(r))
+  # Precision of a sum, which is float32 here in any case.
+  r.ignore("enable_moe_fp32_combine")
+  width = r.whole("moe_intermediate_size")
+  scale = r.positive("router_scaling_factor", default=2.826)
+  sparse = experts(
+    r,
+    Grouped(scale=scale),
+    shared=width * r.whole("num_shared_experts", default=1),
+    correction=True,
+  )
+  layers = feedforwards(r, sparse, first=1)
+  return model(r, "hy_v3", attend, layers, norm)
+
+
+FAMILIES = (
+  Family(
+    name="glm4_moe_lite",
+    config=_glm4_moe_lite,
+    names=latent_names,
+    unread=unread,
+  ),
+  Family(name="youtu", config=_youtu, names=latent_names, unread=unread),
+  Family(
+    name="solar_open",
+    config=_solar_open,
+    names=GROUPED_NAMES,
+    unread=unread,
+  ),
+  Family(
+    name="exaone_moe",
+    config=_exaone_moe,
+    names=llama_names(
+      ROUTED,
+      leaves={"feedforward.correction": "mlp.e_score_correction_bias"},
+      experts=QWEN_EXPERTS,
+    ),
+    unread=lambda config: ("mtp.",),
+  ),
+  Family(
+    name="hy_v3",
+    config=_hy_v3,
+    names=llama_names(
+      {
+        "feedforward.router": "mlp.router.gate",
+        **shared_names("mlp.shared_mlp"),
+      },
+      leaves={"feedforward.correction": "mlp.expert_bias"},
+      experts=QWEN_EXPERTS,
+    ),
+    unread=unread,
+  ),
+)

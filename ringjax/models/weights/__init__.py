@@ -1,0 +1,1 @@
+"""A model's weights as codes, on the host, on disk, or sparse."""

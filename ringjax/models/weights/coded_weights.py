@@ -1,0 +1,151 @@
+"""Models whose linear maps stay codes of 8 or 4 bits on the devices.
+
+Cost: every weight is rounded once; see `nn.coded` for a call.
+Memory: 8 bits: a byte a weight of a map, and 4 for each output. 4 bits: half a
+byte, and 8 for each group. Each expert of a mixture has separate codes.
+Embedding, head, norms, routers and the map that latent attention absorbs into
+its queries stay as they are. Layers in host memory are codes there; those on
+disk stay as they are in the folder, and become codes when they are read.
+Ref: Sheng et al. 2023, FlexGen, arXiv 2303.06865.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ringjax.checks import one_of, positive_int
+from ringjax.errors import OptionError
+from ringjax.models.grouping import looped
+from ringjax.models.transformer import Transformer
+from ringjax.models.weights.linear_maps import inner_size, rounded_maps
+from ringjax.models.weights.placed_maps import with_maps
+from ringjax.nn.linear import Linear
+from ringjax.nn.weights.coded import Coded4Linear, Coded8Linear, nibbles
+from ringjax.ops.integer_product import codes_of
+
+BITS = (8, 4)
+GROUP = 64
+
+
+def with_coded_weights(
+  model: Transformer, *, bits: int = 8, group: int | None = None
+) -> Transformer:
+  """The model with codes in place of the weights of its linear maps.
+
+  Activations, and the products, stay floats. It generates, serves and drafts as
+  any model does, on any mesh; it cannot be trained or saved.
+
+  Args:
+    model: Model of floats.
+    bits: Bits of a code. 8: integers times a step for each output. 4: from the
+      least to the largest number of a group.
+    group: Number of weights of an output that share these, for 4 bits; even;
+      default 64. A map with fewer inputs has one group.
+
+  Raises:
+    OptionError: If an argument is out of range, or the model has codes already.
+  """
+  one_of("bits", bits, BITS)
+  if group is not None and bits == 8:
+    raise OptionError(
+      "group", group, "none, for 8 bits", "leave it out, or pass bits=4"
+    )
+  devices = jax.tree.leaves(model)[0].devices()
+  is_loop = len(model.stack.runs) == len(looped(model.stack.runs))
+  if not is_loop and all(device.platform == "cpu" for device in devices):
+    warnings.warn(
+      "codes of layers that are not one loop are slow on a CPU; load the model "
+      "with scan=True",
+      RuntimeWarning,
+      stacklevel=2,
+    )
+  group = positive_int("group", GROUP if group is None else group)
+  if group % 2:
+    raise OptionError("group", group, "an even number", "pass group=64")
+  maps = rounded_maps(model, "codes of weights")
+  make = _coded8 if bits == 8 else functools.partial(_coded4, group=group)
+  return with_maps(model, dict.fromkeys(maps, make))
+
+
+def refuse_codes(model: object, doing: str) -> None:
+  """Refuses an operation that needs weights of floats.
+
+  Raises:
+    OptionError: If some weights are codes, or other integers.
+  """
+  kinds = (x.dtype for x in jax.tree.leaves(model) if hasattr(x, "dtype"))
+  if any(jnp.issubdtype(kind, jnp.integer) for kind in kinds):
+    raise OptionError(
+      "model",
+      f"one whose weights are codes of whole numbers, to {doing}",
+      "weights of floats",
+      "pass the model that was rounded",
+    )
+
+
+def _coded8(linear: Linear) -> nnx.Module:
+  return Coded8Linear(linear, *rounded(linear))
+
+
+def _coded4(linear: Linear, group: int) -> nnx.Module:
+  weight, first = linear.weight.get_value(), 1 + linear.lead
+  inner, inputs = inner_size(linear), first + linear.contracted
+  codes, step, minimum = _nibbles(
+    weight, linear.lead, inner, weight.shape[inputs:],
+    min(group, inner + inner % 2),
+  )  # fmt: skip
+  return Coded4Linear(
+    linear, codes, step, minimum, inputs=weight.shape[first:inputs]
+  )
+
+
+def rounded(
+  linear: Linear, *, channels: bool = True
+) -> tuple[jax.Array, jax.Array]:
+  """int8 codes of a map's weight, of its shape, and float32 scales of outputs.
+
+  Args:
+    linear: The map, or that of experts, whose weight is stacked over layers.
+    channels: Whether each output has its scale; else all share one.
+  """
+  weight = linear.weight.get_value()
+  out = weight.shape[1 + linear.lead + linear.contracted :]
+  return _codes(weight, linear.lead, inner_size(linear), out, channels)
+
+
+@jax.jit(static_argnums=(1, 2, 3, 4))
+def _codes(
+  weight: Float[Array, " *shape"],
+  lead: int,
+  inner: int,
+  out: tuple[int, ...],
+  channels: bool,
+) -> tuple[jax.Array, jax.Array]:
+  def round_layer(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    codes, scales = codes_of(x.reshape(inner, -1), channels=channels)
+    return codes.reshape(x.shape), scales.reshape(out)
+
+  return jax.lax.map(jax.vmap(round_layer) if lead else round_layer, weight)
+
+
+@jax.jit(static_argnums=(1, 2, 3, 4))
+def _nibbles(
+  weight: Float[Array, " *shape"],
+  lead: int,
+  inner: int,
+  out: tuple[int, ...],
+  group: int,
+) -> tuple[jax.Array, ...]:
+  """Codes [L, G, half, *out], steps and least numbers [L, G, *out]."""
+
+  def round_layer(x: jax.Array) -> tuple[jax.Array, ...]:
+    parts = nibbles(x.reshape(inner, -1), group)
+    return tuple(x.reshape(*x.shape[:-1], *out) for x in parts)
+
+  return jax.lax.map(jax.vmap(round_layer) if lead else round_layer, weight)

@@ -1,0 +1,303 @@
+"""Multi-head latent attention: the cache keeps one small vector per token.
+
+Guarantees: keys and values of all heads are linear in a latent vector c of a
+token, besides one rotated key that the heads share. Where keys travel they
+are expanded from c; where they stay in a cache the same linear maps are applied
+to the query and to the output instead, and attention is to c itself: one kv
+head, whose value is part of its key.
+With an index a query reads only the keys with the best index scores; a key of
+the index is stored after each latent.
+Cost: a cache of (latent + rotated) numbers per token and layer, not 2 N H; with
+an index also its key, which absorbed attention multiplies by 0.
+Ref:  DeepSeek-AI 2024, arXiv 2405.04434.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ringjax.kv.base import KV, LayerCache
+from ringjax.kv.cache import LayerCacheSpec
+from ringjax.kv.query_reading import KeyReading
+from ringjax.nn.attention_layers.key_index import KeyIndex
+from ringjax.nn.linear import Identity, Linear, RMSNorm
+from ringjax.nn.sharding_context import Attend, Extras
+from ringjax.nn.tokens import Tokens
+from ringjax.ops.attention.cached.selection import KeySelection
+from ringjax.ops.attention.cached.views import KVView
+from ringjax.ops.attention.scores import Scores
+from ringjax.ops.mask import Causal, Mask
+from ringjax.ops.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+  """Multi-head latent attention of one layer.
+
+  Attributes:
+    heads: Number of heads, N.
+    plain: Number of a head's dims that are not rotated.
+    rope: Rotation of the other dims, whose keys the heads share; None: they
+      are not rotated either.
+    value: Size of a head of values.
+    latent: Size of the latent vector of keys and values.
+    query_latent: Size of the queries' own latent vector, None for none.
+    scale: Factor on the logits.
+    bias: Whether the maps into the latents and of the output have biases.
+    eps: Epsilon of the norms of the latents.
+    mask: Mask between queries and keys.
+    unturned: Number of dims whose keys the heads share, without a rotation.
+    index: Chooses the keys that are read; None: all.
+  """
+
+  heads: int
+  plain: int
+  rope: Rope | None
+  value: int
+  latent: int
+  query_latent: int | None
+  scale: float
+  bias: bool
+  eps: float
+  mask: Mask = Causal()
+  unturned: int = 0
+  index: KeyIndex | None = None
+
+  @property
+  def ropes(self) -> tuple[Rope, ...]:
+    """Rotations that a call needs tables for."""
+    ropes = dict.fromkeys((self.rope, self.row_rope))
+    return tuple(rope for rope in ropes if rope is not None)
+
+  @property
+  def row_rope(self) -> Rope | None:
+    """Rotation of a cached row after its latent."""
+    if self.rope is None or self.index is None:
+      return self.rope
+    return dataclasses.replace(self.rope, copies=2)
+
+  @property
+  def row(self) -> int:
+    """Number of cached numbers per token."""
+    index = 0 if self.index is None else self.index.dim
+    return self.latent + self.shared + index
+
+  @property
+  def shared(self) -> int:
+    """Number of dims of a key that all heads share."""
+    return self.unturned if self.rope is None else self.rope.dims
+
+  @property
+  def pair_flops(self) -> int:
+    """FLOPs per query and key where keys travel, in expanded form."""
+    return 2 * self.heads * (self.plain + self.shared + self.value)
+
+  @property
+  def reach(self) -> int | None:
+    """Number of tokens that a query looks back; None: all."""
+    return self.mask.reach[0]
+
+  def cache_shape(self, layers: int) -> LayerCacheSpec:
+    """Shape of what `layers` of this kind keep for a token."""
+    return LayerCacheSpec(
+      layers,
+      1,
+      self.row,
+      0,
+      reading=KeyReading(
+        groups=self.heads,
+        scores=Scores(scale=self.scale),
+        mask=self.mask,
+        rope=self.row_rope,
+        first=self.latent,
+        most=None if self.index is None else self.index.count,
+      ),
+    )
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> LatentLayer:
+    return LatentLayer(rngs, self, embed)
+
+
+class LatentLayer(nnx.Module):
+  """The module of `Latent`."""
+
+  # Maps whose arrays it uses, in addition to or instead of calling them.
+  ARRAYS = ("kv",)
+
+  def __init__(self, rngs: nnx.Rngs, spec: Latent, embed: int):
+    self.spec = spec
+    n, c, turned = spec.heads, spec.latent, spec.shared
+    norm = lambda size: RMSNorm(rngs, (size,), (None,), eps=spec.eps)
+    size = spec.query_latent
+    if size is None:
+      self.q_down, self.q_norm = Identity(), Identity()
+    else:
+      self.q_down = Linear(
+        rngs, (embed,), (size,), ("embed", None), bias=spec.bias
+      )
+      self.q_norm = norm(size)
+    self.q = Linear(
+      rngs,
+      (embed if size is None else size,),
+      (n, spec.plain + turned),
+      ("embed" if size is None else None, "heads", None),
+    )
+    self.kv_down = Linear(
+      rngs, (embed,), (c + turned,), ("embed", None), bias=spec.bias
+    )
+    self.kv_norm = norm(c)
+    self.kv = Linear(
+      rngs, (c,), (n, spec.plain + spec.value), (None, "heads", None)
+    )
+    self.o = Linear(
+      rngs,
+      (n, spec.value),
+      (embed,),
+      ("heads", None, "embed"),
+      bias=spec.bias,
+    )
+    key_index = spec.index
+    self.index = (
+      None
+      if key_index is None
+      else key_index.build(rngs, embed, size or embed, spec.rope)
+    )
+
+  def __call__(
+    self,
+    x: Float[Array, "B T D"],
+    tokens: Tokens,
+    cache: LayerCache,
+    attend: Attend,
+  ) -> tuple[jax.Array, LayerCache]:
+    """[B, T, D] and the layer's cache with this call's latents."""
+    spec = self.spec
+    q, latent_and_shared, index = attend.rows(self._maps, x)
+    q_plain, q_turned = q[..., : spec.plain], q[..., spec.plain :]
+    unrotated, q_turned = q_turned, tokens.rotate(spec.rope, q_turned)
+    latent = self.kv_norm(latent_and_shared[..., : spec.latent])
+    parts = [latent, latent_and_shared[..., spec.latent :]]
+    if spec.index is not None:
+      parts.append(index[2])
+    row = jnp.concatenate(parts, -1)[:, None]
+    rotation = tokens.rotation(spec.row_rope, first=spec.latent)
+    cache = cache.append(row, row[..., :0], tokens.at, rotation)
+    cache = cache.observe(
+      lambda: self._row_queries(q_plain, q_turned),
+      lambda: self._row_queries(q_plain, unrotated),
+    )
+    selection = None
+    if spec.index is not None:
+      selection = KeySelection(
+        q=tokens.rotate(spec.rope, index[0]),
+        weights=index[1],
+        count=spec.index.count,
+        first=spec.latent + spec.shared,
+      )
+    extras = Extras(scale=spec.scale, selection=selection)
+    if attend.resident:
+      out = self._absorbed(q_plain, q_turned, tokens, cache, attend, extras)
+    else:
+      q = jnp.concatenate([q_plain, q_turned], -1)
+      # From the cache: a codec may have changed the latents.
+      assert cache.fresh is not None
+      row = cache.fresh.k[:, 0]
+      end = spec.latent + spec.shared
+      latent, unrotated = row[..., : spec.latent], row[..., spec.latent : end]
+      if selection is not None:
+        selection = dataclasses.replace(selection, keys=row[..., end:])
+        extras = dataclasses.replace(extras, selection=selection)
+      unrotated = unrotated[:, :, None]
+      out = self._expanded(q, latent, unrotated, tokens, attend, extras)
+    return attend.rows(self.o, out), cache
+
+  def _maps(self, x: Float[Array, "B T D"]) -> tuple[Any, ...]:
+    """Queries, latents, and the index's queries, weights and keys."""
+    latent = self.q_norm(self.q_down(x))
+    q, down = self.q(latent), self.kv_down(x)
+    if self.index is None:
+      return q, down, ()
+    return q, down, (*self.index.queries(x, latent), self.index.keys(x))
+
+  def _expanded(
+    self,
+    q: jax.Array,
+    latent: jax.Array,
+    turned: jax.Array,
+    tokens: Tokens,
+    attend: Any,
+    extras: Extras,
+  ) -> jax.Array:
+    spec = self.spec
+    kv = attend.rows(self.kv, latent)
+    shared = jnp.broadcast_to(
+      turned, (*turned.shape[:2], spec.heads, turned.shape[3])
+    )
+    k = jnp.concatenate([kv[..., : spec.plain], shared], -1)
+    derived = _Keys(
+      fresh=KV(
+        jnp.swapaxes(k, 1, 2),
+        jnp.swapaxes(kv[..., spec.plain :], 1, 2),
+        tokens.at,
+      )
+    )
+    return attend(q, tokens, derived, spec.mask, extras)
+
+  def _to_latent(self, q: jax.Array) -> jax.Array:
+    """Map queries of plain keys to queries of latents, [B, T, N, C]."""
+    weight = self.kv.weight[...][..., : self.spec.plain]
+    return jnp.einsum(
+      "btnh,cnh->btnc", q, weight, preferred_element_type=q.dtype
+    )
+
+  def _row_queries(self, q_plain: jax.Array, q_turned: jax.Array) -> jax.Array:
+    """Queries of a cached row, zero for the index's keys."""
+    q = jnp.concatenate([self._to_latent(q_plain), q_turned], -1)
+    num_padding = self.spec.row - q.shape[-1]
+    return jnp.pad(q, [(0, 0)] * 3 + [(0, num_padding)]) if num_padding else q
+
+  def _absorbed(
+    self,
+    q_plain: jax.Array,
+    q_turned: jax.Array,
+    tokens: Tokens,
+    cache: LayerCache,
+    attend: Any,
+    extras: Extras,
+  ) -> jax.Array:
+    spec = self.spec
+    out_of = self.kv.weight[...][..., spec.plain :]
+    # A value is the first part of its key: weighing whole keys and slicing
+    # the sum avoids a copy of all keys.
+    views = cache.views(apart=tokens.tree is not None)
+    keys = _Keys(found=tuple(view.keys_alone() for view in views))
+    q = self._row_queries(q_plain, q_turned)
+    attended = attend(q, tokens, keys, spec.mask, extras)[..., : spec.latent]
+    return jnp.einsum(
+      "btnc,cnj->btnj", attended, out_of, preferred_element_type=attended.dtype
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Keys:
+  """Keys and values derived from those of the call, or of its cache."""
+
+  fresh: Any = None
+  found: tuple[KVView, ...] = ()
+  slots: Any = ()
+
+  def append(self, k: jax.Array, v: jax.Array, at: Any, rotation: Any) -> _Keys:
+    raise AssertionError("keys that are derived are not appended to")
+
+  def observe(self, rotated: Any, plain: Any) -> _Keys:
+    raise AssertionError("keys that are derived are not observed")
+
+  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
+    del apart
+    return self.found

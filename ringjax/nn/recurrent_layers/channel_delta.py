@@ -1,0 +1,122 @@
+"""Kimi's delta attention: the delta rule with a decay for each key channel.
+
+Guarantees: equal results for a whole sequence, for consecutive chunks of it
+through a cache, and token by token; for one device and for shards.
+Cost: linear in the tokens; see ops/delta.py. Between shards the tail of a
+convolution and one affine map a head are gathered, for any length.
+Ref:  Kimi Team 2025, Kimi Linear, arXiv 2510.26692.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ringjax.kv.base import StateCache
+from ringjax.kv.state import StateShape
+from ringjax.nn.linear import Linear, RMSNorm
+from ringjax.nn.param import param
+from ringjax.nn.recurrent_layers.delta import (
+  Recurrent,
+  RecurrentInputs,
+  Taps,
+  carried,
+  mix_delta,
+)
+from ringjax.nn.sharding_context import Attend
+from ringjax.nn.tokens import Tokens
+from ringjax.ops.softmax import wide_dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChannelDelta(Recurrent):
+  """The delta rule with a decay for each channel, after convolutions.
+
+  Attributes:
+    heads: Number of heads, N.
+    dim: Size of a head of queries, keys and values, H.
+    rank: Size of the vectors from which decays and gates are computed.
+    taps: Number of tokens that the convolutions see, including the token
+      itself.
+    eps: Epsilon of the norm of the outputs.
+  """
+
+  heads: int
+  dim: int
+  rank: int
+  taps: int
+  eps: float
+
+  def cache_shape(self, layers: int) -> StateShape:
+    """Shape of the state that `layers` of this kind keep."""
+    return StateShape(
+      layers=layers,
+      heads=self.heads,
+      key=self.dim,
+      value=self.dim,
+      tail=self.taps - 1,
+      convolved=((self.heads, self.dim),) * 3,
+    )
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> ChannelDeltaLayer:
+    return ChannelDeltaLayer(rngs, self, embed)
+
+
+class ChannelDeltaLayer(nnx.Module):
+  """The module of `ChannelDelta`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: ChannelDelta, embed: int):
+    self.spec = spec
+    n, h = spec.heads, spec.dim
+    into = lambda size, name: Linear(
+      rngs, (size,), (n, h), (name, "heads", None)
+    )
+    taps = lambda: Taps(rngs, (n, h, spec.taps), ("heads", None))
+    down = lambda: Linear(rngs, (embed,), (spec.rank,), ("embed", None))
+    self.q, self.k, self.v = (into(embed, "embed") for _ in range(3))
+    self.q_taps, self.k_taps, self.v_taps = taps(), taps(), taps()
+    self.beta = Linear(rngs, (embed,), (n,), ("embed", "heads"))
+    self.step_down, self.step = down(), into(spec.rank, None)
+    self.z_down, self.z = down(), into(spec.rank, None)
+    # Shaped to broadcast with [B, T, N, H].
+    self.log_rate = param(
+      rngs, (1, 1, n, 1), (None, None, "heads", None), fan_in=1
+    )
+    self.offset = param(rngs, (n * h,), ("heads",), value=1.0)
+    self.norm = RMSNorm(rngs, (h,), (None,), eps=spec.eps)
+    self.out = Linear(rngs, (n, h), (embed,), ("heads", None, "embed"))
+
+  def __call__(
+    self,
+    x: Float[Array, "B T D"],
+    tokens: Tokens,
+    cache: StateCache,
+    attend: Attend,
+  ) -> tuple[jax.Array, StateCache]:
+    """[B, T, D] and the layer's cache with the state after these tokens."""
+    spec, compute_dtype = self.spec, wide_dtype(x.dtype)
+    offset = (
+      self.offset[...].astype(compute_dtype).reshape(1, 1, spec.heads, spec.dim)
+    )
+    step = self.step(self.step_down(x)).astype(compute_dtype) + offset
+    rate = jnp.exp(self.log_rate[...].astype(compute_dtype))
+    inputs = RecurrentInputs(
+      (self.q(x), self.k(x), self.v(x)),
+      -rate * jax.nn.softplus(step),
+      jax.nn.sigmoid(self.beta(x).astype(compute_dtype)),
+      jnp.broadcast_to(tokens.seg, x.shape[:2]),
+    )
+    taps = tuple(
+      conv.weight[...] for conv in (self.q_taps, self.k_taps, self.v_taps)
+    )
+    shape = spec.cache_shape(1)
+    mixed, cache = carried(
+      mix_delta, taps, inputs, shape, tokens, cache, attend
+    )
+    gate = jax.nn.sigmoid(self.z(self.z_down(x)).astype(compute_dtype))
+    mixed = self.norm(mixed.astype(compute_dtype)) * gate
+    return self.out(mixed.astype(x.dtype)), cache

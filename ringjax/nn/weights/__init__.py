@@ -1,0 +1,1 @@
+"""Layers whose weights are codes, adapted, split or elsewhere."""

@@ -1,0 +1,1 @@
+"""Attention of a few queries over a cache's views."""

@@ -1,0 +1,389 @@
+"""Attention over the keys with the best scores of an index (sparse attention).
+
+Guarantees: among the keys that its mask lets a query t see, it reads the
+`count` with the largest
+
+  I(t, s) = sum_i weights[t, i] relu(q[t, i] . k[s])
+
+and among equal ones those at the lowest positions; all of them if there are no
+more. The choice does not depend on layouts, shards, views or chunks of queries.
+No gradient flows through the choice.
+Cost: the index reads its part of every key and sorts the scores. One query per
+row then reads the chosen keys alone, out of a cache of plain numbers with twice
+as many slots on a shard or more. More queries, and those of other caches, read
+all keys again and mask those that were not chosen. Each shard sends the other
+shards its `count` best scores and their positions, 8 bytes each per query.
+Memory: float32 scores of some queries and all keys of a shard; the caller
+chooses the number of queries at a time.
+
+Ref: DeepSeek-AI 2025, DeepSeek-V3.2-Exp (lightning indexer, DSA).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from ringjax import tree
+from ringjax.ops.attention.blockwise import product, tile_kinds, tile_lists
+from ringjax.ops.attention.cached.paged import selecting
+from ringjax.ops.attention.cached.views import (
+  ContiguousView,
+  KVView,
+  decode_attention,
+  fold_tiles,
+  in_tiles,
+  tile_slots,
+  tiled,
+)
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
+from ringjax.ops.mask import Coords, Mask, visible
+from ringjax.ops.softmax import Partial, merge, wide_dtype
+from ringjax.parallel import collectives
+from ringjax.parallel.call_sharding import MeshAxes
+from ringjax.typing import Index
+
+# Most scores of single heads of an index that are in memory at once.
+_HEAD_SCORES = 1 << 27
+# Most rows of a product with a tile of keys.
+_ROWS = 2048
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeySelection:
+  """Index queries by which the queries of a call choose their keys; a pytree.
+
+  Attributes:
+    q: Queries of the index, rotated, [B, T, I, E].
+    weights: Weights of the index's heads, with all scales; float32 or wider.
+    count: Most keys that a query reads.
+    first: Offset in a stored key at which the index's key begins.
+    keys: Index keys of the call's own tokens, where keys travel; else None.
+  """
+
+  q: Float[Array, "B T I E"]
+  weights: Float[Array, "B T I"]
+  count: int
+  first: int
+  keys: Float[Array, "B S E"] | None = None
+
+  def specs(self, batch: MeshAxes, tokens: MeshAxes) -> KeySelection:
+    """Return the same tree of PartitionSpecs for these mesh axes."""
+    tokens_spec = P(batch, tokens)
+    return tree.with_leaves(self, q=tokens_spec, weights=tokens_spec)
+
+  def without_keys(self) -> KeySelection:
+    """Drop `keys`, for keys that are in a cache."""
+    return dataclasses.replace(self, keys=None)
+
+  def scores(self, keys: Float[Array, "B S E"]) -> Float[Array, "B T S"]:
+    """Index scores I(t, s) of all pairs."""
+    dots = product("btie,bse->btis", self.q, keys.astype(self.q.dtype))
+    # As a matrix product, also with one head.
+    weights = self.weights.astype(dots.dtype)
+    return product("btis,bti->bts", jnp.maximum(dots, 0), weights)
+
+
+tree.register(KeySelection, ("q", "weights", "keys"), ("count", "first"))
+
+
+class _Last(NamedTuple):
+  """Last of the keys that each query reads, in order of scores.
+
+  Fields:
+    score: Score of the key, [B, T, 1]; -inf: all visible keys are read.
+    pos: Position of the key, int32 [B, T, 1].
+  """
+
+  score: jax.Array
+  pos: jax.Array
+
+  def reads(
+    self, scores: Float[Array, "B T S"], pos: Int[Array, "#B #T S"]
+  ) -> Bool[Array, "B T S"]:
+    """Mark the keys that are read; scores are -inf for invisible keys."""
+    tied = (scores == self.score) & (pos <= self.pos)
+    return (scores > -jnp.inf) & ((scores > self.score) | tied)
+
+
+class _Ranked(NamedTuple):
+  """A shard's best keys for each query, best first.
+
+  Fields:
+    worse: Their negated scores, [B, T, n].
+    pos: Their positions, int32 [B, T, n].
+    column: Their columns among the shard's keys, int32 [B, T, n].
+  """
+
+  worse: jax.Array
+  pos: jax.Array
+  column: jax.Array
+
+  @classmethod
+  def of(
+    cls, scores: Float[Array, "B T S"], pos: Int[Array, "#B S"], count: int
+  ) -> _Ranked:
+    """Rank at most `count` keys; scores are -inf for invisible keys."""
+    along_queries = lambda x: jnp.broadcast_to(x[:, None], scores.shape)
+    column = along_queries(jnp.arange(scores.shape[2], dtype=jnp.int32)[None])
+    ranked = lax.sort((-scores, along_queries(pos), column), num_keys=2)
+    return cls(*(x[..., :count] for x in ranked))
+
+  def last(self, count: int, axis: str | None = None) -> _Last:
+    """Find the last of the best `count` keys of all shards of a manual axis."""
+    best = self.worse, self.pos
+    if axis is not None:
+      best = lax.sort(collectives.gather(best, axis, 2), num_keys=2)
+    score, pos = (x[..., count - 1 : count] for x in best)
+    return _Last(-score, pos)
+
+  def view_of_chosen(
+    self, view: ContiguousView, at: Coords, last: _Last, block: int
+  ) -> ContiguousView:
+    """View of the keys that one query of each row reads, in rank order.
+
+    Args:
+      view: View of all keys of one head.
+      at: Coordinates of all keys, by column.
+      last: Last key that is read.
+      block: Slots of a tile of the columns.
+    """
+    column = self.column[:, 0]
+    first = jnp.minimum(column // block * block, view.shape[2] - block)
+    row = jnp.arange(column.shape[0], dtype=jnp.int32)[:, None]
+    layer = jnp.asarray(view.layer, jnp.int32)
+    k = view.k[layer, row, 0, first + column % block][None, :, None]
+    seg = jnp.broadcast_to(at.seg, (column.shape[0], at.seg.shape[1]))
+    seg = jnp.take_along_axis(seg, column, 1)
+    read = last.reads(-self.worse, self.pos)[:, 0]
+    at = Coords(self.pos[:, 0], jnp.where(read, seg, 0))
+    chosen_view = dataclasses.replace(view, k=k, v=k, at=at, layer=jnp.int32(0))
+    return chosen_view.keys_alone()
+
+
+def chosen_pairs(
+  selection: KeySelection,
+  q_at: Coords,
+  keys: Float[Array, "B S E"],
+  k_at: Coords,
+  mask: Mask,
+  shards: int = 1,
+) -> Bool[Array, "B T S"]:
+  """Mark the pairs of queries and keys that are read, with all keys local.
+
+  Args:
+    selection: Index queries; T may be sharded in `shards` parts.
+    q_at: Coordinates of the queries.
+    keys: Keys of the index.
+    k_at: Coordinates of the keys.
+    mask: Pairs that are visible.
+    shards: Number of shards of T.
+  """
+  queries = selection.without_keys()
+  b, t, heads, _ = queries.q.shape
+
+  def read_pairs(chunk: PyTree) -> jax.Array:
+    queries, at = chunk
+    scores = queries.scores(keys)
+    place = lambda x, axis: jnp.expand_dims(x, axis)
+    allowed = visible(
+      mask,
+      Coords(*(place(x, 2) for x in at)),
+      Coords(*(place(x, 1) for x in k_at)),
+    )
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    last = _Ranked.of(scores, k_at.pos, queries.count).last(queries.count)
+    return last.reads(scores, k_at.pos[:, None])
+
+  num_scores = b * (t // shards) * heads * keys.shape[1]
+  q_at = Coords(*(jnp.broadcast_to(x, (b, t)) for x in q_at))
+  return by_chunks(
+    read_pairs, (queries, q_at), -(-num_scores // _HEAD_SCORES), shards
+  )
+
+
+def by_chunks(
+  f: Callable[[PyTree], PyTree], x: PyTree, least: int, shards: int = 1
+) -> PyTree:
+  """Apply f to arrays [B, T, ...], a part of each shard's tokens at a time.
+
+  Args:
+    f: Function that treats each token separately.
+    x: Arrays.
+    least: Least number of parts; the next divisor of a shard's tokens is used.
+    shards: Number of shards of T, one after another.
+  """
+  shard_tokens = jax.tree.leaves(x)[0].shape[1] // shards
+  parts = next(
+    n
+    for n in range(max(1, min(least, shard_tokens)), shard_tokens + 1)
+    if not shard_tokens % n
+  )
+  if parts == 1:
+    return f(x)
+
+  def split(x: jax.Array) -> jax.Array:
+    b, t, *trailing = x.shape
+    x = jnp.moveaxis(
+      x.reshape(b, shards, parts, shard_tokens // parts, *trailing), 2, 0
+    )
+    return x.reshape(parts, b, t // parts, *trailing)
+
+  def join(x: jax.Array) -> jax.Array:
+    _, b, n, *trailing = x.shape
+    x = jnp.moveaxis(x.reshape(parts, b, shards, n // shards, *trailing), 0, 2)
+    return x.reshape(b, n * parts, *trailing)
+
+  return jax.tree.map(join, lax.map(f, jax.tree.map(split, x)))
+
+
+def _gatherable_view(
+  views: Sequence[KVView], count: int
+) -> ContiguousView | None:
+  """The only view, if the chosen keys can be gathered out of it; else None."""
+  view = views[0]
+  unsupported = len(views) > 1 or not isinstance(view, ContiguousView)
+  return None if unsupported or 2 * count > view.shape[2] else view
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectiveVisit:
+  """Attention of one device's queries over the keys they choose from views.
+
+  Attributes:
+    selection: Index queries of these queries.
+    scores: Static part of the score function.
+    terms: Arrays of the score function; without sinks.
+    at: Coordinates of the queries [B or 1, T].
+    mask: Visible pairs, for views without a mask.
+    axis: Manual axis that shards the keys, or None.
+    platform: Platform of the device.
+  """
+
+  selection: KeySelection
+  scores: Scores
+  terms: Terms
+  at: Coords
+  mask: Mask
+  axis: str | None
+  platform: str
+
+  def chooses(self, views: Sequence[KVView]) -> bool:
+    """Whether there may be more keys than a query reads."""
+    shards = 1 if self.axis is None else collectives.axis_size(self.axis)
+    slots = sum(view.shape[2] for view in views)
+    return self.selection.count < slots * shards
+
+  def partial(
+    self, q: Float[Array, "B K G T H"], views: Sequence[KVView]
+  ) -> Partial:
+    """Partial of this shard's keys, computed for some queries at a time."""
+    b, heads, groups, t, _ = q.shape
+    size = min(t, max(16, _ROWS // (heads * groups)))
+    parts = -(-t // size)
+    padding = parts * size - t
+    with_batch = lambda x: jnp.broadcast_to(x, (b, *x.shape[1:]))
+
+    def split(x: jax.Array) -> jax.Array:
+      x = jnp.pad(
+        with_batch(x), [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)
+      )
+      return jnp.moveaxis(x.reshape(b, parts, size, *x.shape[2:]), 1, 0)
+
+    coords = tuple(self._coords(view) for view in views)
+    operands = (jnp.moveaxis(q, 3, 1), self.selection.without_keys(), coords)
+    run_chunk = functools.partial(self._partial_of_chunk, views)
+    if parts == 1:
+      operands = jax.tree.map(lambda x: with_batch(x), operands)
+      return run_chunk(operands)
+    partials = lax.map(run_chunk, jax.tree.map(split, operands))
+
+    def join(x: Float[Array, "n B K G t *J"]) -> jax.Array:
+      x = jnp.moveaxis(x, 0, 3)
+      return x.reshape(*x.shape[:3], parts * size, *x.shape[5:])[:, :, :, :t]
+
+    return jax.tree.map(join, partials)
+
+  def _coords(self, view: KVView) -> Coords:
+    return self.at if view.queries is None else view.queries
+
+  def _partial_of_chunk(
+    self, views: Sequence[KVView], operands: PyTree
+  ) -> Partial:
+    """Partial of one chunk of the queries."""
+    q, selection, coords = operands
+    q = jnp.moveaxis(q, 1, 3)
+    scored = [
+      self._scored(view, q, selection, at)
+      for view, at in zip(views, coords, strict=True)
+    ]
+    concat = lambda xs: jnp.concatenate([*xs], -1)
+    rows = max(at.pos.shape[0] for _, at in scored)
+    place = lambda x: jnp.broadcast_to(x, (rows, x.shape[1]))
+    count = selection.count
+    ranked = _Ranked.of(
+      concat(view_scores for view_scores, _ in scored),
+      concat(place(at.pos) for _, at in scored),
+      count,
+    )
+    last = ranked.last(count, self.axis)
+    plain_view = _gatherable_view(views, count)
+    if q.shape[3] == 1 and plain_view is not None:
+      block, (q_at,) = tile_slots(plain_view, self.platform), coords
+      view = ranked.view_of_chosen(plain_view, scored[0][1], last, block)
+      context = Context(q_at, view.at, view.mask or self.mask)
+      args = ScoreArgs(self.scores, self.terms, context)
+      return decode_attention(q, view, args, self.platform)
+    partials = []
+    for view, q_at, (view_scores, k_at) in zip(
+      views, coords, scored, strict=True
+    ):
+      allow = last.reads(view_scores, k_at.pos[:, None])[:, None, None]
+      context = Context(q_at, view.at, view.mask or self.mask, allow)
+      args = ScoreArgs(self.scores, self.terms, context)
+      partials.append(decode_attention(q, view, args, self.platform))
+    return functools.reduce(merge, partials)
+
+  def _scored(
+    self,
+    view: KVView,
+    q: Float[Array, "B 1 G t H"],
+    selection: KeySelection,
+    q_at: Coords,
+  ) -> tuple[Float[Array, "B t S"], Coords]:
+    """Scores of a view's keys, in whole tiles, and their coordinates."""
+    block = tile_slots(view, self.platform)
+    mask, k_at = view.mask or self.mask, tiled(view.at, block)
+    b, rows, _, dims = selection.q.shape
+    kinds = tile_kinds(mask, q_at, k_at, rows, block)
+    lists = tile_lists(kinds, masked=True)
+    first = selection.first
+
+    def step(
+      start: Index, k: jax.Array, v: jax.Array, carry: jax.Array
+    ) -> jax.Array:
+      del v
+      tile_scores = selection.scores(k[:, 0, :, first : first + dims])
+      return lax.dynamic_update_slice_in_dim(carry, tile_scores, start, 2)
+
+    dtype = wide_dtype(selection.q.dtype)
+    empty = collectives.zeros(
+      (b, rows, k_at.pos.shape[1]), dtype, (selection, view)
+    )
+    scores = fold_tiles(
+      view, block, lists.masked[0], lists.masked_count[0], step, empty
+    )
+    expand = lambda at, axis: Coords(*(jnp.expand_dims(x, axis) for x in at))
+    allowed = visible(mask, expand(q_at, 2), expand(k_at, 1))
+    if (pages := selecting(view)) is not None:
+      # The index chooses among the keys of the pages that a query reads.
+      allowed &= in_tiles(pages.chosen(q)[:, 0], block)
+    return jnp.where(allowed, scores, -jnp.inf), k_at

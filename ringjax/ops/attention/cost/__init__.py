@@ -1,0 +1,1 @@
+"""Predicted times of attention calls, for strategy="auto"."""

@@ -1,0 +1,1 @@
+"""Context parallelism: a strategy a file, and their registry."""

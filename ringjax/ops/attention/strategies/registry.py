@@ -1,0 +1,165 @@
+"""Registry of the strategies by name: objects, properties and costs.
+
+A new strategy is a file, a function in `predict` and an entry here; commands,
+benchmarks, the choice by cost and compiled plans read this table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from ringjax.checks import one_of
+from ringjax.errors import OptionError
+from ringjax.ops.attention.cost import predict as costs
+from ringjax.ops.attention.cost.call_shape import CallShape, Prediction, Refusal
+from ringjax.ops.attention.cost.cost_terms import CostTerms
+from ringjax.ops.attention.strategies.chain import Chain
+from ringjax.ops.attention.strategies.gather import Gather
+from ringjax.ops.attention.strategies.halo import Halo
+from ringjax.ops.attention.strategies.ring import Ring
+from ringjax.ops.attention.strategies.ring_q import RingQ
+from ringjax.ops.attention.strategies.strategy import Strategy
+from ringjax.ops.attention.strategies.ulysses import Ulysses
+from ringjax.ops.attention.strategies.wire_format import WireLike
+from ringjax.parallel.chips import Machine
+from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StrategyEntry:
+  """A strategy that has a name.
+
+  Attributes:
+    strategy: The strategy, without its axis.
+    cost: Function that predicts its cost from `CostTerms`, or gives the reason
+      why it does not serve the call; with two levels also of the group size.
+    layout: Layout with which it is benchmarked and compiled.
+    consecutive: Whether shards have to hold consecutive tokens.
+    same_tokens: Whether queries and keys have to be the same tokens, under a
+      mask that is known when the call is traced.
+    wired: Whether keys may be sent in a lossy format.
+    visits: Whether a call of the local algorithm sees one shard's keys.
+    some_pairs: Whether only some devices send at a time, for which `jax.vmap`
+      has no rule.
+  """
+
+  strategy: Strategy
+  cost: Callable[..., Prediction | str]
+  layout: Layout
+  consecutive: bool = False
+  same_tokens: bool = False
+  wired: bool = False
+  visits: bool = True
+  some_pairs: bool = False
+
+  @property
+  def grouped(self) -> bool:
+    """Whether it has two levels, hence groups of devices."""
+    return isinstance(self.strategy.local, Strategy)
+
+
+# Equal costs are decided by this order, the plainer strategy first.
+STRATEGIES: dict[str, StrategyEntry] = {
+  "halo": StrategyEntry(
+    strategy=Halo(), cost=costs.halo, layout=Contiguous(), consecutive=True,
+    same_tokens=True,
+  ),
+  "documents": StrategyEntry(
+    strategy=Ring(by_document=True), cost=costs.documents, layout=Contiguous(),
+    consecutive=True, wired=True,
+  ),
+  "ring": StrategyEntry(
+    strategy=Ring(), cost=costs.ring, layout=Contiguous(), wired=True
+  ),
+  "chain": StrategyEntry(
+    strategy=Chain(), cost=costs.chain, layout=Contiguous(), consecutive=True,
+    same_tokens=True, wired=True, some_pairs=True,
+  ),
+  "gather": StrategyEntry(
+    strategy=Gather(), cost=costs.gather, layout=Contiguous(), wired=True,
+    visits=False,
+  ),
+  "ulysses": StrategyEntry(
+    strategy=Ulysses(), cost=costs.ulysses, layout=Contiguous(), visits=False
+  ),
+  "bidirectional": StrategyEntry(
+    strategy=Ring(two_way=True), cost=costs.bidirectional, layout=Striped(),
+    wired=True,
+  ),
+  "hybrid": StrategyEntry(
+    strategy=Ulysses(Ring()), cost=costs.hybrid, layout=Striped(), wired=True
+  ),
+  "two_level": StrategyEntry(
+    strategy=Ring(Ring()), cost=costs.two_level, layout=Striped(), wired=True
+  ),
+  "ring_q": StrategyEntry(
+    strategy=RingQ(), cost=costs.ring_q, layout=Striped()
+  ),
+}  # fmt: skip
+GROUPED = tuple(name for name, entry in STRATEGIES.items() if entry.grouped)
+WIRED = tuple(name for name, entry in STRATEGIES.items() if entry.wired)
+# Names of the ring over tokens in another order.
+REORDERED: dict[str, Layout] = {"striped": Striped(), "zigzag": Zigzag()}
+# Names that commands take, N the devices of a group: "hybrid:4".
+NAMES = (
+  *(f"{name}:N" if name in GROUPED else name for name in STRATEGIES),
+  *REORDERED,
+)
+
+
+def find(name: str) -> StrategyEntry | None:
+  """Find the entry of a name; for `REORDERED` the ring's with that layout."""
+  if name in REORDERED:
+    return dataclasses.replace(STRATEGIES["ring"], layout=REORDERED[name])
+  return STRATEGIES.get(name)
+
+
+def predict(
+  strategy: str,
+  call: CallShape,
+  machine: Machine,
+  layout: Layout,
+  *,
+  inner: int | None = None,
+  wire: WireLike | None = None,
+) -> Prediction | Refusal:
+  """Predict the cost of a strategy, or the reason not to use it.
+
+  Args:
+    strategy: Name in `STRATEGIES`.
+    call: Shapes, mask and mesh axes of the call.
+    machine: Machine that runs it.
+    layout: Order of the tokens on the shards.
+    inner: Devices of a group, for hybrid and two_level.
+    wire: Format of K and V, of `WIRES` or a `Wire`, or None to send them as
+      they are.
+
+  Raises:
+    OptionError: If there is no such strategy, or it has no such option.
+  """
+  entry = STRATEGIES[one_of("strategy", strategy, STRATEGIES)]
+  if entry.grouped != (inner is not None):
+    raise OptionError(
+      "inner",
+      f"{inner!r} for {strategy}",
+      f"an int for {' and '.join(GROUPED)} alone",
+      "pass inner=4 or leave it out",
+    )
+  if wire is not None and not entry.wired:
+    raise OptionError(
+      "wire",
+      f"{wire!r} for {strategy}",
+      f"it for {', '.join(WIRED)} alone",
+      "leave it out",
+    )
+  options = {} if inner is None else {"inner": inner}
+  if inner is not None and (call.shards % inner or not 1 < inner < call.shards):
+    cost = f"groups of {inner} do not divide {call.shards} shards"
+  else:
+    cost = entry.cost(
+      CostTerms(strategy, call, machine, layout, wire), **options
+    )
+  if isinstance(cost, str):
+    return Refusal(strategy=strategy, reason=cost, options=options)
+  return cost

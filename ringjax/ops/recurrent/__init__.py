@@ -1,0 +1,1 @@
+"""Operations that carry a state along the sequence."""

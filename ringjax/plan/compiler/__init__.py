@@ -1,0 +1,1 @@
+"""Programs compiled for a TPU or GPU without one."""

@@ -1,0 +1,397 @@
+"""Compilation of programs for TPU slices without TPU hardware.
+
+Guarantees: memory, schedule and size are the TPU compiler's (libtpu) results
+for the exact program that would run: same builder, same mesh, same shapes,
+without weights and chips. The same versions give the same results each time.
+
+A compilation runs in a separate process: the compiler reads its flags once in a
+process, takes environment variables for flags, and must not be loaded next to
+a backend that computes. Builders are named by "module:function" and called
+there with the devices of the topology:
+
+  def build(devices, **options) -> Built
+
+libtpu is optional (`pip install -e '.[aot]'`, Linux on x86-64).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from jax.sharding import Mesh
+
+from ringjax.errors import OptionError, RingjaxError
+from ringjax.json_text import json_text
+from ringjax.parallel import chips
+from ringjax.plan import files
+from ringjax.plan.compiler import overlap
+from ringjax.plan.compiler.hlo import Trips
+
+# Variables of the caller's environment that a compilation sees; libtpu reads
+# others as flags by parts of their names.
+_KEPT = (
+  "PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV",
+  "LD_LIBRARY_PATH", "TPU_LIBRARY_PATH",
+)  # fmt: skip
+_SET = {
+  "JAX_PLATFORMS": "cpu",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+  "TPU_LOG_DIR": "disabled",
+  "TPU_SKIP_MDS_QUERY": "1",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+  "PYTHONDONTWRITEBYTECODE": "1",
+}
+# "F1122 21:26:03.123456   123 shape.cc:99] Check failed: size >= 0"
+_FATAL = re.compile(r"F\d{4} ")
+# Running compilations, of all threads.
+_RUNNING: set[subprocess.Popen[str]] = set()
+_CHILD = "from ringjax.plan.compiler.compiling import child; child()"
+# The dump tells which buffers do not fit.
+_DUMPS = frozenset(("xla_dump_to", "xla_dump_hlo_as_text"))
+# v4 has two cores that XLA uses as one device.
+_CONFIGS = {"tpu-v4": {"chip_config_name": "megacore"}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Built:
+  """A program to compile, as a builder returns it.
+
+  Attributes:
+    function: Jitted function, which has `lower`.
+    arguments: Arguments of the function: shapes with their shardings.
+    mesh: Devices on which it runs; the first is number 0 of the program.
+    facts: Properties that the builder reports; JSON values.
+    data_trips: Trip counts of loops that depend on data, see `overlap.check`.
+  """
+
+  function: Callable[..., Any]
+  arguments: tuple[Any, ...]
+  mesh: Mesh
+  facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  data_trips: Trips | float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+  """Memory of a program on each device, in bytes.
+
+  Attributes:
+    arguments: Weights, moments, caches, tokens.
+    outputs: Results.
+    aliased: Part of the outputs that reuses memory of arguments.
+    temporaries: Buffers that the program needs while it runs.
+    code: The program itself.
+    limit: Memory that the compiler lets a program fill.
+  """
+
+  arguments: int
+  outputs: int
+  aliased: int
+  temporaries: int
+  code: int
+  limit: int
+
+  @property
+  def total(self) -> int:
+    """Sum of all parts, which is never less than the peak."""
+    outputs = self.outputs - self.aliased
+    return self.arguments + outputs + self.temporaries + self.code
+
+  def record(self) -> dict[str, Any]:
+    """Fields and properties as a dict for JSON."""
+    return files.record(self, "total")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Buffer:
+  """A large buffer of a program that does not fit: its shape and its source."""
+
+  nbytes: int
+  shape: str
+  source: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled:
+  """The result of a compilation.
+
+  Attributes:
+    topology: Name of the slice.
+    devices: Number of devices that the program runs on.
+    fits: Whether it fits the memory of a device.
+    memory: Memory per device; None if it does not fit, or with `memory_only`.
+    needed_bytes: Bytes per device that the program takes, or that the compiler
+      reported it would.
+    limit_bytes: Bytes per device that a program may take.
+    largest: Largest buffers of a program that does not fit.
+    report: Report on the schedule; None if `memory` is.
+    trace_s: Seconds of tracing and lowering.
+    compile_s: Seconds of compiling.
+    text_bytes: Length of the scheduled program's text.
+    facts: Properties that the builder reported.
+    versions: Versions of jax and libtpu.
+    text_path: Path of the saved scheduled program, or None.
+  """
+
+  topology: str
+  devices: int
+  fits: bool
+  memory: Memory | None
+  needed_bytes: int
+  limit_bytes: int
+  largest: tuple[Buffer, ...]
+  report: overlap.OverlapReport | None
+  trace_s: float
+  compile_s: float
+  text_bytes: int
+  facts: Mapping[str, Any]
+  versions: Mapping[str, str]
+  text_path: str | None = None
+
+  def record(self) -> dict[str, Any]:
+    """Fields as a dict for JSON, with the report as "schedule"."""
+    body = files.record(self, leave=("report",))
+    report = self.report
+    return {**body, "schedule": None if report is None else report.record()}
+
+
+class CompileError(RingjaxError, RuntimeError):
+  """The TPU compiler refuses a program, or its builder fails."""
+
+
+def missing() -> str | None:
+  """Reason why nothing can be compiled for TPU here; None if it can."""
+  if os.environ.get("TPU_LIBRARY_PATH"):
+    return None
+  if importlib.util.find_spec("libtpu") is None:
+    return "libtpu is not installed: pip install -e '.[aot]'"
+  return None
+
+
+def require() -> None:
+  """Raise if nothing can be compiled for TPU.
+
+  Raises:
+    OptionError: If libtpu is missing; it says what to install.
+  """
+  why = missing()
+  if why is not None:
+    raise OptionError(
+      "libtpu", "none", "the TPU compiler", f"{why}, on Linux x86-64"
+    )
+
+
+def environment(flags: Sequence[str] = ()) -> dict[str, str]:
+  """Environment variables for a process that compiles with libtpu.
+
+  libtpu then logs little, and several processes may compile at a time.
+
+  Args:
+    flags: Flags for LIBTPU_INIT_ARGS, which a process reads once.
+  """
+  variables = {name: os.environ[name] for name in _KEPT if name in os.environ}
+  variables |= _SET
+  if flags:
+    variables["LIBTPU_INIT_ARGS"] = " ".join(flags)
+  return variables
+
+
+def compile(
+  builder: str,
+  topology: str,
+  options: Mapping[str, Any] | None = None,
+  *,
+  compiler_options: Mapping[str, Any] | None = None,
+  kernels: Mapping[str, float | int] | None = None,
+  flags: Sequence[str] = (),
+  timeout_s: float | int = 3600.0,
+  text_path: str | None = None,
+  memory_only: bool = False,
+) -> Compiled:
+  """Compile a program for a TPU slice, in a separate process.
+
+  Args:
+    builder: "module:function", called with the slice's devices and `options`;
+      returns a `Built`.
+    topology: Slice, e.g. "v5e:16x16" or "v5p:4x4x8".
+    options: Options of the builder; JSON values.
+    compiler_options: Options of XLA, e.g. {"xla_tpu_...": True}.
+    kernels: Cycles of Pallas kernels by name, see `overlap.check`.
+    flags: Flags of libtpu, "--xla_...=...".
+    timeout_s: Seconds after which the compilation is ended.
+    text_path: File for the scheduled program's text.
+    memory_only: End when all buffers have been placed in the chip's memory,
+      in a tenth of the time: no machine code is made, hence neither `memory`
+      nor `report`. The kernels' use of vector memory is then unchecked.
+
+  Returns:
+    The result, also if the program does not fit.
+
+  Raises:
+    OptionError: If libtpu is missing, the slice is unknown, options are not
+      JSON, or the builder raises an error of this library.
+    CompileError: If the compiler refuses the program, or takes too long.
+  """
+  core, sides = chips.core(topology), chips.sides(topology)
+  reserved = _DUMPS.intersection(compiler_options or ())
+  if reserved:
+    raise OptionError(
+      "compiler_options",
+      ", ".join(sorted(reserved)),
+      "none of these, which say where buffers are reported",
+      "pass text_path= to keep the program",
+    )
+  require()
+  job = {
+    "builder": builder,
+    "caller": os.getpid(),
+    "topology": topology,
+    "wraps": core.wraps(sides),
+    "config": {**_CONFIGS.get(core.name, {}), **_host(sides)},
+    "options": dict(options or {}),
+    "compiler_options": dict(compiler_options or {}),
+    "memory_only": memory_only,
+    "limit_bytes": core.hbm_bytes,
+  }
+  try:
+    text = json_text(job)
+  except (TypeError, ValueError) as error:
+    raise OptionError(
+      "options", f"{error}", "values that JSON has", "pass plain values"
+    ) from None
+  answer, program = _run(text, flags, timeout_s)
+  if text_path is not None and program:
+    pathlib.Path(text_path).write_text(program)
+  memory = report = None
+  needed = answer.get("needed_bytes") or 0
+  if "memory" in answer:
+    memory = Memory(limit=core.hbm_bytes, **answer["memory"])
+    # The compiler counts buffers whose lifetimes don't overlap once.
+    needed = memory.total
+    report = overlap.check(
+      program,
+      core,
+      coords=answer["coords"],
+      wraps=core.wraps(sides),
+      kernels=kernels,
+      data_trips=answer["data_trips"],
+    )
+  return Compiled(
+    topology=topology,
+    devices=answer["devices"],
+    fits=bool(answer["fits"]),
+    memory=memory,
+    needed_bytes=needed,
+    limit_bytes=answer.get("limit_bytes") or core.hbm_bytes,
+    largest=tuple(Buffer(**buffer) for buffer in answer.get("largest", ())),
+    report=report,
+    trace_s=answer["trace_s"],
+    compile_s=answer["compile_s"],
+    text_bytes=len(program),
+    facts=answer["facts"],
+    versions=answer["versions"],
+    text_path=text_path if program else None,
+  )
+
+
+def _run(
+  job: str, flags: Sequence[str], timeout_s: float | int
+) -> tuple[dict[str, Any], str]:
+  """Run the process that compiles; its answer, and the program's text."""
+  environ = environment(flags)
+  # The process must find the modules that this one finds.
+  paths = [path or os.getcwd() for path in sys.path]
+  environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+  with tempfile.TemporaryDirectory(prefix="ringjax-aot-") as name:
+    folder = pathlib.Path(name)
+    (folder / "job.json").write_text(job)
+    with subprocess.Popen(
+      [sys.executable, "-c", _CHILD, name],
+      env=environ,
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.PIPE,
+      text=True,
+      errors="replace",
+    ) as process:
+      _RUNNING.add(process)
+      try:
+        _, stderr = process.communicate(timeout=timeout_s)
+      except subprocess.TimeoutExpired:
+        raise CompileError(
+          "compile",
+          f"no program after {timeout_s:g} s",
+          "one within that time",
+          "pass a larger timeout_s",
+        ) from None
+      finally:
+        process.kill()
+        _RUNNING.discard(process)
+    answer_path = folder / "answer.json"
+    if not answer_path.exists():
+      raise CompileError(
+        "compile",
+        f"a process that ended with status {process.returncode}",
+        "an answer",
+        f"see its last lines: {_fatal(stderr)}",
+      )
+    answer = json.loads(answer_path.read_text())
+    program_path = folder / "program.hlo"
+    program = program_path.read_text() if program_path.exists() else ""
+  if "refused" in answer:
+    raise OptionError(answer["refused"])
+  if "error" in answer:
+    raise CompileError(
+      "program",
+      answer["error"][:1500],
+      "one that compiles for TPU",
+      "see the traceback" + ":\n" + answer["traceback"][-3000:],
+    )
+  return answer, program
+
+
+def _host(sides: Sequence[int]) -> dict[str, Any]:
+  """Host configuration of a slice that is narrower than a host.
+
+  A host has 2 x 2 chips by default, and older compilers insist on it.
+  """
+  if min(sides[:2]) > 1:
+    return {}
+  bounds = [min(side, 2) for side in sides[:2]]
+  return {"chips_per_host_bounds": [*bounds, 1]}
+
+
+def _fatal(stderr: str) -> str:
+  """The compiler's fatal error, without the stack addresses after it."""
+  lines = stderr.strip().splitlines()
+  fatal = [line for line in lines if _FATAL.match(line)]
+  return "\n".join(fatal or lines)[-1500:]
+
+
+def stop() -> None:
+  """End the compilations of all threads; their calls raise CompileError."""
+  for process in tuple(_RUNNING):
+    process.kill()
+
+
+def versions() -> dict[str, str]:
+  """Installed versions of jax and libtpu."""
+  installed = {}
+  for name in ("jax", "libtpu"):
+    try:
+      installed[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+      installed[name] = "unknown"
+  return installed

@@ -1,0 +1,217 @@
+"""Cycles of a Pallas kernel's tile, as libtpu scheduled its instructions.
+
+A bundle holds the instructions that a TensorCore issues in one cycle. A tile
+takes at least as many cycles as it has bundles, and at least the cycles in
+which its rows pass the matrix units; waits for memory are not included.
+
+Guarantees: the figures are counted in the machine code that would run, for
+full tiles, in which no pair is masked.
+
+  cycles.count("ringjax.bench.tiles:ours", "v6e:1x1", {"what": "forward"})
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+import re
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from ringjax.errors import OptionError
+from ringjax.parallel import chips
+from ringjax.plan.compiler import aot
+
+# Rows of one instruction: 8 sublanes of 32 bits.
+_SUBLANES, _WORD = 8, 32
+
+#   0x2f LB: > > { %p144 = scmp.eq.s32 ..  ;;  %516 = sbr.rel (%p36) .. }
+_BUNDLE = re.compile(
+  r"^\s*(?:0x[0-9a-f]+|0)\s+(?P<mark>[A-Z]{2})?\s*:\s*(?P<loops>[>\s]*)\{"
+)
+_BRANCH = re.compile(r"\bsbr\.rel\b")
+# %9 = vmatmul.mubr.bf16.gmra.mrb[0].mxu0 %v8
+_MULTIPLY = re.compile(r"\bvmatmul\.(?P<rest>[\w.\[\]]+)")
+_UNIT = re.compile(r"mxu(\d+)")
+_TYPE = re.compile(r"\b(?:bf|f|s|u)(\d+)")
+_SPILL = re.compile(r"_spill\]")
+_FLAGS = (
+  "--xla_jf_dump_llo_text=true",
+  "--xla_jf_dump_llo_pass_label_regex=final_bundles",
+)
+_ENDING = "-final_bundles.txt"
+_PROGRAM = "program.hlo"
+_CALL = re.compile(
+  r"^\s*(?:ROOT )?%?([\w.\-]+) = .* custom-call\(.*"
+  r'custom_call_target="tpu_custom_call"',
+  re.M,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BasicBlock:
+  """Consecutive instructions without a branch between them.
+
+  Attributes:
+    bundles: Number of bundles.
+    matrix_cycles: Cycles in which the busiest matrix unit takes rows.
+    spills: Moves of values between registers and memory for lack of registers.
+  """
+
+  bundles: int
+  matrix_cycles: int
+  spills: int
+
+  @property
+  def cycles(self) -> int:
+    """Lower bound of the cycles of the block."""
+    return max(self.bundles, self.matrix_cycles)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelTile:
+  """Cycles of a full tile of a kernel.
+
+  Attributes:
+    kernel: Name of the kernel in the program.
+    work: Block that multiplies; of several equally large ones that with the
+      fewest cycles, which does not mask.
+    blocks: All blocks of the kernel.
+  """
+
+  kernel: str
+  work: BasicBlock
+  blocks: tuple[BasicBlock, ...]
+
+  def record(self) -> dict[str, Any]:
+    """Fields of the tile as a dict for JSON."""
+    return {
+      "program": self.kernel,
+      "cycles": self.work.cycles,
+      **dataclasses.asdict(self.work),
+    }
+
+
+def basic_blocks(text: str, chip: str) -> tuple[BasicBlock, ...]:
+  """Split a kernel's final bundles, as libtpu dumps them, into basic blocks.
+
+  Args:
+    text: Text of the file.
+    chip: Name that `chips.core` knows.
+  """
+  rows = chips.core(chip).rows_per_cycle
+  blocks: list[BasicBlock] = []
+  bundles = spills = 0
+  units: collections.Counter[str] = collections.Counter()
+  depth = None
+
+  def end_block() -> None:
+    nonlocal bundles, spills
+    if bundles:
+      busiest = max(units.values(), default=0)
+      blocks.append(
+        BasicBlock(
+          bundles=bundles, matrix_cycles=busiest // rows, spills=spills
+        )
+      )
+    bundles = spills = 0
+    units.clear()
+
+  for line in text.splitlines():
+    bundle = _BUNDLE.match(line)
+    if bundle:
+      loop_depth = bundle["loops"].count(">")
+      if bundle["mark"] or loop_depth != depth:
+        end_block()
+      depth = loop_depth
+      bundles += 1
+    for product in _MULTIPLY.finditer(line):
+      unit = _UNIT.search(product["rest"])
+      units[unit[1] if unit else "0"] += _rows_of(product["rest"])
+    spills += len(_SPILL.findall(line))
+    if _BRANCH.search(line):
+      end_block()
+  end_block()
+  return tuple(blocks)
+
+
+def _rows_of(instruction: str) -> int:
+  kind = _TYPE.search(instruction)
+  # Without a type the operands are bfloat16.
+  bits = int(kind[1]) if kind else 16
+  return _SUBLANES * _WORD // bits
+
+
+def tile_of(kernel: str, found: tuple[BasicBlock, ...]) -> KernelTile | None:
+  """Find the tile among a kernel's blocks; None if nothing is multiplied."""
+  most_cycles = max((block.matrix_cycles for block in found), default=0)
+  if not most_cycles:
+    return None
+  # Masked tiles multiply as much.
+  full_tiles = [
+    block for block in found if block.matrix_cycles > 0.9 * most_cycles
+  ]
+  work = min(full_tiles, key=lambda block: (block.cycles, block.bundles))
+  return KernelTile(kernel=kernel, work=work, blocks=found)
+
+
+def count(
+  builder: str,
+  topology: str,
+  options: Mapping[str, Any] | None = None,
+  *,
+  timeout_s: float | int = 3600.0,
+) -> tuple[KernelTile, ...]:
+  """Compile a program and count the cycles of its Pallas kernels' tiles.
+
+  Args:
+    builder: Builder of a program with kernels, see `aot.compile`.
+    topology: Slice; the smallest one suffices, e.g. "v5e:1x1".
+    options: Options of the builder.
+    timeout_s: Seconds after which the compilation is ended.
+
+  Returns:
+    The tiles of the kernels that multiply, sorted by name.
+
+  Raises:
+    OptionError: If libtpu is missing, the slice is unknown, or the program has
+      no such kernels.
+    CompileError: If the compiler refuses the program.
+  """
+  with tempfile.TemporaryDirectory(prefix="ringjax-cycles-") as folder:
+    folder_path = pathlib.Path(folder)
+    aot.compile(
+      builder,
+      topology,
+      options,
+      flags=(f"--xla_jf_dump_to={folder}", *_FLAGS),
+      timeout_s=timeout_s,
+      text_path=str(folder_path / _PROGRAM),
+    )
+    program = folder_path / _PROGRAM
+    kernel_names = set(
+      _CALL.findall(program.read_text() if program.exists() else "")
+    )
+    tiles = []
+    for path in sorted(folder_path.glob(f"*{_ENDING}")):
+      name = _kernel(path.name)
+      if name in kernel_names:
+        text = path.read_text(errors="replace")
+        tiles.append(tile_of(name, basic_blocks(text, topology)))
+  tiles = [tile for tile in tiles if tile is not None]
+  if not tiles:
+    raise OptionError(
+      "builder",
+      f"{builder}, whose program has no kernel that multiplies",
+      "a program with Pallas kernels",
+      "pass sizes and a dtype that the kernel takes",
+    )
+  return tuple(sorted(tiles, key=lambda tile: tile.kernel))
+
+
+def _kernel(file: str) -> str:
+  """Kernel's name in "1795-NAME-01-final_bundles.txt", or ""."""
+  match = re.fullmatch(rf"\d+-(.+)-\d+{_ENDING}", file)
+  return match[1] if match else ""

@@ -1,0 +1,1 @@
+"""FlexGen: the linear program of an offloading policy."""

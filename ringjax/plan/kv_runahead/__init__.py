@@ -1,0 +1,1 @@
+"""KV-Runahead: partitions of a prompt and their schedules."""

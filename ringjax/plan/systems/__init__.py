@@ -1,0 +1,1 @@
+"""Timelines of further systems: TPI-LLM, Mooncake, llm.npu, Liger."""

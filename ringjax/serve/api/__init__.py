@@ -1,0 +1,1 @@
+"""HTTP and the OpenAI interface of an engine."""

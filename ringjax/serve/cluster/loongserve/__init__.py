@@ -1,0 +1,1 @@
+"""LoongServe: a scheduler of elastic groups, simulated and live."""

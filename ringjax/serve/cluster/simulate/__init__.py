@@ -1,0 +1,1 @@
+"""Simulated clusters, their workloads and times."""

@@ -1,0 +1,1 @@
+"""Drafted tokens of an engine's rows."""

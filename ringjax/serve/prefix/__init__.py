@@ -1,0 +1,1 @@
+"""Prefixes that requests share: tree, store, transfer."""

@@ -1,0 +1,1 @@
+"""vAttention: rows that are contiguous in address space."""

@@ -1,0 +1,1 @@
+"""LLM in a Flash: neurons in files, a window of them in memory."""

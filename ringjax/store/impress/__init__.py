@@ -1,0 +1,1 @@
+"""IMPRESS: the important part of a stored prefix."""

@@ -1,0 +1,1 @@
+"""Checkpoints of a training, by one or many processes."""

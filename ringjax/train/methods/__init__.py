@@ -1,0 +1,1 @@
+"""Trainings beyond the next token: LoRA, CEPE, LongSpec, predictors."""
