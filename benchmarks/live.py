@@ -216,7 +216,7 @@ def ask(
     link.request(
       "POST",
       "/v1/completions",
-      json.dumps(body),
+      json.dumps(body, allow_nan=False),
       {"content-type": "application/json"},
     )
     reply = link.getresponse()

@@ -7,6 +7,7 @@ After a wanted change of the public surface:
 from __future__ import annotations
 
 import ast
+import collections
 import inspect
 import json
 import os
@@ -226,6 +227,16 @@ def test_layers(path):
   assert not faults, "\n".join(faults)
 
 
+def test_folders_are_small():
+  counts = collections.Counter(
+    pathlib.PurePath(path).parent.as_posix()
+    for path in sources()
+    if not path.endswith(("__init__.py", "__main__.py"))
+  )
+  large = {folder: count for folder, count in counts.items() if count > 16}
+  assert not large, f"folders of more than 16 files: {large}"
+
+
 def test_there_is_something_to_check():
   assert {"ringjax/__init__.py", COLLECTIVES_FILE} <= set(sources())
 
@@ -329,7 +340,6 @@ CLASH = {
 }
 # Module names that are the same idea at another layer.
 SAME_IDEA = {
-  "attention": "nn: the layer; bench: its measurement",
   "calibration": "kv: what was measured; models: its file",
   "checkpoint": "models: weights alone; train: all of a training's state",
   "delta": "ops: the recurrence; nn: the layer around it",
@@ -465,10 +475,7 @@ OF_ANY_OBJECT = {
   "inner": "a layer's cache of keys or of a state, which have other methods",
   "index": "whatever indexes an array",
   "tokenizer": "what encodes, or what decodes: each call says which",
-  "case": "of a benchmark of its own",
-  "settings": "of a benchmark of its own",
   "ax": "of matplotlib, which need not be there",
-  "drawn": "of matplotlib",
   "made": "of matplotlib",
   "first": "of llguidance, which need not be there",
   "owner": "whatever an engine, or one without a model, keeps of a row",

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ringjax as rj
-from ringjax.data import Tokenizer
-from ringjax.data.tasks import documents
+from ringjax.data import Tokenizer, documents
 from ringjax.models import small
 
 TEXTS, PROMPT, LENGTH = 8, 96, 256

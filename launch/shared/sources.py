@@ -8,8 +8,8 @@ An entry has a kind, a weight (in rows, default 1) and the kind's arguments:
               its checksum before the first row, default True; it takes about a
               second for a GB.
   passkey, multikey, multivalue, variables, ...
-              (ringjax.data.tasks.needle.TASKS) a question about a text; length, shortest: its tokens; and the
-              task's other arguments.
+              (ringjax.data.tasks.needle.TASKS) a question about a text;
+              length, shortest: its tokens; and the task's other arguments.
   noise, copies, pairs, questions, values, chains, links, quotes, records
               synthetic rows that teach to look back; arguments of the class in
               ringjax.data.tasks.recall or ringjax.data.tasks.recall_tasks.

@@ -3,8 +3,9 @@
 Each process has some heads and columns of every layer, and a few blocks of its
 weights in memory (`ringjax.infer.tpi_llm.tensor_window`). With --processes this
 process starts the others on this machine; over machines each is started by
-hand, with --coordinator, --num_processes and --process_id, and a --key_file that all have.
-The others get neither the prompt nor the answer, and no flag that has them.
+hand, with --coordinator, --num_processes and --process_id, and a --key_file
+that all have. The others get neither the prompt nor the answer, and no flag
+that has them.
 On a machine with GPUs the first process and each one that it starts see one
 GPU; for those started by hand set CUDA_VISIBLE_DEVICES.
 """

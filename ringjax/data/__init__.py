@@ -14,6 +14,7 @@ from ringjax.data.batches.placement import (
   place_rows,
   plan_batches,
 )
+from ringjax.data.tasks import documents
 from ringjax.data.tasks.continued import Continued
 from ringjax.data.tasks.link_tokens import ArrangedPrompt, LinkTokens, arranged
 from ringjax.data.text.bytelevel import Bytes
@@ -38,6 +39,7 @@ __all__ = [
   "Stream",
   "Tokenizer",
   "arranged",
+  "documents",
   "fingerprint",
   "place",
   "place_documents",
