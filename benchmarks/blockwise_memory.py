@@ -32,7 +32,7 @@ from ringjax.train import remat
 from ringjax.train.batch import Batch
 from ringjax.train.objective import sums
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
   "dense": {"strategy": Gather(Dense()), "block": 1 << 30},
   "attention": {"block": 1 << 30},
   "blockwise": {},
@@ -51,7 +51,7 @@ def program_bytes(
     block: Tokens of a step of the blockwise feedforward; default: the
       library's.
   """
-  options = {} if block is None else {"block": block}
+  options: dict[str, Any] = {} if block is None else {"block": block}
   attend = rj.models.ContextParallel(
     remat=remat.policy("nothing"), **(options | WAYS[way])
   )

@@ -72,7 +72,7 @@ def main() -> None:
   text = "".join((folder / name).read_text("utf-8") for name in _FILES)
   ids = np.asarray(Tokenizer.load(flags.model).encode(text), np.int32)
   ids = ids[: min(flags.tokens, ids.size) // _SPAN * _SPAN]
-  losses = {}
+  losses: dict[str, list[float] | str] = {}
   for kind in _KINDS:
     count = ids.size
     if kind == "dense":

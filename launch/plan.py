@@ -552,9 +552,9 @@ def _elastic(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
 
 
 def _which(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
-  from launch.planning import serving_systems as which
+  from launch.planning import serving_systems
 
-  which.compared(values, out, err)
+  serving_systems.compared(values, out, err)
 
 
 def _serve(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:

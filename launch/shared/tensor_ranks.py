@@ -35,7 +35,7 @@ from ringjax.checks import number, positive_int
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError, PeerError
 from ringjax.infer import Stop
-from ringjax.infer.tpi_llm import process_star as star
+from ringjax.infer.tpi_llm import process_star
 from ringjax.infer.tpi_llm.process_star import Star
 from ringjax.infer.tpi_llm.tensor_window import (
   RankReport,
@@ -131,7 +131,7 @@ def define(new: FlagHelper) -> None:
   )
   new.number(
     "patience",
-    star.PATIENCE_S,
+    process_star.PATIENCE_S,
     "With --window: seconds that a process may be silent.",
   )
   new.output("log", None, "With --window: a JSON file of what happened when.")
@@ -263,7 +263,7 @@ class _Ranks:
     values = self._values
     self.doing = f"computing as rank {values.process_id}"
     host, port = _address(values.coordinator)
-    link = star.join(
+    link = process_star.join(
       (host, port),
       values.process_id,
       values.num_processes,

@@ -36,7 +36,7 @@ class CompiledInstruction(hlo.HloInstruction):
 class CompiledProgram:
   """Computations of one compiled module and how often each one runs.
 
-  Unlike `plan.hlo.HloProgram` it has no costs, and also counts computations
+  Unlike `plan.compiler.hlo.HloProgram` it has no costs, and also counts computations
   that fusions and reductions call.
   """
 

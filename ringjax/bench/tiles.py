@@ -1,4 +1,4 @@
-"""Kernels of one device, ours and JAX's, for `rj.plan.cycles`: same shapes.
+"""Kernels of one device for `plan.compiler.cycles`: ours and JAX's, same shapes.
 
 Builders for `rj.plan.aot`: each is called with the devices of a slice, of
 which it takes the first.

@@ -21,7 +21,7 @@ from ringjax.errors import InputTypeError, OptionError, PromptError
 from ringjax.infer import inputs
 from ringjax.infer.inputs import Prompts
 from ringjax.infer.prefill import PrefillConfig, padded
-from ringjax.kv.eviction import peak_attention as peaks
+from ringjax.kv.eviction import peak_attention
 from ringjax.kv.eviction.evicting import EvictingCache
 from ringjax.kv.eviction.peak_attention import Chunk, Repeated
 from ringjax.kv.policies.kvzip import KVzip
@@ -147,7 +147,7 @@ def repeat(
     for prompt, repeated in zip(prompts, rows, strict=True)
   ]
   count = max(map(len, texts))
-  if not peaks.repeated_kinds(cache) or not count:
+  if not peak_attention.repeated_kinds(cache) or not count:
     return cache.flush()
   ends = np.array([prompt.size for prompt in prompts]) * rows
   longest = max(text.size for row_texts in texts for _, _, text in row_texts)
@@ -200,12 +200,12 @@ def _peaks(
   length: Lengths,
 ) -> Any:
   """Compiled call: scores of a chunk. The call's tokens leave no keys."""
-  watched = peaks.watching(cache, tokens.shape[1])
+  watched = peak_attention.watching(cache, tokens.shape[1])
   rows = jnp.zeros((tokens.shape[0], 1), jnp.int32)
   _, watched_cache = forward(
     model, attend, tokens, pos, seg, watched, rows, length
   )
-  return peaks.of_chunk(watched_cache, chunk)
+  return peak_attention.of_chunk(watched_cache, chunk)
 
 
 @entering(lambda _, cache, *__, **___: getattr(cache, "mesh", None))

@@ -61,7 +61,7 @@ from ringjax.models.weights.weight_placement import (
   refuse_placed,
 )
 from ringjax.nn.param import Rules
-from ringjax.parallel import joint_outcome as outcome
+from ringjax.parallel import joint_outcome
 from ringjax.parallel.memory import host_free_bytes
 from ringjax.parallel.mesh import automatic, entering, with_shardings
 
@@ -290,11 +290,11 @@ def load(
   if weights is not None:
     one_of("weights", weights, WEIGHTS)
   mesh = _checked_mesh(mesh, rules)
-  ranks = outcome.processes_of(mesh)
+  ranks = joint_outcome.processes_of(mesh)
   streaming, streamed, in_host = None, [], set()
   call: dict[str, int] = {}
   # A file that one process lacks is an error of all processes.
-  with outcome.failing_together(ranks):
+  with joint_outcome.failing_together(ranks):
     folder = open_model(path)
     config, source, family = read_source(folder.config, strict=strict)
     stored = stored_dtype(folder, source) if dtype is None else dtype
@@ -340,7 +340,7 @@ def load(
   if placement is not None or memory is not None:
     # `planned` exchanges between processes by itself.
     tiers = planned(empty, shardings, placement, memory, call)
-  with outcome.failing_together(ranks):
+  with joint_outcome.failing_together(ranks):
     if set(tiers) != {DEVICE}:
       _refuse_encoder(path)
       streaming = Streaming(empty, tiers, mesh, shardings)
@@ -369,7 +369,7 @@ def load(
       streaming.host(t, x)
     return hosts
 
-  with outcome.failing_together(ranks):
+  with joint_outcome.failing_together(ranks):
     read_into(arrays, model_contents, params, shardings, mesh, to_host)
     check_heads(folder, model_contents.heads, arrays[EMBEDDING])
     model = with_arrays(empty, arrays)

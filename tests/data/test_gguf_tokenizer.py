@@ -16,6 +16,7 @@ from tokenizers import (
 )
 
 import ringjax as rj
+from ringjax.data.gguf.gguf_file import open_gguf
 from ringjax.data.gguf.gguf_splits import SPLITS
 from ringjax.data.gguf.gguf_tokenizer import tokenizer_files
 from ringjax.data.text.bytelevel import BYTE_CHARS
@@ -347,7 +348,7 @@ def test_a_unigram_vocabulary_without_its_parts_is_refused(tmp_path, unigram):
   refused("unknown_token_id", unknown=1000)
   refused("tokenizer.json", charsmap=b"\xff\xff\0\0short")
   path = _scored_file(tmp_path / "t.gguf", vocab, kinds)
-  metadata = rj.data.gguf_file.open_gguf(path).metadata
+  metadata = open_gguf(path).metadata
   for key, value in (("scores", [1.0]), ("add_space_prefix", "yes"),
                      ("precompiled_charsmap", [300])):  # fmt: skip
     with pytest.raises(TokenizerError, match=key):

@@ -12,6 +12,7 @@ from ringjax.errors import NotFiniteLogitsError, OptionError, PromptError
 from ringjax.infer import speculate
 from ringjax.infer.finite import NOT_FINITE, finite_rows, or_not_finite
 from ringjax.infer.kv_runahead import kvr
+from ringjax.infer.loongserve import elastic
 from ringjax.parallel.peers import Peers
 from tests.helpers import poisoned, refused
 
@@ -288,7 +289,7 @@ def test_an_elastic_session_names_the_row_in_each_call(loaded, prompts):
   model, asked = poisoned(sound, BAD), with_bad(prompts, 1)
   want = rj.infer.generate(sound, prompts, max_new_tokens=5, mesh=mesh)
   session = rj.infer.ElasticSession(model, 40, mesh=mesh)
-  owners = [rj.infer.elastic.owners_of([p.size, 0, 0, 0]) for p in prompts]
+  owners = [elastic.owners_of([p.size, 0, 0, 0]) for p in prompts]
   session.read(asked, owners)
   for first, count in ((0, 3), (3, 2)):
     error = caught(lambda count=count: session.decode(count))

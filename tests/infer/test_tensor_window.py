@@ -23,8 +23,7 @@ from ringjax.errors import (
   OptionError,
   PeerError,
 )
-from ringjax.infer.tpi_llm import block_window, tensor_window
-from ringjax.infer.tpi_llm import process_star as star
+from ringjax.infer.tpi_llm import block_window, process_star, tensor_window
 from ringjax.infer.tpi_llm.block_window import BlockTimes, BlockWindow
 from ringjax.models import small
 from ringjax.models.hf.tensor_boxes import TensorBoxes
@@ -533,8 +532,8 @@ def test_who_does_not_join_is_named():
     def come(name, rank, **options):
       options = {"size": 4, "key": KEY, "digest": "", "join_s": 1.0} | options
       try:
-        link = star.join(address, rank, patience_s=5.0, **options)
-        link.hear(star.Kind.SETUP)
+        link = process_star.join(address, rank, patience_s=5.0, **options)
+        link.hear(process_star.Kind.SETUP)
       except PeerError as error:
         said[name] = error
 
@@ -546,7 +545,7 @@ def test_who_does_not_join_is_named():
       for thread in threads:
         thread.start()
       try:
-        star.Star.gather(
+        process_star.Star.gather(
           server, 4, KEY, patience_s=5.0, **{"join_s": 1.0} | options
         )
       finally:
@@ -576,7 +575,7 @@ def test_who_does_not_join_is_named():
     with pytest.raises(PeerError, match="status 1"):
       gather(join_s=60, check=gone)
   with pytest.raises(PeerError, match="rank 0 was not reached"):
-    star.join(address, 1, 2, KEY, join_s=0.3)
+    process_star.join(address, 1, 2, KEY, join_s=0.3)
 
 
 def test_shares_have_to_be_those_of_the_ranks():

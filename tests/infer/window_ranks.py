@@ -7,8 +7,7 @@ import dataclasses
 import socket
 import threading
 
-from ringjax.infer.tpi_llm import process_star as star
-from ringjax.infer.tpi_llm import tensor_window
+from ringjax.infer.tpi_llm import process_star, tensor_window
 
 KEY = bytes(range(32))
 # Nothing here takes long; what hangs ends.
@@ -35,7 +34,7 @@ def ranks(path, shares, windows=None, *, patience_s=60.0, wrap=None, **options):
 
   def run(rank: int) -> None:
     try:
-      link = star.join(
+      link = process_star.join(
         server.getsockname(), rank, size, KEY, patience_s=patience_s, join_s=60
       )
       links[rank] = link
@@ -52,7 +51,7 @@ def ranks(path, shares, windows=None, *, patience_s=60.0, wrap=None, **options):
   for thread in threads:
     thread.start()
   with server:
-    group = star.Star.gather(
+    group = process_star.Star.gather(
       server, size, KEY, patience_s=patience_s, join_s=60
     )
   window = tensor_window.TensorWindow(

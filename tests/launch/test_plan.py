@@ -11,8 +11,7 @@ import sys
 import pytest
 
 from launch import plan
-from launch.planning import elastic
-from launch.planning import serving_systems as which
+from launch.planning import elastic, serving_systems
 from launch.shared import common
 from ringjax.plan.fit import TimedCall
 from ringjax.plan.kv_runahead import published
@@ -506,7 +505,7 @@ def test_elastic_groups_beside_fixed_ones(monkeypatch):
 @pytest.mark.long
 def test_ways_to_serve_the_same_load(monkeypatch):
   given = lambda *_, **__: Goodput(rate=2.0, tried=())
-  monkeypatch.setattr(which, "goodput", given)
+  monkeypatch.setattr(serving_systems, "goodput", given)
   load = ("--requests=30", "--prompt=700", "--new=20", "--seed=3")
   ran = ask("which", *load, "--json")
   assert ran.status == 0, ran.err
@@ -525,7 +524,7 @@ def test_ways_to_serve_the_same_load(monkeypatch):
   assert 0.2 < rows["engine"]["cached"] < 0.5
   # Where no rate keeps the limits it says so, and what requests alone take.
   monkeypatch.setattr(
-    which, "goodput", lambda *_, **__: Goodput(rate=0.0, tried=())
+    serving_systems, "goodput", lambda *_, **__: Goodput(rate=0.0, tried=())
   )
   ran = ask("which", "--requests=3", "--prompt=9000000", "--spread=0")
   assert "no system keeps the limits" in ran.out and "| 100% |" in ran.out
@@ -534,7 +533,7 @@ def test_ways_to_serve_the_same_load(monkeypatch):
   ran = ask("which", "--requests=3", "--prompt=500", "--slo=ttft=1e-9")
   assert "TPOT of any length for 90 %" in ran.out
   assert " alone |" in ran.out and "| 100% |" not in ran.out
-  monkeypatch.setattr(which, "goodput", given)
+  monkeypatch.setattr(serving_systems, "goodput", given)
   words = ask("which", *load, *shared).out
   assert "512 of 3 documents and 700" in words and "| one engine, TP8" in words
   for flag, word in (

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import ringjax as rj
+from ringjax.data.gguf.gguf_file import open_gguf
 from ringjax.errors import CheckpointMismatchError, OptionError
 from ringjax.models.gguf.blocks import BLOCKS
 from ringjax.nn.weights.block_codes import BlockCodesLinear
@@ -201,7 +202,7 @@ def test_a_map_of_floats_among_codes_stays_floats(tmp_path):
 
 def test_codes_whose_scales_are_nan_are_refused(tmp_path):
   path = _file(tmp_path, "llama", {"blk.1.ffn_up": "Q4_0", "ffn": "Q4_0"})
-  at = rj.data.gguf_file.open_gguf(path).tensors["blk.1.ffn_up.weight"].offset
+  at = open_gguf(path).tensors["blk.1.ffn_up.weight"].offset
   data = bytearray(path.read_bytes())
   data[at : at + 2] = b"\x00\x7e"
   path.write_bytes(data)

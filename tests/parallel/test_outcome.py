@@ -15,7 +15,7 @@ from ringjax.nn.weights.placed_layers import (
   naming_faults,
   raise_fault,
 )
-from ringjax.parallel import joint_outcome as outcome
+from ringjax.parallel import joint_outcome
 
 RANKS = (0, 1)
 
@@ -33,7 +33,7 @@ def said(monkeypatch):
     return [value, exchanged.other]
 
   exchanged.other = None
-  monkeypatch.setattr(outcome, "exchanged", exchanged)
+  monkeypatch.setattr(joint_outcome, "exchanged", exchanged)
   found_and = lambda other: setattr(exchanged, "other", other)
   return found, found_and
 
@@ -81,7 +81,10 @@ def test_the_error_of_another_is_raised_once(said):
   other({"kind": "OptionError", "text": "rows: too many"})
 
   def run():
-    with outcome.failing_together(RANKS), outcome.failing_together(RANKS):
+    with (
+      joint_outcome.failing_together(RANKS),
+      joint_outcome.failing_together(RANKS),
+    ):
       pass
 
   error = caught(run)
@@ -93,11 +96,13 @@ def test_silence_does_not_hide_ones_own_error(said):
   found, other = said
   other("silent")
   mine = OptionError("rows: too many")
-  error = caught(lambda: outcome.raise_first(mine, RANKS))
+  error = caught(lambda: joint_outcome.raise_first(mine, RANKS))
   assert error is mine and isinstance(error.__cause__, PeerError)
   why = OSError("gone")
   mine = CheckpointFormatError("no file")
   mine.__cause__ = why
-  assert caught(lambda: outcome.raise_first(mine, RANKS)).__cause__ is why
-  assert isinstance(caught(lambda: outcome.raise_first(None, RANKS)), PeerError)
+  assert caught(lambda: joint_outcome.raise_first(mine, RANKS)).__cause__ is why
+  assert isinstance(
+    caught(lambda: joint_outcome.raise_first(None, RANKS)), PeerError
+  )
   assert len(found) == 3

@@ -53,8 +53,7 @@ from ringjax.data.text.special_tokens import TokenIds
 from ringjax.errors import OptionError
 from ringjax.infer import decode, inputs, prefill
 from ringjax.infer.finite import NOT_FINITE, not_finite_error
-from ringjax.infer.kv_runahead import measured_timelines as spans
-from ringjax.infer.kv_runahead import rank_agreement as agree
+from ringjax.infer.kv_runahead import measured_timelines, rank_agreement
 from ringjax.infer.kv_runahead.chain_links import LayerBlock, Receiver, Sender
 from ringjax.infer.layerwise import LayerPrograms, StackedLayer, TokenSpan
 from ringjax.infer.sampling import Greedy, traced
@@ -199,7 +198,9 @@ class Runahead:
 
     def check() -> tuple[dict[str, Any], tuple[np.ndarray, tuple[int, ...]]]:
       ids = inputs.prompt(tokens, self.model.config.vocab)
-      lengths = agree.check_partition(partition, ids.size, self.peers.size)
+      lengths = rank_agreement.check_partition(
+        partition, ids.size, self.peers.size
+      )
       positive_int("new_tokens", new_tokens)
       inputs.within_context(
         self.model.config,
@@ -207,7 +208,7 @@ class Runahead:
         f"{ids.size:,} tokens and new_tokens={new_tokens:,}",
       )
       settings = {"method": method, "partition": list(lengths)}
-      settings |= agree.reading(self.model, ids) | {
+      settings |= rank_agreement.reading(self.model, ids) | {
         "cache dtype": self.dtype.name,
         "cache kind": str(self.kind),
         "wire": self.wire or "",
@@ -217,7 +218,7 @@ class Runahead:
       }
       return settings, (ids, lengths)
 
-    ids, lengths = agree.agree(self.peers, check)
+    ids, lengths = rank_agreement.agree(self.peers, check)
     with self.peers.abandoning(), jax.default_device(self.device):
       return self._read(ids, lengths, new_tokens, method, pause)
 
@@ -245,7 +246,7 @@ class Runahead:
       )
     caches = self._caches(capacity, session)
     self._compile(caches, sizes, capacity)
-    recorder = spans.SpanRecorder(peers)
+    recorder = measured_timelines.SpanRecorder(peers)
     peers.gather("ready")
     start_s = recorder.now()
     if tiles:
@@ -282,7 +283,7 @@ class Runahead:
       }
     )
     return Reading(
-      outcome=spans.measured(
+      outcome=measured_timelines.measured(
         method,
         lengths,
         parts,
@@ -302,7 +303,7 @@ class Runahead:
     tiles: Sequence[PromptTile],
     length: int,
     caches: dict[Any, KVCache],
-    recorder: spans.SpanRecorder,
+    recorder: measured_timelines.SpanRecorder,
     take: Callable[[StackedLayer], LayerBlock | None],
     put: Callable[[StackedLayer, list[LayerBlock]], Any] = nothing,
     pause: Callable[[int], Any] = nothing,
@@ -466,7 +467,7 @@ class Runahead:
       return LayerBlock.zeros(layer, 1, room, self.dtype, self.codec)
 
     tiles = [PromptTile(0, size, 1) for size in sizes]
-    recorder = spans.SpanRecorder(self.peers)
+    recorder = measured_timelines.SpanRecorder(self.peers)
     ids = np.zeros(1, np.int32)
     distinct_layers = {
       (layer.spec, *self._cache_of(layer, caches)[:2]): layer

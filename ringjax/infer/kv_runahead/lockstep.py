@@ -30,9 +30,7 @@ from ringjax.checks import one_of
 from ringjax.data.text.special_tokens import TokenIds
 from ringjax.errors import MeshError, PeerError
 from ringjax.infer import inputs
-from ringjax.infer.kv_runahead import kvr
-from ringjax.infer.kv_runahead import measured_timelines as spans
-from ringjax.infer.kv_runahead import rank_agreement as agree
+from ringjax.infer.kv_runahead import kvr, measured_timelines, rank_agreement
 from ringjax.infer.layerwise import LayerPrograms
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ContextParallel
@@ -122,9 +120,9 @@ class LockstepPrefill:
       ids = inputs.prompt(tokens, self.model.config.vocab)
       lengths = cost.even(ids.size, self.size)
       settings = {"method": self.method, "new_tokens": new_tokens}
-      return settings | agree.reading(self.model, ids), (ids, lengths)
+      return settings | rank_agreement.reading(self.model, ids), (ids, lengths)
 
-    ids, lengths = agree.agree(self.peers, check)
+    ids, lengths = rank_agreement.agree(self.peers, check)
     work = lambda: self._read(ids, lengths, pause)
     return interruptible(self.peers, work)
 
@@ -137,7 +135,7 @@ class LockstepPrefill:
       # Compile before other ranks wait: they count no rank as stalled here.
       self._compiled.add(width)
       self._layers(ids, width, None, kvr.nothing)
-    recorder = spans.SpanRecorder(peers)
+    recorder = measured_timelines.SpanRecorder(peers)
     peers.gather("ready")
     start_s = recorder.now()
     peers.tick(0)
@@ -154,7 +152,7 @@ class LockstepPrefill:
     link_bytes = float((self.size - 1) * width // self.size * row)
     links = [f"{i}-{(i + 1) % self.size}" for i in range(self.size)]
     return kvr.Reading(
-      outcome=spans.measured(
+      outcome=measured_timelines.measured(
         self.method,
         lengths,
         parts,
@@ -171,7 +169,7 @@ class LockstepPrefill:
     self,
     ids: np.ndarray,
     width: int,
-    recorder: spans.SpanRecorder | None,
+    recorder: measured_timelines.SpanRecorder | None,
     pause: Callable[[int], Any],
   ) -> jax.Array:
     """Run all layers: logits float32 [1, V], on every process.

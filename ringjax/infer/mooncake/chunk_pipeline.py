@@ -43,13 +43,11 @@ from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ringjax import plan
 from ringjax.checks import float_dtype, one_of, positive_int
 from ringjax.data.text.special_tokens import TokenIds
 from ringjax.errors import OptionError, PeerError
 from ringjax.infer import inputs, prefill
-from ringjax.infer.kv_runahead import measured_timelines as spans
-from ringjax.infer.kv_runahead import rank_agreement as agree
+from ringjax.infer.kv_runahead import measured_timelines, rank_agreement
 from ringjax.infer.kv_runahead.chain_links import LinkEnd
 from ringjax.infer.kv_runahead.kvr import (
   CREDITS,
@@ -82,6 +80,7 @@ from ringjax.nn.sharding_context import CachedAttention
 from ringjax.parallel import peers as peers_
 from ringjax.parallel.peers import Peers
 from ringjax.plan import cost
+from ringjax.plan.kv_runahead import balance
 from ringjax.transfer import PageLayout, PageLeaf, Publisher, Ticket, pull
 
 KEEPS = ("last", "stages", "blocks")
@@ -248,7 +247,7 @@ class ChunkPipeline:
     """
     tile_tokens = self.tile or prefill.tile(tokens, self.peers.size)
     count = 4 * self.peers.size if count is None else count
-    count = plan.balance.most_ranks(tokens, count, tile_tokens)
+    count = balance.most_ranks(tokens, count, tile_tokens)
     return balanced(self.whole, tokens, count, tile_tokens)
 
   def read(
@@ -268,7 +267,7 @@ class ChunkPipeline:
       chunks: Number of tokens in each chunk; see `rj.plan.equal_times`.
       new_tokens: Tokens after the prompt that the cache has room for.
       keep: "last" brings the whole cache to the last rank, whose reading
-        `rj.infer.kvr.follow` continues; "blocks" brings it there as arrays of
+        `kvr.follow` continues; "blocks" brings it there as arrays of
         the host (`Reading.blocks`); "stages" drops it.
       method: Name of the method in the outcome.
       pause: Callback at the beginning of every chunk, with its number; lets
@@ -305,7 +304,7 @@ class ChunkPipeline:
         f"{ids.size:,} tokens and new_tokens={new_tokens:,}",
       )
       card = {"method": method, "chunks": list(lengths)}
-      card |= agree.prompt_of(self.config, ids) | {
+      card |= rank_agreement.prompt_of(self.config, ids) | {
         "model weights": self._model_digest(),
         "model dtype": jnp.dtype(self.whole.dtype).name,
         "cache dtype": self.dtype.name,
@@ -317,7 +316,7 @@ class ChunkPipeline:
       }
       return card, (ids, lengths)
 
-    ids, lengths = agree.agree(self.peers, check)
+    ids, lengths = rank_agreement.agree(self.peers, check)
     with self.peers.abandoning(), jax.default_device(self.device):
       return self._read(ids, lengths, new_tokens, keep, method, pause)
 
@@ -354,7 +353,7 @@ class ChunkPipeline:
     stage = _Stage(self, ids, room)
     self._compile(stage, session, size, room)
     secret = bytes.fromhex(peers.gather(secrets.token_hex(16))[0])
-    recorder = spans.SpanRecorder(peers)
+    recorder = measured_timelines.SpanRecorder(peers)
     layers = self.layers
     earlier_layers = layers[: sum(self.stages[:rank])]
     link = peers, layers, self.credits, recorder, ids.size
@@ -403,7 +402,7 @@ class ChunkPipeline:
     width = self.config.embed * stream_dtype(self.whole.dtype).itemsize
     sent = float(ids.size * width)
     return Reading(
-      outcome=spans.measured(
+      outcome=measured_timelines.measured(
         method,
         lengths,
         parts,
@@ -423,7 +422,7 @@ class ChunkPipeline:
     run: _Stage,
     lengths: Sequence[int],
     size: int,
-    recorder: spans.SpanRecorder,
+    recorder: measured_timelines.SpanRecorder,
     receiver: _ActivationReceiver | None,
     sender: _ActivationSender | None,
     pause: Callable[[int], Any],
@@ -861,7 +860,7 @@ class _BlockPuller(_Worker):
     room: int,
     dtype: np.dtype,
     key: bytes,
-    recorder: spans.SpanRecorder,
+    recorder: measured_timelines.SpanRecorder,
   ):
     self.blocks = {
       layer.number: [np.zeros(_shape(layer, room), dtype) for _ in range(2)]

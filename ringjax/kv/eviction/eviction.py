@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from ringjax import tree
 from ringjax.kv.cache import KVLayer, LayerKV
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.kv.eviction import kivi_residual as residual
+from ringjax.kv.eviction import kivi_residual
 from ringjax.kv.eviction.policy_view import LocalLook, ordering, unordered
 from ringjax.kv.eviction.recorded_queries import Noted, moments_of
 from ringjax.kv.storage.pages import (
@@ -653,10 +653,12 @@ def repacked(
     at = Coords(*at)
     stays = _staying(at, kind, places, rows)
     if kind.residual is not None:
-      newly_coded = residual.newly_coded(kind, at, stays & rows[:, None], *ends)
+      newly_coded = kivi_residual.newly_coded(
+        kind, at, stays & rows[:, None], *ends
+      )
       parts = {
         n: part._replace(
-          **residual.with_codes(
+          **kivi_residual.with_codes(
             kind, part.k, part.v, part.constants, at, newly_coded
           )
         )

@@ -42,7 +42,7 @@ from ringjax.nn.weights.placed_layers import (
   ReadFault,
   in_rows,
 )
-from ringjax.parallel import joint_outcome as outcome
+from ringjax.parallel import joint_outcome
 from ringjax.parallel import memory as host_memory
 
 _STACK = "stack.blocks."
@@ -118,8 +118,8 @@ def planned(
       else min(not_on_device, _OF_HOST * free / devices)
     )
     # All processes must place the same layers.
-    ranks = outcome.processes_of(meshes[0] if meshes else None)
-    host_room = min(outcome.exchanged(host_room, ranks))
+    ranks = joint_outcome.processes_of(meshes[0] if meshes else None)
+    host_room = min(joint_outcome.exchanged(host_room, ranks))
     return deal(
       layers, room | {IN_HOST: host_room, DISK: not_on_device - host_room}
     )
@@ -353,7 +353,7 @@ class Streaming:
     """
     groups: Any = {}
     reader = None
-    fault = ReadFault(ranks=outcome.processes_of(self._mesh))
+    fault = ReadFault(ranks=joint_outcome.processes_of(self._mesh))
     if folder is not None and targets is not None:
       groups = self._groups(folder, tensors, targets)
       reader = self._reader(folder, groups)

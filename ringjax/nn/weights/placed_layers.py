@@ -28,8 +28,7 @@ from jaxtyping import Array, Shaped
 
 from ringjax.errors import CheckpointFormatError, MeshError, RingjaxError
 from ringjax.kv.base import DISK, TIERS
-from ringjax.parallel import collectives
-from ringjax.parallel import joint_outcome as outcome
+from ringjax.parallel import collectives, joint_outcome
 from ringjax.typing import Index
 
 # Width of a TPU vector register.
@@ -340,7 +339,7 @@ def raise_fault(faults: Sequence[ReadFault]) -> None:
   """
   for fault in faults:
     error, fault.error = fault.error, None
-    outcome.raise_first(error, fault.ranks)
+    joint_outcome.raise_first(error, fault.ranks)
 
 
 @contextlib.contextmanager
@@ -362,7 +361,7 @@ def naming_faults(faults: Sequence[ReadFault]) -> Iterator[None]:
   try:
     yield
   except Exception as error:
-    if outcome.is_told(error):
+    if joint_outcome.is_told(error):
       raise
     cause: Exception = error
     for fault in faults:
@@ -372,6 +371,6 @@ def naming_faults(faults: Sequence[ReadFault]) -> Iterator[None]:
       fault.error = None
     # Instead of the exchange that the other processes do next.
     ranks = next((fault.ranks for fault in faults if fault.ranks), ())
-    outcome.raise_first(cause, ranks)
+    joint_outcome.raise_first(cause, ranks)
   else:
     raise_fault(faults)
