@@ -70,6 +70,7 @@ that it does not take.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import shlex
 import sys
 from collections.abc import Sequence
@@ -77,6 +78,12 @@ from typing import Any
 
 import jax
 from absl import app, flags, logging
+
+if importlib.util.find_spec("benchmarks") is None:
+  sys.exit(
+    "The benchmarks are not part of the installed package; run "
+    "python -m launch.bench in a checkout of ringjax."
+  )
 
 from benchmarks.attention import (
   attention,

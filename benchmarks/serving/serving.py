@@ -47,9 +47,8 @@ from benchmarks.serving.continuous_batching import (
 )
 from benchmarks.shared import harness
 from benchmarks.shared.harness import BenchmarkSettings, option
-from ringjax.bench import timing
+from ringjax.bench import speculation_tasks, timing
 from ringjax.errors import OptionError
-from ringjax.eval import speculation_tasks
 
 # `rj.serve` is imported in a run: the import takes a second.
 if TYPE_CHECKING:

@@ -47,8 +47,8 @@ import ringjax as rj
 from benchmarks.serving.continuous_batching import import_transformers
 from benchmarks.shared import harness
 from benchmarks.shared.harness import Report, Row, import_torch, option
+from ringjax.bench import speculation_tasks
 from ringjax.errors import OptionError
-from ringjax.eval import speculation_tasks
 from ringjax.parallel.mesh import make_mesh
 
 if TYPE_CHECKING:

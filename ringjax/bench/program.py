@@ -36,8 +36,8 @@ class CompiledInstruction(hlo.HloInstruction):
 class CompiledProgram:
   """Computations of one compiled module and how often each one runs.
 
-  Unlike `plan.compiler.hlo.HloProgram` it has no costs, and also counts computations
-  that fusions and reductions call.
+  Unlike `plan.compiler.hlo.HloProgram` it has no costs, and also counts
+  computations that fusions and reductions call.
   """
 
   def __init__(self, text: str):

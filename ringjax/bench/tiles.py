@@ -1,4 +1,4 @@
-"""Kernels of one device for `plan.compiler.cycles`: ours and JAX's, same shapes.
+"""Kernels of one device for `plan.compiler.cycles`: ours and JAX's, alike.
 
 Builders for `rj.plan.aot`: each is called with the devices of a slice, of
 which it takes the first.

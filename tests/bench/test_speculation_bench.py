@@ -13,9 +13,9 @@ from benchmarks.speculation.speculating import (
   SpeculationBenchmark,
   SpeculationSettings,
 )
+from ringjax.bench.speculation_tasks import KINDS, prompt
 from ringjax.data import Bytes
 from ringjax.errors import OptionError
-from ringjax.eval.speculation_tasks import KINDS, prompt
 from ringjax.models import small
 from tests.helpers import refused
 
