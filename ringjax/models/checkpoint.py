@@ -44,6 +44,7 @@ from ringjax.models.gguf.gguf_folder import GgufFolder, open_model
 from ringjax.models.gguf.stored import stored_tensor, with_stored_codes
 from ringjax.models.hf.config_reader import error
 from ringjax.models.hf.folder import Folder
+from ringjax.models.hf.names import Reshape
 from ringjax.models.hf.packed import Packed
 from ringjax.models.hf.packings import packing
 from ringjax.models.hf.save import write
@@ -360,7 +361,6 @@ def load(
     if streaming is not None or call:
       hosted = 0 if streaming is None else streaming.host_bytes
       check_host(hosted, call.get(IN_HOST, 0))
-  arrays = zeros_of(params, shardings, mesh)
   device_targets = lambda t: _targets(t, params, shardings, mesh)
 
   def to_host(t: CheckpointTensor, x: tuple[Any, ...]) -> bool:
@@ -370,7 +370,7 @@ def load(
     return hosts
 
   with joint_outcome.failing_together(ranks):
-    read_into(arrays, model_contents, params, shardings, mesh, to_host)
+    arrays = read_parameters(model_contents, params, shardings, mesh, to_host)
     check_heads(folder, model_contents.heads, arrays[EMBEDDING])
     model = with_arrays(empty, arrays)
     if streaming is not None:
@@ -380,36 +380,40 @@ def load(
   return model
 
 
-def zeros_of(
-  params: Mapping[str, nnx.Variable],
-  shardings: Mapping[str, Any],
-  mesh: Mesh | None = None,
-) -> dict[str, jax.Array]:
-  """Zeros for parameters by their paths, for `read_into` to fill."""
-  shapes = tuple((p.shape, jnp.dtype(p.dtype).name) for p in params.values())
-  zeros = _zeros(shapes, None if mesh is None else tuple(shardings.values()))
-  return dict(zip(params, zeros, strict=True))
-
-
-def read_into(
-  arrays: dict[str, Shaped[Array, " ..."]],
+def read_parameters(
   model_contents: Contents,
   params: dict[str, Any],
   shardings: dict[str, Any],
   mesh: Mesh | None = None,
   to_host: Callable[[CheckpointTensor, tuple[Any, ...]], bool] | None = None,
-) -> None:
+) -> dict[str, jax.Array]:
   """Reads tensors into arrays of parameters, some at a time.
 
+  A tensor that is all of a parameter, as it is stored, becomes its array: the
+  largest ones, embeddings, are on the devices once.
+
   Args:
-    arrays: Array of each parameter, by its path; each is replaced.
     model_contents: Folder, and its tensors to read.
     params: Parameters by their paths.
     shardings: Sharding of each parameter; None on one device.
     mesh: Mesh of the shardings.
     to_host: Called with each tensor that was read and the arrays of its pieces;
       True if it has taken them.
+
+  Returns:
+    The array of each parameter, by its path.
   """
+  whole = {
+    t.targets[0][0]: t.name for t in model_contents.tensors if _is_whole(t)
+  }
+  parts = [path for path in params if path not in whole]
+  shapes = tuple(
+    (params[path].shape, jnp.dtype(params[path].dtype).name) for path in parts
+  )
+  constraints = None if mesh is None else tuple(shardings[p] for p in parts)
+  zeros = _zeros(shapes, constraints)
+  arrays = dict(zip(parts, zeros, strict=True))
+  del zeros
   for t, x in model_contents.read(
     lambda t: _targets(t, params, shardings, mesh)
   ):
@@ -418,6 +422,12 @@ def read_into(
     if packed:
       check_unpacked(t, x, arrays[paths[0]].dtype)
     if to_host is not None and to_host(t, x):
+      continue
+    if whole.get(paths[0]) == t.name:
+      sharding = shardings[paths[0]]
+      arrays[paths[0]] = (
+        x[0] if sharding is None else jax.device_put(x[0], sharding)
+      )
       continue
     put = _put(
       t.form,
@@ -428,6 +438,17 @@ def read_into(
     )
     # Without this, ever more tensors would wait in memory to be put.
     arrays.update(zip(paths, jax.block_until_ready(put), strict=True))
+  return {path: arrays[path] for path in params}
+
+
+def _is_whole(t: CheckpointTensor) -> bool:
+  """Whether a tensor is all of one parameter, in its own shape."""
+  form = t.form
+  return (
+    isinstance(form, Reshape)
+    and form.shape == form.stored
+    and [index for _, index in t.targets] == [()]
+  )
 
 
 def with_arrays(

@@ -136,8 +136,7 @@ def load_layers(
     if (tensor := _own(t, whole.stack, part, first)) is not None
   ]
   own_contents = dataclasses.replace(whole_contents, tensors=own_tensors)
-  arrays = checkpoint.zeros_of(params, shardings)
-  checkpoint.read_into(arrays, own_contents, params, shardings)
+  arrays = checkpoint.read_parameters(own_contents, params, shardings)
   embedding = arrays.get(checkpoint.EMBEDDING)
   if embedding is not None:
     checkpoint.check_heads(folder, own_contents.heads, embedding)
