@@ -390,7 +390,8 @@ ATTACKS = {
 # tried from a process that holds little else.
 TRY = """
 import json, resource, sys
-from ringjax.data import ChatTemplate, Tokenizer, chat as chats
+from ringjax.data import ChatTemplate, Tokenizer
+from ringjax.data.text import chat as chats
 from ringjax.errors import TemplateError
 
 tokenizer = Tokenizer.load(sys.argv[1])

@@ -244,7 +244,7 @@ def test_killed_midway_the_old_one_stays(path):
   before = path.read_bytes()
   program = """
     import os, signal, sys
-    from ringjax.data import corpus
+    from ringjax.data.batches import corpus
     def rows():
       for i in range(10**6):
         yield [1] * 1000

@@ -798,7 +798,8 @@ def test_a_training_is_drawn_without_its_devices(tmp_path):
   )
   program = f"""
 from jax._src import xla_bridge
-from launch import common, evaluate
+from launch import evaluate
+from launch.shared import common
 values, words = common.parse_words(
   "evaluate", evaluate.define, ["curves", "--log={log}"])
 assert evaluate.run(values, words) == 0

@@ -134,7 +134,7 @@ def test_a_killed_download_leaves_nothing(tiny, tmp_path):
   """Killed where the file is whole and not yet in its place."""
   code = (
     "import os, signal\n"
-    "from launch import console, fetch\n"
+    "from launch import fetch\nfrom launch.shared import console\n"
     "from ringjax.fetched_models import NamedModel\n"
     "fetch.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
     f"fetch.fetch({tiny!r}, console.Screen('fetch'))\n"

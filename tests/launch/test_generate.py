@@ -557,7 +557,8 @@ BATCH = """
 import sys
 import numpy as np
 import ringjax as rj
-from launch import common, generate
+from launch import generate
+from launch.shared import common
 values = common.parse("batch", generate.define, sys.argv[1:])
 common.start(values)
 mesh = common.mesh(values.mesh)

@@ -380,7 +380,8 @@ import sys
 import jax
 jax.config.update("jax_platforms", "cpu")
 import jax.numpy as jnp
-from ringjax.train import Checkpoints, manifest
+from ringjax.train import Checkpoints
+from ringjax.train.checkpoints import manifest
 
 c = Checkpoints(sys.argv[1])
 if sys.argv[2:]:
@@ -1315,7 +1316,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from ringjax.errors import CheckpointCorruptError, CheckpointWriteError
 from ringjax.errors import PeerError
-from ringjax.train import Checkpoints, loop, manifest
+from ringjax.train import Checkpoints, loop
+from ringjax.train.checkpoints import manifest
 
 mesh = jax.make_mesh(
   (4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)
