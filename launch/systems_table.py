@@ -516,8 +516,8 @@ SYSTEMS: tuple[System, ...] = (
     page="docs/how/offload.md",
     tests=("tests/models/test_placement.py", "tests/plan/test_offload.py"),
     absent="Attention on the CPU where the keys are, a layer's weights in "
-    "parts on several tiers (layers are whole), codes on disk, sparse "
-    "attention, a pipeline of GPUs.",
+    "parts on several tiers (layers are whole), codes on disk, attention to a "
+    "tenth of the values, a pipeline of GPUs.",
   ),
   System(
     name="LLM in a Flash",
