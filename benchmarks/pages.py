@@ -1,14 +1,16 @@
-"""The page of systems and its pictures, from the results of commands."""
+"""The pages of systems: results of commands, and where each system is."""
 
 from __future__ import annotations
 
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from benchmarks.systems import CONTEXTS, KINDS, ROWS
 from benchmarks.systems_alone import BITS
 from benchmarks.table import Row, Run
+from launch.systems_table import SYSTEMS
 
 _HEAD = """# The systems, shown on real models
 
@@ -19,8 +21,24 @@ machines. The models are SmolLM2-135M-Instruct and Gemma 3 270M
 of Python's library. `python -m benchmarks.real` makes the page again, row by
 row; what a row trains or calibrates first, it keeps in `runs/`. Times are of
 two shared CPU cores: they say what works, not how fast a chip is.
+[Each system by its paper's name](systems_map.md) has modules, public names,
+tests and what is not here.
 
 | system | the paper's claim | here | published |
+|---|---|---|---|
+"""
+
+_MAP_HEAD = """# Each system by its paper's name
+
+What is here of a paper, where it is, how to run it, and what is not here. The
+same in a terminal: `python -m launch systems`, or for one of them
+`python -m launch systems kivi`. What each printed on a real model, next to the
+paper's figures, is in [The systems, shown on real models](systems.md). Commands
+run in a checkout, on a CPU, with models that ship with the package. `rj` is the
+package `ringjax`; names that begin with `ringjax` are in a package that has to
+be imported.
+
+| system | what is here | what is not | how to |
 |---|---|---|---|
 """
 
@@ -71,9 +89,37 @@ def page(results: dict[str, Any]) -> str:
   return "".join(lines)
 
 
+def map_page() -> str:
+  """The page that has each system by its paper's name, as Markdown."""
+  index, sections = [], []
+  for system in SYSTEMS:
+    anchor = re.sub(r"[^a-z0-9 -]", "", system.name.lower()).replace(" ", "-")
+    page = system.page.removeprefix("docs/")
+    title = page.removeprefix("how/").removesuffix(".md")
+    index.append(
+      f"| [{system.name}](#{anchor}) | {system.does} | {system.absent} | "
+      f"[{title}]({page}) |\n"
+    )
+    code = lambda entries: ", ".join(f"`{entry}`" for entry in entries)
+    aliases = f"; also: {', '.join(system.also)}" if system.also else ""
+    commands = "\n".join(system.commands)
+    sections.append(
+      f"\n## {system.name}\n\n[{system.paper}]({system.link}){aliases}. "
+      f"{system.does}\n\n"
+      f"* Modules: {code(system.modules)}\n"
+      f"* Public names: {code(system.names)}\n"
+      f"* How to: [{title}]({page})\n"
+      f"* Tests: {code(system.tests)}\n"
+      f"* Not here: {system.absent}\n\n"
+      f"```sh\n{commands}\n```\n"
+    )
+  return "".join([_MAP_HEAD, *index, *sections])
+
+
 def write(folder: pathlib.Path, results: dict[str, Any], *, plot: bool) -> None:
-  """Writes the page and, with `plot`, its pictures."""
+  """Writes the pages and, with `plot`, the pictures."""
   (folder / "systems.md").write_text(page(results), "utf-8")
+  (folder / "systems_map.md").write_text(map_page(), "utf-8")
   if not plot:
     return
   from matplotlib.figure import Figure

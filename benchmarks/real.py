@@ -10,7 +10,8 @@ A row (benchmarks/systems.py) is a paper's claim and commands of this package
 that show it. The output of a command is in docs/systems.json as soon as it has
 ended, so that a call that was killed resumes; --again runs commands again.
 Models that are trained or calibrated first go to runs/, once. docs/systems.md
-and its pictures are made from the JSON file.
+and its pictures are made from the JSON file, and docs/systems_map.md, which
+says where each system is, from launch/systems_table.py.
 """
 
 from __future__ import annotations

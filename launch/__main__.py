@@ -1,8 +1,10 @@
-"""Lists the scripts: python -m launch."""
+"""Lists the scripts: python -m launch; python -m launch NAME runs one."""
 
 from __future__ import annotations
 
 import ast
+import runpy
+import sys
 from pathlib import Path
 
 SCRIPTS = (
@@ -20,6 +22,7 @@ SCRIPTS = (
   "tokenize",
   "calibrate",
   "bench",
+  "systems",
 )
 
 
@@ -34,5 +37,24 @@ def listing() -> str:
   return "\n".join(lines)
 
 
+def main() -> int:
+  """Runs the script that is named first, or lists all."""
+  names = sys.argv[1:2]
+  if not names or names[0] in ("--help", "-h"):
+    print(listing())
+    return 0
+  if names[0] not in SCRIPTS:
+    print(
+      f"launch: got {names[0]!r}, which is no script; python -m launch lists "
+      "them",
+      file=sys.stderr,
+    )
+    return 2
+  del sys.argv[1]
+  # Scripts set up JAX as they start as `__main__`.
+  runpy.run_module(f"launch.{names[0]}", run_name="__main__", alter_sys=True)
+  return 0
+
+
 if __name__ == "__main__":
-  print(listing())
+  sys.exit(main())
