@@ -90,11 +90,11 @@ SYSTEMS: tuple[System, ...] = (
     "queries stay, blocks of keys and values travel around the ring, forward "
     "and backward.",
     modules=(
-      "ringjax/ops/attention/ring.py",
-      "ringjax/ops/attention/hops.py",
+      "ringjax/ops/attention/strategies/ring.py",
+      "ringjax/ops/attention/strategies/hops.py",
       "ringjax/ops/attention/api.py",
-      "ringjax/ops/attention/predict.py",
-      "ringjax/plan/ring_tables.py",
+      "ringjax/ops/attention/cost/predict.py",
+      "ringjax/plan/kv_runahead/ring_tables.py",
     ),
     names=("rj.ring_attention", "rj.Ring"),
     commands=(
@@ -117,9 +117,9 @@ SYSTEMS: tuple[System, ...] = (
     "the causal work of each hop; zigzag levels it over the whole ring.",
     modules=(
       "ringjax/parallel/layout.py",
-      "ringjax/ops/attention/ring.py",
-      "ringjax/ops/attention/schedule.py",
-      "ringjax/data/placement.py",
+      "ringjax/ops/attention/strategies/ring.py",
+      "ringjax/ops/attention/cost/schedule.py",
+      "ringjax/data/batches/placement.py",
     ),
     names=("rj.striped_attention", "rj.Striped", "rj.Zigzag"),
     commands=(
@@ -141,14 +141,14 @@ SYSTEMS: tuple[System, ...] = (
     "sends keys on before it attends; partitions are balanced, searched or "
     "interpolated, and simulated.",
     modules=(
-      "ringjax/infer/kvr.py",
-      "ringjax/ops/attention/chain.py",
-      "ringjax/plan/partition.py",
-      "ringjax/plan/grid.py",
+      "ringjax/infer/kv_runahead/kvr.py",
+      "ringjax/ops/attention/strategies/chain.py",
+      "ringjax/plan/kv_runahead/partition.py",
+      "ringjax/plan/kv_runahead/grid.py",
       "ringjax/plan/cost.py",
-      "ringjax/plan/recurrence.py",
-      "ringjax/plan/published.py",
-      "ringjax/infer/lockstep.py",
+      "ringjax/plan/kv_runahead/recurrence.py",
+      "ringjax/plan/kv_runahead/published.py",
+      "ringjax/infer/kv_runahead/lockstep.py",
       "ringjax/parallel/layout.py",
     ),
     names=("rj.Chain", "rj.plan.plan", "rj.plan.search", "rj.plan.kvr_seconds"),
@@ -172,7 +172,7 @@ SYSTEMS: tuple[System, ...] = (
     modules=(
       "ringjax/kv/codecs/channel_groups.py",
       "ringjax/kv/codecs/integers.py",
-      "ringjax/kv/residual.py",
+      "ringjax/kv/eviction/kivi_residual.py",
     ),
     names=("rj.kv.ChannelGroups", "rj.kv.Integers", "rj.kv.CacheKind"),
     commands=_cost("kivi2"),
@@ -218,7 +218,7 @@ SYSTEMS: tuple[System, ...] = (
     "queries; the paper's form is h2o:score=sum,newest=.5,room=1.",
     modules=(
       "ringjax/kv/policies/heavy_hitters.py",
-      "ringjax/kv/evicting.py",
+      "ringjax/kv/eviction/evicting.py",
     ),
     names=("rj.kv.HeavyHitters", "rj.kv.EvictingCache"),
     commands=_cost("h2o:budget=.2"),
@@ -234,7 +234,7 @@ SYSTEMS: tuple[System, ...] = (
     does="Each KV head keeps the tokens that the newest queries look at, "
     "pooled over neighbours; the paper's form is "
     "snapkv:pool=max,kernel=7,window=32.",
-    modules=("ringjax/kv/policies/snapkv.py", "ringjax/kv/evicting.py"),
+    modules=("ringjax/kv/policies/snapkv.py", "ringjax/kv/eviction/evicting.py"),
     names=("rj.kv.SnapKV", "rj.kv.EvictingCache"),
     commands=_cost("snapkv:budget=.2"),
     page="docs/how/cache.md",
@@ -251,8 +251,8 @@ SYSTEMS: tuple[System, ...] = (
     "frequent, local, or all.",
     modules=(
       "ringjax/kv/policies/fastgen.py",
-      "ringjax/kv/evicting.py",
-      "ringjax/data/punctuation.py",
+      "ringjax/kv/eviction/evicting.py",
+      "ringjax/data/text/punctuation.py",
     ),
     names=(
       "rj.kv.FastGen",
@@ -271,7 +271,7 @@ SYSTEMS: tuple[System, ...] = (
     paper="2309.17453",
     does="The first tokens and the newest stay; with positions=cache a token's "
     "position is its index in the cache, and the stream has no end.",
-    modules=("ringjax/kv/policies/sinks.py", "ringjax/kv/evicting.py"),
+    modules=("ringjax/kv/policies/sinks.py", "ringjax/kv/eviction/evicting.py"),
     names=("rj.kv.Sinks", "rj.kv.EvictingCache"),
     commands=_cost("sinks:budget=.2"),
     page="docs/how/cache.md",
@@ -288,7 +288,7 @@ SYSTEMS: tuple[System, ...] = (
     "combined with any question by a temperature and a scale.",
     modules=(
       "ringjax/infer/contexts/combine.py",
-      "ringjax/ops/attention/apart.py",
+      "ringjax/ops/attention/cached/separate_contexts.py",
       "ringjax/infer/contexts/context_library.py",
       "ringjax/infer/contexts/behind_contexts.py",
     ),
@@ -340,7 +340,7 @@ SYSTEMS: tuple[System, ...] = (
     does="A model is trained with link tokens behind documents that do not see "
     "each other; a question computes the links and itself.",
     modules=(
-      "ringjax/data/link_tokens.py",
+      "ringjax/data/tasks/link_tokens.py",
       "ringjax/infer/contexts/combine.py",
       "ringjax/models/more_tokens.py",
     ),
@@ -368,8 +368,8 @@ SYSTEMS: tuple[System, ...] = (
     "here, with CEPED's loss too.",
     modules=(
       "ringjax/models/cepe.py",
-      "ringjax/nn/cross_attention.py",
-      "ringjax/train/encoder_training.py",
+      "ringjax/nn/attention_layers/cross_attention.py",
+      "ringjax/train/methods/encoder_training.py",
       "ringjax/kv/encoder_states.py",
     ),
     names=(
@@ -396,7 +396,7 @@ SYSTEMS: tuple[System, ...] = (
     modules=(
       "ringjax/eval/entropy.py",
       "ringjax/ops/attention/statistics.py",
-      "ringjax/ops/attention/apart.py",
+      "ringjax/ops/attention/cached/separate_contexts.py",
     ),
     names=(
       "rj.attention_statistics",
@@ -454,10 +454,10 @@ SYSTEMS: tuple[System, ...] = (
     "chains and trees.",
     modules=(
       "ringjax/models/longspec.py",
-      "ringjax/nn/draft_block.py",
+      "ringjax/nn/attention_layers/draft_block.py",
       "ringjax/infer/speculate/longspec.py",
       "ringjax/infer/speculate/draft_programs.py",
-      "ringjax/train/draft_training.py",
+      "ringjax/train/methods/draft_training.py",
       "ringjax/eval/draft_acceptance.py",
     ),
     names=(
@@ -489,15 +489,15 @@ SYSTEMS: tuple[System, ...] = (
     "while other layers run, once for a block of rows; a linear program "
     "chooses the placement; 4-bit groups.",
     modules=(
-      "ringjax/plan/offload.py",
-      "ringjax/plan/offload_costs.py",
-      "ringjax/plan/offload_tiers.py",
-      "ringjax/models/weight_placement.py",
-      "ringjax/models/streaming.py",
-      "ringjax/kv/layer_offload.py",
+      "ringjax/plan/flexgen/offload.py",
+      "ringjax/plan/flexgen/offload_costs.py",
+      "ringjax/plan/flexgen/offload_tiers.py",
+      "ringjax/models/weights/weight_placement.py",
+      "ringjax/models/weights/streaming.py",
+      "ringjax/kv/offload/layer_offload.py",
       "ringjax/kv/row_groups.py",
-      "ringjax/models/coded_weights.py",
-      "ringjax/nn/coded.py",
+      "ringjax/models/weights/coded_weights.py",
+      "ringjax/nn/weights/coded.py",
       "ringjax/kv/codecs/integers.py",
     ),
     names=(
@@ -527,13 +527,13 @@ SYSTEMS: tuple[System, ...] = (
     "token needs are read, exactly or by predictors; a window of recent ones "
     "stays in memory.",
     modules=(
-      "ringjax/models/neurons.py",
-      "ringjax/store/neuron_file.py",
-      "ringjax/store/neuron_store.py",
-      "ringjax/store/neuron_window.py",
-      "ringjax/nn/neuron_feedforward.py",
-      "ringjax/models/neuron_predictors.py",
-      "ringjax/train/predictor_training.py",
+      "ringjax/models/weights/neurons.py",
+      "ringjax/store/flash/neuron_file.py",
+      "ringjax/store/flash/neuron_store.py",
+      "ringjax/store/flash/neuron_window.py",
+      "ringjax/nn/weights/neuron_feedforward.py",
+      "ringjax/models/weights/neuron_predictors.py",
+      "ringjax/train/methods/predictor_training.py",
     ),
     names=(
       "rj.models.sparse_model",
@@ -558,13 +558,13 @@ SYSTEMS: tuple[System, ...] = (
     does="Processes with little memory share the heads and columns of each "
     "layer, stream a few blocks of weights from disk, and sum over a star.",
     modules=(
-      "ringjax/infer/tensor_window.py",
-      "ringjax/infer/block_window.py",
-      "ringjax/infer/star.py",
-      "ringjax/models/window_layout.py",
-      "ringjax/models/tensor_shares.py",
-      "ringjax/plan/layer_window.py",
-      "ringjax/plan/allreduce_hops.py",
+      "ringjax/infer/tpi_llm/tensor_window.py",
+      "ringjax/infer/tpi_llm/block_window.py",
+      "ringjax/infer/tpi_llm/process_star.py",
+      "ringjax/models/partition/window_layout.py",
+      "ringjax/models/partition/tensor_shares.py",
+      "ringjax/plan/systems/layer_window.py",
+      "ringjax/plan/systems/allreduce_hops.py",
     ),
     names=("rj.infer.TensorWindow", "rj.infer.serve_rank", "rj.infer.star"),
     commands=(
@@ -588,12 +588,12 @@ SYSTEMS: tuple[System, ...] = (
     does="Linear maps by 8-bit integer products with outliers computed beside "
     "them in floats; chunks of a prompt are read by two devices, out of order.",
     modules=(
-      "ringjax/infer/integer_model.py",
+      "ringjax/infer/llm_npu/integer_model.py",
       "ringjax/ops/integer_product.py",
-      "ringjax/nn/integer.py",
-      "ringjax/infer/two_processors.py",
-      "ringjax/infer/layer_subgraphs.py",
-      "ringjax/plan/subgraphs.py",
+      "ringjax/nn/weights/integer.py",
+      "ringjax/infer/llm_npu/two_processors.py",
+      "ringjax/infer/llm_npu/layer_subgraphs.py",
+      "ringjax/plan/systems/subgraphs.py",
     ),
     names=(
       "rj.infer.activation_ranges",
@@ -623,9 +623,9 @@ SYSTEMS: tuple[System, ...] = (
     does="Pages of common prefixes are found in a tree, stored once, and read "
     "once a step for all rows.",
     modules=(
-      "ringjax/serve/prefix_tree.py",
-      "ringjax/serve/shared_rows.py",
-      "ringjax/ops/attention/pooled.py",
+      "ringjax/serve/prefix/prefix_tree.py",
+      "ringjax/serve/prefix/shared_rows.py",
+      "ringjax/ops/attention/cached/pooled.py",
       "ringjax/ops/attention/kernels/decode_pool_tpu.py",
     ),
     names=("rj.serve.Engine", "rj.serve.PrefixTree"),
@@ -651,10 +651,10 @@ SYSTEMS: tuple[System, ...] = (
     "ahead, so that a dense attention function reads them; freed rows keep "
     "their memory for the next.",
     modules=(
-      "ringjax/serve/row_space.py",
-      "ringjax/serve/contiguous_rows.py",
-      "ringjax/kv/reserved.py",
-      "ringjax/nn/attention_function.py",
+      "ringjax/serve/vattention/row_space.py",
+      "ringjax/serve/vattention/contiguous_rows.py",
+      "ringjax/kv/storage/reserved.py",
+      "ringjax/nn/attention_layers/attention_function.py",
     ),
     names=("rj.serve.RowSpace", "rj.serve.DoublingSpace", "rj.serve.Engine"),
     commands=("python -m launch.bench rows --quick",),
@@ -677,13 +677,13 @@ SYSTEMS: tuple[System, ...] = (
       "ringjax/serve/cluster/router.py",
       "ringjax/serve/cluster/worker.py",
       "ringjax/serve/cluster/routing.py",
-      "ringjax/serve/cluster/instance_placement.py",
-      "ringjax/serve/cluster/cluster_simulator.py",
-      "ringjax/serve/cluster/goodput.py",
-      "ringjax/serve/cluster/distserve_times.py",
-      "ringjax/serve/cluster/fitted_times.py",
-      "ringjax/serve/cluster/served.py",
-      "ringjax/serve/cluster/drift.py",
+      "ringjax/serve/cluster/simulate/instance_placement.py",
+      "ringjax/serve/cluster/simulate/cluster_simulator.py",
+      "ringjax/serve/cluster/simulate/goodput.py",
+      "ringjax/serve/cluster/simulate/distserve_times.py",
+      "ringjax/serve/cluster/simulate/fitted_times.py",
+      "ringjax/serve/cluster/request_times.py",
+      "ringjax/serve/cluster/simulate/drift.py",
       "ringjax/serve/cluster/role_planner.py",
     ),
     names=(
@@ -719,9 +719,9 @@ SYSTEMS: tuple[System, ...] = (
       "ringjax/serve/cluster/conductor.py",
       "ringjax/serve/cluster/block_index.py",
       "ringjax/serve/cluster/pipeline_worker.py",
-      "ringjax/infer/chunk_pipeline.py",
-      "ringjax/plan/pipeline_times.py",
-      "ringjax/serve/cluster/cluster_simulator.py",
+      "ringjax/infer/mooncake/chunk_pipeline.py",
+      "ringjax/plan/systems/pipeline_times.py",
+      "ringjax/serve/cluster/simulate/cluster_simulator.py",
       "ringjax/serve/traces.py",
     ),
     names=(
@@ -755,9 +755,9 @@ SYSTEMS: tuple[System, ...] = (
       "ringjax/transfer/client.py",
       "ringjax/transfer/server.py",
       "ringjax/transfer/device_server.py",
-      "ringjax/serve/prefix_transfer.py",
+      "ringjax/serve/prefix/prefix_transfer.py",
       "ringjax/serve/cluster/worker.py",
-      "ringjax/serve/cluster/cluster_simulator.py",
+      "ringjax/serve/cluster/simulate/cluster_simulator.py",
     ),
     names=(
       "rj.transfer.Publisher",
@@ -784,10 +784,10 @@ SYSTEMS: tuple[System, ...] = (
     "with one device, two mini-batches take turns, and starts keep the number "
     "of cached tokens level.",
     modules=(
-      "ringjax/infer/attention_workers.py",
-      "ringjax/infer/attention_worker.py",
-      "ringjax/infer/attention_wire.py",
-      "ringjax/serve/cluster/load_control.py",
+      "ringjax/infer/fastdecode/attention_workers.py",
+      "ringjax/infer/fastdecode/attention_worker.py",
+      "ringjax/infer/fastdecode/attention_wire.py",
+      "ringjax/serve/cluster/simulate/load_control.py",
     ),
     names=(
       "rj.infer.AttentionWorkers",
@@ -815,19 +815,19 @@ SYSTEMS: tuple[System, ...] = (
     "answer; groups change for each batch and no key moves; several masters "
     "decode; processes join, leave and die.",
     modules=(
-      "ringjax/infer/elastic.py",
-      "ringjax/infer/elastic_instance.py",
-      "ringjax/ops/attention/retaining.py",
-      "ringjax/serve/cluster/elastic_scheduler.py",
-      "ringjax/serve/cluster/elastic_batches.py",
-      "ringjax/serve/cluster/elastic_manager.py",
-      "ringjax/serve/cluster/elastic_workers.py",
-      "ringjax/serve/cluster/elastic_loop.py",
-      "ringjax/serve/cluster/elastic_runner.py",
-      "ringjax/serve/cluster/elastic_simulator.py",
-      "ringjax/serve/cluster/elastic_workloads.py",
-      "ringjax/serve/cluster/phase_times.py",
-      "ringjax/kv/master_slots.py",
+      "ringjax/infer/loongserve/elastic.py",
+      "ringjax/infer/loongserve/elastic_instance.py",
+      "ringjax/ops/attention/strategies/retaining.py",
+      "ringjax/serve/cluster/loongserve/elastic_scheduler.py",
+      "ringjax/serve/cluster/loongserve/elastic_batches.py",
+      "ringjax/serve/cluster/loongserve/elastic_manager.py",
+      "ringjax/serve/cluster/loongserve/elastic_workers.py",
+      "ringjax/serve/cluster/loongserve/elastic_loop.py",
+      "ringjax/serve/cluster/loongserve/elastic_runner.py",
+      "ringjax/serve/cluster/simulate/elastic_simulator.py",
+      "ringjax/serve/cluster/simulate/elastic_workloads.py",
+      "ringjax/serve/cluster/simulate/phase_times.py",
+      "ringjax/kv/storage/master_slots.py",
     ),
     names=(
       "rj.infer.ElasticSession",
@@ -858,9 +858,9 @@ SYSTEMS: tuple[System, ...] = (
     "one overlap with the sums of the other; kernels of many requests are "
     "simulated.",
     modules=(
-      "ringjax/infer/paired.py",
-      "ringjax/nn/split_sums.py",
-      "ringjax/plan/kernel_window.py",
+      "ringjax/infer/liger/paired.py",
+      "ringjax/nn/weights/split_sums.py",
+      "ringjax/plan/systems/kernel_window.py",
     ),
     names=("rj.infer.paired_prefill", "rj.infer.prefill_beside"),
     commands=(
@@ -883,10 +883,10 @@ SYSTEMS: tuple[System, ...] = (
     "loaded, as three heads tell; they are packed into common chunks; in "
     "sessions and in a server.",
     modules=(
-      "ringjax/store/importance.py",
+      "ringjax/store/impress/importance.py",
       "ringjax/infer/contexts/important_prefix.py",
-      "ringjax/serve/important_link.py",
-      "ringjax/store/scored_tiers.py",
+      "ringjax/serve/prefix/important_link.py",
+      "ringjax/store/impress/scored_tiers.py",
       "ringjax/store/prefix_store.py",
     ),
     names=(
