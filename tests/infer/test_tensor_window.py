@@ -356,7 +356,7 @@ def test_a_row_whose_logits_are_not_finite_is_named(dense, monkeypatch):
 # Norms behind the sum, parallel ones, a bias, experts, no head on a rank.
 FAMILIES = ("gemma2", "cohere2", "gpt_oss", "falcon_7b", "granite", "gpt_neox",
             "llama4_text", "starcoder2", "phi3_longrope", "nanochat",
-            "bloom")  # fmt: skip
+            "bloom", "apertus", "ernie4_5_moe", "granitemoeshared")  # fmt: skip
 
 
 @pytest.mark.slow

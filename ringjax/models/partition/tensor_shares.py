@@ -40,6 +40,7 @@ from ringjax.models.hf.names import (
   FusedColumns,
   FusedRows,
   Reshape,
+  SwappedAxes,
   Transpose,
 )
 from ringjax.models.hf.packed import Packed
@@ -414,12 +415,10 @@ class ModelShares:
       axis, boxes = _boxes(stored.form, ranges)
       shape: tuple[int, ...] = first.form.stored
       box_shapes = [tuple(b.stop - b.start for b in box) for box in boxes]
-      total = sum(x[axis] for x in box_shapes)
-      assert (
-        *box_shapes[0][:axis],
-        total,
-        *box_shapes[0][axis + 1 :],
-      ) == shape, first.name
+      read_shape = list(box_shapes[0])
+      for box_shape in box_shapes[1:]:
+        read_shape[axis] += box_shape[axis]
+      assert tuple(read_shape) == shape, first.name
       inner = tuple(path.split(within, 1)[1] for path in paths)
       parts.append(
         TensorPart(
@@ -649,6 +648,11 @@ def _boxes(
   all_of = lambda n: slice(0, n)
   if isinstance(form, FirstRows):
     return _boxes(form.form, ranges)
+  if isinstance(form, SwappedAxes):
+    axis, boxes = _boxes(form.form, ranges)
+    last = len(form.stored) - 1
+    axis = {last: last - 1, last - 1: last}.get(axis, axis)
+    return axis, [(*box[:-2], box[-1], box[-2]) for box in boxes]
   if isinstance(form, FusedColumns):
     *lead, columns = ranges[0]
     assert not any(lead)
@@ -677,6 +681,8 @@ def _boxes(
       )
     ]
   assert isinstance(form, Reshape)
+  if not any(cuts):
+    return 0, [tuple(map(all_of, form.stored))]
   if form.shape == form.stored:
     return 0, [
       tuple(
