@@ -120,8 +120,9 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("machine", "text", None, "offload",
    f"Name of a machine, of {', '.join(offload_tiers.MACHINES)}, path of a "
    "measured one, or here, which measures this one; default: t4."),
-  ("prompt", "whole", 512, "offload window serve which routes",
-   "Tokens of each row's prompt; serve, which: on average."),
+  ("prompt", "whole", 512, "offload window serve fastdecode which routes",
+   "Tokens of each row's prompt; serve, which: on average; fastdecode: "
+   "default 0."),
   ("new", "whole", 32, "offload window serve fastdecode which routes",
    "Tokens that each row generates; serve, which: on average; "
    "fastdecode: default "

@@ -30,6 +30,7 @@ def fastdecode(
   del stderr
   steps = values.new if values["new"].present else _STEPS
   every = _EVERY if values.every is None else values.every
+  prompt = values.prompt if values["prompt"].present else 0
   layers = values.layers if values["layers"].present else 32
   times = cluster.StageTimes(
     fixed_s=values.fixed_seconds,
@@ -43,12 +44,15 @@ def fastdecode(
     answer_s=values.answer_seconds,
     cpu_tokens=values.cpu_tokens,
     every=every,
+    prompt=prompt,
   )
   # Round so that all groups are equal.
   rows = max(1, plan.rows * every // steps) * steps // every
   layer_times = dataclasses.replace(times, layers=1)
-  joint = cluster.joint_starts(rows, steps, _TURNS)
-  level = cluster.staggered_starts(rows, steps, every, _TURNS * steps // every)
+  joint = cluster.joint_starts(rows, steps, _TURNS, prompt=prompt)
+  level = cluster.staggered_starts(
+    rows, steps, every, _TURNS * steps // every, prompt=prompt
+  )
   results = {
     "together": cluster.simulate_stages(layer_times, plan.cpus, (joint, joint)),
     "staggered": cluster.simulate_stages(
@@ -58,6 +62,7 @@ def fastdecode(
   record: dict[str, Any] = {
     "steps": steps,
     "every": every,
+    "prompt": prompt,
     "plan": dataclasses.asdict(plan),
     "simulated_rows": rows,
     "starts": {
@@ -71,10 +76,10 @@ def fastdecode(
     },
   }
   lines = [
-    f"answers of {steps:,} tokens on {layers} layers, a start each {every} "
-    "steps",
+    f"answers of {steps:,} tokens to prompts of {prompt:,} on {layers} layers, "
+    f"a start each {every} steps",
     f"  rows of a mini-batch  {plan.rows:,} (bound by {plan.bound})",
-    f"  CPUs                  {plan.cpus:,} (S R E(B) / 2 = "
+    f"  CPUs                  {plan.cpus:,} ((S / 2 + p) R E(B) = "
     f"{plan.balanced_cpus:.2f})",
     f"  an answer takes       {plan.answer_s:.3g} s",
     f"  tokens cached         {plan.tokens:,} at most, in both mini-batches",

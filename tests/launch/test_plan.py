@@ -811,6 +811,13 @@ def test_rows_and_cpus_beside_host_caches():
   assert joint["peak_tokens"] == 2 * found["simulated_rows"] * 64
   assert level["peak_tokens"] == found["simulated_rows"] * 68
   assert level["tokens_s"] > 1.1 * joint["tokens_s"]
+  # Prompts are cached as long as their answers are generated.
+  long = ask("fastdecode", "--new=64", "--every=4", "--layers=4", "--json",
+             "--prompt=100").json  # fmt: skip
+  assert long["plan"]["cpus"] > 3 * found["plan"]["cpus"]
+  rows = long["simulated_rows"]
+  peaks = {k: x["peak_tokens"] for k, x in long["starts"].items()}
+  assert peaks == {"together": 2 * rows * 164, "staggered": rows * (68 + 200)}
   assert "bound by" in ask("fastdecode", "--new=64", "--every=4").out
   ran = ask("fastdecode", "--answer_seconds=1e-9")
   assert ran.status == 2 and "answer_s" in ran.err

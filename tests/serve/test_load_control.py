@@ -154,8 +154,39 @@ def test_level_starts_keep_both_stages_busy():
 def test_the_formula_is_what_a_sweep_finds(rows, steps, every):
   plan = choose_workers(TIMES, steps, answer_s=1e9, every=every, most_rows=rows)
   assert plan.rows == rows
-  near = range(max(1, plan.cpus - 3), plan.cpus + 5)
+  near = range(max(1, plan.cpus - 2), plan.cpus + 3)
   assert abs(swept_cpus(TIMES, rows, steps, every, near) - plan.cpus) <= 1
+
+
+def test_cpus_of_a_plan_attend_to_prompts_too():
+  rows, steps, every, prompt = 16, 16, 4, 40
+  plan = choose_workers(
+    TIMES, steps, answer_s=1e9, every=every, most_rows=rows, prompt=prompt
+  )
+  without = choose_workers(
+    TIMES, steps, answer_s=1e9, every=every, most_rows=rows
+  )
+  # Half of an answer is cached on average, and the whole prompt.
+  assert plan.balanced_cpus == pytest.approx(
+    without.balanced_cpus * (steps / 2 + prompt) / (steps / 2)
+  )
+  near = range(max(1, plan.cpus - 2), plan.cpus + 3)
+  swept = swept_cpus(TIMES, rows, steps, every, near, prompt=prompt)
+  assert abs(swept - plan.cpus) <= 1
+  # The plan's tokens are those of the schedule that it is made for.
+  groups = staggered_starts(
+    rows, steps, every, 2 * steps // every, prompt=prompt
+  )
+  outcome = simulate_stages(TIMES, plan.cpus, (groups, groups))
+  assert outcome.peak_tokens == plan.tokens == rows * (20 + 80)
+  held = choose_workers(
+    TIMES, steps, answer_s=1e9, every=every, most_rows=rows, prompt=prompt,
+    cpu_tokens=100,
+  )  # fmt: skip
+  assert held.cpus == math.ceil(plan.tokens / 100) > plan.cpus
+  refused(
+    OptionError, lambda: choose_workers(TIMES, S, answer_s=9, prompt=-1), "-1"
+  )
 
 
 def test_what_bounds_the_rows():

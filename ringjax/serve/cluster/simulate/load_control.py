@@ -22,7 +22,8 @@ The products of a step (with the weights, T(B) seconds a layer for B rows) and
 attention (R seconds per cached token and layer, on P CPUs) alternate between
 two mini-batches. They are balanced where T(B) = B S R / (2 P), hence
 P = S R E(B) / 2 with E(B) = B / T(B) rows a second; and an answer takes
-2 N S T(B) seconds on N layers.
+2 N S T(B) seconds on N layers. With prompts of p tokens a row has S / 2 + p
+tokens cached on average, so that P = (S / 2 + p) R E(B).
 Ref: He and Zhai 2024, FastDecode, arXiv 2403.11421.
 """
 
@@ -302,18 +303,28 @@ class LoadControl:
 
 
 def staggered_starts(
-  rows: int, steps: int, every: int, count: int
+  rows: int, steps: int, every: int, count: int, *, prompt: int = 0
 ) -> list[SequenceGroup]:
-  """Make `count` groups of B F / S sequences, one every F steps."""
+  """Make `count` groups of B F / S sequences, one every F steps.
+
+  Each sequence has a prompt of `prompt` tokens.
+  """
   group = group_rows(rows, steps, every)
   positive_int("count", count)
-  return [SequenceGroup(group, n * every, steps) for n in range(count)]
+  prompts = group * integer("prompt", prompt, least=0)
+  return [SequenceGroup(group, n * every, steps, prompts) for n in range(count)]
 
 
-def joint_starts(rows: int, steps: int, count: int) -> list[SequenceGroup]:
-  """Make `count` batches of B sequences, each after the end of the last."""
+def joint_starts(
+  rows: int, steps: int, count: int, *, prompt: int = 0
+) -> list[SequenceGroup]:
+  """Make `count` batches of B sequences, each after the end of the last.
+
+  Each sequence has a prompt of `prompt` tokens.
+  """
   positive_int("count", count)
-  return [SequenceGroup(rows, n * steps, steps) for n in range(count)]
+  prompts = rows * integer("prompt", prompt, least=0)
+  return [SequenceGroup(rows, n * steps, steps, prompts) for n in range(count)]
 
 
 def loads(groups: Sequence[SequenceGroup]) -> Iterator[tuple[int, int]]:
@@ -374,10 +385,10 @@ class WorkerPlan:
   Attributes:
     rows: B, rows of one of the two mini-batches.
     cpus: P, number of CPUs.
-    balanced_cpus: S R E(B) / 2, before rounding up and the memory's need.
+    balanced_cpus: (S / 2 + p) R E(B), before rounding up and the memory's need.
     answer_s: 2 N S T(B), seconds of an answer.
     tokens_s: Tokens a second of both mini-batches together.
-    tokens: Maximum tokens that both have cached, B (S + F) for 2 B rows.
+    tokens: Maximum tokens that both have cached, B (S + F + 2 p) for 2 B rows.
     bound: "latency" or "rate", what limits the rows; and "memory" where it
       needs more CPUs than attention does.
   """
@@ -398,6 +409,7 @@ def choose_workers(
   answer_s: int | float,
   cpu_tokens: int | None = None,
   every: int = 1,
+  prompt: int = 0,
   gain: int | float = 0.1,
   most_rows: int = 65_536,
 ) -> WorkerPlan:
@@ -409,11 +421,12 @@ def choose_workers(
 
   Args:
     times: Times of products and attention.
-    steps: S, tokens of a sequence.
+    steps: S, tokens of an answer.
     answer_s: Maximum seconds of an answer.
     cpu_tokens: Number of tokens that the memory of a CPU holds in all layers;
       None: any number. Both mini-batches count.
     every: F, steps from a start to the next.
+    prompt: p, tokens of a prompt, which are cached beside those of its answer.
     gain: Relative gain of the rate that a doubling of the rows must reach,
       above 0.
     most_rows: Maximum rows of a mini-batch.
@@ -422,6 +435,7 @@ def choose_workers(
     OptionError: If one row already takes longer than `answer_s`.
   """
   positive_int("steps", steps)
+  integer("prompt", prompt, least=0)
   number("gain", gain, above=0)
   number("answer_s", answer_s, above=0)
   answer_time = lambda rows: 2 * times.layers * steps * times.weights_s(rows)
@@ -446,9 +460,9 @@ def choose_workers(
     if times.rate(doubled) < (1 + gain) * times.rate(rows):
       break
     rows = doubled
-  balanced = steps * times.token_s * times.rate(rows) / 2
+  balanced = (steps / 2 + prompt) * times.token_s * times.rate(rows)
   cpus = max(1, math.ceil(balanced - 1e-9))
-  tokens = rows * (steps + every)
+  tokens = rows * (steps + every + 2 * prompt)
   if cpu_tokens is not None:
     positive_int("cpu_tokens", cpu_tokens)
     need = -(-tokens // cpu_tokens)
@@ -577,6 +591,8 @@ def swept_cpus(
   steps: int,
   every: int,
   candidates: Iterable[int],
+  *,
+  prompt: int = 0,
 ) -> int:
   """Fewest CPUs with which the products never wait, found by simulation.
 
@@ -586,12 +602,15 @@ def swept_cpus(
     steps: S, tokens of a sequence.
     every: F, steps from a start to the next.
     candidates: Numbers of CPUs.
+    prompt: p, tokens of a prompt.
 
   Returns:
     The smallest of them with a rate within 0.1 % of the largest one's.
   """
   # Each group runs twice: the first time fills the caches.
-  groups = staggered_starts(rows, steps, every, 2 * steps // every)
+  groups = staggered_starts(
+    rows, steps, every, 2 * steps // every, prompt=prompt
+  )
   one_layer_times = dataclasses.replace(times, layers=1)
 
   def rate(cpus: int) -> float:
