@@ -44,7 +44,7 @@ def _times(x: Figures) -> str:
   )
 
 
-def same(*runs: Figures) -> str:
+def answers_clause(*runs: Figures) -> str:
   """Whether all answers are equal, as a clause of a sentence."""
   equal = len({x["answers"] for x in runs}) == 1
   return "the same answers" if equal else "OTHER answers"
@@ -56,7 +56,7 @@ def _split_says(split: Figures, combined: Figures) -> str:
     f"one reads, one answers: {_times(split)}, {split['in_time']['5']:.0%} "
     f"within 5 times what a request takes alone, {bytes_per_request / 1e6:.1f} "
     f"MB moved for each; two that do both: {_times(combined)}, "
-    f"{combined['in_time']['5']:.0%}; {same(split, combined)}"
+    f"{combined['in_time']['5']:.0%}; {answers_clause(split, combined)}"
     + (
       ". Two that do both are sooner on two shared cores: there prefill and "
       "decode compete for the same cores in whatever process they are"
@@ -86,7 +86,7 @@ def _routes_say(*runs: Figures) -> str:
   ]
   return (
     f"two readers, one that answers: {'; '.join(parts)}, "
-    f"{runs[-1]['fetched']:.0f} prefixes fetched; {same(*runs)}"
+    f"{runs[-1]['fetched']:.0f} prefixes fetched; {answers_clause(*runs)}"
   )
 
 
@@ -104,7 +104,7 @@ def _shared_says(exact: Figures, never: Figures) -> str:
     f"8 answers behind 512 common tokens read {exact['keys_read']:,.0f} of "
     f"{exact['keys_seen']:,.0f} keys, {never['keys_read']:,.0f} where each row "
     f"reads its own; TPOT p50 {exact['tpot']['p50']:.3f} s and "
-    f"{never['tpot']['p50']:.3f}; {same(exact, never)}"
+    f"{never['tpot']['p50']:.3f}; {answers_clause(exact, never)}"
     + (
       ". Fewer keys read make no step shorter here: behind 512 tokens "
       "attention is about an eighth of the operations of a step of this model"

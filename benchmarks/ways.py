@@ -339,9 +339,10 @@ def _important(flags: argparse.Namespace) -> dict[str, Any]:
 
     ask(1.0)
     for part in (1.0, 0.25):
-      asked = [ask(part) for _ in range(1 + flags.rounds)][1:]
+      measured = [ask(part) for _ in range(1 + flags.rounds)][1:]
       parts[str(part)] = {
-        name: statistics.median(x[name] for x in asked) for name in asked[0]
+        name: statistics.median(x[name] for x in measured)
+        for name in measured[0]
       }
   return {"tokens": flags.tokens, "parts": parts}
 

@@ -161,7 +161,7 @@ def run(
     cluster_roles.check(values)
     if values.instances or values.set_role is not None:
       return cluster_roles.command(values, stdout)
-    if stage_instance.asked(values):
+    if stage_instance.has_stages(values):
       stage_instance.check(values)
       return stage_instance.run(values, screen)
     joins, routes = values.join is not None, values.role == "router"

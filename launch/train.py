@@ -1122,7 +1122,7 @@ def _summary_writer() -> Any:
 def _peak(dtype: str, mesh: Any) -> float | None:
   """Peak FLOP/s of a device of a mesh by its data sheet; None if unknown."""
   device = mesh.devices.flat[0]
-  name = chips.known(device.device_kind)
+  name = chips.machine_name(device.device_kind)
   if device.platform == "cpu" or name is None:
     return None
   return chips.CHIPS[name].rate(dtype)

@@ -138,10 +138,10 @@ class Config:
     for name, value in overrides.items():
       if name not in paths:
         raise self._unknown(name, value, paths)
-      first, *rest = paths[name]
+      first, *part_path = paths[name]
       facts = self._facts(first)
       is_part = "part" in facts
-      if rest:
+      if part_path:
         # The part's own name of the option.
         of_parts.setdefault(first, {})[name] = value
       elif is_part and not isinstance(value, facts["part"]):
@@ -238,12 +238,14 @@ class Config:
   def _unknown(
     cls, name: str, value: object, paths: Mapping[str, Any]
   ) -> OptionError:
-    near = difflib.get_close_matches(name, paths, n=3)
+    similar_names = difflib.get_close_matches(name, paths, n=3)
     return OptionError(
       name,
       repr(value),
-      f"an option of {cls.__name__}: {', '.join(near or paths)}",
-      f"pass {near[0]}=" if near else f"leave it out; see help({cls.__name__})",
+      f"an option of {cls.__name__}: {', '.join(similar_names or paths)}",
+      f"pass {similar_names[0]}="
+      if similar_names
+      else f"leave it out; see help({cls.__name__})",
     )
 
 

@@ -237,6 +237,63 @@ def test_folders_are_small():
   assert not large, f"folders of more than 16 files: {large}"
 
 
+# An item of a folder's README.md: names, then what they hold.
+_ITEM = re.compile(r"^(?:-|\d+\.) ((?:`[^`]+`(?:, )?)+): (.+)$", re.M)
+
+
+def readme_faults(folder: pathlib.Path) -> list[str]:
+  """Entries that a folder's README.md lacks, and those that don't exist."""
+  readme = folder / "README.md"
+  if not readme.is_file():
+    return [f"{folder}: no README.md that lists its files"]
+  wanted = {
+    path.name + "/" * path.is_dir()
+    for path in folder.iterdir()
+    if path.name != "__init__.py"
+    and (path.suffix in (".py", ".toml") or any(path.rglob("*.py")))
+  }
+  listed = set()
+  for names, text in _ITEM.findall(readme.read_text("utf-8")):
+    listed.update(re.findall("`([^`]+)`", names))
+    # The steps of a journey name further files in their text.
+    listed.update(re.findall(r"`([\w/]+/\w+\.py)`", text))
+  faults = [f"{readme}: nothing about {name}" for name in wanted - listed]
+  faults += [
+    f"{readme}: {name} does not exist"
+    for name in listed
+    if not (folder / name).exists()
+  ]
+  return sorted(faults)
+
+
+def test_readmes_list_the_files_of_their_folders():
+  folders = {(ROOT / path).parent for path in sources()}
+  faults = [fault for folder in folders for fault in readme_faults(folder)]
+  assert not faults, "\n".join(sorted(faults))
+
+
+@pytest.mark.parametrize(
+  ("readme", "fault"),
+  [
+    (None, "no README.md"),
+    ("- `a.py`, `b/`: two\n", ""),
+    ("- `a.py`: one\n", "nothing about b/"),
+    ("- `b/`: one\n", "nothing about a.py"),
+    ("- `a.py`, `b/`: two\n- `old.py`: gone\n", "old.py does not exist"),
+    ("- `a.py`, `b/`: two\n1. `b/c.py`: `b/d.py`\n", "b/d.py does not exist"),
+  ],
+)
+def test_readmes_that_are_wrong_are_seen(readme, fault, tmp_path):
+  (tmp_path / "b").mkdir()
+  for name in ("__init__.py", "a.py", "b/c.py"):
+    (tmp_path / name).touch()
+  if readme is not None:
+    (tmp_path / "README.md").write_text(readme)
+  faults = readme_faults(tmp_path)
+  assert len(faults) == bool(fault)
+  assert fault in "".join(faults)
+
+
 def test_there_is_something_to_check():
   assert {"ringjax/__init__.py", COLLECTIVES_FILE} <= set(sources())
 

@@ -195,7 +195,7 @@ def _kernel(case: HopCase, x: Local) -> Callable[..., Any]:
   if device.platform not in KERNELS:
     raise Skipped(f"no kernel for {device.platform}")
   kind = KERNELS[device.platform][0]
-  return _all_hops(kind(chip=chips.known(device.device_kind)), case, x)
+  return _all_hops(kind(chip=chips.machine_name(device.device_kind)), case, x)
 
 
 def _blockwise(case: HopCase, x: Local) -> Callable[..., Any]:

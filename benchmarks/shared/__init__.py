@@ -1,1 +1,1 @@
-"""What benchmarks share: settings, contestants, tables, files."""
+"""Helpers of benchmarks: settings, contestants, tables, files."""

@@ -44,8 +44,8 @@ _KEY_FIELDS = ("model", "slice", "what", "strategy", "options")
 def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Searches the requested contexts that are not yet in the file."""
   common.check_plot(values)
-  programs = strategies.known("what", values.what, _PROGRAMS)
-  slices = strategies.known("slices", values.slices, SLICES)
+  programs = strategies.chosen_names("what", values.what, _PROGRAMS)
+  slices = strategies.chosen_names("slices", values.slices, SLICES)
   compared = [aot.named(strategy) for strategy in values.strategy or _COMPARED]
   screen = console.Screen(aot.NAME, stderr)
   cells = [
@@ -82,7 +82,7 @@ def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     accepted = {k: v for k, v in rows.items() if "refused" not in v}
     return other_rows + _in_order(rows | older | accepted, order)
 
-  searched = common.several(
+  searched = common.map_unordered(
     search_cell, len(missing), values.jobs, compiler.stop
   )
   for number, row in searched:

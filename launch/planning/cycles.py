@@ -66,7 +66,7 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     )
   report, others = _REPORTS[kernels[0]]
   strategies.refuse(values, f"cycles --what={kernels[0]}", others)
-  names = strategies.known("chips", values.chips, SLICES)
+  names = strategies.chosen_names("chips", values.chips, SLICES)
   compiler.require()
   report(values, names, console.Screen(NAME, stderr), stdout)
 

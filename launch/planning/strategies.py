@@ -136,7 +136,8 @@ def measure(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   )
   measured = machine.measure(
     mesh,
-    name=values.name or f"measured-{chips.known(device.device_kind) or 'own'}",
+    name=values.name
+    or f"measured-{chips.machine_name(device.device_kind) or 'own'}",
     dtype=values.dtype or default[3],
     tokens=tokens,
     nbytes=nbytes,
@@ -173,7 +174,7 @@ def _lines(machine: chips.Machine, path: str) -> list[str]:
   return [*lines, f"wrote {path}; use it with explain --chip={path}"]
 
 
-def known(
+def chosen_names(
   flag: str, given: Sequence[str] | None, all_: Collection[str]
 ) -> list[str]:
   """Names that were passed to a flag; all known names by default.

@@ -97,7 +97,7 @@ def define(new: FlagHelper) -> None:
   )
 
 
-def asked(values: flags.FlagValues) -> bool:
+def has_stages(values: flags.FlagValues) -> bool:
   """Whether the flags are of an instance of several processes."""
   return values.stages is not None or (values.num_processes or 1) > 1
 

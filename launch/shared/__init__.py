@@ -1,1 +1,1 @@
-"""What the scripts share: flags, console, prompts, ranks."""
+"""Helpers of the scripts: flags, console, prompts, ranks."""

@@ -420,7 +420,7 @@ def launch(
   app.run(guarded, flags_parser=read)
 
 
-def several(
+def map_unordered(
   work: Callable[[int], T], n: int, jobs: int, stop: Callable[[], None]
 ) -> Iterator[tuple[int, T]]:
   """Yields i and work(i) for 0 to n - 1 as they end, `jobs` at a time.

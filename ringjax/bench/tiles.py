@@ -122,7 +122,7 @@ def ours(devices: Sequence[Any], **shape: Any) -> Built:
     shape: Fields of `FlashShape`.
   """
   mesh, dims = _one_device_mesh(devices), FlashShape(**shape)
-  chip = chips.known(devices[0].device_kind)
+  chip = chips.machine_name(devices[0].device_kind)
   attend = functools.partial(
     dot_product_attention,
     is_causal=True,
@@ -248,7 +248,7 @@ def decode(
   """
   mesh, dims = _one_device_mesh(devices), DecodeShape(**shape)
   algorithms = {
-    "kernel": dims.kernel(chips.known(devices[0].device_kind)),
+    "kernel": dims.kernel(chips.machine_name(devices[0].device_kind)),
     "loops": Blockwise(),
   }
   one_of("local", local, algorithms)
@@ -333,7 +333,7 @@ def code_book(
     keys: Slots of the cache.
   """
   mesh, dim, heads, groups = _one_device_mesh(devices), 128, 8, 4
-  kernel = DecodeCodesTPU(chip=chips.known(devices[0].device_kind))
+  kernel = DecodeCodesTPU(chip=chips.machine_name(devices[0].device_kind))
   codec = CodeBook(bits=bits, by="token", outliers=outliers)
   shape, stored = stored_codes(
     (_LAYERS, 1, heads), keys, codec.width(dim), "tpu"
@@ -419,7 +419,7 @@ def pool(devices: Sequence[Any], **shape: Any) -> Built:
     shape: Fields of `PoolShape`.
   """
   mesh, dims = _one_device_mesh(devices), PoolShape(**shape)
-  kernel = DecodePoolTPU(chip=chips.known(devices[0].device_kind))
+  kernel = DecodePoolTPU(chip=chips.machine_name(devices[0].device_kind))
   over = NamedSharding(mesh, P())
   operand = lambda dtype, *shape: jax.ShapeDtypeStruct(
     shape, jnp.dtype(dtype), sharding=over

@@ -212,7 +212,7 @@ def peak(dtype: str, device: jax.Device) -> float:
 
   For a CPU it is the rate of all cores, which its devices share.
   """
-  name = chips.known(device.device_kind)
+  name = chips.machine_name(device.device_kind)
   if device.platform != "cpu" and name is not None:
     return chips.CHIPS[name].rate(dtype)
   # An accelerator ends a small product before the host launches the next.

@@ -79,31 +79,32 @@ def calibrate(
   """Measures a model's keys and values on texts.
 
   Args:
-    model: the model, on one device or a mesh.
-    tokens: int32 [N, T], texts; KVQuant takes 16 of 2,048 tokens.
-    outliers: the part of a channel's numbers that its scale leaves out; "1%" of
-      kinds with outliers=1%, whose values have them where they are in a page.
-    first: tokens at the beginning of each text that are left out; with 1 or
-      more the key of the first one is the sink, see `rj.kv.CodeBook`.
-    weights: what an error of a number counts: "fisher", the squared gradient of
-      the loss by it; "none", the same for all, which needs no gradients.
-    normalized: bits of the codes whose levels have the mean and the deviation
+    model: Model, on one device or a mesh.
+    tokens: Token ids of texts, int32 [N, T]; KVQuant takes 16 of 2,048 tokens.
+    outliers: Part of a channel's numbers that its scale leaves out; "1%" for
+      kinds with outliers=1%, whose values keep a page's farthest numbers.
+    first: Number of tokens at the beginning of each text that are left out;
+      with 1 or more the key of the first one is the sink, see
+      `rj.kv.CodeBook`.
+    weights: Weight of a number's error: "fisher", the squared gradient of the
+      loss by it; "none", the same for all, which needs no gradients.
+    normalized: Bits of the codes whose levels have the mean and the deviation
       of the numbers (Q-Norm), some of 2, 3 and 4.
-    keys: what a scale of keys is of: "channel", as in the paper; "token", of
-      kinds with keys.by=token, to compare with.
-    rotated: whether keys are measured behind their rotation, of kinds with
+    keys: Vectors that share a scale of keys: "channel", as in the paper, or
+      "token", for kinds with keys.by=token, to compare with.
+    rotated: Whether keys are measured after their rotation, for kinds with
       unrotated=False; the paper's are measured before it.
-    folder: keeps what is measured after each text, so that a run that was
-      killed resumes, and gets the calibration at the end. Of several processes
-      the first one reads and writes it.
-    progress: called with the number of passes over a text that are done and
-      that there are.
+    folder: Folder for the state after each text, from which a run that was
+      killed resumes, and for the calibration at the end. Only the first
+      process reads and writes it.
+    progress: Function that is called with the number of passes over a text
+      that are done, and their total.
 
   Raises:
-    ShapeError: tokens of another shape.
-    PromptError: ids that the vocabulary does not have.
-    ConfigError: a model without keys and values.
-    OptionError: an argument out of range.
+    ShapeError: If `tokens` has another shape.
+    PromptError: If an id is not in the vocabulary.
+    ConfigError: If the model has no keys and values.
+    OptionError: If an argument is out of range.
   """
   ids = inputs.texts(tokens, model.config.vocab)
   outliers = page_outliers.checked(outliers)
@@ -123,10 +124,10 @@ def calibrate(
       "attention in some layer",
       "its states need no codec",
     )
-  mine = files.model_digest(model)
+  model_digest = files.model_digest(model)
   digest = hashlib.sha256(np.ascontiguousarray(ids, np.int32).tobytes())
-  asked = f"{outliers} {first} {weights} {keys} {rotated}"
-  digest.update(f"{mine} {ids.shape} {asked}".encode())
+  settings = f"{outliers} {first} {weights} {keys} {rotated}"
+  digest.update(f"{model_digest} {ids.shape} {settings}".encode())
   work = _Work(
     model,
     ids,
@@ -142,7 +143,7 @@ def calibrate(
   out = None if folder is None or jax.process_index() else pathlib.Path(folder)
   partial = None if out is None else out / PARTIAL
   if partial is not None and partial.exists():
-    # One that is broken is worth nothing: the texts are read anew.
+    # A damaged file is ignored: the texts are read again.
     with contextlib.suppress(CheckpointFormatError):
       work.resume(*files.read_tensors(partial))
   if jax.process_count() > 1:
@@ -155,22 +156,24 @@ def calibrate(
     if progress is not None:
       progress(work.done, total)
   arrays = files.in_file_order(work.finish(normalized), model)
-  made = files.make(mine, arrays, weights, outliers, first, keys, rotated)
+  calibration = files.make(
+    model_digest, arrays, weights, outliers, first, keys, rotated
+  )
   if out is not None and partial is not None:
-    files.save_calibration(made, out)
+    files.save_calibration(calibration, out)
     partial.unlink()
-  return files.for_kinds(made, model)
+  return files.for_kinds(calibration, model)
 
 
 class _Work:
-  """What is measured so far.
+  """Statistics of the texts measured so far.
 
   Attributes:
-    done: passes over a text that are done, of two for each.
-    arrays: by name, for each kind of layer: "low" and "high" [L, K, D, m], the
-      channels' farthest numbers; "sinks" [N, L, K, D], the keys of the texts'
-      first tokens; "keys" and "values" [3, L, K, cells], weights and weighted
-      sums of scaled numbers in each cell, and how many they are.
+    done: Number of passes over a text that are done, of two for each.
+    arrays: Statistics by name, for each kind of layer: "low" and "high"
+      [L, K, D, m], the channels' farthest numbers; "sinks" [N, L, K, D], the
+      keys of the texts' first tokens; "keys" and "values" [3, L, K, cells],
+      weights, weighted sums and counts of scaled numbers in each cell.
   """
 
   def __init__(
@@ -206,9 +209,9 @@ class _Work:
       for part in ("keys", "values"):
         self.arrays[f"{n}.{part}"] = np.zeros((3, *lead, _CELLS), np.float32)
     everywhere = ShardingContext(mesh=model.mesh).everywhere
-    known = lambda f: lambda *args: everywhere(f(*args))
-    self._ends = jax.jit(known(_ends), static_argnums=(4, 5))
-    self._counts = jax.jit(known(_counts), static_argnums=(1, 5, 6, 7, 8))
+    replicated = lambda f: lambda *args: everywhere(f(*args))
+    self._ends = jax.jit(replicated(_ends), static_argnums=(4, 5))
+    self._counts = jax.jit(replicated(_counts), static_argnums=(1, 5, 6, 7, 8))
     mesh, axis = place_of(None, None, model)
     self.attend = ContextParallel(
       mesh=mesh, axis=axis, remat=jax.checkpoint_policies.nothing_saveable
@@ -220,7 +223,7 @@ class _Work:
   def resume(
     self, arrays: dict[str, np.ndarray], metadata: dict[str, str]
   ) -> None:
-    """Goes on from there, if it is of the same inputs."""
+    """Continues from saved statistics, if their inputs are the same."""
     shapes = lambda arrays: {name: x.shape for name, x in arrays.items()}
     if (
       metadata.get("inputs") == self.inputs
@@ -230,21 +233,21 @@ class _Work:
       self.arrays, self.done = arrays, int(metadata["done"])
 
   def as_first(self) -> None:
-    """Goes on from where the first process is."""
-    own = self.arrays, np.int32(self.done)
-    found, done = multihost_utils.broadcast_one_to_all(own)
-    self.arrays = {name: np.asarray(x) for name, x in found.items()}
-    self.done = int(done)
+    """Continues from the statistics of the first process."""
+    local_state = self.arrays, np.int32(self.done)
+    arrays, passes_done = multihost_utils.broadcast_one_to_all(local_state)
+    self.arrays = {name: np.asarray(x) for name, x in arrays.items()}
+    self.done = int(passes_done)
 
   def step(self) -> None:
     """One pass over one text."""
     texts = len(self.ids)
     # Arrays of the host are the same on all processes' devices.
     row = np.asarray(self.ids[[self.done % texts]], np.int32)
-    held = dict(self.arrays)
+    arrays = dict(self.arrays)
     if self.done < texts:
       text = np.int32(self.done)
-      new = self._ends(self.model, row, text, held, self.first, self.rotated)
+      new = self._ends(self.model, row, text, arrays, self.first, self.rotated)
     else:
       scales: dict[int, Any] = dict.fromkeys(self.kinds)
       if self.keys == "channel":
@@ -253,7 +256,7 @@ class _Work:
         self.model,
         self.attend,
         row,
-        held,
+        arrays,
         scales,
         self.first,
         self.outliers,
@@ -276,18 +279,18 @@ class _Work:
       return {}
     keys, (scale, _) = self.arrays[f"{n}.sinks"], self.scales(n)
     mean = keys.mean(0)
-    far = (np.abs(keys - mean) / scale).max((0, -1))[..., None]
-    factor = np.clip(far, _LEAST_FACTOR, 1).astype(np.float32)
+    distance = (np.abs(keys - mean) / scale).max((0, -1))[..., None]
+    factor = np.clip(distance, _LEAST_FACTOR, 1).astype(np.float32)
     return {f"{n}.keys.sink": mean, f"{n}.keys.factor": factor}
 
   def finish(self, normalized: Sequence[int]) -> dict[str, np.ndarray]:
     """The arrays of the calibration."""
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for n in self.kinds:
       if self.keys == "channel":
         scale, zero = self.scales(n)
-        found |= {f"{n}.keys.scale": scale, f"{n}.keys.zero": zero}
-        found |= self.sink(n)
+        arrays |= {f"{n}.keys.scale": scale, f"{n}.keys.zero": zero}
+        arrays |= self.sink(n)
       shape: Any = self.model.kinds[n]
       for part in ("keys", "values") if shape.value else ("keys",):
         weight, total, count = self.arrays[f"{n}.{part}"]
@@ -295,8 +298,8 @@ class _Work:
           fitted = levels(weight, total, 2**bits)
           if bits in normalized:
             fitted = normalize(fitted, count)
-          found[f"{n}.{part}.levels{bits}"] = fitted
-    return found
+          arrays[f"{n}.{part}.levels{bits}"] = fitted
+    return arrays
 
 
 def levels(
@@ -307,9 +310,9 @@ def levels(
   """Levels of least weighted squared error, by Lloyd's iterations.
 
   Args:
-    weight: of the numbers in each cell of [-1, 1].
-    total: the weighted sum of these numbers.
-    count: levels.
+    weight: Weight of the numbers in each cell of [-1, 1].
+    total: Weighted sum of these numbers.
+    count: Number of levels, n.
   """
   middle = (np.arange(_CELLS) + 0.5) * (2 / _CELLS) - 1
   x = np.where(weight > 0, total / np.where(weight > 0, weight, 1), middle)
@@ -319,20 +322,20 @@ def levels(
   # Cells of equal weight to begin with.
   part = np.cumsum(weight, -1) / weight.sum(-1, keepdims=True)
   code = np.minimum((part * count).astype(np.int64), count - 1)
-  found = np.zeros((*weight.shape[:-1], count))
+  level_table = np.zeros((*weight.shape[:-1], count))
   ordinal = np.arange(count)
   for _ in range(_ROUNDS):
     chosen = code[..., None] == ordinal
     mass = np.einsum("lkc,lkcn->lkn", weight, chosen)
     mean = np.einsum("lkc,lkcn->lkn", sums, chosen) / np.maximum(mass, 1e-300)
     # A level that no cell chose stays where it was.
-    found = np.sort(np.where(mass > 0, mean, found), -1)
-    edges = (found[..., 1:] + found[..., :-1]) / 2
+    level_table = np.sort(np.where(mass > 0, mean, level_table), -1)
+    edges = (level_table[..., 1:] + level_table[..., :-1]) / 2
     new = (x[..., None] > edges[..., None, :]).sum(-1)
     if (new == code).all():
       break
     code = new
-  return found.astype(np.float32)
+  return level_table.astype(np.float32)
 
 
 def normalize(
@@ -342,7 +345,7 @@ def normalize(
 
   Args:
     levels: Levels, ascending.
-    count: How many of the numbers are in each cell of [-1, 1].
+    count: Number of the numbers in each cell of [-1, 1].
   """
   middle = (np.arange(_CELLS) + 0.5) * (2 / _CELLS) - 1
   share = count / np.maximum(count.sum(-1, keepdims=True), 1)
@@ -355,10 +358,10 @@ def normalize(
   edges = (levels[..., 1:] + levels[..., :-1]) / 2
   code = (middle[..., None] > edges[..., None, :]).sum(-1)
   mean, deviation = moments(np.broadcast_to(middle, share.shape))
-  now, spread = moments(np.take_along_axis(levels, code, -1))
-  wider = deviation / np.where(spread > 0, spread, 1)
-  wider = np.where(spread > 0, wider, 1)
-  return ((levels - now) * wider + mean).astype(np.float32)
+  code_mean, code_deviation = moments(np.take_along_axis(levels, code, -1))
+  ratio = deviation / np.where(code_deviation > 0, code_deviation, 1)
+  ratio = np.where(code_deviation > 0, ratio, 1)
+  return ((levels - code_mean) * ratio + mean).astype(np.float32)
 
 
 # ---------------------------------------------------------------------------
@@ -370,45 +373,45 @@ def _ends(
   model: Transformer,
   tokens: Int[Array, "1 T"],
   text: Index,
-  held: dict[str, Any],
+  arrays: dict[str, Any],
   first: int,
   rotated: bool,
 ) -> dict[str, Any]:
-  """The channels' farthest numbers with those of one more text."""
+  """Updates the channels' farthest numbers by one more text."""
   seen = _Recording.create(model, tokens.shape[1], rotated)
   _, seen = model(tokens, cache=seen)
-  found: dict[str, Any] = {}
+  updates: dict[str, Any] = {}
   for n, (k, _) in enumerate(seen.slots):
-    if f"{n}.low" not in held:
+    if f"{n}.low" not in arrays:
       continue
-    sinks = held[f"{n}.sinks"]
-    found[f"{n}.sinks"] = lax.dynamic_update_index_in_dim(
+    sinks = arrays[f"{n}.sinks"]
+    updates[f"{n}.sinks"] = lax.dynamic_update_index_in_dim(
       sinks, k[:, 0, :, 0], text, 0
     )
     k = jnp.swapaxes(k[:, 0, :, first:], -1, -2)
-    low, high = held[f"{n}.low"], held[f"{n}.high"]
+    low, high = arrays[f"{n}.low"], arrays[f"{n}.high"]
     size = low.shape[-1]
-    every = lambda far, k=k: jnp.sort(jnp.concatenate([far, k], -1), -1)
-    found[f"{n}.low"] = every(low)[..., :size]
-    found[f"{n}.high"] = every(high)[..., -size:]
-  return found
+    merged = lambda far, k=k: jnp.sort(jnp.concatenate([far, k], -1), -1)
+    updates[f"{n}.low"] = merged(low)[..., :size]
+    updates[f"{n}.high"] = merged(high)[..., -size:]
+  return updates
 
 
 def _counts(
   model: Transformer,
   attend: ShardingContext,
   tokens: Int[Array, "1 T"],
-  held: dict[str, Any],
+  arrays: dict[str, Any],
   scales: dict[int, Any],
   first: int,
   outliers: int | float | str,
   weights: str,
   rotated: bool,
 ) -> dict[str, Any]:
-  """The cells' weights and sums with those of one more text.
+  """Updates the cells' weights and sums by one more text.
 
-  `scales`: of each kind of layer those of the channels of its keys, or None for
-  keys with scales of their own.
+  `scales`: Scales of the channels of keys by kind of layer, or None where each
+  key has its scale.
   """
   empty = _Recording.create(model, tokens.shape[1] - 1, rotated)
 
@@ -424,7 +427,7 @@ def _counts(
   else:
     _, seen = loss(empty.slots)
     gradients = jax.tree.map(jnp.ones_like, seen)
-  found = {}
+  updates = {}
   for n, parts in enumerate(seen):
     if n not in scales:
       continue
@@ -432,15 +435,15 @@ def _counts(
     k, v = (x[:, 0, :, first:] for x in parts)
     of_keys, of_values = f"{n}.keys", f"{n}.values"
     if scales[n] is None:
-      found[of_keys] = _by_token(held[of_keys], k, fisher[0], outliers)
+      updates[of_keys] = _by_token(arrays[of_keys], k, fisher[0], outliers)
     else:
       scale, zero = (jnp.asarray(x)[:, :, None] for x in scales[n])
       k = (k - zero) / scale
       weight = fisher[0] * jnp.square(scale)
-      found[of_keys] = _cells(held[of_keys], k, weight, jnp.abs(k) <= 1)
+      updates[of_keys] = _cells(arrays[of_keys], k, weight, jnp.abs(k) <= 1)
     if v.shape[-1]:
-      found[of_values] = _by_token(held[of_values], v, fisher[1], outliers)
-  return found
+      updates[of_values] = _by_token(arrays[of_values], v, fisher[1], outliers)
+  return updates
 
 
 def nll(
@@ -474,12 +477,12 @@ def nll(
 
 
 def _by_token(
-  held: Float[Array, "3 L K cells"],
+  cells: Float[Array, "3 L K cells"],
   x: Float[Array, "L K T D"],
   fisher: Float[Array, "L K T D"],
   outliers: int | float | str,
 ) -> jax.Array:
-  """The cells with numbers whose vectors have scales of their own."""
+  """Adds numbers whose vectors have a scale each to the cells."""
   book, count = CodeBook(outliers=outliers), x.shape[2]
   # Pages are whole.
   pad = [(0, 0), (0, 0), (0, -count % (book.page or 1)), (0, 0)]
@@ -490,11 +493,11 @@ def _by_token(
   weight = fisher * jnp.square(scale)
   # The largest is a little beyond 1 where its scale was rounded down.
   x = jnp.clip((x - zero) / scale, -1, 1)
-  return _cells(held, x, weight, inside)
+  return _cells(cells, x, weight, inside)
 
 
 def _cells(
-  held: Float[Array, "3 L K cells"],
+  cells: Float[Array, "3 L K cells"],
   x: Float[Array, "L K T D"],
   weight: Float[Array, "L K T D"],
   inside: Bool[Array, "L K T D"],
@@ -505,7 +508,7 @@ def _cells(
   cell = jnp.clip(cell, 0, _CELLS - 1)
 
   def add(
-    held: jax.Array,
+    cells: jax.Array,
     cell: jax.Array,
     x: jax.Array,
     weight: jax.Array,
@@ -514,40 +517,40 @@ def _cells(
     flat = cell.reshape(-1)
     put = lambda y: jnp.zeros(_CELLS, jnp.float32).at[flat].add(y.reshape(-1))
     count = put(inside.astype(jnp.float32))
-    return held + jnp.stack([put(weight), put(weight * x), count])
+    return cells + jnp.stack([put(weight), put(weight * x), count])
 
-  each = jax.vmap(jax.vmap(add, (1, 0, 0, 0, 0), 1), (1, 0, 0, 0, 0), 1)
-  return each(held, cell, x, weight, inside)
+  add_by_head = jax.vmap(jax.vmap(add, (1, 0, 0, 0, 0), 1), (1, 0, 0, 0, 0), 1)
+  return add_by_head(cells, cell, x, weight, inside)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Recording(NoCache):
-  """A cache that notes a call's keys and values.
+  """A cache that records a call's keys and values.
 
   Attributes:
-    held: for each kind of layer keys [L, 1, K, T, D] and values.
-    rotated: whether keys are noted behind their rotation.
-    moves: is added to them.
+    recorded: Keys [L, 1, K, T, D] and values of each kind of layer.
+    rotated: Whether keys are recorded after their rotation.
+    moves: Numbers that are added to them, by which gradients are taken.
   """
 
-  held: tuple[Any, ...]
+  recorded: tuple[Any, ...]
   rotated: bool
   moves: tuple[Any, ...] | None = None
 
   @classmethod
   def create(cls, model: Transformer, tokens: int, rotated: bool) -> _Recording:
-    def one(shape: LayerCacheSpec | StateShape) -> Any:
+    def zeros_of(shape: LayerCacheSpec | StateShape) -> Any:
       if isinstance(shape, StateShape):
         return jnp.zeros(0), jnp.zeros(0)
       lead = (shape.layers, 1, shape.heads, tokens)
       zeros = lambda dim: jnp.zeros((*lead, dim), jnp.float32)
       return zeros(shape.key), zeros(shape.value)
 
-    return cls(tuple(one(shape) for shape in model.kinds), rotated)
+    return cls(tuple(zeros_of(shape) for shape in model.kinds), rotated)
 
   @property
   def slots(self) -> tuple[Any, ...]:
-    return self.held
+    return self.recorded
 
   def layer(self, kind: int, slots: Any, index: Index) -> Any:
     moves = None if self.moves is None else self.moves[kind]
@@ -556,20 +559,20 @@ class _Recording(NoCache):
       if self.rotated:
         k = rotation.own(k)
       if moves is not None:
-        one = lambda x, like: lax.dynamic_index_in_dim(
+        layer_of = lambda x, like: lax.dynamic_index_in_dim(
           x, index, 0, keepdims=False
         ).astype(like.dtype)
-        k, v = k + one(moves[0], k), v + one(moves[1], v)
-      put = lambda held, x: lax.dynamic_update_index_in_dim(
-        held, x.astype(held.dtype), index, 0
+        k, v = k + layer_of(moves[0], k), v + layer_of(moves[1], v)
+      write = lambda array, x: lax.dynamic_update_index_in_dim(
+        array, x.astype(array.dtype), index, 0
       )
-      noted = tuple(map(put, slots, (k, v)))
+      noted = tuple(map(write, slots, (k, v)))
       return k if self.rotated else rotation.own(k), v, noted
 
     return FreshLayer(slots=slots, change=change)
 
   def updated(self, slots: tuple[Any, ...]) -> _Recording:
-    return dataclasses.replace(self, held=slots)
+    return dataclasses.replace(self, recorded=slots)
 
 
-tree.register(_Recording, ("held", "moves"), ("rotated",))
+tree.register(_Recording, ("recorded", "moves"), ("rotated",))

@@ -507,7 +507,7 @@ def devices(topology: str) -> int:
   return math.prod(sides(topology)) * devices_per_chip
 
 
-def known(device_kind: str) -> str | None:
+def machine_name(device_kind: str) -> str | None:
   """Find the name in `MACHINES` for a `device_kind`, or None."""
   text = device_kind.lower()
   for part, name in _TABLES["names"]["kinds"]:
@@ -522,7 +522,7 @@ def machine(name: str) -> Machine:
   Raises:
     OptionError: If no machine has the name.
   """
-  stated_name = name if name in MACHINES else known(name)
+  stated_name = name if name in MACHINES else machine_name(name)
   if stated_name is None:
     raise OptionError(
       "machine",
@@ -538,7 +538,7 @@ def machine_of(device_kind: str, platform: str) -> Machine:
 
   Depends only on the two texts, so all processes agree.
   """
-  stated_name = known(device_kind)
+  stated_name = machine_name(device_kind)
   if stated_name is not None:
     return MACHINES[stated_name]
   model = MACHINES[_TABLES["names"]["like"].get(platform, "cpu")]

@@ -80,7 +80,7 @@ def ran_out(error: BaseException) -> bool:
   return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in f"{error}"
 
 
-def asked(error: BaseException) -> int | None:
+def requested_bytes(error: BaseException) -> int | None:
   """Parse the bytes of the allocation that failed from an error, or None."""
   if isinstance(error, OutOfMemoryError):
     return error.nbytes
@@ -94,7 +94,7 @@ def asked(error: BaseException) -> int | None:
 
 def told(error: BaseException, doing: str, knobs: str) -> str:
   """Compose a line: what ran out of memory, its bytes, what to change."""
-  nbytes = asked(error)
+  nbytes = requested_bytes(error)
   amount = "more" if nbytes is None else f"{nbytes:,} bytes"
   return f"out of memory while {doing}, which asked for {amount}: {knobs}"
 
@@ -119,5 +119,5 @@ def watched(doing: str, knobs: str) -> Iterator[None]:
     if not ran_out(error):
       raise
     raise OutOfMemoryError(
-      told(error, doing, knobs), nbytes=asked(error)
+      told(error, doing, knobs), nbytes=requested_bytes(error)
     ) from error

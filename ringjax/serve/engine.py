@@ -604,7 +604,7 @@ class Engine:
     }
     # The kernel of this chip, if there is one, decides.
     kind = jax.devices(platform)[0].device_kind
-    local = AutoKernel(platform=platform, chip=chips.known(kind))
+    local = AutoKernel(platform=platform, chip=chips.machine_name(kind))
     return all(
       sharing_is_exact(s, page, pool.dtype, platform, local.decode, queries)
       for s in shapes

@@ -179,7 +179,7 @@ class EngineConfig(Config):
 
   @property
   def contiguous(self) -> bool:
-    """Whether each row has contiguous memory of its own."""
+    """Whether each row has separate contiguous memory."""
     return self.layout != "pages"
 
   @property

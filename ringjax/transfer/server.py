@@ -616,15 +616,15 @@ class Publisher:
       fields = wire.hear_object(256, until)
       if fields is None:
         raise PeerError(f"{wire.name} left before it had all arrays")
-      received_now, done = fields.get("came"), fields.get("done")
+      received_now, is_last = fields.get("came"), fields.get("done")
       if (
         type(received_now) is not int
         or received_now <= num_received
-        or type(done) is not bool
+        or type(is_last) is not bool
       ):
         raise HostileMessageError(f"{wire.name} does not say what came")
       num_received = received_now
-      if done:
+      if is_last:
         self._devices.taken(offer)
         return
 

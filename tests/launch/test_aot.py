@@ -402,7 +402,7 @@ def test_what_runs_is_ended_when_one_fails():
     return i
 
   with pytest.raises(OptionError):
-    list(common.several(work, 9, 2, ended.set))
+    list(common.map_unordered(work, 9, 2, ended.set))
   assert ended.is_set() and max(begun) < 8
 
 

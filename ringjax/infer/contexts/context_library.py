@@ -249,8 +249,10 @@ class ContextLibrary:
     blocks: Any = convert(context.blocks)
     if blocks is context.blocks:
       return context
-    before = convert(context.prefix_blocks)
-    return dataclasses.replace(context, blocks=blocks, prefix_blocks=before)
+    prefix_blocks = convert(context.prefix_blocks)
+    return dataclasses.replace(
+      context, blocks=blocks, prefix_blocks=prefix_blocks
+    )
 
   def _stored_context(
     self, key: bytes, text: np.ndarray
@@ -469,12 +471,12 @@ def _of_kinds(blocks: Blocks, model: Transformer) -> Blocks:
     return blocks
   layers = model.config.layers
   groupings = [kind_rows(runs(layers, scan=scan)) for scan in (True, False)]
-  same = [x for x in groupings if len(x) == len(blocks.parts)]
-  if not same:
+  matching = [x for x in groupings if len(x) == len(blocks.parts)]
+  if not matching:
     raise ValueError(f"{len(blocks.parts)} kinds of layers of {len(rows)}")
   by_place = {
     place: jax.tree.map(lambda x, n=n: x[n], part)
-    for part, places in zip(blocks.parts, same[0], strict=True)
+    for part, places in zip(blocks.parts, matching[0], strict=True)
     for n, place in enumerate(places)
   }
   stacked = lambda places: jax.tree.map(

@@ -1,7 +1,7 @@
-"""Sessions behind the important part of prefixes that are in a store: IMPRESS.
+"""Sessions after the important part of prefixes that are in a store: IMPRESS.
 
 Guarantees: with important=1 a session answers as one that read the prefix. What
-is kept of a prefix is a function of the prefix and of the tokens behind it:
+is kept of a prefix is a function of the prefix and of the tokens after it:
 neither other rows nor whether the store had the prefix matter.
 Cost: for a prefix that is not in the store, its prefill. For one that is there,
 of each layer the keys of a few probe heads, then the chunks in which important
@@ -14,7 +14,7 @@ answer alike.
 
 The choice is made layer by layer, since the queries of a layer are what the
 layers before it made of their kept tokens. A kept key is as attention reads it,
-with its rotation, so that it needs no position of its own: tokens of different
+with its rotation, so that its position is not needed: tokens of different
 layers and heads share slots that are all before the question.
 Ref: Chen et al. 2025, IMPRESS (FAST).
 """
@@ -91,8 +91,8 @@ class ImportantPrefixes:
     """Prepares; nothing is read or compiled yet.
 
     Args:
-      model: made by `rj.models.load` or `create`, on one device.
-      store: an `rj.store.Store`, with room for at least one prefix.
+      model: Model of `rj.models.load` or `create`, on one device.
+      store: Store of type `rj.store.Store`, with room for at least one prefix.
       important: Part of a prefix's tokens to keep, above 0, at most 1.
       alpha: Exponent of the threshold above which probes are believed, see
         `rj.store.overlap_threshold`.
@@ -101,11 +101,11 @@ class ImportantPrefixes:
         as `probe_heads` chooses them.
 
     Raises:
-      InputTypeError: a store of another type.
-      OptionError: a value is out of its range, or the model is spread over
+      InputTypeError: If `store` has another type.
+      OptionError: If a value is out of its range, or the model is spread over
         devices or not all on them.
-      ConfigError: layers whose attention is more than a causal softmax, or
-        that differ in their heads.
+      ConfigError: If the attention of a layer is more than a causal softmax,
+        or layers differ in their heads.
     """
     if not isinstance(store, Store):
       raise InputTypeError(
@@ -146,31 +146,33 @@ class ImportantPrefixes:
 
     Args:
       prefixes: Token ids of each row's prefix, int [m].
-      questions: Token ids behind it, int [T], by whose queries tokens are
-        chosen.
-      capacity: Tokens of a row behind its prefix, the answer too.
+      questions: Token ids after each prefix, int [T], by whose queries tokens
+        are chosen.
+      capacity: Number of tokens of a row after its prefix, the answer too.
 
     Raises:
-      PromptError: other numbers of prefixes and questions, ids that the model
-        does not have, or more tokens than its context.
-      OptionError: a store that has no room for a prefix.
+      PromptError: If the numbers of prefixes and questions differ, an id is
+        not in the vocabulary, or a row has more tokens than the context.
+      OptionError: If the store has no room for a prefix.
     """
     model, vocab = self.model, self.model.config.vocab
     capacity = positive_int("capacity", capacity)
     texts = inputs.prompts(prefixes, vocab)
-    asked = inputs.prompts(questions, vocab)
-    if len(texts) != len(asked):
+    question_tokens = inputs.prompts(questions, vocab)
+    if len(texts) != len(question_tokens):
       raise PromptError(
         "questions",
-        f"{len(asked)} for {len(texts)} prefixes",
+        f"{len(question_tokens)} for {len(texts)} prefixes",
         "one for each prefix",
         "pass a prefix and a question for each row",
       )
     for text in texts:
       came = f"{text.size:,} tokens of a prefix and {capacity:,} behind it"
       inputs.within_context(model.config, text.size + capacity, came)
-    kept = [self.keep(*row) for row in zip(texts, asked, strict=True)]
-    return self.behind(texts, kept, capacity=capacity)
+    kept_tokens = [
+      self.keep(*row) for row in zip(texts, question_tokens, strict=True)
+    ]
+    return self.behind(texts, kept_tokens, capacity=capacity)
 
   def behind(
     self,
@@ -183,15 +185,15 @@ class ImportantPrefixes:
 
     Args:
       prefixes: Token ids of each row's prefix, int32 [m].
-      kept: What each layer keeps of it, as of `keep`.
-      capacity: Tokens of a row behind its prefix, the answer too.
+      kept: Kept tokens of each layer for each row, as of `keep`.
+      capacity: Number of tokens of a row after its prefix, the answer too.
     """
     texts, model = prefixes, self.model
     rows = [
       [self._placed(tokens, text.size)]
       for text, tokens in zip(texts, kept, strict=True)
     ]
-    made = Session(
+    session = Session(
       model,
       padded(capacity, 1) + 1,
       batch=len(rows),
@@ -199,37 +201,37 @@ class ImportantPrefixes:
       cache_kind=self._kind,
     )
     room = slots_for([[row[0].pos.size] for row in rows], 1)
-    spec = cache_spec(model, made, len(rows), room)
+    spec = cache_spec(model, session, len(rows), room)
     contexts, _ = placed(spec, rows)
     longest = max(text.size for text in texts)
-    made.cache = ContextCache(
-      open=made.cache,
-      kind=made.cache.kind,
+    session.cache = ContextCache(
+      open=session.cache,
+      kind=session.cache.kind,
       limit=longest + capacity,
       contexts=contexts,
     )
-    for seen, text in zip(made.seen, texts, strict=True):
+    for seen, text in zip(session.seen, texts, strict=True):
       seen[text] = True
-    return made
+    return session
 
   def keep(
     self, text: Int[np.ndarray, " m"], question: Int[np.ndarray, " T"]
   ) -> list[KeptTokens]:
-    """What each layer keeps of a prefix, for a question; see `session`.
+    """Chooses the tokens of a prefix that each layer keeps, for a question.
 
     Args:
-      text: Token ids of the prefix.
-      question: Token ids behind it.
+      text: Token ids of the prefix, int32 [m].
+      question: Token ids after it, int32 [T].
 
     Raises:
-      OptionError: a store that has no room for the prefix.
+      OptionError: If the store has no room for the prefix.
     """
     node = self._node(text)
     if node.whole:
       try:
-        kept = self._choose(node, text, question)
+        kept_tokens = self._choose(node, text, question)
         self.reused += text.size
-        return kept
+        return kept_tokens
       except MissingChunk:
         # A block was damaged, or another thread's blocks took its room.
         pass
@@ -250,7 +252,7 @@ class ImportantPrefixes:
   def read(
     self, text: Int[np.ndarray, " m"]
   ) -> tuple[Shaped[np.ndarray, "L K m H"], Shaped[np.ndarray, "L K m J"]]:
-    """Keys and values of a prefix, computed.
+    """Computes the keys and values of a prefix.
 
     Args:
       text: Token ids of the prefix.
@@ -273,14 +275,14 @@ class ImportantPrefixes:
   def _choose(
     self, node: StoredNode, text: np.ndarray, question: np.ndarray
   ) -> list[KeptTokens]:
-    """What each layer keeps, by the queries of the question."""
+    """Chooses the tokens that layers keep by the queries of the question."""
     work = Impress(node, keep=self.important, alpha=self._alpha)
     work.counters = self.counters
-    kept = []
+    kept_tokens = []
 
     def attend(number: int, q: Any, k: Any, v: Any, scale: float) -> Any:
       mixed, tokens = work.attend(number, q, k, v, scale=scale)
-      kept.append(tokens)
+      kept_tokens.append(tokens)
       return mixed
 
     through_layers(self._programs, question, node.tokens, self._dtype, attend)
@@ -288,7 +290,7 @@ class ImportantPrefixes:
     count, mean = self._seen.get(name, (0, np.zeros_like(work.importance)))
     mean = mean + (work.importance - mean) / (count + 1)
     self._seen[name] = count + 1, mean
-    return kept
+    return kept_tokens
 
   def reorder(self, text: Int[np.ndarray, " m"]) -> None:
     """Packs the tokens of a prefix by how much questions looked at them.
@@ -300,8 +302,8 @@ class ImportantPrefixes:
       text: Token ids of a prefix that this object was asked about.
 
     Raises:
-      PromptError: it was not asked about it.
-      MissingChunk: the store does not have all of it.
+      PromptError: If there was no question about the prefix.
+      MissingChunk: If the store does not have all of it.
     """
     name = prefix_key(self._origin, (), text)
     if name not in self._seen:
@@ -359,9 +361,9 @@ def probe_heads(
   differ.
 
   Args:
-    model: made by `rj.models.load` or `create`, on one device.
+    model: Model of `rj.models.load` or `create`, on one device.
     prefixes: Token ids of each text, int [m].
-    questions: Token ids behind it, int [T].
+    questions: Token ids after each text, int [T].
     count: Number of heads, P; of models with fewer, all.
     important: Part of the tokens that would be kept.
 
@@ -377,11 +379,11 @@ def probe_heads(
         model, store, important=important, alpha=0, probes=1 << 20
       )
       prompts = inputs.prompts([text, question], model.config.vocab)
-      kept = work.keep(*prompts)
-    heads = range(len(kept[0].tokens))
+      kept_tokens = work.keep(*prompts)
+    heads = range(len(kept_tokens[0].tokens))
     like = [
       [sum(mean_jaccard(x.tokens[[a, b]]) for b in heads) for a in heads]
-      for x in kept
+      for x in kept_tokens
     ]
     total = np.array(like) + (0 if total is None else total)
   if total is None:
@@ -410,8 +412,8 @@ def through_layers(
     dtype: Dtype of keys and values.
     attend: Function of a layer's number, its queries [T, N, H], keys
       [T, K, H], values [T, K, J] and its scale; returns [T, N, J].
-    multiple: T is rounded up to one, so that few programs are compiled; what
-      is behind the question is padding.
+    multiple: Number to a multiple of which T is padded after the question, so
+      that few programs are compiled.
   """
   span = TokenSpan(
     np.int32(first), np.int32(question.size), np.int32(first + question.size)
@@ -452,9 +454,9 @@ def softmax_layers(model: Transformer) -> LayerPrograms:
       "a model on one device",
       "load it on one, as with --mesh=seq:1",
     )
-  made = LayerPrograms(model)
+  programs = LayerPrograms(model)
   shapes = set()
-  for layer in made.layers:
+  for layer in programs.layers:
     mixer: Any = layer.spec.attention
     faults = [
       name
@@ -487,4 +489,4 @@ def softmax_layers(model: Transformer) -> LayerPrograms:
       "layers of as many heads and of one width",
       "read the prefix into an rj.infer.Session",
     )
-  return made
+  return programs

@@ -421,7 +421,7 @@ class Paces:
     if not times.measured:
       # The ratio to a plain step is that of the nearest size.
       nearest = min(
-        (n for n, other in self._sizes.items() if other.measured),
+        (n for n, size_times in self._sizes.items() if size_times.measured),
         key=lambda n: abs(n - self._size),
       )
       times = self._sizes[nearest]

@@ -1,4 +1,4 @@
-"""What is measured of a model's keys and values, for codes that fit them.
+"""Calibrations: ranges and levels of codes measured on a model's KV cache.
 
 Ref: Hooper et al. 2024, KVQuant, arXiv 2401.18079, sections 3.1 to 3.4.
 """
@@ -21,7 +21,7 @@ from ringjax.kv.codecs.codec import Codec
 if TYPE_CHECKING:
   from ringjax.kv.cache import LayerCacheSpec
 
-# What `rj.infer.calibrate` writes beside a model.
+# File that `rj.infer.calibrate` writes next to a model.
 CALIBRATION_FILE = "kv_calibration.safetensors"
 BITS = (2, 3, 4)
 WEIGHTS = ("fisher", "none")
@@ -33,22 +33,25 @@ class Calibration:
   """Scales of channels and levels of codes, for each kind of layer of a model.
 
   Attributes:
-    model: digest of the model that was measured.
-    digest: of all that is in here; two of the same digest are equal.
-    arrays: by name, "N.keys.scale", "N.keys.zero" and "N.keys.sink" [L, K, D],
-      where N is the number of the kind of layer, "N.keys.factor" [L, K, 1], and
-      "N.keys.levelsB", "N.values.levelsB" [L, K, 2**B]. Files that were written
-      before the sink was measured have none, and no key is near it.
-    weights: by what errors were weighed, one of `WEIGHTS`.
-    outliers: part of a channel's numbers that its scale left out, "1%" where a
-      page of values was looked at and not each; None: of a file that does not
-      say it.
-    first: tokens at the beginning of each text that were left out, or None.
-    keys: what a scale of keys is of, one of `KEYS`: "channel", and then the
-      scales are in here; "token", and then a key has its own.
-    rotated: whether keys were measured behind their rotation.
-    rows: of a model's kinds of layers, the (N, index in L) of each layer; None:
-      those of `arrays`. Equal layers of a model need not be of one kind.
+    model: Digest of the model that was measured.
+    digest: Digest of all fields; calibrations of the same digest are equal.
+    arrays: Arrays by name: "N.keys.scale", "N.keys.zero" and "N.keys.sink"
+      [L, K, D], where N is the number of the kind of layer, "N.keys.factor"
+      [L, K, 1], and "N.keys.levelsB", "N.values.levelsB" [L, K, 2**B]. Files
+      that were written before the sink was measured have none, and no key is
+      near it.
+    weights: Weight of an error, one of `WEIGHTS`.
+    outliers: Part of a channel's numbers that its scale left out, "1%" where
+      it is a part of a page of values and not of each; None: not stated in the
+      file.
+    first: Number of tokens at the beginning of each text that were left out,
+      or None.
+    keys: Vectors that share a scale of keys, one of `KEYS`: "channel", whose
+      scales are in `arrays`; "token", where each key has its scale.
+    rotated: Whether keys were measured after their rotation.
+    rows: For each of a model's kinds of layers, the (N, index in L) of each
+      layer; None: those of `arrays`. Equal layers of a model need not be of
+      one kind.
   """
 
   model: str
@@ -114,8 +117,9 @@ class Calibration:
     """Refuses a codec of other keys or outliers than those measured.
 
     Raises:
-      OptionError: keys with scales of another sort, keys before their rotation
-        for ones behind it or the other way round, other outliers.
+      OptionError: If keys have scales of another sort, are encoded before
+        their rotation and were measured after it or the reverse, or if the
+        outliers differ.
     """
     if codec.keys.by != self.keys:
       raise OptionError(
@@ -138,11 +142,11 @@ class Calibration:
     if self.outliers is None:
       return
     for book in (codec.keys, codec.values):
-      same = book.outliers == self.outliers
+      fits_outliers = book.outliers == self.outliers
       if book.by == "channel":
         # A channel's scale leaves them out, wherever they are kept.
-        same = book.share == page_outliers.share_of(self.outliers)
-      if not same:
+        fits_outliers = book.share == page_outliers.share_of(self.outliers)
+      if not fits_outliers:
         raise OptionError(
           "outliers",
           f"{book.outliers}, with a calibration of {self.outliers}",
@@ -155,7 +159,7 @@ class Calibration:
     """Refuses another number of first tokens than the one left out.
 
     Raises:
-      OptionError: such a number.
+      OptionError: If `first` is such a number.
     """
     if self.first is None or first == self.first:
       return
@@ -176,11 +180,12 @@ class Calibrated(Codec):
   """A codec whose constants come from a calibration: KVQuant.
 
   Attributes:
-    keys: by channel, as the paper has them, or to compare with by token.
-    values: by token.
-    unrotated: whether keys are encoded before their rotation, as the paper's.
-    calibration: the calibration, of keys of the same sort, or the folder that
-      has it.
+    keys: Code book of keys: by channel, as in the paper, or by token, to
+      compare with.
+    values: Code book of values, by token.
+    unrotated: Whether keys are encoded before their rotation, as the paper's.
+    calibration: Calibration, of keys of the same sort, or the folder that has
+      it.
   """
 
   keys: CodeBook = CodeBook(by="channel")
@@ -215,11 +220,11 @@ class Calibrated(Codec):
       raise self.uncalibrated(f"{path}, which does not exist")
 
   def uncalibrated(self, got: str | None = None) -> OptionError:
-    """What says that the codec has no calibration that was read."""
-    given = "none" if self.calibration is None else repr(self.calibration)
+    """Error for a codec whose calibration was not read."""
+    setting = "none" if self.calibration is None else repr(self.calibration)
     return OptionError(
       "calibration",
-      got or given,
+      got or setting,
       "the calibration of this model",
       "name the folder, e.g. nuq3:calibration=DIR; to make one: python -m "
       "launch.calibrate --model=DIR --text=FILE --out=DIR",
@@ -228,25 +233,25 @@ class Calibrated(Codec):
   def for_model(self, load: Callable[[Any], Any]) -> Calibrated:
     if self.calibration is None:
       return self
-    found = load(self.calibration)
-    found.check(self)
-    return dataclasses.replace(self, calibration=found)
+    calibration = load(self.calibration)
+    calibration.check(self)
+    return dataclasses.replace(self, calibration=calibration)
 
   def constants(
     self, number: int, shape: LayerCacheSpec
   ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    found = self.calibration
-    if not isinstance(found, Calibration):
+    calibration = self.calibration
+    if not isinstance(calibration, Calibration):
       raise self.uncalibrated()
-    keys = found.part(number, "keys", self.keys)
+    keys = calibration.part(number, "keys", self.keys)
     if not shape.value:
       return keys, ()
-    return keys, found.part(number, "values", self.values)
+    return keys, calibration.part(number, "values", self.values)
 
   def constant_shapes(
     self, shape: LayerCacheSpec
   ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    def one(vectors: CodeBook, dim: int) -> tuple[tuple[int, ...], ...]:
+    def shapes(vectors: CodeBook, dim: int) -> tuple[tuple[int, ...], ...]:
       if not dim:
         return ()
       lead = (shape.layers, shape.heads)
@@ -257,4 +262,4 @@ class Calibrated(Codec):
       sink = (channels, (*lead, 1)) if vectors.sinks else ()
       return (channels, channels, *sink, levels)
 
-    return one(self.keys, shape.key), one(self.values, shape.value)
+    return shapes(self.keys, shape.key), shapes(self.values, shape.value)

@@ -67,12 +67,12 @@ class ChannelGroups:
     dim = x.shape[-1]
     cut = self._groups(x).astype(jnp.float32)
     half = lambda x: x.astype(jnp.float16).astype(jnp.float32)
-    least = half(jnp.min(cut, -2, keepdims=True))
-    most = jnp.max(cut, -2, keepdims=True)
-    step = half((most - least) / np.float32(2**self.bits - 1))
-    codes = jnp.round((cut - least) / jnp.where(step > 0, step, 1))
+    smallest = half(jnp.min(cut, -2, keepdims=True))
+    largest = jnp.max(cut, -2, keepdims=True)
+    step = half((largest - smallest) / np.float32(2**self.bits - 1))
+    codes = jnp.round((cut - smallest) / jnp.where(step > 0, step, 1))
     codes = jnp.clip(codes, 0, 2**self.bits - 1).astype(jnp.uint8)
-    scales = code_bytes.half_bytes(jnp.concatenate([step, least], -1))
+    scales = code_bytes.half_bytes(jnp.concatenate([step, smallest], -1))
     scales = scales[..., 0, :]
     over = self.group * self._share(dim) - scales.shape[-1]
     scales = jnp.pad(scales, [(0, 0)] * (scales.ndim - 1) + [(0, over)])
@@ -96,9 +96,9 @@ class ChannelGroups:
     cut = self._groups(data)
     start = code_bytes.packed_bytes(dim, self.bits)
     scales = cut[..., start:].reshape(*cut.shape[:-2], 1, -1)
-    step, least = jnp.split(code_bytes.halves(scales, 0, 2 * dim), 2, -1)
+    step, smallest = jnp.split(code_bytes.halves(scales, 0, 2 * dim), 2, -1)
     codes = code_bytes.unpack(cut[..., :start], self.bits, dim)
-    x = codes.astype(jnp.float32) * step + least
+    x = codes.astype(jnp.float32) * step + smallest
     return x.reshape(*data.shape[:-1], dim).astype(dtype)
 
   def _share(self, dim: int) -> int:

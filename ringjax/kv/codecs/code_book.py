@@ -9,7 +9,7 @@ calibration. A key that is closer to the sink than to the channels' zeros, as
 that of a text's first token is, has codes of what it has more than the sink,
 finer by the sink's factor: at no more bytes, wherever the key is stored.
 Memory: `bits` bits a number; an outlier takes three bytes (four in heads of
-more than 256 numbers), and a vector with a scale of its own four.
+more than 256 numbers), and the scale and zero of a vector four.
 Ref: Hooper et al. 2024, KVQuant, arXiv 2401.18079: keys by channel, before
 their rotation; values by token; dense codes and sparse outliers.
 """
@@ -41,14 +41,14 @@ class CodeBook:
 
   Attributes:
     bits: 2, 3 or 4.
-    outliers: the part of a vector that is kept exactly, at least one number if
-      it is above 0; or a text, "1%": the part of a page of `group` tokens, with
+    outliers: Part of a vector that is kept exactly, at least one number if it
+      is above 0; or a text, "1%": the part of a page of `group` tokens, with
       room for a quarter more, see `PageOutliers`.
     by: "channel": constants are (scale, zero, sink, factor, levels), [K, D]
       three times, [K, 1] and [K, 2**bits], or without outliers (scale, zero,
-      levels); "token": a vector has a scale and a zero of its own, and the
-      constants are the levels alone.
-    group: tokens of a page, where outliers are a part of it.
+      levels); "token": each vector has a scale and a zero, and the constants
+      are the levels alone.
+    group: Number of tokens of a page, where outliers are a part of it.
   """
 
   needs_constants: ClassVar[bool] = True
@@ -79,7 +79,7 @@ class CodeBook:
 
   @property
   def paged(self) -> PageOutliers | None:
-    """The outliers of a page of vectors; None: a vector has some of its own."""
+    """The outliers of a page of vectors; None: each vector has some."""
     if not isinstance(self.outliers, str):
       return None
     return PageOutliers(share=self.share, group=self.group, marks=self.sinks)
@@ -125,21 +125,21 @@ class CodeBook:
       if self.sinks:
         near_sink, scale, zero = self._bases(x, constants)
       index, is_outlier = self._outliers((x - zero) / scale)
-      own = []
+      scale_bytes = []
     else:
       index, is_outlier, scale, zero = self.by_token(x)
-      own = [code_bytes.half_bytes(jnp.concatenate([scale, zero], -1))]
+      scale_bytes = [code_bytes.half_bytes(jnp.concatenate([scale, zero], -1))]
       scale = jnp.where(scale > 0, scale, 1)
     codes = nearest((x - zero) / scale, constants[-1])
-    # So that a kernel can add what they have more.
+    # A kernel adds an outlier's difference from code 0.
     codes = jnp.where(is_outlier, jnp.zeros_like(codes), codes)
-    parts = [code_bytes.pack(codes, self.bits), *own]
+    parts = [code_bytes.pack(codes, self.bits), *scale_bytes]
     if self.paged is not None:
       parts.append(self.paged.encode(x, index, near_sink))
     elif self.sparse(dim):
-      kept = jnp.take_along_axis(x, index, -1)
+      outlier_values = jnp.take_along_axis(x, index, -1)
       index = index.astype(_index_dtype(dim))
-      numbers = code_bytes.half_bytes(kept)
+      numbers = code_bytes.half_bytes(outlier_values)
       if near_sink is not None:
         mark = jnp.zeros_like(numbers[..., :1]) + near_sink.astype(jnp.uint8)
         low = (numbers[..., :1] & np.uint8(0xFE)) | mark
@@ -165,11 +165,11 @@ class CodeBook:
 
     # In 8 bits: last bits depend on the program.
     less = lambda x: lax.reduce_precision(x, 8, 7)
-    near = less(error(sink, factor)) < less(error(zero, 1.0))
+    near_sink = less(error(sink, factor)) < less(error(zero, 1.0))
     return (
-      near,
-      scale * jnp.where(near, factor, 1),
-      jnp.where(near, sink, zero),
+      near_sink,
+      scale * jnp.where(near_sink, factor, 1),
+      jnp.where(near_sink, sink, zero),
     )
 
   def by_token(
@@ -183,8 +183,8 @@ class CodeBook:
     """Scales of vectors that have their own.
 
     Returns:
-      The places of outliers, in vectors or in pages; whether a number is one;
-      scale and zero of the others of its vector.
+      Indices of outliers, in vectors or in pages; whether a number is one;
+      scale and zero of the other numbers of each vector.
     """
     mean = jnp.mean(x, -1, keepdims=True)
     distances = x - mean
@@ -195,9 +195,9 @@ class CodeBook:
     index, is_outlier = self._outliers(distances)
     inside = jnp.where(is_outlier, mean, x)
     largest = jnp.max(inside, -1, keepdims=True)
-    least = jnp.min(inside, -1, keepdims=True)
+    smallest = jnp.min(inside, -1, keepdims=True)
     half = lambda x: x.astype(jnp.float16).astype(jnp.float32)
-    scale, zero = half((largest - least) / 2), half((largest + least) / 2)
+    scale, zero = half((largest - smallest) / 2), half((largest + smallest) / 2)
     return index, is_outlier, scale, zero
 
   def _outliers(
@@ -224,33 +224,33 @@ class CodeBook:
       scale, zero = (_per_channel(c) for c in constants[:2])
       if self.sinks:
         if self.paged is not None:
-          near = self.paged.marks_of(data[..., start:], dim)
+          near_sink = self.paged.marks_of(data[..., start:], dim)
         else:
           index_bytes = np.dtype(_index_dtype(dim)).itemsize
           place = start + self.sparse(dim) * index_bytes
-          near = (data[..., place : place + 1] & np.uint8(1)) != 0
+          near_sink = (data[..., place : place + 1] & np.uint8(1)) != 0
         sink, factor = (_per_channel(c) for c in constants[2:4])
-        scale = scale * jnp.where(near, factor, 1)
-        zero = jnp.where(near, sink, zero)
+        scale = scale * jnp.where(near_sink, factor, 1)
+        zero = jnp.where(near_sink, sink, zero)
     else:
       scale, zero = jnp.split(code_bytes.halves(data, start, 2), 2, -1)
       start += 4
     x = x * scale + zero
     if self.paged is not None:
       return self.paged.replace(x, data[..., start:]).astype(dtype)
-    count, which = self.sparse(dim), _index_dtype(dim)
+    count, index_dtype = self.sparse(dim), _index_dtype(dim)
     if count:
-      index = code_bytes.from_bytes(data, start, count, which)
-      start += count * np.dtype(which).itemsize
-      kept = code_bytes.halves(data, start, count)
+      index = code_bytes.from_bytes(data, start, count, index_dtype)
+      start += count * np.dtype(index_dtype).itemsize
+      outlier_values = code_bytes.halves(data, start, count)
       place = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
       for n in range(count):
-        here = place == index[..., n : n + 1].astype(jnp.int32)
-        x = jnp.where(here, kept[..., n : n + 1], x)
+        is_outlier = place == index[..., n : n + 1].astype(jnp.int32)
+        x = jnp.where(is_outlier, outlier_values[..., n : n + 1], x)
     return x.astype(dtype)
 
   def code_format(self, dim: int) -> CodeFormat | None:
-    """How its bytes hold the numbers; None: vectors of a page share some."""
+    """Layout of a vector's bytes; None: vectors of a page share some."""
     if self.paged is not None:
       return None
     channels = self.by == "channel"
@@ -275,20 +275,20 @@ def _per_channel(x: jax.Array | np.ndarray) -> jax.Array:
 
 
 def _farthest(x: jax.Array, count: int) -> jax.Array:
-  """Where the `count` largest magnitudes are, int32 [..., count].
+  """Indices of the `count` largest magnitudes, int32 [..., count].
 
   Of equal ones the first. Magnitudes are compared in 13 bits: calibration may
   give a token the extremes of two channels, whose last bits depend on the
   program that divides by them.
   """
-  far, found = lax.reduce_precision(jnp.abs(x), 8, 12), []
+  magnitudes, indices = lax.reduce_precision(jnp.abs(x), 8, 12), []
   for _ in range(count):
-    index = jnp.argmax(far, -1, keepdims=True).astype(jnp.int32)
-    found.append(index)
-    far = jnp.where(marked(index, x.shape[-1]), -1, far)
-  if not found:
+    index = jnp.argmax(magnitudes, -1, keepdims=True).astype(jnp.int32)
+    indices.append(index)
+    magnitudes = jnp.where(marked(index, x.shape[-1]), -1, magnitudes)
+  if not indices:
     return jnp.zeros((*x.shape[:-1], 0), jnp.int32)
-  return jnp.concatenate(found, -1)
+  return jnp.concatenate(indices, -1)
 
 
 def marked(index: Int[Array, "*batch n"], dim: int) -> Bool[Array, "*batch D"]:

@@ -3,8 +3,8 @@
 Guarantees: `unpack(pack(codes, bits), bits, n)` are the codes; `bits` bits a
 code, without gaps but for codes that fill up the last bytes.
 Cost: a shift and a mask a code. A byte holds codes that are far apart, so that
-a processor reads neighbours at a time: with 4 bits code i is beside code
-i + n/2, with 2 bits beside three others; 3 bits are bytes of 2 and of 1.
+a processor reads neighbours at a time: with 4 bits code i shares a byte with
+code i + n/2, with 2 bits with three others; 3 bits are bytes of 2 and of 1.
 """
 
 from __future__ import annotations
@@ -32,15 +32,19 @@ def pack(
   count = codes.shape[-1]
   pad = [(0, 0)] * (codes.ndim - 1) + [(0, padded(count) - count)]
   codes = jnp.pad(codes, pad)
-  found = []
+  plane_bytes = []
   for size, low, _, _ in parts(count, bits):
-    each = (codes >> np.uint8(low)) & np.uint8((1 << size) - 1)
-    planes = jnp.split(each, 8 // size, -1)
+    fields = (codes >> np.uint8(low)) & np.uint8((1 << size) - 1)
+    planes = jnp.split(fields, 8 // size, -1)
     byte = jnp.zeros_like(planes[0])
     for n, plane in enumerate(planes):
       byte = byte | (plane << np.uint8(n * size))
-    found.append(byte)
-  return found[0] if len(found) == 1 else jnp.concatenate(found, -1)
+    plane_bytes.append(byte)
+  return (
+    plane_bytes[0]
+    if len(plane_bytes) == 1
+    else jnp.concatenate(plane_bytes, -1)
+  )
 
 
 def unpack(
@@ -52,25 +56,27 @@ def unpack(
     return lax.slice_in_dim(data, first, first + width, axis=-1)
 
   def codes(data: jax.Array, size: int) -> jax.Array:
-    """Those of `size` bits, made once for all that uses them."""
+    """Codes of `size` bits, unpacked once for all their uses."""
     if size == 8:
       return data
     if size == 4:
-      both = [data & np.uint8(15), data >> np.uint8(4)]
-      return lax.optimization_barrier(jnp.concatenate(both, -1))
-    # Of more parts: bytes beside one another, and shifts by place.
-    wide = lax.optimization_barrier(jnp.concatenate([data] * (8 // size), -1))
-    place = lax.broadcasted_iota(jnp.int32, wide.shape, wide.ndim - 1)
+      nibbles = [data & np.uint8(15), data >> np.uint8(4)]
+      return lax.optimization_barrier(jnp.concatenate(nibbles, -1))
+    # More parts: copies of the bytes, one after another, and shifts by place.
+    repeated = lax.optimization_barrier(
+      jnp.concatenate([data] * (8 // size), -1)
+    )
+    place = lax.broadcasted_iota(jnp.int32, repeated.shape, repeated.ndim - 1)
     shift = (place // data.shape[-1] * size).astype(jnp.uint8)
-    return (wide >> shift) & np.uint8((1 << size) - 1)
+    return (repeated >> shift) & np.uint8((1 << size) - 1)
 
-  found = None
+  all_codes = None
   for size, low, first, width in parts(count, bits):
     part = codes(cut(first, width), size)
     part = part << np.uint8(low)
-    found = part if found is None else found | part
-  assert found is not None
-  return lax.slice_in_dim(found, 0, count, axis=-1)
+    all_codes = part if all_codes is None else all_codes | part
+  assert all_codes is not None
+  return lax.slice_in_dim(all_codes, 0, count, axis=-1)
 
 
 def to_bytes(x: Shaped[Array, "*batch n"]) -> UInt8[Array, "*batch x"]:
@@ -80,7 +86,7 @@ def to_bytes(x: Shaped[Array, "*batch n"]) -> UInt8[Array, "*batch x"]:
 
 
 def half_bytes(x: Float[Array, "*batch n"]) -> UInt8[Array, "*batch x"]:
-  """Numbers as float16, two bytes each; what is beyond it is its largest."""
+  """Numbers as float16, two bytes each, clipped to its range."""
   largest = float(jnp.finfo(jnp.float16).max)
   return to_bytes(jnp.clip(x, -largest, largest).astype(jnp.float16))
 
@@ -103,7 +109,7 @@ def halves(
 ) -> Float[Array, "*batch n"]:
   """Numbers that `half_bytes` packed, as float32.
 
-  They are made once and not where they are used, for each number of a vector.
+  They are converted once, not at each use in the numbers of a vector.
   """
-  found = from_bytes(data, first, count, jnp.float16).astype(jnp.float32)
-  return lax.optimization_barrier(found)
+  numbers = from_bytes(data, first, count, jnp.float16).astype(jnp.float32)
+  return lax.optimization_barrier(numbers)

@@ -1,4 +1,4 @@
-"""What a codec is: numbers of a head to bytes and back, token by token.
+"""Interface of codecs: numbers of a head to bytes and back, token by token.
 
 Guarantees: a vector's bytes depend on the vector alone, so that appending
 token by token is appending all at once, and bytes move between rows, shards
@@ -51,7 +51,7 @@ class VectorCodec(Protocol):
 def through(
   vectors: VectorCodec, x: Float[Array, "B K T D"], constants: Sequence[Any]
 ) -> Float[Array, "B K T D"]:
-  """Vectors as a codec gives them back."""
+  """Encodes vectors and decodes them again."""
   if not x.shape[-1]:
     return x
   data = vectors.encode(x, constants)
@@ -60,12 +60,12 @@ def through(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Codec:
-  """How a cache stores its keys and its values.
+  """Codecs of a cache's keys and values.
 
   Attributes:
-    keys: of the keys.
-    values: of the values.
-    unrotated: whether keys are encoded as they are before their rotation.
+    keys: Codec of the keys.
+    values: Codec of the values.
+    unrotated: Whether keys are encoded as they are before their rotation.
   """
 
   keys: VectorCodec
@@ -75,14 +75,14 @@ class Codec:
   def constants(
     self, number: int, shape: LayerCacheSpec
   ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Numbers of the codecs of a kind of layer, those of keys and of values.
+    """Constants of the codecs of keys and of values, for a kind of layer.
 
     Args:
-      number: of the kind among those of the model.
-      shape: its `LayerCacheSpec`.
+      number: Number of the kind among those of the model.
+      shape: Cache of one of its layers.
 
     Returns:
-      arrays [L, K, n]; nothing where codecs need none.
+      Arrays [L, K, n]; none where codecs need none.
     """
     del number, shape
     return (), ()
@@ -95,7 +95,7 @@ class Codec:
     return (), ()
 
   def for_model(self, load: Callable[[Any], Any]) -> Codec:
-    """For a model; `load` reads its calibration, or compares one with it."""
+    """Reads or checks a model's calibration by `load`."""
     del load
     return self
 
@@ -109,10 +109,10 @@ class Codec:
     """The format in which strategies send keys and values, see `Ring.wire`.
 
     Args:
-      dtype: of a cache that stores the same bytes, if there is one.
+      dtype: Dtype of a cache that stores the same bytes, if there is one.
 
     Raises:
-      OptionError: a codec whose bytes no shard can decode alone.
+      OptionError: If a shard cannot decode the bytes alone.
     """
     if self.unrotated:
       raise OptionError(
@@ -139,25 +139,25 @@ class Codec:
     return CodecWire(keys=self.keys, values=self.values, dtype=dtype)
 
   def options(self) -> dict[str, Any]:
-    """What can be set: by name, or by "keys." and "values." and a name."""
-    found = {name: getattr(self, name) for name in self._own()}
+    """Options that text can set: "name", "keys.name" or "values.name"."""
+    values = {name: getattr(self, name) for name in self._own()}
     for part in ("keys", "values"):
       vectors: Any = getattr(self, part)
       for field in dataclasses.fields(vectors):
-        found[f"{part}.{field.name}"] = getattr(vectors, field.name)
-    return found
+        values[f"{part}.{field.name}"] = getattr(vectors, field.name)
+    return values
 
   def with_options(self, options: dict[str, Any]) -> Codec:
-    """With other values of those that are its own."""
+    """Replaces options that the codec has by other values."""
     new = {name: options[name] for name in self._own() if name in options}
     for part in ("keys", "values"):
-      own = {
+      part_options = {
         name.removeprefix(f"{part}."): value
         for name, value in options.items()
         if name.startswith(f"{part}.")
       }
       vectors: Any = getattr(self, part)
-      new[part] = dataclasses.replace(vectors, **own)
+      new[part] = dataclasses.replace(vectors, **part_options)
     return dataclasses.replace(self, **new)
 
   def _own(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The codec of a cache as the format in which keys and values travel.
+"""The codec of a cache as the format in which keys and values are sent.
 
 Guarantees: what arrives is what the cache reads back of the same keys and
 values, bit for bit: a vector is encoded once, by the shard that has it, from
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodecWire:
-  """Keys and values on their way as a codec's bytes.
+  """Wire format that sends keys and values as a codec's bytes.
 
-  It is a `Wire` of `ops/attention/wire_format.py`.
+  It is a `Wire` of `ops/attention/strategies/wire_format.py`.
 
   Attributes:
-    keys: a `VectorCodec`.
-    values: another, or the same.
-    dtype: of the cache: what vectors are rounded to before they are encoded;
-      None: as they are.
+    keys: Codec of keys, a `VectorCodec`.
+    values: Codec of values.
+    dtype: Dtype of the cache, to which vectors are rounded before they are
+      encoded; None for no rounding.
   """
 
   keys: VectorCodec
@@ -38,13 +38,13 @@ class CodecWire:
   dtype: DTypeLike | None = None
 
   def __str__(self) -> str:
-    same = self.keys == self.values
-    return f"{self.keys}" if same else f"{self.keys} and {self.values}"
+    same_codec = self.keys == self.values
+    return f"{self.keys}" if same_codec else f"{self.keys} and {self.values}"
 
   def send(
     self, k: Shaped[Array, "B K S H"], v: Shaped[Array, "B K S J"]
   ) -> tuple[jax.Array, int]:
-    """uint8 [B, K, S, X], the bytes of keys and behind them those of values."""
+    """Encodes to uint8 [B, K, S, X]: bytes of keys, then those of values."""
     if self.dtype is not None:
       k, v = k.astype(self.dtype), v.astype(self.dtype)
     return jnp.concatenate([self.keys.encode(k), self.values.encode(v)], -1), 2

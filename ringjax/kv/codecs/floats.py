@@ -59,8 +59,8 @@ class Floats:
     top = np.float32(jnp.finfo(dtype).max)
     largest = jnp.max(jnp.abs(x), -1, keepdims=True)
     scale = (largest / top).astype(jnp.float16)
-    wide = jnp.where(scale > 0, scale.astype(jnp.float32), 1)
-    small = jnp.clip(x / wide, -top, top).astype(dtype)
+    safe_scale = jnp.where(scale > 0, scale.astype(jnp.float32), 1)
+    small = jnp.clip(x / safe_scale, -top, top).astype(dtype)
     return jnp.concatenate(
       [code_bytes.to_bytes(small), code_bytes.to_bytes(scale)], -1
     )

@@ -55,9 +55,9 @@ class Hadamard:
     unit = x / jnp.where(length > 0, length, 1)
     levels = np.asarray(gaussian_levels(self.bits))
     codes = nearest(transform(unit) * np.float32(math.sqrt(dim)), levels)
-    found = jnp.asarray(lookup(codes, levels))
+    decoded = jnp.asarray(lookup(codes, levels))
     # As long as it was: rounding shortens.
-    norm = jnp.sqrt(jnp.sum(found * found, -1, keepdims=True))
+    norm = jnp.sqrt(jnp.sum(decoded * decoded, -1, keepdims=True))
     scale = length / norm
     return jnp.concatenate(
       [code_bytes.pack(codes, self.bits), code_bytes.half_bytes(scale)], -1
@@ -70,8 +70,8 @@ class Hadamard:
     dtype: DTypeLike,
     constants: Sequence[Any] = (),
   ) -> Float[Array, "B K T D"]:
-    found = self.decode_transformed(data, dim, jnp.float32, constants)
-    return self.transform(found, back=True).astype(dtype)
+    transformed = self.decode_transformed(data, dim, jnp.float32, constants)
+    return self.transform(transformed, back=True).astype(dtype)
 
   def transform(
     self, x: Float[Array, "*batch D"], *, back: bool = False
@@ -86,16 +86,16 @@ class Hadamard:
     dtype: DTypeLike,
     constants: Sequence[Any] = (),
   ) -> Float[Array, "B K T D"]:
-    """As `decode`, in the basis of `transform`, which costs less."""
+    """Decodes without the inverse transform: in the basis of `transform`."""
     del constants
     start = code_bytes.packed_bytes(dim, self.bits)
     scale = code_bytes.halves(data, start, 1)
     codes = code_bytes.unpack(data, self.bits, dim)
-    found = lookup(codes, np.asarray(gaussian_levels(self.bits))) * scale
-    return found.astype(dtype)
+    decoded = lookup(codes, np.asarray(gaussian_levels(self.bits))) * scale
+    return decoded.astype(dtype)
 
   def code_format(self, dim: int) -> CodeFormat:
-    """How its bytes hold the transformed numbers."""
+    """Layout of a vector's bytes, which are codes of transformed numbers."""
     return CodeFormat(
       dim=dim, bits=self.bits, halves=1, levels=gaussian_levels(self.bits)
     )

@@ -21,7 +21,7 @@ from ringjax.kv.codecs.codec import Codec
 if TYPE_CHECKING:
   from ringjax.kv.cache import LayerCacheSpec
 
-# What `allocate_bits` writes beside a model.
+# File that `allocate_bits` writes next to a model.
 BITS_FILE = "kv_bits.json"
 
 
@@ -30,11 +30,11 @@ class PerHead:
   """A codec for each KV head of each layer.
 
   Attributes:
-    codecs: those that occur; all of keys before their rotation, or none.
-    which: for each layer of the model the number of each KV head's codec; ()
-      for layers without keys.
-    source: the file that says so, or "".
-    loss: nats a token that it costs where that was measured, or None.
+    codecs: Codecs that heads have; all of keys before their rotation, or none.
+    which: Number of each KV head's codec, by layer of the model; () for layers
+      without keys.
+    source: File of the table, or "".
+    loss: Loss that it adds, in nats a token, if it was measured, or None.
   """
 
   codecs: tuple[Codec, ...]
@@ -51,8 +51,8 @@ class PerHead:
         "pass codecs=(rj.kv.KINDS['hadamard4'].codec, ...)",
       )
     used = {n for layer in self.which for n in layer}
-    whole = all(type(n) is int for n in used)
-    if not used or not whole or not used <= {*range(len(self.codecs))}:
+    all_ints = all(type(n) is int for n in used)
+    if not used or not all_ints or not used <= {*range(len(self.codecs))}:
       raise OptionError(
         "which",
         f"{sorted(used, key=str)}"[:80],
@@ -78,7 +78,7 @@ class PerHead:
 
   @property
   def digest(self) -> str:
-    """Of the codecs and the table."""
+    """Digest of the codecs and the table."""
     text = f"{self.codecs} {self.which}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -90,18 +90,18 @@ class PerHead:
     )
 
   def table(self, shape: LayerCacheSpec) -> tuple[tuple[int, ...], ...]:
-    """The numbers of the codecs, [L, K], of a kind of layers.
+    """Numbers of the heads' codecs in a kind of layers, [L, K].
 
     Args:
-      shape: its `LayerCacheSpec`.
+      shape: Cache of one of these layers.
 
     Raises:
-      OptionError: the table of another model.
+      OptionError: If the table is of another model.
     """
     last = max(shape.which, default=len(self.which))
     rows = () if last >= len(self.which) else shape.which
-    found = tuple(self.which[n] for n in rows)
-    if not found or any(len(row) != shape.heads for row in found):
+    table = tuple(self.which[n] for n in rows)
+    if not table or any(len(row) != shape.heads for row in table):
       raise OptionError(
         "which",
         f"a table of {len(self.which)} layers, with "
@@ -110,56 +110,61 @@ class PerHead:
         f"{', '.join(map(str, shape.which)) or 'of its kinds'}"[:120],
         "allocate bits for this model with rj.kv.allocate_bits",
       )
-    return found
+    return table
 
   def constants(self, number: int, shape: LayerCacheSpec) -> tuple[Any, ...]:
-    """For each codec its `constants`, of its heads: [n, g, x]."""
+    """Constants of each codec for its heads, [n, g, x]."""
     places = HeadPlaces.of(self, shape)
-    one = lambda part, way: tuple(x[places.index(way)] for x in part)
+    of_heads = lambda part, way: tuple(x[places.index(way)] for x in part)
     return tuple(
       tuple(
-        one(part, way) for part in self.codecs[way].constants(number, shape)
+        of_heads(part, way)
+        for part in self.codecs[way].constants(number, shape)
       )
       for way in places.ways
     )
 
   def constant_shapes(self, shape: LayerCacheSpec) -> tuple[Any, ...]:
-    """Their shapes; they are float32."""
+    """Shapes of `constants`, which are float32."""
     places = HeadPlaces.of(self, shape)
 
-    def one(part: PyTree, way: int) -> tuple[tuple[int, ...], ...]:
+    def head_shapes(part: PyTree, way: int) -> tuple[tuple[int, ...], ...]:
       lead = places.count(way), places.group
       return tuple((*lead, *x[2:]) for x in part)
 
     return tuple(
-      tuple(one(part, way) for part in self.codecs[way].constant_shapes(shape))
+      tuple(
+        head_shapes(part, way)
+        for part in self.codecs[way].constant_shapes(shape)
+      )
       for way in places.ways
     )
 
   def for_model(self, load: Callable[[Any], Any]) -> PerHead:
-    """For a model; `load` reads what a file has of it."""
-    made = tuple(codec.for_model(load) for codec in self.codecs)
-    return dataclasses.replace(self, codecs=made)
+    """Reads the calibrations of a model by `load`."""
+    codecs = tuple(codec.for_model(load) for codec in self.codecs)
+    return dataclasses.replace(self, codecs=codecs)
 
   def options(self) -> dict[str, Any]:
-    """What can be set: nothing."""
+    """Options that text can set: none."""
     return {}
 
   def with_options(self, options: dict[str, Any]) -> PerHead:
-    """Itself."""
+    """Returns the codec unchanged."""
     del options
     return self
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadPlaces:
-  """Where the heads of a kind of layers are, in an array for each codec.
+  """Places of the heads of a kind of layers, in an array for each codec.
 
   Attributes:
-    group: g, heads that have the same codec in each layer and stay together.
-    ways: the numbers of the codecs that occur.
-    way: [L, K / g], which of the ways a group has.
-    row: [L, K / g], and its number among those.
+    group: Number of heads that have the same codec in each layer and stay
+      together, g.
+    ways: Numbers of the codecs that occur.
+    way: Index into `ways` of each group's codec, [L, K / g].
+    row: Index of each group among the groups of its codec, [L, K / g].
   """
 
   group: int
@@ -169,7 +174,7 @@ class HeadPlaces:
 
   @classmethod
   def of(cls, codec: PerHead, shape: LayerCacheSpec) -> HeadPlaces:
-    """Those of a kind of layers."""
+    """Places for a kind of layers."""
     table, heads = codec.table(shape), shape.heads
     alike = lambda g: all(
       len({*layer[n : n + g]}) == 1
@@ -189,7 +194,7 @@ class HeadPlaces:
     return cls(group, ways, tuple(way), tuple(map(tuple, row)))
 
   def count(self, way: int) -> int:
-    """Groups that have a codec."""
+    """Number of groups that have a codec."""
     number = self.ways.index(way)
     return sum(layer.count(number) for layer in self.way)
 
@@ -197,8 +202,8 @@ class HeadPlaces:
     """Layers [n, 1] and heads [n, g] of the groups that have a codec."""
     number, layers, heads = self.ways.index(way), [], []
     for n, layer in enumerate(self.way):
-      for m, one in enumerate(layer):
-        if one == number:
+      for m, codec_number in enumerate(layer):
+        if codec_number == number:
           layers.append([n])
           heads.append([m * self.group + i for i in range(self.group)])
     return layers, heads
@@ -206,10 +211,10 @@ class HeadPlaces:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Allocated:
-  """The codecs that a file says, see `rj.kv.allocate_bits`.
+  """Codecs of heads from a file, see `rj.kv.allocate_bits`.
 
   Attributes:
-    table: the file, or the folder that has it.
+    table: File, or the folder that has it.
   """
 
   table: str | None = None
@@ -226,7 +231,7 @@ class Allocated:
       raise self._without_table(f"{path}, which does not exist")
 
   def for_model(self, load: Callable[[Any], Any]) -> PerHead:
-    """The codecs; `load` reads what a file has of a model."""
+    """Reads the heads' codecs from the file by `load`."""
     return load(str(self._path())).kind.codec
 
   def _path(self) -> pathlib.Path:
@@ -247,11 +252,11 @@ class Allocated:
     )
 
   def options(self) -> dict[str, Any]:
-    """What can be set: by name."""
+    """Options that text can set, by name."""
     return {"table": self.table}
 
   def with_options(self, options: dict[str, Any]) -> Allocated:
-    """With other values."""
+    """Replaces options by other values."""
     return Allocated(table=options.get("table", self.table))
 
 

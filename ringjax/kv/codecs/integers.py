@@ -55,13 +55,13 @@ class Integers:
     cut = jnp.pad(x.astype(jnp.float32), pad, mode="edge")
     cut = cut.reshape(*x.shape[:-1], groups, size)
     half = lambda x: x.astype(jnp.float16).astype(jnp.float32)
-    least = half(jnp.min(cut, -1))
-    step = half((jnp.max(cut, -1) - least) / np.float32(2**self.bits - 1))
+    smallest = half(jnp.min(cut, -1))
+    step = half((jnp.max(cut, -1) - smallest) / np.float32(2**self.bits - 1))
     safe = jnp.where(step > 0, step, 1)[..., None]
-    codes = jnp.round((cut - least[..., None]) / safe)
+    codes = jnp.round((cut - smallest[..., None]) / safe)
     codes = jnp.clip(codes, 0, 2**self.bits - 1).astype(jnp.uint8)
     codes = codes.reshape(*x.shape[:-1], -1)[..., :dim]
-    scales = code_bytes.half_bytes(jnp.concatenate([step, least], -1))
+    scales = code_bytes.half_bytes(jnp.concatenate([step, smallest], -1))
     return jnp.concatenate([code_bytes.pack(codes, self.bits), scales], -1)
 
   def decode(
@@ -79,17 +79,17 @@ class Integers:
     size = -(-dim // groups)
 
     def of_group(first: int) -> jax.Array:
-      # A choice is quicker than a reshape, which vector units do not like.
-      found = scales[..., first : first + 1]
+      # On vector units a select is faster than a reshape.
+      scale = scales[..., first : first + 1]
       for n in range(1, groups):
-        other = scales[..., first + n : first + n + 1]
-        found = jnp.where(place >= n * size, other, found)
-      return found
+        group_scale = scales[..., first + n : first + n + 1]
+        scale = jnp.where(place >= n * size, group_scale, scale)
+      return scale
 
     return (codes * of_group(0) + of_group(groups)).astype(dtype)
 
   def code_format(self, dim: int) -> CodeFormat:
-    """How its bytes hold the numbers."""
+    """Layout of a vector's bytes."""
     return CodeFormat(
       dim=dim, bits=self.bits, groups=self._groups(dim), halves=2
     )

@@ -29,19 +29,19 @@ def lookup(
   A processor's vector unit chooses; it does not load from many places.
   """
   count = levels.shape[-1]
-  found: list[Any] = [
+  candidates: list[Any] = [
     jnp.broadcast_to(_each(levels, n), codes.shape) for n in range(count)
   ]
   bit = 0
-  while len(found) > 1:
+  while len(candidates) > 1:
     odd = (codes >> np.uint8(bit)) & np.uint8(1) != 0
-    pairs = zip(found[::2], found[1::2], strict=True)
-    found = [jnp.where(odd, b, a) for a, b in pairs]
+    pairs = zip(candidates[::2], candidates[1::2], strict=True)
+    candidates = [jnp.where(odd, b, a) for a, b in pairs]
     bit += 1
-  return found[0]
+  return candidates[0]
 
 
 def _each(levels: jax.Array | np.ndarray, n: int) -> jax.Array:
   """Level n, in a shape that goes with [B, K, T, D]."""
-  one = jnp.asarray(levels[..., n], jnp.float32)
-  return one[None, :, None, None] if one.ndim else one.reshape(1, 1, 1, 1)
+  level = jnp.asarray(levels[..., n], jnp.float32)
+  return level[None, :, None, None] if level.ndim else level.reshape(1, 1, 1, 1)

@@ -72,7 +72,7 @@ class PageOutliers:
   Attributes:
     share: Part of a page's numbers that is beyond thresholds.
     group: Tokens of a page, P.
-    marks: Whether each token has a bit of its own.
+    marks: Whether each token has a mark, one bit.
   """
 
   share: float

@@ -28,7 +28,7 @@ class FastGen(Policy):
   the most frequent tokens; also the nearest tokens; all tokens. A head takes
   the smallest with which every query head of the group recovers `recovered`.
   As in the paper, heads keep what they chose for a prompt: `generate` and
-  `Session` fix the choices at the end of the first prompt behind which `window`
+  `Session` fix the choices at the end of the first prompt after which `window`
   queries are known. Until then heads choose at each eviction.
 
   Attributes:

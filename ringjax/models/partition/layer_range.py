@@ -123,17 +123,17 @@ def load_layers(
   if dtype is None and checkpoint.wide_on_cpu(parameters(part), stored):
     stored = jnp.dtype(jnp.float32)
     part = _shapes(config, first, end, stored)
-  whole = jax.eval_shape(
+  full_shapes = jax.eval_shape(
     lambda: checkpoint.cast(Transformer(config, nnx.Rngs(0)), stored)
   )
   params = parameters(part)
   shardings = dict.fromkeys(params)
   checkpoint.check_memory(params, shardings, None)
-  whole_contents = contents(folder, family, whole, source)
+  whole_contents = contents(folder, family, full_shapes, source)
   own_tensors = [
     tensor
     for t in whole_contents.tensors
-    if (tensor := _own(t, whole.stack, part, first)) is not None
+    if (tensor := _own(t, full_shapes.stack, part, first)) is not None
   ]
   own_contents = dataclasses.replace(whole_contents, tensors=own_tensors)
   arrays = checkpoint.read_parameters(own_contents, params, shardings)
@@ -141,7 +141,7 @@ def load_layers(
   if embedding is not None:
     checkpoint.check_heads(folder, own_contents.heads, embedding)
   return LayerRange(
-    whole=whole,
+    whole=full_shapes,
     model=checkpoint.with_arrays(part, arrays),
     first=first,
     digest=digest_of(folder),

@@ -182,10 +182,10 @@ def in_file_order(
   """
   layers: dict[str, dict[int, np.ndarray]] = {}
   for name, x in arrays.items():
-    number, rest = name.split(".", 1)
+    number, array_name = name.split(".", 1)
     rows = kind_rows(model.stack.runs)[int(number)]
     for layer, (kind, index) in zip(x, rows, strict=True):
-      layers.setdefault(f"{kind}.{rest}", {})[index] = layer
+      layers.setdefault(f"{kind}.{array_name}", {})[index] = layer
   return {
     name: np.stack([x[n] for n in sorted(x)]) for name, x in layers.items()
   }

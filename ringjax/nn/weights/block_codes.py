@@ -155,37 +155,37 @@ class BlockCodesLinear(nnx.Module):
   def _weight(
     self, arrays: tuple[jax.Array | None, ...], dtype: DTypeLike
   ) -> Float[Array, "I ..."]:
-    codes, step, least = arrays
+    codes, step, minimum = arrays
     assert codes is not None and step is not None
     parts = self.layout.numbers(codes)
     x = jnp.concatenate(parts, 1).astype(jnp.float32)
     x = x * step.astype(jnp.float32)[:, None]
-    if least is not None:
-      x = x + least.astype(jnp.float32)[:, None]
+    if minimum is not None:
+      x = x + minimum.astype(jnp.float32)[:, None]
     return x.astype(dtype).reshape(-1, *x.shape[2:])
 
   def _by_groups(
     self, x: Float[Array, "*batch I"], arrays: tuple[jax.Array | None, ...]
   ) -> Float[Array, "*batch O"]:
     """x . weight, of x's dtype; no group's floats leave the product."""
-    codes, step, least = arrays
+    codes, step, minimum = arrays
     assert codes is not None
     groups, outer = codes.shape[0], codes.shape[-1]
     parts = x.reshape(*x.shape[:-1], groups, self.layout.group)
 
     def add(y: jax.Array, group: tuple) -> tuple[jax.Array, None]:
-      x, codes, step, least = group
+      x, codes, step, minimum = group
       dot = lambda x, c: linear_product(x, c.astype(x.dtype), 1, wide=True)
       numbers = self.layout.numbers(codes)
       halves = jnp.split(x, len(numbers), -1)
       rows = (None,) * (y.ndim - 1)
       sums = sum(map(dot, halves, numbers))
       y = y + sums * step.astype(jnp.float32)[rows]
-      if least is not None:
+      if minimum is not None:
         total = jnp.sum(x, -1, keepdims=True, dtype=jnp.float32)
-        y = y + total * least.astype(jnp.float32)[rows]
+        y = y + total * minimum.astype(jnp.float32)[rows]
       return y, None
 
     start = collectives.zeros((*x.shape[:-1], outer), jnp.float32, x)
-    scan_inputs = (jnp.moveaxis(parts, -2, 0), codes, step, least)
+    scan_inputs = (jnp.moveaxis(parts, -2, 0), codes, step, minimum)
     return lax.scan(add, start, scan_inputs)[0].astype(x.dtype)

@@ -71,13 +71,13 @@ def nibbles(
   inner, outer = weight.shape
   padded = jnp.pad(weight.astype(jnp.float32), ((0, -inner % group), (0, 0)))
   parts = padded.reshape(-1, group, outer)
-  least, largest = parts.min(1), parts.max(1)
-  step = (largest - least) / jnp.float32(15)
+  smallest, largest = parts.min(1), parts.max(1)
+  step = (largest - smallest) / jnp.float32(15)
   step = jnp.where(step > 0, step, jnp.float32(1))
-  codes = jnp.round((parts - least[:, None]) / step[:, None])
+  codes = jnp.round((parts - smallest[:, None]) / step[:, None])
   codes = jnp.clip(codes, 0, 15).astype(jnp.uint8)
   high, low = jnp.split(codes, 2, 1)
-  return (high << 4) | low, step, least
+  return (high << 4) | low, step, smallest
 
 
 def of_nibbles(
@@ -135,17 +135,19 @@ class Coded4Linear(nnx.Module):
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
     lead = x.shape[: x.ndim - self.contracted]
-    codes, step, least = (p[...] for p in (self.codes, self.step, self.least))
+    codes, step, smallest = (
+      p[...] for p in (self.codes, self.step, self.least)
+    )
     groups, half, *out = codes.shape
     codes = codes.reshape(groups, half, -1)
-    step, least = step.reshape(groups, -1), least.reshape(groups, -1)
+    step, smallest = step.reshape(groups, -1), smallest.reshape(groups, -1)
     x = x.reshape(*lead, math.prod(self.inputs))
     num_padding = 2 * half * groups - x.shape[-1]
     x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, num_padding)])
     if math.prod(lead) <= _FEW:
-      y = _by_groups(x, codes, step, least)
+      y = _by_groups(x, codes, step, smallest)
     else:
-      y = linear_product(x, of_nibbles(codes, step, least, x.dtype), 1)
+      y = linear_product(x, of_nibbles(codes, step, smallest, x.dtype), 1)
     y = y.reshape(*lead, *out)
     if self.bias is None:
       return y
@@ -163,12 +165,12 @@ def _by_groups(
   parts = x.reshape(*x.shape[:-1], groups, 2 * half)
 
   def add(y: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-    x, codes, step, least = group
+    x, codes, step, smallest = group
     dot = lambda x, c: linear_product(x, c.astype(x.dtype), 1, wide=True)
     sums = dot(x[..., :half], codes >> 4) + dot(x[..., half:], codes & 15)
     total = jnp.sum(x, -1, keepdims=True, dtype=jnp.float32)
     rows = (None,) * (y.ndim - 1)
-    return y + sums * step[rows] + total * least[rows], None
+    return y + sums * step[rows] + total * smallest[rows], None
 
   start = collectives.zeros((*x.shape[:-1], outer), jnp.float32, x)
   scan_inputs = (jnp.moveaxis(parts, -2, 0), codes, step, least)

@@ -234,7 +234,7 @@ class ScoreTile:
     """Dropout weight of each pair of the tile: 0 or 1 / (1 - rate)."""
     context, way = self.args.context, self.way
     assert context.seed is not None and context.heads is not None
-    return kept(
+    return dropout_weights(
       self.args.scores.dropout_rate,
       context.seed[:, None, None, None, None],
       way.head(context.heads.astype(jnp.uint32)),
@@ -244,7 +244,7 @@ class ScoreTile:
     )
 
 
-def kept(
+def dropout_weights(
   rate: float,
   seed: UInt[Array, " ..."],
   head: UInt[Array, " ..."],

@@ -84,14 +84,16 @@ def causal_conv(
     )
   if bias is not None:
     bias = sequence.floats("bias", as_array("bias", bias))
-    sequence.fits("bias", bias, (channels,))
+    sequence.check_shape("bias", bias, (channels,))
   taps = weight.shape[1]
   if before is not None:
     before = sequence.floats("before", as_array("before", before))
-    sequence.fits("before", before, (x.shape[0], taps - 1, channels))
+    sequence.check_shape("before", before, (x.shape[0], taps - 1, channels))
   seg = sequence.documents(segment_ids, x)
   split_operands = (x,) if seg is None else (x, seg)
-  place, layout = sequence.found(split_operands, "x", mesh, axis, layout, False)
+  place, layout = sequence.sharding_and_layout(
+    split_operands, "x", mesh, axis, layout, False
+  )
   if before is not None and place.size > 1 and not sequence.in_order(layout):
     raise OptionError(
       "before",
@@ -242,10 +244,10 @@ def gated_delta_rule(
   }
   b, t, heads, h = x["q"].shape
   n, j = x["v"].shape[2:]
-  sequence.fits("k", x["k"], (b, t, heads, h))
-  sequence.fits("v", x["v"], (b, t, n, j))
+  sequence.check_shape("k", x["k"], (b, t, heads, h))
+  sequence.check_shape("v", x["v"], (b, t, n, j))
   for name in ("decay", "beta"):
-    sequence.fits(name, x[name], (b, t, n))
+    sequence.check_shape(name, x[name], (b, t, n))
   for name in ("k", "v"):
     if x[name].dtype != x["q"].dtype:
       raise DtypeError(
@@ -265,10 +267,12 @@ def gated_delta_rule(
     )
   if initial is not None:
     initial = sequence.floats("initial", as_array("initial", initial))
-    sequence.fits("initial", initial, (b, n, h, j))
+    sequence.check_shape("initial", initial, (b, n, h, j))
   seg = sequence.documents(segment_ids, x["q"])
   split_operands = tuple(x.values()) if seg is None else (*x.values(), seg)
-  place, layout = sequence.found(split_operands, "q", mesh, axis, layout, True)
+  place, layout = sequence.sharding_and_layout(
+    split_operands, "q", mesh, axis, layout, True
+  )
   out, state = sequence.run(
     _Delta(chunk), place, layout, (*x.values(), seg, initial),
     ("btnH", "btnH", "btnj", "btn", "btn", "bt", "bnHj"), ("btnj", "bnHj"),

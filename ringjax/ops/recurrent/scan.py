@@ -87,7 +87,9 @@ def associative_scan(
         "one length",
         "pad or broadcast them",
       )
-  place, layout = sequence.found(x, "elements", mesh, axis, layout, True)
+  place, layout = sequence.sharding_and_layout(
+    x, "elements", mesh, axis, layout, True
+  )
   shards = place.size
   total = sum(a.nbytes // a.shape[1] for a in x)
   f = _Scan(combine, tree, bool(reverse), _gathered(total, shards))
@@ -160,9 +162,11 @@ def linear_recurrence(
   seg = sequence.documents(segment_ids, b)
   if initial is not None:
     initial = sequence.floats("initial", as_array("initial", initial))
-    sequence.fits("initial", initial, (shape[0], *shape[2:]))
+    sequence.check_shape("initial", initial, (shape[0], *shape[2:]))
   split_operands = (b, a) if seg is None else (b, a, seg)
-  place, layout = sequence.found(split_operands, "b", mesh, axis, layout, True)
+  place, layout = sequence.sharding_and_layout(
+    split_operands, "b", mesh, axis, layout, True
+  )
   dtype = jnp.promote_types(wide_dtype(a.dtype), wide_dtype(b.dtype))
   total = 2 * math.prod((shape[0], *shape[2:])) * dtype.itemsize
   f = _Recurrence(bool(reverse), _gathered(total, place.size), dtype.name)

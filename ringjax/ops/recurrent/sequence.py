@@ -296,7 +296,7 @@ def _to_mesh(x: Any, mesh: Mesh, dims: str, axis: str | None) -> Any:
 # Checks of a call's arguments.
 
 
-def found(
+def sharding_and_layout(
   x: Sequence[Shaped[Array, "#B T ..."]],
   name: str,
   mesh: Mesh | AbstractMesh | None,
@@ -360,7 +360,7 @@ def tokens(
   return x
 
 
-def fits(
+def check_shape(
   name: str, x: Shaped[Array, " ..."], want: tuple[int, ...]
 ) -> jax.Array:
   """Return x, or raise if its shape is not `want`."""
@@ -394,7 +394,7 @@ def documents(
     raise DtypeError(
       "segment_ids", seg.dtype, "an integer dtype", "number the documents"
     )
-  return fits("segment_ids", seg, x.shape[:2]).astype(jnp.int32)
+  return check_shape("segment_ids", seg, x.shape[:2]).astype(jnp.int32)
 
 
 def called(name: str, f: object) -> None:

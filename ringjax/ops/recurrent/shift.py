@@ -76,7 +76,9 @@ def token_shift(
   seg = sequence.documents(segment_ids, x)
   fill = _fill_value(fill, x.dtype)
   split_operands = (x,) if seg is None else (x, seg)
-  place, layout = sequence.found(split_operands, "x", mesh, axis, layout, False)
+  place, layout = sequence.sharding_and_layout(
+    split_operands, "x", mesh, axis, layout, False
+  )
   dims = sequence.letters(x.ndim)
   (y,) = sequence.run(
     _Shift(int(by)), place, layout, (x, fill, seg), (dims, "", "bt"), (dims,)

@@ -427,12 +427,12 @@ class ImportantLink(StoreLink):
     return None
 
   def _read(self, names: list[bytes], question: np.ndarray) -> StoredPrefix:
-    page, how = self._tree.page, self.how
+    page, options = self._tree.page, self.how
     uses = [self._use(name) for name in names]
     chain = NodeChain([use.node for use in uses])
     count = len(names) * self._pages_each
-    pages = max(1, math.ceil(how.share * count - 1e-6))
-    work = Impress(chain, keep=pages / count, alpha=how.alpha)
+    pages = max(1, math.ceil(options.share * count - 1e-6))
+    work = Impress(chain, keep=pages / count, alpha=options.alpha)
     kept_tokens = []
 
     def attend(number: int, q: Any, k: Any, v: Any, scale: float) -> Any:
@@ -453,11 +453,11 @@ class ImportantLink(StoreLink):
     payloads = self._payloads(kept_tokens, count - pages, count)
     self._count(work.counters, chain)
     for n, use in enumerate(uses):
-      cut = slice(n * how.segment, (n + 1) * how.segment)
+      cut = slice(n * options.segment, (n + 1) * options.segment)
       new = work.importance[:, cut]
       use.count += 1
       use.importance = use.importance + (new - use.importance) / use.count
-      if use.count in _PACK_AT and how.share < 1:
+      if use.count in _PACK_AT and options.share < 1:
         self._unpacked[names[n]] = use.node, use.importance
     if self._unpacked:
       self._copier.submit(self._pack)

@@ -470,7 +470,7 @@ def _forms(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
 def _by_layer(
   model: Transformer, f: Callable[[Mapping[str, jax.Array]], dict[str, Any]]
 ) -> list[Any]:
-  """What `f` says of a model's arrays, however its layers are grouped."""
+  """Results of `f` for a model's arrays, however its layers are grouped."""
   paths = jax.tree_util.tree_leaves_with_path(model)
   facts = f(
     {jax.tree_util.keystr(k, simple=True, separator="."): x for k, x in paths}

@@ -104,9 +104,9 @@ class ScoredTiers:
     if len(heap) > 4 * self._count[tier] + 64:
       current: dict[Hashable, tuple[float, int, Hashable]] = {}
       for entry in heap:
-        score, _, held = entry
-        if self._tier.get(held) == tier and self.score(held) == score:
-          current[held] = min(entry, current.get(held, entry))
+        score, _, tier_key = entry
+        if self._tier.get(tier_key) == tier and self.score(tier_key) == score:
+          current[tier_key] = min(entry, current.get(tier_key, entry))
       heap[:] = current.values()
       heapq.heapify(heap)
 

@@ -148,7 +148,9 @@ class AutoKernel(LocalAlgorithm):
     if platform not in KERNELS or not alone:
       blockwise = Blockwise(self.q_block, self.kv_block)
       return blockwise.on_device(platform, kind, alone)
-    return dataclasses.replace(self, platform=platform, chip=chips.known(kind))
+    return dataclasses.replace(
+      self, platform=platform, chip=chips.machine_name(kind)
+    )
 
   def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
     """Tile of the preferred algorithm for calls of these lengths."""

@@ -86,7 +86,7 @@ class CuDNN(LocalAlgorithm):
   @staticmethod
   def knows(mask: Mask) -> bool:
     """Whether cuDNN computes hops under this mask itself."""
-    return hop_kinds.known(mask)
+    return hop_kinds.has_known_kinds(mask)
 
   def decline(
     self, scores: Scores, x: Local, terms: Terms, context: Context

@@ -242,7 +242,7 @@ class _TileScores(NamedTuple):
   def dropout_weight(self) -> jax.Array:
     """Dropout weight of each pair."""
     word = lambda a: lax.bitcast_convert_type(a, jnp.uint32)
-    return scoring.kept(
+    return scoring.dropout_weights(
       self.scores.dropout_rate,
       word(jnp.full((1, 1), self.seed, jnp.int32)),
       word(jnp.full((1, 1), self.head, jnp.int32)),

@@ -109,7 +109,7 @@ def _conjuncts(mask: Mask) -> list[Mask]:
   return [mask]
 
 
-def known(mask: Mask) -> bool:
+def has_known_kinds(mask: Mask) -> bool:
   """Whether hops under this mask are mostly of a kind other than `OTHER`."""
   simple_masks = (Causal, Everything, SameSegment)
   return all(isinstance(term, simple_masks) for term in _conjuncts(mask))
@@ -136,7 +136,7 @@ def kinds(
   has_term = lambda kind: any(
     isinstance(term, kind) for term in _conjuncts(mask)
   )
-  if known(mask) and has_term(Causal):
+  if has_known_kinds(mask) and has_term(Causal):
     if has_term(SameSegment):
       real &= row.first_seg == row.last_seg
       real &= column.first_seg == column.last_seg

@@ -291,9 +291,9 @@ def test_kinds_are_never_wrong(data):
 
 
 def test_which_masks_have_kinds():
-  assert kinds.known(Causal() & (SameSegment() & Everything()))
-  assert not kinds.known(Causal() & Window(4))
-  assert not kinds.known(Causal() | SameSegment())
+  assert kinds.has_known_kinds(Causal() & (SameSegment() & Everything()))
+  assert not kinds.has_known_kinds(Causal() & Window(4))
+  assert not kinds.has_known_kinds(Causal() | SameSegment())
 
 
 # ---------------------------------------------------------------------------
