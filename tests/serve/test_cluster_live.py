@@ -155,9 +155,9 @@ class Live:
   def kill(self, name):
     """As if its process were gone: sockets close, and nothing else happens."""
     worker = self.workers[name]
-    worker._closed = True
-    if worker._link is not None:
-      worker._link._wire.close()
+    worker._membership.closed = True
+    if worker._membership.link is not None:
+      worker._membership.link._wire.close()
     worker.publisher._server.close()
     for wire in list(worker.publisher._wires.values()):
       wire.close()
@@ -177,7 +177,7 @@ class Live:
     """Waits until no page is published and no engine has anything to do."""
 
     def busy():
-      live = [w for w in self.workers.values() if not w._closed]
+      live = [w for w in self.workers.values() if not w._membership.closed]
       return any(w.publisher.offered or w._tasks for w in live)
 
     until(lambda: not busy())
@@ -365,8 +365,8 @@ def test_an_instance_that_is_lost(model, alone, stage):
         assert grown.wait(WAIT_S)
         if stage == "silent":
           # It hangs: nothing comes, and nothing is closed.
-          live.workers["decode1"]._link._wire.tell_object = lambda _: (
-            time.sleep(WAIT_S)
+          live.workers["decode1"]._membership.link._wire.tell_object = (
+            lambda _: time.sleep(WAIT_S)
           )
         elif stage == "broken":
           live.engines[1]._run = lambda _: 1 // 0
@@ -427,7 +427,7 @@ def test_a_restart_under_a_name_whose_end_is_not_noticed_yet(model, alone):
       assert "no other instance" in other.refused
     # It hangs: nothing comes, and nothing is closed.
     over = threading.Event()
-    hung._link._wire.tell_object = lambda _: over.wait(WAIT_S)
+    hung._membership.link._wire.tell_object = lambda _: over.wait(WAIT_S)
     live.join("both0")
     assert live.router.counters.lost == 1
     (request,) = requests(1, seed=4)
@@ -642,9 +642,9 @@ def test_who_may_join(model):
       answer = wire.hear_object(1000)
       assert answer is None or "error" in answer
       wire.close()
-    live.workers["both0"]._link.tell(t="tokens", id=1)
+    live.workers["both0"]._membership.link.tell(t="tokens", id=1)
     assert [x.name for x in live.router.instances()] == ["both0"]
-    live.workers["both0"]._link.tell(t="view")
+    live.workers["both0"]._membership.link.tell(t="view")
     # It joins again.
     until(lambda: live.router.counters.lost == 1)
     until(lambda: live.router.instances())

@@ -145,6 +145,20 @@ def test_tokens_of_a_service_are_those_of_one_engine(model, service):
   refused(OptionError, lambda: live.router.set_role("stages", "both"), "stages")
   request = Request(prompt=prompts(1)[0], max_new_tokens=2, adapter="a")
   refused(OptionError, lambda: live.submit(request).result(), "adapter")
+  # Pages must not return between two heartbeats, which renew their leases.
+  refused(
+    OptionError,
+    lambda: cluster.PipelineWorker(
+      stages.worker._stage,
+      stages.worker._pages,
+      key=KEY,
+      router=live.router.address,
+      longest=LONGEST,
+      lease_s=1,
+      beat_s=0.5,
+    ),
+    "four times beat_s",
+  )
   stages.close()
   assert stages.results[0] == 6
 

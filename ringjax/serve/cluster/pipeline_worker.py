@@ -20,37 +20,41 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import os
-import socket
 import threading
-import time
 from typing import Any
 
 import numpy as np
 
-from ringjax.checks import number, positive_int
-from ringjax.errors import OptionError, PeerError, PromptError, RingjaxError
+from ringjax.checks import positive_int
+from ringjax.errors import OptionError, PromptError, RingjaxError
 from ringjax.infer import inputs
 from ringjax.infer.mooncake.chunk_pipeline import ChunkPipeline
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.serve.cluster.control_link import ControlLink, checked_beat, dial
+from ringjax.serve.cluster.control_link import ControlLink
+from ringjax.serve.cluster.membership import (
+  Membership,
+  default_name,
+  join_message,
+  load_report,
+  tell_failure,
+)
 from ringjax.serve.cluster.request_fields import request_of
-from ringjax.serve.cluster.routing import MOST_QUEUED
 from ringjax.serve.prefix.stage_pages import (
   StagePages,
   weight_sums,
   whole_digest,
 )
 from ringjax.serve.request import Request
-from ringjax.transfer import Publisher, Ticket
+from ringjax.transfer import Ticket
 from ringjax.transfer.client import Address
-from ringjax.transfer.wire import PullConnection
 
 # Limit of published copies, in multiples of the capacity.
 _PUBLISHED = 4
-# Seconds to wait before joining again.
-_AGAIN_S = 0.5
 _ROLE = "prefill"
+_UNMEASURED = (
+  "this router predicts by times that instances measure, and stages "
+  "measure none: give it --times or --chip, or --policy=shortest"
+)
 
 
 def gather_pages(
@@ -130,8 +134,6 @@ class PipelineWorker:
     joined: Event, set while the worker is connected to the router.
     ended: Event, set when it was closed or the group has failed.
     error: The group's failure, or None.
-    refused: Reason why the router refused the worker, or "".
-    notice: Hint at an option of the router without effect here, or "".
     prompts: Number of prompts that were read.
   """
 
@@ -181,63 +183,68 @@ class PipelineWorker:
         "run serve_stage on the others",
       )
     self._stage, self._pages = stage, pages
-    self._key, self._router = key, router
     self._longest = positive_int("longest", longest)
     self._capacity = positive_int(
       "capacity", longest if capacity is None else capacity
     )
-    self._lease_s = number("lease_s", lease_s, above=0)
-    self._silence_s, self._beat_s = checked_beat(silence_s, beat_s)
-    self.publisher = Publisher(
-      key, host=host, port=port, lease_s=lease_s, patience_s=silence_s
-    )
-    default_suffix = (
-      f"{socket.gethostname()}-{os.getpid()}-{self.publisher.address[1]}"
-    )
-    self.name = name or f"stages-{default_suffix}"
-    self.joined, self.ended = threading.Event(), threading.Event()
-    self.error: BaseException | None = None
-    self.refused = self.notice = ""
-    self.prompts = 0
     self._work = threading.Condition()
     self._tasks: dict[int, PipelineTask] = {}
-    self._tasks_taken = 0
-    self._renewed = 0.0
-    self._link: ControlLink | None = None
-    self._closed = False
+    self._membership = Membership(
+      self._work,
+      router=router,
+      key=key,
+      host=host,
+      port=port,
+      lease_s=lease_s,
+      silence_s=silence_s,
+      beat_s=beat_s,
+      tickets=self._published_tickets,
+      join_fields=self._join_fields,
+      notice=self._notice_for,
+      measure=lambda _: _UNMEASURED,
+      on_message=self._hear,
+      load=self._view,
+      on_join=lambda _: None,
+      on_lost=self._drop_all,
+    )
+    self.publisher = self._membership.publisher
+    self.name = name or default_name("stages", self.publisher)
+    self.joined, self.ended = self._membership.joined, threading.Event()
+    self.error: BaseException | None = None
+    self.prompts = 0
     self._reader = threading.Thread(
       target=self._read_loop, name=f"ringjax worker {self.name}", daemon=True
     )
     peers.on_failure(self._fail)
 
+  @property
+  def refused(self) -> str:
+    """Reason why the router refused the worker, or ""."""
+    return self._membership.refused
+
+  @property
+  def notice(self) -> str:
+    """Hint at an option of the router without effect here, or ""."""
+    return self._membership.notice
+
   def start(self) -> PipelineWorker:
     """Join the router, again whenever it was gone, and read its prompts."""
     self._reader.start()
     threading.Thread(
-      target=self._join_loop, name=f"ringjax worker {self.name}", daemon=True
+      target=self._membership.run,
+      name=f"ringjax worker {self.name}",
+      daemon=True,
     ).start()
     return self
 
   def leave(self, grace_s: int | float = 30.0) -> None:
     """Take no new prompts, finish current work within `grace_s`, and close."""
-    link = self._link
-    if link is not None:
-      link.tell(t="leave")
-    end = time.monotonic() + grace_s
-    with self._work:
-      self._work.wait_for(
-        lambda: not self._tasks or not self.joined.is_set(),
-        max(0.0, end - time.monotonic()),
-      )
+    self._membership.leave(grace_s, idle=lambda: not self._tasks)
     self.close()
 
   def close(self) -> None:
     """Leave at once, and end the group after the prompt that is being read."""
-    with self._work:
-      self._closed = True
-      self._work.notify_all()
-    if self._link is not None:
-      self._link.close("it is leaving")
+    self._membership.close()
     if self._reader.ident is not None:
       self._reader.join()
     self.publisher.close()
@@ -253,10 +260,7 @@ class PipelineWorker:
     """End the instance: a rank of the group is lost."""
     with self._work:
       self.error = self.error or error
-      self._closed = True
-      self._work.notify_all()
-    if self._link is not None:
-      self._link.close(str(error))
+    self._membership.close(str(error))
     self.ended.set()
 
   # -------------------------------------------------------------------------
@@ -294,7 +298,7 @@ class PipelineWorker:
   def _next_task(self) -> PipelineTask | None:
     """Wait for the next prompt; None once the worker is closed."""
     with self._work:
-      while not self._closed:
+      while not self._membership.closed:
         waiting = [task for task in self._tasks.values() if not task.read]
         if waiting:
           # Tasks are in the order of their arrival.
@@ -339,95 +343,42 @@ class PipelineWorker:
   # The router
   # -------------------------------------------------------------------------
 
-  def _join_loop(self) -> None:
-    """Join the router, again after each lost connection."""
-    while not self._closed:
-      wire = self._join()
-      if wire is not None:
-        over = threading.Event()
-        link = ControlLink(
-          wire,
-          on_message=self._hear,
-          on_end=lambda _, over=over: over.set(),
-          beat=self._view,
-          beat_s=self._beat_s,
-        )
-        with self._work:
-          if self._closed:
-            wire.close()
-            break
-          self._tasks_taken, self._link, self.refused = 0, link, ""
-        self.joined.set()
-        link.start()
-        over.wait()
-        self.joined.clear()
-        self._drop_all()
-      with self._work:
-        self._work.wait_for(lambda: self._closed, _AGAIN_S)
+  def _join_fields(self) -> dict[str, Any]:
+    return join_message(
+      name=self.name,
+      role=_ROLE,
+      roles=[_ROLE],
+      publisher=self.publisher,
+      layout=self._pages.layout,
+      vocab=self._stage.config.vocab,
+      longest=self._longest,
+      page=self._pages.page,
+      capacity=self._capacity,
+      rows=1,
+    )
 
-  def _join(self) -> PullConnection | None:
-    """Connect to the router; the connection, or None if it refused."""
-    try:
-      wire = dial(self._router, self._key, self._silence_s)
-    except PeerError as error:
-      self.refused = str(error)
-      return None
-    leaf = self._pages.layout.leaves[0]
-    try:
-      wire.tell_object(
-        {
-          "t": "join",
-          "name": self.name,
-          "role": _ROLE,
-          "roles": [_ROLE],
-          "address": self.publisher.address,
-          "codec": leaf.codec,
-          "dtype": leaf.dtype,
-          "vocab": self._stage.config.vocab,
-          "longest": self._longest,
-          "page": self._pages.page,
-          "capacity": self._capacity,
-          "rows": 1,
-          "times": None,
-        }
-      )
-      answer = wire.hear_object(1 << 20) or {}
-    except PeerError as error:
-      answer = {"error": str(error)}
-    if answer.get("t") == "welcome":
-      self.notice = ""
-      if answer.get("stream"):
-        self.notice = (
-          "pages leave at a prompt's end: the router's --stream has no effect "
-          "on this instance"
-        )
-      return wire
-    wire.close()
-    self.refused = str(answer.get("error", "the router closed the connection"))
-    if answer.get("t") == "measure":
-      self.refused = (
-        "this router predicts by times that instances measure, and stages "
-        "measure none: give it --times or --chip, or --policy=shortest"
-      )
-    return None
+  def _notice_for(self, streams: bool) -> str:
+    if not streams:
+      return ""
+    return (
+      "pages leave at a prompt's end: the router's --stream has no effect "
+      "on this instance"
+    )
 
   def _hear(self, fields: dict[str, Any]) -> None:
     """Handle a message of the router."""
-    link, kind = self._link, fields["t"]
+    link, kind = self._membership.link, fields["t"]
     assert link is not None
     if kind == "read":
       with self._work:
-        self._tasks_taken += 1
+        self._membership.tasks_taken += 1
       if fields.get("tickets"):
         # The prefix is computed with the rest.
         link.tell(t="pulled", id=int(fields["id"]), nbytes=0)
       try:
         self._take(fields, link)
       except RingjaxError as error:
-        refused = isinstance(error, OptionError | PromptError)
-        link.tell(
-          t="failed", id=int(fields["id"]), error=str(error), refused=refused
-        )
+        tell_failure(link, int(fields["id"]), error)
     elif kind == "offer":
       link.tell(t="read", id=int(fields["id"]), ticket=None, cached=0)
     elif kind == "cancel":
@@ -473,7 +424,7 @@ class PipelineWorker:
       link,
     )
     with self._work:
-      if self._closed:
+      if self._membership.closed:
         link.close("it is leaving")
         return
       self._tasks[task.number] = task
@@ -496,29 +447,21 @@ class PipelineWorker:
     for task in tasks:
       task.dropped = True
 
-  def _view(self) -> dict[str, Any]:
-    """Load report for the router; also renews the leases of published pages."""
-    now_s = time.monotonic()
+  def _published_tickets(self) -> list[Ticket]:
     with self._work:
-      tasks, tasks_taken = list(self._tasks.values()), self._tasks_taken
-    if now_s - self._renewed > self._lease_s / 3:
-      self._renewed = now_s
-      for task in tasks:
-        if task.ticket is not None:
-          self.publisher.renew(task.ticket)
-    waiting = [task for task in tasks if not task.read]
-    queue = [
-      (task.number, task.prompt.size - task.computed, task.computed)
-      for task in waiting
-    ]
-    used = sum(task.prompt.size for task in waiting)
-    return {
-      "t": "view",
-      "taken": tasks_taken,
-      "queued_requests": len(queue),
-      "queued_tokens": sum(tokens_left for _, tokens_left, _ in queue),
-      "queue": queue[:MOST_QUEUED],
-      "running_requests": 0,
-      "running_tokens": 0,
-      "free_tokens": max(0, self._capacity - used),
-    }
+      tickets = [task.ticket for task in self._tasks.values()]
+    return [ticket for ticket in tickets if ticket is not None]
+
+  def _view(self) -> dict[str, Any]:
+    """Load report for the router."""
+    with self._work:
+      tasks_taken = self._membership.tasks_taken
+      waiting = [task for task in self._tasks.values() if not task.read]
+    return load_report(
+      tasks_taken=tasks_taken,
+      queue=[
+        (task.number, task.prompt.size - task.computed, task.computed)
+        for task in waiting
+      ],
+      free_tokens=self._capacity - sum(task.prompt.size for task in waiting),
+    )

@@ -30,20 +30,16 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import os
-import socket
 import threading
 import time
 from typing import Any
 
 import numpy as np
 
-from ringjax.checks import number, one_of, positive_int
+from ringjax.checks import one_of, positive_int
 from ringjax.errors import (
   InputTypeError,
   OptionError,
-  PeerError,
-  PromptError,
   RingjaxError,
 )
 from ringjax.infer import inputs
@@ -56,13 +52,16 @@ from ringjax.serve.cluster.block_index import (
   tree_keys,
 )
 from ringjax.serve.cluster.call_log import measure_calls
-from ringjax.serve.cluster.control_link import (
-  ControlLink,
-  checked_beat,
-  dial,
+from ringjax.serve.cluster.control_link import ControlLink
+from ringjax.serve.cluster.membership import (
+  Membership,
+  default_name,
+  join_message,
+  load_report,
+  tell_failure,
 )
 from ringjax.serve.cluster.request_fields import request_of
-from ringjax.serve.cluster.routing import MOST_QUEUED, ROLES
+from ringjax.serve.cluster.routing import ROLES
 from ringjax.serve.cluster.simulate.fitted_times import instance_times
 from ringjax.serve.cluster.simulate.phase_times import QuadraticTimes
 from ringjax.serve.engine import Engine
@@ -80,17 +79,14 @@ from ringjax.serve.prefix.prefix_transfer import (
 from ringjax.serve.prefix.prefix_tree import OutOfPages
 from ringjax.serve.request import Answer, Handle, Request
 from ringjax.serve.scheduler import PromptPiece
-from ringjax.transfer import DeviceServer, Publisher, Ticket, pull
+from ringjax.transfer import DeviceServer, Ticket, pull
 from ringjax.transfer.client import Address
-from ringjax.transfer.wire import PullConnection
 
 _COPIES = 4
 # Limit of published copies, in multiples of the engine's pool.
 _PUBLISHED = 4
 # Parts of a prompt are multiples of this, to be whole pages of any size.
 _PART = 128
-# Seconds to wait before joining again.
-_AGAIN_S = 0.5
 
 
 def check_engine(engine: object) -> None:
@@ -202,8 +198,6 @@ class ClusterWorker:
     joined: Event, set while the worker is connected to the router.
     ended: Event, set when the worker stops joining: it was closed, or its
       engine failed.
-    refused: Reason why the router refused the worker, or "".
-    notice: Hint at an engine option without effect for this router, or "".
     times: Times of the engine's calls, measured for a router that predicts with
       them; None until a router has asked.
   """
@@ -258,55 +252,51 @@ class ClusterWorker:
         "pass store=rj.store.Store(host=1 << 30) to it",
       )
     one_of("role", role, ROLES)
-    self._lease_s = number("lease_s", lease_s, above=0)
-    self._silence_s, self._beat_s = checked_beat(silence_s, beat_s)
-    if lease_s < 4 * beat_s:
-      raise OptionError(
-        "lease_s",
-        lease_s,
-        f"at least {4 * beat_s:g}, four times beat_s, which renews it",
-        "pass a longer one",
-      )
     self._layout = prefix_layout(engine)
     tree = engine.scheduler.tree
     self._capacity = tree.groups[0].pages * tree.shards * tree.page
-    self._engine, self._key, self._router = engine, key, router
+    self._engine, self._key, self._silence_s = engine, key, silence_s
     self._grammars = None
     if engine.tokenizer is not None:
       self._grammars = GrammarCompiler(engine.tokenizer, engine.vocab)
     self._devices = devices
     self._device_bytes = positive_int("device_bytes", device_bytes)
-    self.publisher = Publisher(
-      key,
+    self._work = threading.Condition()
+    self._membership = Membership(
+      self._work,
+      router=router,
+      key=key,
       host=host,
       port=port,
       lease_s=lease_s,
-      patience_s=silence_s,
+      silence_s=silence_s,
+      beat_s=beat_s,
       devices=devices,
+      tickets=self._published_tickets,
+      join_fields=self._join_fields,
+      notice=self._notice_for,
+      measure=self._measure,
+      on_message=self._hear,
+      load=self._view,
+      on_join=self._begin_log,
+      on_lost=self._give_up,
     )
-    default_suffix = (
-      f"{socket.gethostname()}-{os.getpid()}-{self.publisher.address[1]}"
-    )
-    self.name, self.role = name or f"{role}-{default_suffix}", role
-    self.joined, self.ended = threading.Event(), threading.Event()
-    self.refused = self.notice = ""
+    self.publisher = self._membership.publisher
+    self.name = name or default_name(role, self.publisher)
+    self.role = role
+    self.joined, self.ended = self._membership.joined, threading.Event()
     self.times: QuadraticTimes | None = None
-    self._work = threading.Condition()
     self._tasks: dict[int, WorkerTask] = {}
     # Tasks that wait for room.
     self._pulls: collections.deque[WorkerTask] = collections.deque()
     # Device bytes of prompts that are about to be published, by task.
     self._planned: dict[int, int] = {}
-    self._tasks_taken = 0
-    self._renewed = 0.0
-    self._link: ControlLink | None = None
     # The block log that the router has, and the engine's step count at that
     # time.
     self._blocks: BlockLog | None = None
     self._reported_steps, self._reporting = -1, False
     # Prompts in prefill whose parts are published, by task.
     self._streams: dict[int, WorkerTask] = {}
-    self._closed = False
     self._copies = concurrent.futures.ThreadPoolExecutor(
       _COPIES, "ringjax worker copies"
     )
@@ -314,6 +304,16 @@ class ClusterWorker:
   # -------------------------------------------------------------------------
   # Start and stop
   # -------------------------------------------------------------------------
+
+  @property
+  def refused(self) -> str:
+    """Reason why the router refused the worker, or ""."""
+    return self._membership.refused
+
+  @property
+  def notice(self) -> str:
+    """Hint at an engine option without effect for this router, or ""."""
+    return self._membership.notice
 
   def start(self) -> ClusterWorker:
     """Start the engine and join; join again whenever the router was gone."""
@@ -331,24 +331,12 @@ class ClusterWorker:
 
     The router lets other instances do the rest.
     """
-    link = self._link
-    if link is not None:
-      link.tell(t="leave")
-    end = time.monotonic() + grace_s
-    with self._work:
-      self._work.wait_for(
-        lambda: not self._tasks or not self.joined.is_set(),
-        max(0.0, end - time.monotonic()),
-      )
+    self._membership.leave(grace_s, idle=lambda: not self._tasks)
     self.close()
 
   def close(self) -> None:
     """Leave at once; the engine stays open."""
-    with self._work:
-      self._closed = True
-      self._work.notify_all()
-    if self._link is not None:
-      self._link.close("it is leaving")
+    self._membership.close()
     self._give_up()
     self._copies.shutdown(wait=False, cancel_futures=True)
     self.publisher.close()
@@ -360,35 +348,11 @@ class ClusterWorker:
     self.close()
 
   def _join_loop(self) -> None:
-    """Join the router, again after each lost connection."""
-    while not self._closed and self._engine.open:
-      wire = self._join()
-      if wire is not None:
-        ended = threading.Event()
-        link = ControlLink(
-          wire,
-          on_message=self._hear,
-          on_end=lambda _, ended=ended: ended.set(),
-          beat=self._view,
-          beat_s=self._beat_s,
-        )
-        with self._work:
-          if self._closed:
-            wire.close()
-            break
-          self._tasks_taken, self._link, self.refused = 0, link, ""
-          self._blocks, self._reported_steps = self._block_log(link), -1
-        self.joined.set()
-        link.start()
-        ended.wait()
-        self.joined.clear()
-        self._give_up()
-      with self._work:
-        self._work.wait_for(lambda: self._closed, _AGAIN_S)
+    self._membership.run(alive=lambda: self._engine.open)
     self.ended.set()
 
-  def _block_log(self, link: ControlLink) -> BlockLog:
-    """Log that reports block changes to a router; begins empty on each link."""
+  def _begin_log(self, link: ControlLink) -> None:
+    """Begin a log of block changes for a new link; the lock is held."""
 
     def send(event: BlockEvent) -> None:
       link.tell(
@@ -399,60 +363,43 @@ class ClusterWorker:
         keys=list(event.keys),
       )
 
-    return BlockLog(self.name, epoch=time.time_ns(), most=1, send=send)
+    self._blocks = BlockLog(self.name, epoch=time.time_ns(), most=1, send=send)
+    self._reported_steps = -1
 
-  def _join(self) -> PullConnection | None:
-    """Connect to the router; the connection, or None if it refused."""
-    try:
-      wire = dial(self._router, self._key, self._silence_s)
-    except PeerError as error:
-      self.refused = str(error)
-      return None
-    try:
-      wire.tell_object(self._join_fields())
-      answer = wire.hear_object(1 << 20) or {}
-    except PeerError as error:
-      answer = {"error": str(error)}
-    if answer.get("t") == "welcome":
-      parts = len(self._engine.layer_parts)
-      self.notice = ""
-      if parts > 1 and not answer.get("stream"):
-        self.notice = (
-          f"layer_parts={parts} only cuts programs: this router lets pages "
-          "leave at a prompt's end (stream_tokens=0)"
-        )
-      return wire
-    wire.close()
-    if answer.get("t") == "measure" and self.times is None:
-      return self._measure()
-    self.refused = str(answer.get("error", "the router closed the connection"))
-    return None
+  def _notice_for(self, streams: bool) -> str:
+    parts = len(self._engine.layer_parts)
+    if parts == 1 or streams:
+      return ""
+    return (
+      f"layer_parts={parts} only cuts programs: this router lets pages "
+      "leave at a prompt's end (stream_tokens=0)"
+    )
 
-  def _measure(self) -> None:
-    """Measure the engine's calls, before it joins."""
+  def _measure(self, why: str) -> str:
+    """Measure the engine's calls before it joins; why it can't join, or ""."""
+    if self.times is not None:
+      return why
     try:
       self.times = instance_times(measure_calls(self._engine))
-      self.refused = ""
+      return ""
     except Exception as error:
       # A step failed, or work for a router that is gone has not ended.
-      self.refused = f"its calls can't be measured: {error}"
+      return f"its calls can't be measured: {error}"
 
   def _join_fields(self) -> dict[str, Any]:
     engine = self._engine
-    return {
-      "t": "join",
-      "name": self.name,
-      "role": self.role,
-      "address": self.publisher.address,
-      "codec": self._layout.leaves[0].codec,
-      "dtype": self._layout.leaves[0].dtype,
-      "vocab": engine.vocab,
-      "longest": engine.longest,
-      "page": engine.scheduler.tree.page,
-      "capacity": self._capacity,
-      "rows": engine.rows,
-      "times": self.times and dataclasses.asdict(self.times),
-    }
+    return join_message(
+      name=self.name,
+      role=self.role,
+      publisher=self.publisher,
+      layout=self._layout,
+      vocab=engine.vocab,
+      longest=engine.longest,
+      page=engine.scheduler.tree.page,
+      capacity=self._capacity,
+      rows=engine.rows,
+      times=None if self.times is None else dataclasses.asdict(self.times),
+    )
 
   def _give_up(self) -> None:
     """Cancel all tasks; leases of published pages run out."""
@@ -477,7 +424,7 @@ class ClusterWorker:
 
   def _hear(self, fields: dict[str, Any]) -> None:
     """Handle a message of the router."""
-    link = self._link
+    link = self._membership.link
     assert link is not None
     kind = fields["t"]
     if kind == "beat":
@@ -486,7 +433,7 @@ class ClusterWorker:
       self.role = one_of("role", fields["role"], ROLES)
     elif kind in ("read", "answer", "offer"):
       with self._work:
-        self._tasks_taken += kind != "offer"
+        self._membership.tasks_taken += kind != "offer"
       try:
         self._begin_task(kind, fields, link)
       except RingjaxError as error:
@@ -521,18 +468,21 @@ class ClusterWorker:
       link.close("its engine failed")
       return
     # The router replies with "cancel", which ends the request's other answers.
-    refused = isinstance(error, OptionError | PromptError)
-    link.tell(t="failed", id=number, error=str(error), refused=refused)
+    tell_failure(link, number, error)
+
+  def _published_tickets(self) -> list[Ticket]:
+    with self._work:
+      tasks = list(self._tasks.values())
+    return [ticket for task in tasks for ticket in tuple(task.offers_made)]
 
   def _view(self) -> dict[str, Any]:
-    """Load report for the router; also renews the leases of published pages."""
-    now_s = time.monotonic()
+    """Load report for the router; also lets the block log be sent."""
     scheduler = self._engine.scheduler
     rows = [row for row in list(scheduler.running) if row is not None]
     decoding = [row for row in rows if not row.reading]
     with self._work:
       tasks, waiting = list(self._tasks.values()), list(self._pulls)
-      tasks_taken = self._tasks_taken
+      tasks_taken = self._membership.tasks_taken
       tell = (
         not self._reporting
         and self._reported_steps != self._engine.counters.steps
@@ -542,11 +492,6 @@ class ClusterWorker:
       # In another thread: a heartbeat must not wait for a step.
       with contextlib.suppress(RuntimeError):
         self._copies.submit(self._tell_blocks)
-    if now_s - self._renewed > self._lease_s / 3:
-      self._renewed = now_s
-      for task in tasks:
-        for offer in tuple(task.offers_made):
-          self.publisher.renew(offer)
     holding = [task for task in tasks if task.holds]
     fetching = [task for task in waiting if task.reads]
     used = sum(task.request.rows for task in holding)
@@ -567,16 +512,13 @@ class ClusterWorker:
       if tokens_left > 0:
         queue.append((numbers.get(handle, -1), tokens_left, computed))
     queue += [(task.number, len(task.request.prompt), 0) for task in fetching]
-    return {
-      "t": "view",
-      "taken": tasks_taken,
-      "queued_requests": len(queue),
-      "queued_tokens": sum(tokens_left for _, tokens_left, _ in queue),
-      "queue": queue[:MOST_QUEUED],
-      "running_requests": len(decoding) + len(waiting) - len(fetching),
-      "running_tokens": sum(r.computed for r in decoding),
-      "free_tokens": max(0, free) if used < self._engine.rows else 0,
-    }
+    return load_report(
+      tasks_taken=tasks_taken,
+      queue=queue,
+      running_requests=len(decoding) + len(waiting) - len(fetching),
+      running_tokens=sum(r.computed for r in decoding),
+      free_tokens=free if used < self._engine.rows else 0,
+    )
 
   def _tell_blocks(self) -> None:
     """Report the blocks that were added or evicted since the last report."""
@@ -634,7 +576,7 @@ class ClusterWorker:
       task.address = str(host), int(port)
       task.more = bool(fields.get("more", False))
     with self._work:
-      if self._closed:
+      if self._membership.closed:
         link.close("it is leaving")
         return
       self._tasks[task.number] = task
@@ -963,7 +905,7 @@ class ClusterWorker:
   def _wait_for_room(self) -> None:
     """Let tasks pull, in their order, once there is room for the first."""
     with self._work:
-      while not self._closed:
+      while not self._membership.closed:
         task = self._pulls[0] if self._pulls else None
         if task is None or not self._has_room(task):
           self._work.wait()
