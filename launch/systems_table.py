@@ -234,7 +234,10 @@ SYSTEMS: tuple[System, ...] = (
     does="Each KV head keeps the tokens that the newest queries look at, "
     "pooled over neighbours; the paper's form is "
     "snapkv:pool=max,kernel=7,window=32.",
-    modules=("ringjax/kv/policies/snapkv.py", "ringjax/kv/eviction/evicting.py"),
+    modules=(
+      "ringjax/kv/policies/snapkv.py",
+      "ringjax/kv/eviction/evicting.py",
+    ),
     names=("rj.kv.SnapKV", "rj.kv.EvictingCache"),
     commands=_cost("snapkv:budget=.2"),
     page="docs/how/cache.md",
@@ -495,7 +498,7 @@ SYSTEMS: tuple[System, ...] = (
       "ringjax/models/weights/weight_placement.py",
       "ringjax/models/weights/streaming.py",
       "ringjax/kv/offload/layer_offload.py",
-      "ringjax/kv/row_groups.py",
+      "ringjax/kv/composed/row_groups.py",
       "ringjax/models/weights/coded_weights.py",
       "ringjax/nn/weights/coded.py",
       "ringjax/kv/codecs/integers.py",

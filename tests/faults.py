@@ -196,7 +196,7 @@ FAULTS = (
   ),
   _fault(
     "a context begins inside the tile of the one before",
-    "kv/context_cache.py",
+    "kv/composed/context_cache.py",
     "first += -(-per_shard // tile) * tile",
     "first += per_shard // tile * tile",
     "infer/test_contexts.py",

@@ -32,8 +32,8 @@ from ringjax.eval.finite_losses import check_losses
 from ringjax.infer.contexts.behind_contexts import context_session
 from ringjax.infer.contexts.combine import Combine, Parallel, combine_of
 from ringjax.infer.session import Session, on_its_mesh, place_of
-from ringjax.kv.context_cache import ContextCache
-from ringjax.kv.measured_contexts import MeasuredContexts
+from ringjax.kv.composed.context_cache import ContextCache
+from ringjax.kv.composed.measured_contexts import MeasuredContexts
 from ringjax.kv.statistics_cache import StatisticsCache
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel

@@ -31,8 +31,8 @@ from ringjax.infer.session import Session, files_of, place_of
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import DEVICE, DISK, HOST, IN_HOST, TIERS, bytes_each
 from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.composed.row_groups import RowGroups
 from ringjax.kv.offload.layer_offload import OffloadedCache
-from ringjax.kv.row_groups import RowGroups
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import (
   WeightPlacement,

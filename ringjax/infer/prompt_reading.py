@@ -24,7 +24,7 @@ from ringjax.infer.session import Session, free_on, on_its_mesh, place_of
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.kv.context_cache import ContextCache
+from ringjax.kv.composed.context_cache import ContextCache
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.layout import Striped
 from ringjax.plan.choice import Machine

@@ -23,8 +23,8 @@ from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.codecs import Codec
+from ringjax.kv.composed.row_groups import RowGroups
 from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
-from ringjax.kv.row_groups import RowGroups
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import (

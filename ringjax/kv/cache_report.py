@@ -45,7 +45,7 @@ if TYPE_CHECKING:
   from ringjax.kv.cache import KVCache, LayerCacheSpec
   from ringjax.kv.cache_kind import CacheKind
   from ringjax.kv.codecs.codec import VectorCodec
-  from ringjax.kv.open_cache import WithOpenCache
+  from ringjax.kv.composed.open_cache import WithOpenCache
   from ringjax.kv.storage.pages import Pages
 
 # Factor by which XLA's loops over codes on a TPU take more cycles than the

@@ -31,11 +31,11 @@ from ringjax.errors import (
 from ringjax.kv.base import Cache, CallCache, NoCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind, cache_kind
+from ringjax.kv.composed.row_groups import RowGroups
 from ringjax.kv.eviction.evicting import EvictingCache
 from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
 from ringjax.kv.offload.layer_offload import OffloadedCache
 from ringjax.kv.offload.tiered import TieredCache
-from ringjax.kv.row_groups import RowGroups
 from ringjax.kv.state import StateShape
 from ringjax.models.origin import Origin
 from ringjax.models.summary import describe

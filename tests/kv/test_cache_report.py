@@ -14,7 +14,7 @@ from ringjax.kv.base import bytes_each
 from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.cache_kind import KINDS
 from ringjax.kv.cache_report import report
-from ringjax.kv.context_cache import ContextCache
+from ringjax.kv.composed.context_cache import ContextCache
 from ringjax.kv.eviction.prompt_spec import prompt_spec
 from ringjax.kv.offload.tiered import TieredCache
 from ringjax.models.checkpoint import abstract

@@ -50,7 +50,7 @@ from ringjax.infer.session import Session, free_on, on_its_mesh
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache import Blocks
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.kv.context_cache import (
+from ringjax.kv.composed.context_cache import (
   ContextCache,
   PlacedContext,
   placed,

@@ -36,7 +36,7 @@ from ringjax.infer.session import Session
 from ringjax.json_text import json_text
 from ringjax.kv.cache import Blocks, LayerCacheSpec, LayerKV
 from ringjax.kv.cache_kind import CacheKind, cache_kind
-from ringjax.kv.context_cache import PlacedContext, exported, placed
+from ringjax.kv.composed.context_cache import PlacedContext, exported, placed
 from ringjax.models.grouping import kind_rows
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ShardingContext

@@ -23,7 +23,7 @@ from ringjax.infer.session import Session
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.codecs import Codec
-from ringjax.kv.context_cache import exported
+from ringjax.kv.composed.context_cache import exported
 from ringjax.models.first_layers import first_layers
 from ringjax.models.transformer import Transformer
 from ringjax.nn.stack import keeps

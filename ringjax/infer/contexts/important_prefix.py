@@ -44,7 +44,7 @@ from ringjax.infer.prefill import padded
 from ringjax.infer.prompt_reading import read_context
 from ringjax.infer.session import Session
 from ringjax.kv.cache import Blocks, LayerKV
-from ringjax.kv.context_cache import (
+from ringjax.kv.composed.context_cache import (
   ContextCache,
   PlacedContext,
   exported,

@@ -39,6 +39,7 @@ from ringjax.kv.cache import (
   model_layers,
 )
 from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.eviction.eviction import (
   chosen,
   fixed_rows,
@@ -49,7 +50,6 @@ from ringjax.kv.eviction.eviction import (
 )
 from ringjax.kv.eviction.peak_attention import Repeated
 from ringjax.kv.eviction.recorded_queries import Noted, QueryWatch
-from ringjax.kv.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.policies import Policy
 from ringjax.kv.state import StateShape
 from ringjax.kv.storage.pages import (

@@ -44,7 +44,7 @@ from ringjax.kv.cache import (
 )
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.cache_report import HOST_BANDWIDTH, CacheReport, report
-from ringjax.kv.open_cache import WithOpenCache, WithOpenLayer
+from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.storage.pages import Places, host
 from ringjax.kv.storage.slots import ContiguousSlots, by_token
 from ringjax.ops.attention.blockwise import loop

@@ -22,7 +22,7 @@ from jaxtyping import Array, PyTree
 
 from ringjax import tree
 from ringjax.kv.cache import LayerCacheSpec, model_layers
-from ringjax.kv.context_cache import ContextCache, ContextLayer
+from ringjax.kv.composed.context_cache import ContextCache, ContextLayer
 from ringjax.ops.attention.cached.cached_attention import CacheVisit
 from ringjax.ops.attention.cached.view_statistics import view_statistics
 from ringjax.ops.attention.scores import Terms

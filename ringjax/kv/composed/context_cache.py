@@ -28,7 +28,7 @@ from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.kv.base import Ends, RowIndices, donated
 from ringjax.kv.cache import Blocks, KVCache, filled_constants
-from ringjax.kv.open_cache import WithOpenCache, WithOpenLayer
+from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.storage.pages import few_sizes
 from ringjax.kv.storage.slots import REPLICATED
 from ringjax.ops.attention.cached.code_format import token_axis

@@ -1,0 +1,1 @@
+"""Caches that are made of other caches."""
