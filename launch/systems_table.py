@@ -633,9 +633,9 @@ SYSTEMS: tuple[System, ...] = (
     ),
     names=("rj.serve.Engine", "rj.serve.PrefixTree"),
     commands=(
-      f"python -m benchmarks.live {_SMALL} --requests=4 --rate=inf --shared=64 "
-      "--prompt=8 --new=4 --longest=128 "
-      "--server='--rows=4 --capacity=1024 --page=16 --shared_reads=always'",
+      f"python -m benchmarks.live {_SMALL} --requests=4 --rate=inf "
+      "--shared=512 --prompt=8 --new=4 --longest=1024 "
+      "--server='--rows=4 --capacity=4096 --shared_reads=always'",
     ),
     page="docs/how/serve.md",
     tests=(
@@ -643,8 +643,8 @@ SYSTEMS: tuple[System, ...] = (
       "tests/ops/attention/kernels/test_decode_pool_tpu.py",
     ),
     absent="A kernel for GPUs or CPUs: there, and for codes, XLA's loops read "
-    "the common pages. By default rows read together only where that changes "
-    "no bit.",
+    "the common pages. Each row reads what is shorter than a tile of pages, "
+    "and by default all where reading together would change a bit.",
   ),
   System(
     name="vAttention",
