@@ -1,0 +1,46 @@
+"""The storage of a cache: which class holds keys of a kind and a placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.typing import DTypeLike
+
+from ringjax.kv.cache import KVCache
+from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.evicting import EvictingCache
+from ringjax.kv.layer_offload import OffloadedCache
+from ringjax.kv.model_cache import ModelCache
+from ringjax.kv.tiered import TieredCache
+
+
+def cache_spec(
+  shapes: tuple[Any, ...],
+  batch: int,
+  capacity: int,
+  dtype: DTypeLike,
+  *,
+  kind: CacheKind,
+  tiers: Sequence[str] | None = None,
+  **where: Any,
+) -> ModelCache:
+  """Specs (shapes, dtypes, shardings) of an empty cache; allocates nothing.
+
+  Args:
+    shapes: For each kind of layer, the shape of one token's cached vectors.
+    batch: Number of rows, B.
+    capacity: Tokens per row.
+    dtype: Dtype of keys and values.
+    kind: Storage format of keys and values.
+    tiers: Memory of each layer, from `kv.base.TIERS`; None for the devices.
+    **where: Mesh and sharding arguments of `KVCache.spec`.
+  """
+  call = (shapes, batch, capacity, dtype)
+  if tiers is not None:
+    return OffloadedCache.spec(*call, kind=kind, tiers=tiers, **where)
+  if kind.device is not None:
+    return TieredCache.spec(*call, kind=kind, **where)
+  if kind.evicting:
+    return EvictingCache.spec(*call, kind=kind, **where)
+  return KVCache.spec(*call, kind=kind, filled=True, **where)
