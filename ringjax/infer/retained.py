@@ -9,7 +9,6 @@ Guarantees: see `ops.attention.retaining`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax import tree
-from ringjax.kv.base import KV, CallCache
+from ringjax.kv.base import KV, CallCache, CallLayer
 from ringjax.kv.cache import KVCache, LayerKV
 from ringjax.nn.sharding_context import ContextParallel, Extras
 from ringjax.nn.tokens import Tokens
@@ -79,7 +78,7 @@ class RetainedCache(CallCache):
 tree.register(RetainedCache, ("cache", "place", "states"), ())
 
 
-class RetainedLayer:
+class RetainedLayer(CallLayer):
   """One layer's part of a `RetainedCache`: its attention leaves `slots` here.
 
   Attributes:
@@ -101,12 +100,6 @@ class RetainedLayer:
     rotation: Rotation,
   ) -> RetainedLayer:
     self.fresh = KV(rotation.own(k), v, at)
-    return self
-
-  def observe(
-    self, rotated: Callable[[], Array], plain: Callable[[], Array]
-  ) -> RetainedLayer:
-    del rotated, plain
     return self
 
   def views(self, *, apart: bool = False) -> tuple[Any, ...]:

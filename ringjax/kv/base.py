@@ -302,6 +302,22 @@ class HeldKeys(Protocol):
     ...
 
 
+class CallCoords(NamedTuple):
+  """Coordinates of a call's tokens as they are passed, each [B or 1, T].
+
+  Fields:
+    pos: Positions, int32, or None for those after the cache's tokens.
+    seg: Documents, int32, or None for one.
+    parents: Parents of the tokens of a drafted tree, int32, or None.
+    segments: Mask that says which documents see each other.
+  """
+
+  pos: Int[Array, "#B T"] | None
+  seg: Int[Array, "#B T"] | None
+  parents: Int[Array, "#B T"] | None
+  segments: Mask
+
+
 class CallCache:
   """A model's keys and values, for a call that appends its own.
 
@@ -345,23 +361,9 @@ class CallCache:
     """
     del batch, tokens, replicated, sees
 
-  def check_coords(
-    self,
-    pos: Int[Array, "#B T"] | None,
-    seg: Int[Array, "#B T"] | None,
-    parents: Int[Array, "#B T"] | None,
-    segments: Mask,
-  ) -> None:
-    """Refuses tokens whose coordinates the cache cannot keep apart.
-
-    Args:
-      pos: Positions of the tokens, int32 [B or 1, T], or None for those after
-        the cache's.
-      seg: Documents of the tokens, likewise, or None for one.
-      parents: Parents of the tokens of a drafted tree, likewise, or None.
-      segments: Mask that says which documents see each other.
-    """
-    del pos, seg, parents, segments
+  def check_coords(self, coords: CallCoords) -> None:
+    """Refuses tokens whose coordinates the cache cannot keep apart."""
+    del coords
 
   def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> Any:
     """Allocates slots for a call's tokens.
@@ -424,6 +426,16 @@ class CallCache:
   def updated(self, slots: tuple[Any, ...]) -> Any:
     """Cache with the slots that the layers returned."""
     raise NotImplementedError
+
+
+class CallLayer:
+  """One layer's part of a cache that records no queries."""
+
+  def observe(
+    self, rotated: Callable[[], Array], plain: Callable[[], Array]
+  ) -> Any:
+    del rotated, plain
+    return self
 
 
 class FreshLayer(NamedTuple):

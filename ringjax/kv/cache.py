@@ -32,7 +32,7 @@ from ringjax.errors import (
   PromptError,
   ShapeError,
 )
-from ringjax.kv.base import KV, CacheSpec, Ends, RowIndices, zeros
+from ringjax.kv.base import KV, CacheSpec, CallLayer, Ends, RowIndices, zeros
 from ringjax.kv.cache_files import CacheFiles
 from ringjax.kv.cache_kind import DENSE, CacheKind
 from ringjax.kv.cache_report import CacheReport, report
@@ -1021,7 +1021,7 @@ def _end(at: Coords, row: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class KVLayer:
+class KVLayer(CallLayer):
   """One layer's part of a `KVCache` during one call.
 
   A call may overwrite tokens that its first queries still attend to. It then
@@ -1068,12 +1068,6 @@ class KVLayer:
     )
     stored = LayerKV(write(self.slots.k, k), write(self.slots.v, v))
     return dataclasses.replace(self, slots=stored)
-
-  def observe(
-    self, rotated: Callable[[], Array], plain: Callable[[], Array]
-  ) -> KVLayer:
-    del rotated, plain
-    return self
 
   def for_reading(self, rotation: Rotation) -> KVLayer:
     """Prepare for a call that appends nothing: `views` covers the cache.

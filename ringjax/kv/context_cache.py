@@ -84,7 +84,6 @@ class ContextCache(WithOpenCache):
 
   @property
   def asks_whole(self) -> bool:
-    """Whether a question must be one call: its tokens select together."""
     return isinstance(self.weigh, SelectedView) and self.weigh.together
 
   def check(

@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import NotFiniteError, OptionError
-from ringjax.kv.base import CacheSpec, Ends, RowIndices, zeros
+from ringjax.kv.base import CacheSpec, CallCoords, Ends, RowIndices, zeros
 from ringjax.kv.cache import (
   KVCache,
   LayerCacheSpec,
@@ -66,7 +66,7 @@ from ringjax.kv.watch import Noted, QueryWatch
 from ringjax.ops.attention.views import (
   KVView,
 )
-from ringjax.ops.mask import Causal, Coords, Mask
+from ringjax.ops.mask import Causal, Coords
 from ringjax.parallel.local import move
 from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index
@@ -296,30 +296,24 @@ class EvictingCache(ResizableCache):
       refuse_unseen(sees, int(host(self.ends).max(initial=0)))
     super().check(batch, tokens, replicated=replicated, sees=sees)
 
-  def check_coords(
-    self,
-    pos: Int[Array, "#B T"] | None,
-    seg: Int[Array, "#B T"] | None,
-    parents: Int[Array, "#B T"] | None,
-    segments: Mask,
-  ) -> None:
+  def check_coords(self, coords: CallCoords) -> None:
     """Refuse tokens that share a position, for a policy that looks at ids.
 
     Traced arrays are not checked.
     """
-    super().check_coords(pos, seg, parents, segments)
+    super().check_coords(coords)
     if self.marks is None:
       return
     largest = lambda x: (
       0 if x is None or isinstance(x, jax.core.Tracer) else int(jnp.max(x))
     )
     fault = None
-    if parents is not None:
+    if coords.parents is not None:
       fault = "a tree of drafted tokens"
-    elif largest(seg) > 1:
-      fault = f"document {largest(seg)} of a row"
-    elif largest(pos) >= self.limit:
-      fault = f"position {largest(pos)} of {self.limit}"
+    elif largest(coords.seg) > 1:
+      fault = f"document {largest(coords.seg)} of a row"
+    elif largest(coords.pos) >= self.limit:
+      fault = f"position {largest(coords.pos)} of {self.limit}"
     if fault is not None:
       raise OptionError(
         "cache",

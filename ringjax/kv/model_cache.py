@@ -19,11 +19,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, PyTree
 
 from ringjax.errors import OptionError
-from ringjax.kv.base import CallCache, Ends, RowIndices, donated
+from ringjax.kv.base import CallCache, CallCoords, Ends, RowIndices, donated
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.cache_rows import replace_rows, row_indices, take_rows
 from ringjax.kv.encoder_states import EncoderStates
-from ringjax.ops.mask import Coords, Mask, SameSegment
+from ringjax.ops.mask import Coords, SameSegment
 
 if TYPE_CHECKING:
   from ringjax.kv.cache import Blocks
@@ -153,6 +153,11 @@ class ModelCache(CallCache):
     return self.parts[0].irreversible
 
   @property
+  def asks_whole(self) -> bool:
+    """Whether a question must be one call: its tokens select together."""
+    return False
+
+  @property
   def lost(self) -> bool:
     """Whether some of the arrays were donated to a program."""
     return donated(self)
@@ -182,16 +187,8 @@ class ModelCache(CallCache):
     for part in self.parts:
       part.check(batch, tokens, replicated=replicated, sees=sees)
 
-  def check_coords(
-    self,
-    pos: Int[Array, "#B T"] | None,
-    seg: Int[Array, "#B T"] | None,
-    parents: Int[Array, "#B T"] | None,
-    segments: Mask,
-  ) -> None:
-    del pos, parents
-    if seg is not None:
-      refuse_documents(self.kind, self.shapes, segments)
+  def check_coords(self, coords: CallCoords) -> None:
+    refuse_documents(self.kind, self.shapes, coords)
 
   # -------------------------------------------------------------------------
   # A call
@@ -323,14 +320,15 @@ def refuse_unseen(sees: bool, tokens: int) -> None:
 
 
 def refuse_documents(
-  kind: CacheKind, shapes: Sequence[Any], segments: Mask
+  kind: CacheKind, shapes: Sequence[Any], coords: CallCoords
 ) -> None:
   """Refuse documents that see each other where their order decides what stays.
 
   Raises:
-    OptionError: If the cache drops tokens and `segments` isn't `SameSegment`.
+    OptionError: If the cache drops tokens and documents see each other.
   """
-  if segments == SameSegment():
+  segments = coords.segments
+  if coords.seg is None or segments == SameSegment():
     return
   windows = any(getattr(shape, "reach", None) for shape in shapes)
   if kind.evicting or (kind.windowed and windows):

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from ringjax.errors import OptionError
-from ringjax.kv.base import KV
+from ringjax.kv.base import KV, CallLayer
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.cache_report import CacheReport, report
@@ -114,7 +114,7 @@ class ResizableCache(WithOpenCache):
 
 
 @dataclasses.dataclass(frozen=True)
-class WithOpenLayer:
+class WithOpenLayer(CallLayer):
   """Base class of one layer's part of a cache with an open cache.
 
   Attributes:
@@ -146,12 +146,6 @@ class WithOpenLayer:
   def for_reading(self, rotation: Rotation) -> Any:
     """Prepare for a call that appends nothing; see `KVLayer.for_reading`."""
     return dataclasses.replace(self, inner=self.inner.for_reading(rotation))
-
-  def observe(
-    self, rotated: Callable[[], Array], plain: Callable[[], Array]
-  ) -> Any:
-    del rotated, plain
-    return self
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
     return self.inner.views(apart=apart)

@@ -36,7 +36,14 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.errors import OptionError
-from ringjax.kv.base import KV, CacheSpec, CallCache, scattered_layer, zeros
+from ringjax.kv.base import (
+  KV,
+  CacheSpec,
+  CallCache,
+  CallLayer,
+  scattered_layer,
+  zeros,
+)
 from ringjax.kv.cache import (
   LayerCacheSpec,
   LayerKV,
@@ -922,7 +929,7 @@ class PooledCache(CallCache):
 
 
 @dataclasses.dataclass(frozen=True)
-class PooledLayer:
+class PooledLayer(CallLayer):
   """One layer's part of a `PooledCache` during one call."""
 
   cache: PooledCache
@@ -955,12 +962,6 @@ class PooledLayer:
   def for_reading(self, rotation: Rotation) -> PooledLayer:
     """Prepare for a call that appends nothing, as `KVLayer.for_reading`."""
     return dataclasses.replace(self, rotation=rotation.general())
-
-  def observe(
-    self, rotated: Callable[[], Array], plain: Callable[[], Array]
-  ) -> PooledLayer:
-    del rotated, plain
-    return self
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
     if apart and self.cache.parents is None:

@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Shaped
 
 from ringjax import tree
+from ringjax.kv.base import CallCoords
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.model_cache import ModelCache, refused
-from ringjax.ops.mask import Mask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,16 +117,10 @@ class RowGroups(ModelCache):
       rows = cache.batch if batch == self.batch else batch
       cache.check(rows, tokens, replicated=replicated, sees=sees)
 
-  def check_coords(
-    self,
-    pos: Int[Array, "#B T"] | None,
-    seg: Int[Array, "#B T"] | None,
-    parents: Int[Array, "#B T"] | None,
-    segments: Mask,
-  ) -> None:
-    coords = map(self.split, (pos, seg, parents))
-    for cache, *group_coords in zip(self.caches, *coords, strict=True):
-      cache.check_coords(*group_coords, segments)
+  def check_coords(self, coords: CallCoords) -> None:
+    arrays = map(self.split, coords[:3])
+    for cache, pos, seg, parents in zip(self.caches, *arrays, strict=True):
+      cache.check_coords(CallCoords(pos, seg, parents, coords.segments))
 
   def choose(
     self,

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.errors import OptionError
-from ringjax.kv.base import KV, FreshLayer, NoCache
+from ringjax.kv.base import KV, CallCoords, FreshLayer, NoCache
 from ringjax.kv.cache import of_layer
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.codecs import Allocated, Codec, PerHead
@@ -90,16 +90,8 @@ class SimulatedCache(NoCache):
   def length(self) -> Any:
     return jnp.zeros(1, jnp.int32)
 
-  def check_coords(
-    self,
-    pos: Int[Array, "#B T"] | None,
-    seg: Int[Array, "#B T"] | None,
-    parents: Int[Array, "#B T"] | None,
-    segments: Mask,
-  ) -> None:
-    del pos, parents
-    if seg is not None:
-      refuse_documents(self.kind, self.shapes, segments)
+  def check_coords(self, coords: CallCoords) -> None:
+    refuse_documents(self.kind, self.shapes, coords)
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     del slots

@@ -28,7 +28,7 @@ from ringjax.errors import (
   PromptError,
   ShapeError,
 )
-from ringjax.kv.base import CallCache, NoCache
+from ringjax.kv.base import CallCache, CallCoords, NoCache
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_files import CacheFiles, TransferEvent
 from ringjax.kv.cache_kind import CacheKind, cache_kind
@@ -286,7 +286,7 @@ class Transformer(nnx.Module):
     if parents is not None:
       parents = self._tree(parents, shape, attend, cache)
     if cache is not None:
-      cache.check_coords(pos, seg, parents, attend.segments)
+      cache.check_coords(CallCoords(pos, seg, parents, attend.segments))
     call = (self, attend, tokens, pos, seg, cache, rows, length, parents)
     if not self.stack.faults or isinstance(tokens, jax.core.Tracer):
       return _call(*call)
