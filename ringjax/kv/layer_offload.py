@@ -141,17 +141,13 @@ class OffloadedCache(WithOpenCache):
     kind: CacheKind,
     **where: Any,
   ) -> OffloadedCache:
-    """Specs (shapes, dtypes, shardings) of an empty cache, as `KVCache.spec`.
+    """Specs of an empty cache, as `KVCache.spec`.
 
     Args:
-      shapes: For each kind of layer, the shape of one token's cached vectors.
-      batch: Number of rows, B.
-      capacity: Tokens per row.
-      dtype: Dtype of keys and values.
       tiers: Memory of each layer of the model, from `kv.base.TIERS`.
       kind: Storage format: without a policy, `first`, `recent`, `device` and
         codecs per head.
-      **where: Mesh and sharding arguments of `KVCache.spec`.
+      **where: Other arguments of `KVCache.spec`.
 
     Raises:
       OptionError: If the kind is not supported, or layers are on disk on a

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 class ModelCache(CallCache):
   """A model's keys and values between calls, and during them.
 
-  A kind of storage has `kind`, its `CacheKind`, and what `CallCache` names.
+  A kind of storage has `kind`, its `CacheKind`, a `spec` as `KVCache` has, and
+  what `CallCache` names. It holds `parts`, or overrides all that asks them.
   """
 
   # What an error calls this storage, and storage that does what it refuses.
@@ -63,12 +64,8 @@ class ModelCache(CallCache):
     """Create an empty cache.
 
     Args:
-      shapes: For each kind of layer, the shape of one token's cached vectors.
-      batch: Number of rows, B.
-      capacity: Tokens per row.
-      dtype: Dtype of keys and values.
       files: Files of the layers on disk.
-      **where: Other arguments of the kind's `spec`.
+      **where: Other arguments of the kind's `spec`, see `KVCache.spec`.
     """
     storage: Any = cls
     empty = storage.spec(shapes, batch, capacity, dtype, **where)

@@ -28,13 +28,9 @@ def cache_spec(
   """Specs (shapes, dtypes, shardings) of an empty cache; allocates nothing.
 
   Args:
-    shapes: For each kind of layer, the shape of one token's cached vectors.
-    batch: Number of rows, B.
-    capacity: Tokens per row.
-    dtype: Dtype of keys and values.
     kind: Storage format of keys and values.
     tiers: Memory of each layer, from `kv.base.TIERS`; None for the devices.
-    **where: Mesh and sharding arguments of `KVCache.spec`.
+    **where: Other arguments of `KVCache.spec`.
   """
   call = (shapes, batch, capacity, dtype)
   if tiers is not None:

@@ -105,13 +105,9 @@ class TieredCache(ResizableCache):
     """Specs of an empty cache, as `KVCache.spec`.
 
     Args:
-      shapes: For each kind of layer, the shape of one token's cached vectors.
-      batch: Number of rows, B.
-      capacity: Tokens per row.
-      dtype: Dtype of keys and values.
       kind: Cache kind, with `device` set.
       memory: Memory kind of the blocks: "pinned_host", or "device" as baseline.
-      **where: Mesh and sharding arguments of `KVCache.spec`.
+      **where: Other arguments of `KVCache.spec`.
 
     Raises:
       OptionError: If `memory` is another one, or as `KVCache.spec` does.

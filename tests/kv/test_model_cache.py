@@ -1,4 +1,4 @@
-"""What caches share: a kind of storage refuses by name what it cannot do."""
+"""Base class of caches: kinds of storage refuse by name what they cannot do."""
 
 from __future__ import annotations
 
@@ -96,6 +96,6 @@ def test_models_know_caches_by_their_base_class(path):
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
       continue
     if node.func.id in ("isinstance", "getattr", "hasattr"):
-      asked, kind = map(ast.unparse, node.args[:2])
-      lawful = not asked.endswith("cache") or kind == "CallCache"
+      subject, kind = map(ast.unparse, node.args[:2])
+      lawful = not subject.endswith("cache") or kind == "CallCache"
       assert lawful, f"{path}:{node.lineno}: {ast.unparse(node)}"
