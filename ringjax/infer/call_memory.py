@@ -31,8 +31,6 @@ from ringjax.infer.session import Session, files_of, place_of
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import DEVICE, DISK, HOST, IN_HOST, TIERS, bytes_each
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.kv.composed.row_groups import RowGroups
-from ringjax.kv.offload.layer_offload import OffloadedCache
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import (
   WeightPlacement,
@@ -179,7 +177,7 @@ def call_bytes(
     for tier, n in _cache_bytes(cache).items():
       tiers[tier]["cache"] += n
   # Only one group at a time streams keys through the device.
-  tiers[DEVICE]["cache"] += max(map(_passing, caches))
+  tiers[DEVICE]["cache"] += max(cache.passing_bytes for cache in caches)
   width = _streams(model) * model.config.embed
   width *= jax.numpy.dtype(model.dtype).itemsize
   states = [cache.batch * read * width for cache in caches]
@@ -203,9 +201,10 @@ def report_bytes(model: Transformer, session: Session, read: int) -> TierBytes:
     read: Number of tokens of a row that a device read at once.
   """
   cache = session.cache
-  groups = isinstance(cache, RowGroups)
-  caches = [*cache.caches] if groups else [cache]
-  tiers = call_bytes(model, caches, sum(cache.hosted) if groups else 0, read)
+  groups = cache.row_groups
+  caches = [cache] if groups is None else [*groups.caches]
+  hosted = 0 if groups is None else sum(groups.hosted)
+  tiers = call_bytes(model, caches, hosted, read)
   weights = weight_bytes(model)
   return {tier: {"weights": weights[tier], **tiers[tier]} for tier in TIERS}
 
@@ -218,24 +217,11 @@ def _cache_bytes(cache: Any) -> dict[str, int]:
     for x in leaves
     if getattr(x.sharding, "memory_kind", None) == HOST
   ]
-  disk = 0
-  if isinstance(cache, OffloadedCache):
-    disk = cache.disk_bytes
-  return {DEVICE: bytes_each(cache), IN_HOST: sum(of_host), DISK: disk}
-
-
-def _passing(cache: Any) -> int:
-  """Bytes on a device for keys of layers that are stored in other tiers."""
-  if not isinstance(cache, OffloadedCache):
-    return 0
-  return 3 * max(
-    (
-      sum(s.size * s.dtype.itemsize for s in x.stored)
-      for x in cache.layers
-      if x is not None and set(x.layout.tiers) != {DEVICE}
-    ),
-    default=0,
-  )
+  return {
+    DEVICE: bytes_each(cache),
+    IN_HOST: sum(of_host),
+    DISK: cache.disk_bytes,
+  }
 
 
 def _work(model: Transformer, rows: int, read: int) -> int:

@@ -24,7 +24,6 @@ from ringjax.infer.session import Session, free_on, on_its_mesh, place_of
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.kv.composed.context_cache import ContextCache
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.layout import Striped
 from ringjax.plan.choice import Machine
@@ -162,9 +161,7 @@ def planned(
       plan = dataclasses.replace(plan, attend=session.attend(replicated=False))
     return session, plan, _rotated_by(model, lengths)
   room, holds_tokens = session.room(), bool(start.any())
-  asks_whole = (
-    isinstance(session.cache, ContextCache) and session.cache.asks_whole
-  )
+  asks_whole = session.cache.asks_whole
   if asks_whole and options.chunk is None:
     width = padded(longest, session.shards)
     options = dataclasses.replace(options, chunk=width)

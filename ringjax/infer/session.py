@@ -325,8 +325,7 @@ class Session:
 
     Only caches with a policy of eviction record queries.
     """
-    if self.cache.kind.policy is not None:
-      self.cache = self.cache.with_slack(tokens)
+    self.cache = self.cache.with_slack(tokens)
 
   def make_room(
     self,
@@ -433,7 +432,7 @@ class Session:
       options: Any = {
         name: value for name, value in make.items() if name != "batch"
       }
-      cache = RowGroups.create(
+      cache = RowGroups.of(
         len(self.seen),
         self.rows_at_once,
         lambda batch: self.model.init_cache(

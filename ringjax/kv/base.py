@@ -12,7 +12,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import (
+  TYPE_CHECKING,
+  Any,
+  ClassVar,
+  NamedTuple,
+  Protocol,
+  runtime_checkable,
+)
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +33,12 @@ from jaxtyping import Array, Int, PyTree, Shaped
 from ringjax.kv.codecs import CacheCodec
 from ringjax.ops.attention.cached.code_format import row_major
 from ringjax.ops.attention.cached.views import ContiguousView, KVView
-from ringjax.ops.mask import Coords
+from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.rope import Rotation
 from ringjax.typing import Index
 
 if TYPE_CHECKING:
+  from ringjax.kv.composed.row_groups import RowGroups
   from ringjax.kv.encoder_states import EncoderStates
 
 # Positions at which rows end: one for all rows, or one for each row.
@@ -90,6 +98,31 @@ class CacheSpec:
   axes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   codec: CacheCodec | None = None
   target: str | None = None
+
+  @classmethod
+  def of(
+    cls,
+    batch: int,
+    capacity: int,
+    dtype: DTypeLike,
+    codec: CacheCodec | None,
+    *,
+    mesh: Mesh | None = None,
+    axis: str | None = None,
+    head_axis: str | None = None,
+    batch_axes: tuple[str, ...] = (),
+    platform: str | None = None,
+  ) -> CacheSpec:
+    """Cache allocation by the arguments of `KVCache.spec`."""
+    return cls(
+      batch=batch,
+      capacity=capacity,
+      dtype=jnp.dtype(dtype),
+      mesh=mesh,
+      axes=dict(batch=batch_axes or None, heads=head_axis, tokens=axis),
+      codec=codec,
+      target=platform,
+    )
 
   @property
   def platform(self) -> str:
@@ -269,94 +302,140 @@ class HeldKeys(Protocol):
     ...
 
 
-@runtime_checkable
-class CallCache(HeldKeys, Protocol):
-  """A model's keys and values, for a call that appends its own.
+class CallCoords(NamedTuple):
+  """Coordinates of a call's tokens as they are passed, each [B or 1, T].
 
-  `states` are an encoder's, which cross-attention reads, or None.
+  Fields:
+    pos: Positions, int32, or None for those after the cache's tokens.
+    seg: Documents, int32, or None for one.
+    parents: Parents of the tokens of a drafted tree, int32, or None.
+    segments: Mask that says which documents see each other.
   """
 
-  @property
-  def states(self) -> EncoderStates | None: ...
+  pos: Int[Array, "#B T"] | None
+  seg: Int[Array, "#B T"] | None
+  parents: Int[Array, "#B T"] | None
+  segments: Mask
+
+
+class CallCache:
+  """A model's keys and values, for a call that appends its own.
+
+  A kind of cache has `slots`, `mesh`, `axis` (see `HeldKeys`), `states` of an
+  encoder, which cross-attention reads, or None, and `length`, int32 [B], the
+  position after each row's last token. What a method does here is what a cache
+  does that needs nothing special.
+  """
+
+  # Whether the cache keeps the call's tokens for later calls.
+  stores: ClassVar[bool] = True
+
+  if TYPE_CHECKING:
+
+    @property
+    def slots(self) -> tuple[Any, ...]: ...
+    @property
+    def mesh(self) -> Mesh | None: ...
+    @property
+    def axis(self) -> str | None: ...
+    @property
+    def states(self) -> EncoderStates | None: ...
+    @property
+    def length(self) -> Any: ...
 
   @property
-  def length(self) -> Any:
-    """int32 [B], the position after each example's last token; 0 if empty."""
-    ...
-
-  def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> CallCache:
-    """Allocates slots for a call's tokens.
-
-    Args:
-      at: Coordinates of the tokens, [B, T].
-      replicated: Whether the tokens are the same on all shards.
-      sees: Whether the call attends to the tokens in the cache; if not, the
-        cache is emptied first.
-    """
-    ...
-
-  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> CallCache:
-    """Records a call's token ids after `allocate`, if the cache needs them.
-
-    Args:
-      tokens: Token ids, int32 [B, T].
-      at: Coordinates that were passed to `allocate`.
-    """
-    ...
-
-  def layer(
-    self, kind: int, slots: PyTree, index: Index
-  ) -> LayerCache | StateCache:
-    """The part of layer `index` among those of a kind, which share `slots`."""
-    ...
-
-  def updated(self, slots: tuple[Any, ...]) -> Any:
-    """Cache with the slots that the layers returned."""
-    ...
-
-
-class FetchedCache(CallCache, Protocol):
-  """A cache whose layers are copied to the devices when they run."""
-
-  def fetch(
-    self,
-    kind: int,
-    slots: PyTree,
-    index: Index,
-    after: Shaped[Array, " ..."],
-  ) -> Any:
-    """Start to copy a layer's part after `after`, as `fetched` for `layer`."""
-    ...
-
-  def layer(
-    self, kind: int, slots: PyTree, index: Index, fetched: PyTree | None = None
-  ) -> Any: ...
-
-  def behind(self, layer: LayerCache | StateCache, after: PyTree) -> Any:
-    """Put a layer's part back, once `after` has been fetched."""
-    ...
-
-
-@runtime_checkable
-class Cache(CallCache, Protocol):
-  """A model's keys and values."""
+  def row_groups(self) -> RowGroups | None:
+    """Groups of rows whose layers run one after another; None: all together."""
+    return None
 
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
   ) -> None:
     """Refuses tokens [B, T] that do not fit, as far as that can be known.
 
-    `sees`: whether the call attends to the tokens in the cache.
+    Args:
+      batch: Number of rows, B.
+      tokens: Number of tokens per row, T.
+      replicated: Whether the tokens are the same on all shards.
+      sees: Whether the call attends to the tokens in the cache.
     """
-    ...
+    del batch, tokens, replicated, sees
 
-  def truncate(self, length: Ends, most: int | None = None) -> Cache:
-    """Removes the tokens at positions from `length` on, an int or int [B]."""
-    ...
+  def check_coords(self, coords: CallCoords) -> None:
+    """Refuses tokens whose coordinates the cache cannot keep apart."""
+    del coords
 
-  def take(self, examples: RowIndices) -> Cache:
-    """Gathers the given examples, int [B']; an index may occur repeatedly."""
-    ...
+  def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> Any:
+    """Allocates slots for a call's tokens.
+
+    Args:
+      at: Coordinates of the tokens, [B, T].
+      replicated: Whether the tokens are the same on all shards; otherwise T
+        is sharded and each shard keeps its part.
+      sees: Whether the call attends to the tokens in the cache; if not, the
+        cache is emptied first.
+    """
+    del at, replicated, sees
+    return self
+
+  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> Any:
+    """Records a call's token ids after `allocate`, if the cache needs them.
+
+    Args:
+      tokens: Token ids, int32 [B, T].
+      at: Coordinates that were passed to `allocate`.
+    """
+    del tokens, at
+    return self
+
+  def fetch(
+    self, kind: int, slots: PyTree, index: Index, after: Shaped[Array, " ..."]
+  ) -> PyTree:
+    """Starts to copy a layer's part to the devices, for `fetched_layer`.
+
+    Args:
+      kind: Index of the kind of layer.
+      slots: Keys and values of the kind's layers.
+      index: Index of the layer within the kind; one beyond the last gives
+        what nothing reads.
+      after: Array that must be computed before the copy, so that no layer
+        takes device memory too early.
+
+    Returns:
+      The arrays in flight; () for a layer that is on the devices.
+    """
+    del kind, slots, index, after
+    return ()
+
+  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+    """The part of layer `index` among those of a kind, which share `slots`."""
+    raise NotImplementedError
+
+  def fetched_layer(
+    self, kind: int, slots: PyTree, index: Index, fetched: PyTree
+  ) -> Any:
+    """`layer`, of which `fetch` returned `fetched`."""
+    del fetched
+    return self.layer(kind, slots, index)
+
+  def behind(self, layer: LayerCache | StateCache, after: PyTree) -> Any:
+    """Puts a layer's part back only when `after` has been fetched."""
+    del after
+    return layer
+
+  def updated(self, slots: tuple[Any, ...]) -> Any:
+    """Cache with the slots that the layers returned."""
+    raise NotImplementedError
+
+
+class CallLayer:
+  """One layer's part of a cache that records no queries."""
+
+  def observe(
+    self, rotated: Callable[[], Array], plain: Callable[[], Array]
+  ) -> Any:
+    del rotated, plain
+    return self
 
 
 class FreshLayer(NamedTuple):
@@ -404,9 +483,10 @@ class FreshLayer(NamedTuple):
     return self
 
 
-class NoCache:
+class NoCache(CallCache):
   """The cache of a call that stores nothing."""
 
+  stores: ClassVar[bool] = False
   mesh: Mesh | None = None
   axis: str | None = None
   states: EncoderStates | None = None
@@ -419,27 +499,14 @@ class NoCache:
     return ((),) * self._kinds
 
   @property
-  def length(self) -> int:
+  def length(self) -> Any:
     return 0
 
-  def check(
-    self, batch: int, tokens: int, *, replicated: bool, sees: bool
-  ) -> None:
-    del batch, tokens, replicated, sees
-
-  def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> NoCache:
-    del at, replicated, sees
-    return self
-
-  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> NoCache:
-    del tokens, at
-    return self
-
-  def layer(self, kind: int, slots: PyTree, index: Index) -> FreshLayer:
+  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     del kind, slots, index
     return FreshLayer()
 
-  def updated(self, slots: tuple[Any, ...]) -> NoCache:
+  def updated(self, slots: tuple[Any, ...]) -> Any:
     del slots
     return self
 

@@ -15,15 +15,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
@@ -33,12 +32,15 @@ from ringjax.errors import (
   PromptError,
   ShapeError,
 )
-from ringjax.kv.base import KV, CacheSpec, Ends, RowIndices, donated, zeros
+from ringjax.kv.base import KV, CacheSpec, CallLayer, Ends, RowIndices, zeros
 from ringjax.kv.cache_kind import DENSE, CacheKind
 from ringjax.kv.cache_report import CacheReport, report
+from ringjax.kv.cache_rows import placed_as, row_indices
 from ringjax.kv.codecs import Allocated, Codec, PerHead, VectorCodec
 from ringjax.kv.codecs.codec import through
 from ringjax.kv.encoder_states import EncoderStates, checked, inserted
+from ringjax.kv.model_cache import ModelCache, refuse_unseen
+from ringjax.kv.offload.cache_files import CacheFiles
 from ringjax.kv.query_reading import KeyReading
 from ringjax.kv.state import State, StateShape
 from ringjax.kv.storage.head_storage import HeadStorage
@@ -217,7 +219,7 @@ class Snapshot(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class KVCache:
+class KVCache(ModelCache):
   """A cache of fixed capacity.
 
   Attributes:
@@ -248,20 +250,12 @@ class KVCache:
   constants: tuple[Any, ...] = ()
   states: EncoderStates | None = None
   growth: Growth | None = None
-
-  @classmethod
-  def create(
-    cls,
-    shapes: tuple[LayerCacheSpec | StateShape, ...],
-    batch: int,
-    capacity: int,
-    dtype: DTypeLike,
-    **where: Any,
-  ) -> KVCache:
-    """Create an empty cache of `capacity` tokens per row; see `spec`."""
-    empty = cls.spec(shapes, batch, capacity, dtype, **where)
-    constants = filled_constants(shapes, empty.kind, empty.constants)
-    return dataclasses.replace(zeros(empty), constants=constants)
+  row_axes: ClassVar[Mapping[str, int]] = {
+    "slots": 1,
+    "held": 0,
+    "rings": 0,
+    "states": 0,
+  }
 
   @classmethod
   def spec(
@@ -298,10 +292,7 @@ class KVCache:
     Raises:
       OptionError: If `capacity` is not a multiple of the number of shards.
     """
-    size = 1
-    if axis is not None:
-      assert mesh is not None
-      size = mesh.shape[axis]
+    size = 1 if axis is None or mesh is None else mesh.shape[axis]
     if capacity < 1 or capacity % size:
       raise OptionError(
         "capacity",
@@ -309,14 +300,16 @@ class KVCache:
         f"a positive multiple of the {size} shards",
         f"round it up to {max(1, math.ceil(capacity / size)) * size}",
       )
-    room = CacheSpec(
-      batch=batch,
-      capacity=capacity,
-      dtype=dtype,
+    room = CacheSpec.of(
+      batch,
+      capacity,
+      dtype,
+      kind.codec,
       mesh=mesh,
-      axes=dict(batch=batch_axes or None, heads=head_axis, tokens=axis),
-      codec=kind.codec,
-      target=platform,
+      axis=axis,
+      head_axis=head_axis,
+      batch_axes=batch_axes,
+      platform=platform,
     )
     sizes = [_ring_size(s, kind, room) for s in shapes]
     rings = sorted({x for x in sizes if x is not None})
@@ -349,6 +342,11 @@ class KVCache:
       tuple(constants_spec(s, kind, room) for s in shapes),
     )
 
+  def allocated(self, files: CacheFiles | None = None) -> KVCache:
+    del files
+    constants = filled_constants(self.shapes, self.kind, self.constants)
+    return dataclasses.replace(zeros(self), constants=constants)
+
   @property
   def at(self) -> Coords:
     """Coordinates of all slots, [B, S]."""
@@ -360,40 +358,23 @@ class KVCache:
 
   @property
   def capacity(self) -> int:
-    """Number of tokens that fit in a row, S."""
     return self.held.capacity
 
   @property
   def batch(self) -> int:
-    """Number of rows, B."""
     return self.at.pos.shape[0]
 
   @property
   def length(self) -> jax.Array:
-    """int32 [B], the position after each row's last token; 0 if empty.
-
-    This is the number of tokens in a row whose positions start at 0.
-    """
-    return jnp.max(jnp.where(self.at.seg > 0, self.at.pos + 1, 0), 1)
-
-  @property
-  def lost(self) -> bool:
-    """Whether the arrays were donated to a program."""
-    return donated(self)
+    return self.held.length
 
   @property
   def recurrent(self) -> bool:
-    """Whether some layers are recurrent."""
     return any(isinstance(s, State) for s in self.slots)
 
   @property
   def irreversible(self) -> bool:
-    """Whether calls change state (or sums) that `keep` cannot undo."""
     return self.recurrent
-
-  def nbytes(self) -> int:
-    """Total bytes of all shards."""
-    return sum(x.nbytes for x in jax.tree.leaves(self))
 
   def explain(
     self,
@@ -473,14 +454,7 @@ class KVCache:
     free = self.held.free()
     if free is None:
       free = np.full((batch, size), self.capacity // size)
-    used_slots = self.capacity - free.sum(1).min()
-    if not sees and used_slots:
-      raise OptionError(
-        "attend",
-        f"ContextParallel() behind {used_slots} tokens in the cache",
-        "an empty cache, for the old tokens would not be seen",
-        "pass attend=CachedAttention(), or leave it out",
-      )
+    refuse_unseen(sees, int(self.capacity - free.sum(1).min()))
     free_slots = int(free.sum(1).min() if replicated else size * free.min())
     if tokens > free_slots:
       raise PromptError(
@@ -508,23 +482,47 @@ class KVCache:
         from an empty cache.
     """
     mode = REPLICATED if replicated else SHARDED if sees else FILL
-    return dataclasses.replace(
-      self,
-      held=self.held.allocate(at, mode),
-      rings=tuple(ring.allocate(at, mode) for ring in self.rings),
-    )
-
-  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> KVCache:
-    """Return itself: this cache keeps all tokens, whatever their ids."""
-    del tokens, at
-    return self
+    return self._with_tables(lambda table: table.allocate(at, mode))
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     if isinstance(slots, State):
       return slots.layer(self, index)
+    return KVLayer(self, self.table(kind), slots, index, kind)
+
+  def table(self, kind: int) -> ContiguousSlots | WindowSlots:
+    """Slot table of a kind of layer: the token in each slot."""
     number = self._ring(kind)
-    slot_table = self.held if number is None else self.rings[number]
-    return KVLayer(self, slot_table, slots, index, kind)
+    return self.held if number is None else self.rings[number]
+
+  def _with_tables(self, f: Callable[..., Any]) -> KVCache:
+    """Replace each slot table by f(table)."""
+    return dataclasses.replace(
+      self, held=f(self.held), rings=tuple(map(f, self.rings))
+    )
+
+  def _permuted(self, f: Callable[..., tuple[Any, Any]]) -> KVCache:
+    """Replace each slot table, and the order of its layers' tokens.
+
+    Args:
+      f: Function of a table that returns the new one, and a function that
+        permutes the arrays of a layer.
+    """
+    slot_table, permute = f(self.held)
+    rings = [f(ring) for ring in self.rings]
+
+    def permuted(kind: int, slots: PyTree) -> PyTree:
+      if isinstance(slots, State):
+        return slots
+      number = self._ring(kind)
+      move_tokens = permute if number is None else rings[number][1]
+      return jax.tree.map(move_tokens, slots)
+
+    return dataclasses.replace(
+      self,
+      slots=tuple(permuted(kind, x) for kind, x in enumerate(self.slots)),
+      held=slot_table,
+      rings=tuple(ring for ring, _ in rings),
+    )
 
   def _ring(self, kind: int) -> int | None:
     """Index of a layer kind's ring; None if it keeps all tokens."""
@@ -532,9 +530,8 @@ class KVCache:
 
   def updated(self, slots: tuple[Any, ...]) -> KVCache:
     """Return the cache with the slots that the layers returned."""
-    slot_table = dataclasses.replace(self.held, mode=FILL)
-    rings = tuple(ring.committed() for ring in self.rings)
-    return dataclasses.replace(self, slots=slots, held=slot_table, rings=rings)
+    cache = self._with_tables(lambda table: table.committed())
+    return dataclasses.replace(cache, slots=slots)
 
   # -------------------------------------------------------------------------
   # Between calls
@@ -563,10 +560,6 @@ class KVCache:
       # Each state is on one shard, as the slots are.
       states = jax.tree.map(lambda x: jax.device_put(x, at.sharding), states)
     return dataclasses.replace(self, states=states)
-
-  def evict(self) -> KVCache:
-    """Return itself: this cache never evicts; see `EvictingCache.evict`."""
-    return self
 
   def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> KVCache:
     """Return the cache, grown by a token's room if it is a growing one."""
@@ -648,15 +641,10 @@ class KVCache:
         tokens of a ring buffer would be dropped.
     """
     self._refuse_states("truncate")
-    end = jnp.asarray(length, jnp.int32).reshape(-1)
-    end = jnp.broadcast_to(end, (self.batch,))
+    end = self.row_ends(length)
     if self.rings and (most is None or most > self.kind.slack):
       self._refuse_far(end)
-    return dataclasses.replace(
-      self,
-      held=self.held.truncate(end),
-      rings=tuple(ring.truncate(end) for ring in self.rings),
-    )
+    return self._with_tables(lambda table: table.truncate(end))
 
   def _refuse_far(self, end: jax.Array) -> None:
     """Check that ring buffers can be truncated as far as `end`."""
@@ -728,32 +716,18 @@ class KVCache:
 
   def reset(self, rows: RowIndices) -> KVCache:
     """Empty these rows, int [n]; the others stay."""
-    rows = self._rows(rows)
-    slot_table = self.held
-    empty = lambda x: x.at[rows].set(0)
-    slot_table = dataclasses.replace(
-      slot_table,
-      at=Coords(slot_table.at.pos, empty(slot_table.at.seg)),
-      used=empty(slot_table.used),
-      before=empty(slot_table.before),
-    )
-    rings = tuple(
-      dataclasses.replace(
-        ring,
-        at=Coords(ring.at.pos, empty(ring.at.seg)),
-        count=empty(ring.count),
-        before=empty(ring.before),
-      )
-      for ring in self.rings
-    )
+    rows = row_indices(rows, self.batch)
+    emptied = lambda table: placed_as(table.emptied(rows), table)
+    cache = self._with_tables(emptied)
     clear = lambda x: x.at[:, rows].set(0)
     slots = tuple(
       jax.tree.map(clear, s) if isinstance(s, State) else s for s in self.slots
     )
-    cleared = self._placed(slots, slot_table, rings)
-    if self.states is None:
-      return cleared
-    return dataclasses.replace(cleared, states=self.states.reset(rows))
+    return dataclasses.replace(
+      cache,
+      slots=placed_as(slots, self.slots),
+      states=self.states and self.states.reset(rows),
+    )
 
   def insert(self, rows: RowIndices, other: KVCache) -> KVCache:
     """Replace `rows`, int [n], by the rows of another cache.
@@ -762,7 +736,7 @@ class KVCache:
       OptionError: If model, capacity, kind or mesh of the caches differ.
       ShapeError: If `rows` are not as many as the other cache has.
     """
-    row_indices = self._rows(rows)
+    indices = row_indices(rows, self.batch)
     shape = lambda c: (
       [(x.shape[0], *x.shape[2:]) for x in jax.tree.leaves(c.slots)]
       + [c.capacity, c.kind, c.shards]
@@ -776,48 +750,19 @@ class KVCache:
         f"and {self.shards} shard(s)",
         "make both with model.init_cache and the same arguments but batch",
       )
-    if row_indices.size != other.batch:
+    if indices.size != other.batch:
       raise ShapeError(
         "rows",
-        f"{row_indices.size} for a cache of {other.batch}",
+        f"{indices.size} for a cache of {other.batch}",
         f"{other.batch}, one for each row of the other cache",
         "take the rows to insert: other.take(examples)",
       )
-    put = lambda axis: (
-      lambda x, new: (
-        x.at[row_indices].set(new)
-        if axis == 0
-        else x.at[:, row_indices].set(new)
-      )
-    )
-    slots = jax.tree.map(put(1), self.slots, other.slots)
-    slot_table = jax.tree.map(
-      put(0), self.held, dataclasses.replace(other.held, mode=self.held.mode)
-    )
-    rings = jax.tree.map(put(0), self.rings, other.rings)
-    inserted_cache = self._placed(slots, slot_table, rings)
-    states = inserted(self.states, row_indices, other.states, self.batch)
-    return dataclasses.replace(inserted_cache, states=states)
-
-  def take(self, examples: RowIndices) -> KVCache:
-    """Gather these rows, int [B'], with repetition.
-
-    For beam search, or for several continuations of one prefix.
-
-    Raises:
-      ShapeError: If `examples` is not a list of row indices.
-    """
-    row_indices = self._rows(examples, traced=True)
-    take_rows = lambda axis: (
-      lambda x: _taken(x, row_indices.astype(jnp.int32), axis)
-    )
-    return dataclasses.replace(
-      self,
-      slots=jax.tree.map(take_rows(1), self.slots),
-      held=jax.tree.map(take_rows(0), self.held),
-      rings=jax.tree.map(take_rows(0), self.rings),
-      states=jax.tree.map(take_rows(0), self.states),
-    )
+    states = inserted(self.states, indices, other.states, self.batch)
+    slot_table = dataclasses.replace(other.held, mode=self.held.mode)
+    other = dataclasses.replace(other, held=slot_table, states=None)
+    stateless = dataclasses.replace(self, states=None)
+    fields = stateless.rows_replaced(indices, other) | {"states": states}
+    return dataclasses.replace(self, **fields)
 
   def export(self, row: int, start: int, stop: int) -> Blocks:
     """Copy out a row's tokens at positions from `start` to `stop` - 1.
@@ -827,7 +772,7 @@ class KVCache:
       PromptError: If the row lacks some of these positions; ring buffers need
         only the last `reach` of them.
     """
-    (row,) = (int(n) for n in self._rows([row]))
+    row = int(row_indices([row], self.batch)[0])
     token_slots, rings = self.located(self.at, row, start, stop)
 
     def part(kind: int, slots: PyTree) -> PyTree:
@@ -905,7 +850,7 @@ class KVCache:
       PromptError: If there are too few free slots.
     """
     self._refuse_states("load")
-    (row,) = (int(n) for n in self._rows([row]))
+    row = int(row_indices([row], self.batch)[0])
     # Shape of one token: layers, heads, and head dim or bytes.
     token = lambda x: [n for i, n in enumerate(x.shape) if i != token_axis(x)]
     block_shapes = [token(x) for x in jax.tree.leaves(blocks.parts)]
@@ -941,45 +886,17 @@ class KVCache:
 
   def gathered(self, device: jax.Device) -> KVCache:
     """Copy the cache to one device."""
-    slot_table, permute = self.held.gathered(device)
-    rings = [ring.gathered(device) for ring in self.rings]
-
-    def gather_layer(kind: int, slots: PyTree) -> PyTree:
-      if isinstance(slots, State):
-        return slots.gathered(device)
-      number = self._ring(kind)
-      put = permute if number is None else rings[number][1]
-      return jax.tree.map(put, slots)
-
-    slots = tuple(gather_layer(kind, x) for kind, x in enumerate(self.slots))
+    to_device = lambda x: jax.tree.map(lambda y: move(y, device), x)
+    cache = self._permuted(lambda table: table.gathered(device))
     return dataclasses.replace(
-      self,
-      slots=slots,
-      held=slot_table,
-      rings=tuple(ring for ring, _ in rings),
-      constants=jax.tree.map(lambda x: move(x, device), self.constants),
-      states=jax.tree.map(lambda x: move(x, device), self.states),
+      cache,
+      slots=tuple(
+        to_device(x) if isinstance(x, State) else x for x in cache.slots
+      ),
+      constants=to_device(self.constants),
+      states=to_device(self.states),
       mesh=None,
       axis=None,
-    )
-
-  def _placed(
-    self, slots: PyTree, held: ContiguousSlots, rings: tuple[WindowSlots, ...]
-  ) -> KVCache:
-    """Replace the arrays, with the shardings of the old ones."""
-    placed = dataclasses.replace(self, slots=slots, held=held, rings=rings)
-
-    def as_before(x: jax.Array, old: jax.Array) -> jax.Array:
-      if isinstance(old, jax.core.Tracer) or self.mesh is None:
-        return x
-      return jax.device_put(x, old.sharding)
-
-    return jax.tree.map(
-      as_before,
-      placed,
-      dataclasses.replace(
-        self, held=dataclasses.replace(self.held, mode=held.mode)
-      ),
     )
 
   def _refuse_states(self, what: str) -> None:
@@ -990,22 +907,6 @@ class KVCache:
         "keys and values in every layer",
         "use snapshot and restore, or read the text into a new cache",
       )
-
-  def _rows(self, rows: RowIndices, traced: bool = False) -> Any:
-    """Validated row indices, int [n]."""
-    indices = jnp.asarray(rows) if traced else np.asarray(rows)
-    valid = indices.ndim == 1 and jnp.issubdtype(indices.dtype, jnp.integer)
-    if valid and not isinstance(indices, jax.core.Tracer):
-      host = np.asarray(indices)
-      valid = host.size > 0 and bool(((host >= 0) & (host < self.batch)).all())
-    if not valid:
-      raise ShapeError(
-        "examples",
-        f"{rows}",
-        f"integers [B'] from 0 to {self.batch - 1}",
-        "name the rows, e.g. jnp.array([0, 0])",
-      )
-    return indices
 
 
 tree.register(
@@ -1026,22 +927,22 @@ def _widened(x: Shaped[Array, " ..."], axis: int, more: int) -> jax.Array:
 @jax.jit
 def _appended(cache: KVCache, parts: PyTree, at: Coords) -> KVCache:
   """Append stored keys and values [L, K, n, ...] to a cache of one row."""
-  slot_table = cache.held.allocate(at, REPLICATED)
   # Windowed layers export only their last tokens.
   rings = tuple(
     ring.allocate(Coords(*(x[:, -ring.reach :] for x in at)), REPLICATED)
     for ring in cache.rings
   )
+  slot_table = cache.held.allocate(at, REPLICATED)
+  allocated = dataclasses.replace(cache, held=slot_table, rings=rings)
 
   def append_layer(kind: int, old: PyTree, new: PyTree) -> PyTree:
-    number = cache._ring(kind)
-    target_table = slot_table if number is None else rings[number]
+    table = allocated.table(kind)
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
       if not old.size:
         return old
       new = as_stored(new, old)
-      layer = lambda n, x: target_table.write(
+      layer = lambda n, x: table.write(
         x, lax.dynamic_index_in_dim(new, n, 0), n
       )
       return lax.fori_loop(jnp.int32(0), jnp.int32(old.shape[0]), layer, old)
@@ -1050,25 +951,13 @@ def _appended(cache: KVCache, parts: PyTree, at: Coords) -> KVCache:
 
   pairs = enumerate(zip(cache.slots, parts, strict=True))
   slots = tuple(append_layer(kind, old, new) for kind, (old, new) in pairs)
-  return dataclasses.replace(cache, held=slot_table, rings=rings).updated(slots)
+  return allocated.updated(slots)
 
 
 @bounded
 @jax.jit
 def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
-  slot_table, compact = cache.held.kept(kept)
-  rings = [ring.kept(kept) for ring in cache.rings]
-
-  def keep_layer(kind: int, slots: PyTree) -> PyTree:
-    number = cache._ring(kind)
-    return jax.tree.map(compact if number is None else rings[number][1], slots)
-
-  return dataclasses.replace(
-    cache,
-    slots=tuple(keep_layer(kind, x) for kind, x in enumerate(cache.slots)),
-    held=slot_table,
-    rings=tuple(ring for ring, _ in rings),
-  )
+  return cache._permuted(lambda table: table.kept(kept))
 
 
 def _constants(
@@ -1131,33 +1020,8 @@ def _end(at: Coords, row: int) -> int:
   return int(np.max(np.where(seg > 0, pos + 1, 0), initial=0))
 
 
-def _taken(x: jax.Array, examples: jax.Array, axis: int) -> jax.Array:
-  """Gather rows of an axis, sharded as before if the shards divide them."""
-  rows = jnp.take(x, examples, axis, mode="clip")
-  if isinstance(x, jax.core.Tracer) or not isinstance(
-    x.sharding, NamedSharding
-  ):
-    return rows
-  return jax.device_put(rows, rows_sharding(x, rows.shape[axis], axis))
-
-
-def rows_sharding(
-  x: Shaped[Array, " ..."], rows: int, axis: int
-) -> jax.sharding.Sharding:
-  """Sharding for `rows` rows: as `x`, unsharded if they do not divide."""
-  sharding = x.sharding
-  if not isinstance(sharding, NamedSharding):
-    return sharding
-  mesh, spec = sharding.mesh, [*sharding.spec]
-  row_axes = (spec[axis] if axis < len(spec) else None) or ()
-  names = row_axes if isinstance(row_axes, tuple) else (row_axes,)
-  if rows % math.prod(mesh.shape[name] for name in names):
-    spec[axis] = None
-  return NamedSharding(mesh, P(*spec), memory_kind=sharding.memory_kind)
-
-
 @dataclasses.dataclass(frozen=True)
-class KVLayer:
+class KVLayer(CallLayer):
   """One layer's part of a `KVCache` during one call.
 
   A call may overwrite tokens that its first queries still attend to. It then
@@ -1204,12 +1068,6 @@ class KVLayer:
     )
     stored = LayerKV(write(self.slots.k, k), write(self.slots.v, v))
     return dataclasses.replace(self, slots=stored)
-
-  def observe(
-    self, rotated: Callable[[], Array], plain: Callable[[], Array]
-  ) -> KVLayer:
-    del rotated, plain
-    return self
 
   def for_reading(self, rotation: Rotation) -> KVLayer:
     """Prepare for a call that appends nothing: `views` covers the cache.
@@ -1292,9 +1150,7 @@ class KVLayer:
     if self._by_head is None:
       return self._view(old, at, jnp.int32(0))
     view = ContiguousView(*old, at, jnp.int32(0))
-    if self.cache.kind.unrotated and not self.rotation.trivial:
-      return UnrotatedView(view, self.rotation)
-    return view
+    return rotated_view(view, self.cache.kind, self.rotation)
 
   def _view(self, slots: LayerKV, at: Coords, index: Index) -> KVView:
     codec, by_head = self.cache.kind.codec, self._by_head
@@ -1318,35 +1174,60 @@ class KVLayer:
     else:
       decoders = shape.decoders(codec, self.cache.dtype)
       view = EncodedView(*slots, at, index, self._constants(), decoders)
-    if self.cache.kind.unrotated and not self.rotation.trivial:
-      return UnrotatedView(view, self.rotation)
-    return view
+    return rotated_view(view, self.cache.kind, self.rotation)
 
   def _encoded(self, k: jax.Array, v: jax.Array) -> LayerKV:
     """Encode keys and values as the slots store them."""
     codec, into = self.cache.kind.codec, self.slots
     if codec is None:
       return LayerKV(as_stored(k, into.k), as_stored(v, into.v))
-    assert isinstance(codec, Codec)
-
-    def encode(
-      vectors: VectorCodec,
-      x: jax.Array,
-      constants: Sequence[Array],
-      stored: jax.Array,
-    ) -> jax.Array:
-      data = vectors.encode(x.astype(self.cache.dtype), constants)
-      return as_stored(data, stored)
-
-    of_k, of_v = self._constants()
-    return LayerKV(
-      encode(codec.keys, k, of_k, into.k),
-      encode(codec.values, v, of_v, into.v) if v.shape[-1] else v,
-    )
+    assert isinstance(codec, Codec) and self.cache.dtype is not None
+    tokens, dtype = LayerKV(k, v), self.cache.dtype
+    return encoded(codec, tokens, self._constants(), into, dtype)
 
   def _constants(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Codec constants of this layer, [K, n] each."""
-    of_layer = lambda x: lax.dynamic_index_in_dim(
-      x, self.index, 0, keepdims=False
-    )
-    return jax.tree.map(of_layer, self.cache.constants[self.kind])
+    return of_layer(self.cache.constants[self.kind], self.index)
+
+
+def of_layer(arrays: PyTree, index: Index) -> Any:
+  """Arrays of one layer, of those of all layers of a kind."""
+  take = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+  return jax.tree.map(take, arrays)
+
+
+def encoded(
+  codec: Codec,
+  tokens: LayerKV,
+  constants: PyTree,
+  slots: LayerKV,
+  dtype: DTypeLike,
+) -> LayerKV:
+  """Encode a call's keys and values as the slots of a kind of layer store them.
+
+  Args:
+    codec: Codec of all heads.
+    tokens: Keys [B, K, T, H] and values [B, K, T, J].
+    constants: Constants of the layer's codecs, see `KVLayer`.
+    slots: Slots that will store the codes.
+    dtype: Dtype of keys and values before encoding.
+  """
+
+  def encode(
+    vectors: VectorCodec, x: jax.Array, of_x: PyTree, stored: jax.Array
+  ) -> jax.Array:
+    return as_stored(vectors.encode(x.astype(dtype), of_x), stored)
+
+  of_k, of_v = constants
+  k, v = tokens
+  return LayerKV(
+    encode(codec.keys, k, of_k, slots.k),
+    encode(codec.values, v, of_v, slots.v) if v.shape[-1] else v,
+  )
+
+
+def rotated_view(view: KVView, kind: CacheKind, rotation: Rotation) -> KVView:
+  """View whose keys are rotated when they are read, if stored unrotated."""
+  if kind.unrotated and not rotation.trivial:
+    return UnrotatedView(view, rotation)
+  return view

@@ -149,9 +149,7 @@ def report(
   number("weights", weights, least=0)
   number("host_bandwidth", host_bandwidth, above=0)
   machine_spec = _machine(cache, machine)
-  inner: Any = cache
-  if hasattr(inner, "open"):
-    inner = inner.open
+  inner: Any = cache.parts[0] if cache.parts else cache
   tally = _Tally(cache, inner, machine_spec.chip, length)
   tally.held = _held(cache) if held is None else held
   for n, shape in enumerate(cache.shapes):

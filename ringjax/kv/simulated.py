@@ -22,15 +22,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.errors import OptionError
-from ringjax.kv.base import KV, FreshLayer, NoCache
+from ringjax.kv.base import KV, CallCoords, FreshLayer, NoCache
+from ringjax.kv.cache import of_layer
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.codecs import Allocated, Codec, PerHead
 from ringjax.kv.codecs.codec import VectorCodec, through
+from ringjax.kv.model_cache import refuse_documents
 from ringjax.kv.state import StateShape
 from ringjax.kv.storage.head_storage import HeadStorage
 from ringjax.ops.attention.cached.views import KVView
@@ -89,6 +90,9 @@ class SimulatedCache(NoCache):
   def length(self) -> Any:
     return jnp.zeros(1, jnp.int32)
 
+  def check_coords(self, coords: CallCoords) -> None:
+    refuse_documents(self.kind, self.shapes, coords)
+
   def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     del slots
     shape = self.shapes[kind]
@@ -107,10 +111,7 @@ class SimulatedCache(NoCache):
         by_head = HeadStorage(codec, self.shapes[kind])
         return by_head.through(k, v, index, constants)
       assert isinstance(codec, Codec)
-      select_layer = lambda x: lax.dynamic_index_in_dim(
-        x, index, 0, keepdims=False
-      )
-      k_constants, v_constants = jax.tree.map(select_layer, constants)
+      k_constants, v_constants = of_layer(constants, index)
       return (
         self._through(codec.keys, k, k_constants),
         self._through(codec.values, v, v_constants),

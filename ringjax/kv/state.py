@@ -18,7 +18,6 @@ from jax.typing import DTypeLike
 
 from ringjax.kv.base import CacheSpec, CallCache, zeros
 from ringjax.ops.recurrent.conv import Tail
-from ringjax.parallel.local_arrays import move
 from ringjax.typing import Index
 
 
@@ -38,10 +37,6 @@ class State(NamedTuple):
     """Part of layer `index` for a call, with these states as its slots."""
     del cache
     return StateLayer(self, index)
-
-  def gathered(self, device: jax.Device) -> State:
-    """Copy the state to one device; it has no token axis to gather."""
-    return jax.tree.map(lambda x: move(x, device), self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

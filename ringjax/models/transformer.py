@@ -28,14 +28,11 @@ from ringjax.errors import (
   PromptError,
   ShapeError,
 )
-from ringjax.kv.base import Cache, CallCache, NoCache
-from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.base import CallCache, CallCoords, NoCache
+from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind, cache_kind
-from ringjax.kv.composed.row_groups import RowGroups
-from ringjax.kv.eviction.evicting import EvictingCache
+from ringjax.kv.cache_specs import cache_spec
 from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
-from ringjax.kv.offload.layer_offload import OffloadedCache
-from ringjax.kv.offload.tiered import TieredCache
 from ringjax.kv.state import StateShape
 from ringjax.models.origin import Origin
 from ringjax.models.summary import describe
@@ -67,7 +64,7 @@ from ringjax.nn.streams import Streams
 from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.placed_layers import naming_faults
 from ringjax.ops.ancestors import MOST_DRAFTED, ancestor_matrix, tree_coords
-from ringjax.ops.mask import Coords, Mask, SameSegment
+from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Dynamic, Linear, Rope, Yarn
 from ringjax.parallel import collectives
 from ringjax.parallel.call_sharding import (
@@ -211,7 +208,7 @@ class Transformer(nnx.Module):
     *,
     positions: Int[Array | np.ndarray, " ..."] | None = None,
     segment_ids: Int[Array | np.ndarray, " ..."] | None = None,
-    cache: Cache | None = None,
+    cache: CallCache | None = None,
     attend: ShardingContext | None = None,
     rows: Int[Array | np.ndarray, "B n"] | None = None,
     length: Lengths | None = None,
@@ -276,7 +273,7 @@ class Transformer(nnx.Module):
       rows = _rows(rows, shape)
     if cache is not None:
       _check_cache(cache)
-    kv_cache = None if isinstance(cache, NoCache) else cache
+    kv_cache = cache if cache is not None and cache.stores else None
     attend = self._placed(attend, tokens, kv_cache)
     if cache is not None:
       cache.check(
@@ -284,14 +281,12 @@ class Transformer(nnx.Module):
         replicated=_replicated(attend),
         sees=isinstance(attend, CachedAttention),
       )
-      if seg is not None and attend.segments != SameSegment():
-        _check_keeps_all(attend.segments, cache)
     if self.config.positions is not None:
       _check_table(self.config, shape, pos, seg, cache, attend)
-    if getattr(cache, "marks", None) is not None:
-      _check_positions(cache, pos, seg, parents)
     if parents is not None:
       parents = self._tree(parents, shape, attend, cache)
+    if cache is not None:
+      cache.check_coords(CallCoords(pos, seg, parents, attend.segments))
     call = (self, attend, tokens, pos, seg, cache, rows, length, parents)
     if not self.stack.faults or isinstance(tokens, jax.core.Tracer):
       return _call(*call)
@@ -304,7 +299,7 @@ class Transformer(nnx.Module):
     parents: Any,
     shape: Sequence[int],
     attend: ShardingContext,
-    cache: Cache | None,
+    cache: CallCache | None,
   ) -> jax.Array:
     """Checks the parents of drafted tokens and gives them a batch axis.
 
@@ -312,7 +307,7 @@ class Transformer(nnx.Module):
       int32 [B or 1, T].
     """
     parents = _per_token("parents", parents, shape)
-    if isinstance(cache, RowGroups):
+    if cache is not None and cache.row_groups is not None:
       raise OptionError(
         "parents",
         "a tree of drafted tokens, for rows in groups",
@@ -476,9 +471,15 @@ class Transformer(nnx.Module):
     Raises:
       OptionError: If dtype or kind is unknown, or `capacity` does not divide.
     """
-    return self._cache(
-      "create", batch, capacity, sharding, dtype, kind, placement, disk
+    spec = self.init_cache_spec(
+      batch,
+      capacity,
+      sharding=sharding,
+      dtype=dtype,
+      kind=kind,
+      placement=placement,
     )
+    return spec.allocated(disk)
 
   def init_cache_spec(
     self,
@@ -494,30 +495,6 @@ class Transformer(nnx.Module):
 
     Nothing is allocated. The arguments are those of `init_cache`.
     """
-    return self._cache(
-      "spec", batch, capacity, sharding, dtype, kind, placement
-    )
-
-  def cache_kind(self, kind: CacheKind | str) -> CacheKind:
-    """A cache kind by its name or as it is, calibrated for this model.
-
-    Raises:
-      OptionError: If the kind is unknown, or calibrated for another model.
-      CheckpointFormatError: If the kind's calibration file is missing or bad.
-    """
-    return cache_kind(kind).for_model(lambda path: load_measured(path, self))
-
-  def _cache(
-    self,
-    make: str,
-    batch: int,
-    capacity: int,
-    sharding: ShardingContext | None,
-    dtype: DTypeLike | None,
-    kind: CacheKind | str,
-    placement: WeightPlacement | str | None,
-    disk: CacheFiles | None = None,
-  ) -> Any:
     sharding = ShardingContext() if sharding is None else sharding
     mesh = sharding.mesh
     head_axis = (
@@ -534,10 +511,7 @@ class Transformer(nnx.Module):
         "a model whose attention sees distances",
         "leave positions='cache' out",
       )
-    cache_class: Any = EvictingCache if resolved_kind.evicting else KVCache
-    if resolved_kind.device is not None:
-      cache_class = TieredCache
-    options: dict[str, Any] = {"filled": True} if cache_class is KVCache else {}
+    tiers = None
     if placement is not None:
       if not all(map(keeps, self.config.layers)):
         raise OptionError(
@@ -546,11 +520,8 @@ class Transformer(nnx.Module):
           "keys that one layer reads alone",
           "leave it out",
         )
-      cache_class = OffloadedCache
-      options = {"tiers": cache_tiers(self, placement)}
-      if make == "create":
-        options["files"] = disk
-    return getattr(cache_class, make)(
+      tiers = cache_tiers(self, placement)
+    return cache_spec(
       self.kinds,
       batch,
       capacity,
@@ -560,8 +531,17 @@ class Transformer(nnx.Module):
       axis=sharding.of_mesh,
       head_axis=head_axis,
       batch_axes=sharding.batch_axes(batch),
-      **options,
+      tiers=tiers,
     )
+
+  def cache_kind(self, kind: CacheKind | str) -> CacheKind:
+    """A cache kind by its name or as it is, calibrated for this model.
+
+    Raises:
+      OptionError: If the kind is unknown, or calibrated for another model.
+      CheckpointFormatError: If the kind's calibration file is missing or bad.
+    """
+    return cache_kind(kind).for_model(lambda path: load_measured(path, self))
 
   def hidden(
     self,
@@ -678,8 +658,9 @@ def forward(
       offsets = jnp.sum(ancestor_matrix(parents), 2, dtype=jnp.int32) - 1
     pos = cache.length[:, None] + offsets
   places = tokens_of(model, attend, tokens.shape, pos, seg, length, parents)
-  if isinstance(call_cache, RowGroups):
-    return _in_groups(model, attend, tokens, places, call_cache, rows)
+  groups = call_cache.row_groups
+  if groups is not None:
+    return _in_groups(model, attend, tokens, places, groups, rows)
   call_cache = _begun(call_cache, attend, tokens, places)
   if x is None:
     h, call_cache = model.hidden(tokens, places, call_cache, attend)
@@ -741,16 +722,16 @@ def _in_groups(
   attend: ShardingContext,
   tokens: Int[Array, "B T"],
   places: Tokens,
-  cache: RowGroups,
+  groups: Any,
   rows: Int[Array, "B n"] | None,
-) -> tuple[jax.Array, RowGroups]:
+) -> tuple[jax.Array, Any]:
   """Runs a call whose rows are in groups, layer by layer."""
   calls, logits = [], []
   # A length is per row, or one for all.
   length = jnp.broadcast_to(jnp.asarray(places.length), (tokens.shape[0],))
   coords = zip(
-    *map(cache.split, (tokens, places.pos, places.seg, length)),
-    cache.caches,
+    *map(groups.split, (tokens, places.pos, places.seg, length)),
+    groups.caches,
     strict=True,
   )
   for ids, pos, seg, lengths, group_cache in coords:
@@ -771,14 +752,14 @@ def _in_groups(
       )
     )
   context: Any = attend
-  results = model.stack.together(calls, context, cache.hosted)
-  for (h, _), group_rows in zip(results, cache.split(rows), strict=True):
+  results = model.stack.together(calls, context, groups.hosted)
+  for (h, _), group_rows in zip(results, groups.split(rows), strict=True):
     h = model.behind(h)
     if group_rows is not None:
       h = jnp.take_along_axis(h, group_rows[..., None], 1)
     logits.append(model.logits(h))
-  caches = tuple(new_cache for _, new_cache in results)
-  return jnp.concatenate(logits), dataclasses.replace(cache, caches=caches)
+  new_cache = groups.regrouped(group_cache for _, group_cache in results)
+  return jnp.concatenate(logits), new_cache
 
 
 def tokens_of(
@@ -887,51 +868,13 @@ def _check_manual(
     )
 
 
-def _check_cache(cache: Cache) -> None:
-  if not hasattr(type(cache), "allocate"):
+def _check_cache(cache: CallCache) -> None:
+  if not isinstance(cache, CallCache):
     raise InputTypeError(
       "cache",
       type(cache).__name__,
       "a cache of keys and values",
       "make one with model.init_cache(batch, capacity), or pass session.cache",
-    )
-
-
-def _check_keeps_all(segments: Mask, cache: Cache) -> None:
-  """Refuses a cache that drops tokens by the order of their documents."""
-  kind = getattr(cache, "kind", None)
-  reaches = [getattr(x, "reach", None) for x in getattr(cache, "shapes", ())]
-  ring = kind is not None and kind.windowed and any(reaches)
-  if ring or (kind is not None and kind.evicting):
-    raise OptionError(
-      "cache",
-      f"kind {kind} with segments={segments}",
-      "a cache that keeps all tokens: what others drop depends on which "
-      "documents see each other",
-      'pass model.init_cache(..., kind="dense")',
-    )
-
-
-def _check_positions(cache: Any, pos: Any, seg: Any, parents: Any) -> None:
-  """Refuses tokens that share a position, for a cache that marks positions.
-
-  Traced arrays are not checked.
-  """
-  concrete = lambda x: x is not None and not isinstance(x, jax.core.Tracer)
-  fault = None
-  if parents is not None:
-    fault = "a tree of drafted tokens"
-  elif concrete(seg) and int(jnp.max(seg)) > 1:
-    fault = f"document {int(jnp.max(seg))} of a row"
-  elif concrete(pos) and int(jnp.max(pos)) >= cache.limit:
-    fault = f"position {int(jnp.max(pos))} of {cache.limit}"
-  if fault is not None:
-    raise OptionError(
-      "cache",
-      f"{fault}, with a policy that looks at ids: {cache.kind.policy}",
-      "one token at each position of the cache",
-      "read one document a row, from position 0 on, or use a policy without "
-      "punctuation=",
     )
 
 

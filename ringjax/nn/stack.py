@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from ringjax.kv.base import CallCache, FetchedCache, NoCache
+from ringjax.kv.base import CallCache
 from ringjax.nn.block import Block, Layer
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens
@@ -287,7 +287,7 @@ class Stack(nnx.Module):
       _moved(x, jax.memory.Space.Device) if hosted[call] else x
     )
     xs = tuple(to_host(call, x) for call, (x, _, _) in enumerate(calls))
-    has_caches = not any(isinstance(cache, NoCache) for _, _, cache in calls)
+    has_caches = all(cache.stores for _, _, cache in calls)
     number = itertools.count()
     # Caches of layers whose keys later layers read, by group.
     shared: list[dict[str, Any]] = [{} for _ in calls]
@@ -311,13 +311,10 @@ class Stack(nnx.Module):
         turn: tuple[int, int], slots: Any, index: Index, after: jax.Array,
         kinds: tuple[tuple[int, ...], ...] = kinds,
       ) -> Any:  # fmt: skip
-        """Start to fetch the keys of a turn's layer; None if on the devices."""
+        """Start to fetch the keys of a turn's layer, if they are elsewhere."""
         position, call = turn
-        cache = calls[call][2]
-        if not _fetches(cache):
-          return None
         return tuple(
-          cache.fetch(kind, layer_slots, index, after)
+          calls[call][2].fetch(kind, layer_slots, index, after)
           for kind, layer_slots in zip(
             kinds[position], slots[call][position], strict=True
           )
@@ -359,15 +356,13 @@ class Stack(nnx.Module):
           layer_slots = zip(kinds[position], slots[call][position], strict=True)
           if not keeps(run.layers[position]):
             parts = (shared[call][mixer.group],)
-          elif _fetches(cache):
+          else:
             parts = tuple(
-              cache.layer(kind, slot, index, fetched_keys)
+              cache.fetched_layer(kind, slot, index, fetched_keys)
               for (kind, slot), fetched_keys in zip(
                 layer_slots, next_keys, strict=True
               )
             )
-          else:
-            parts = tuple(cache.layer(*pair, index) for pair in layer_slots)
           if turn_index + 1 < len(schedule):
             next_keys = fetch_keys(schedule[turn_index + 1], slots, index, x)
           elif looped:
@@ -383,7 +378,7 @@ class Stack(nnx.Module):
             layer_number,
           )
           parts = new_part if has_several else (new_part,)
-          if any(next_keys or ()) and _fetches(cache):
+          if any(next_keys):
             # Order the read before the in-place write to the same memory.
             parts = tuple(cache.behind(part, next_keys) for part in parts)
           xs[call] = to_host(call, x)
@@ -506,12 +501,6 @@ def _owns(layer: Layer) -> bool:
 def _owning(run: Run) -> bool:
   """Whether a run has a layer whose cache later layers read."""
   return any(_owns(layer) for layer in run.layers)
-
-
-def _fetches(cache: CallCache) -> TypeGuard[FetchedCache]:
-  """Whether the cache's layers are fetched to the devices when they run."""
-  # Not by isinstance, which would evaluate the protocol's properties.
-  return hasattr(cache, "fetch")
 
 
 def _moved(x: jax.Array, space: jax.memory.Space) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.errors import OptionError, ShapeError
-from ringjax.kv.base import Cache, LayerCache
+from ringjax.kv.base import CallCache, LayerCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.state import StateShape
 from ringjax.ops.mask import Coords
@@ -52,7 +52,7 @@ def tokens(first, count):
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def append(cache, first, count, replicated):
   at, kv = tokens(first, count)
-  assert isinstance(cache, Cache)
+  assert isinstance(cache, CallCache)
   cache = cache.allocate(at, replicated=replicated, sees=True)
   slots = list(cache.slots)
   for kind, shape in enumerate(KINDS):

@@ -9,7 +9,6 @@ Guarantees: see `ops.attention.retaining`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax import tree
-from ringjax.kv.base import KV
+from ringjax.kv.base import KV, CallCache, CallLayer
 from ringjax.kv.cache import KVCache, LayerKV
 from ringjax.nn.sharding_context import ContextParallel, Extras
 from ringjax.nn.tokens import Tokens
@@ -36,8 +35,10 @@ from ringjax.typing import Index
 
 
 @dataclasses.dataclass(frozen=True)
-class RetainedCache:
+class RetainedCache(CallCache):
   """A cache into which attention itself writes, at slots that a plan chose.
+
+  A call allocates nothing.
 
   Attributes:
     cache: Cache, whose coordinates are those after the call.
@@ -64,18 +65,6 @@ class RetainedCache:
   def length(self) -> jax.Array:
     return self.cache.length
 
-  def allocate(
-    self, at: Coords, *, replicated: bool, sees: bool
-  ) -> RetainedCache:
-    """Return the cache unchanged: the plan has chosen the slots."""
-    del at, replicated, sees
-    return self
-
-  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> RetainedCache:
-    """Return the cache unchanged."""
-    del tokens, at
-    return self
-
   def layer(self, kind: int, slots: LayerKV, index: Index) -> RetainedLayer:
     """One layer's part of the cache."""
     del kind
@@ -89,7 +78,7 @@ class RetainedCache:
 tree.register(RetainedCache, ("cache", "place", "states"), ())
 
 
-class RetainedLayer:
+class RetainedLayer(CallLayer):
   """One layer's part of a `RetainedCache`: its attention leaves `slots` here.
 
   Attributes:
@@ -111,12 +100,6 @@ class RetainedLayer:
     rotation: Rotation,
   ) -> RetainedLayer:
     self.fresh = KV(rotation.own(k), v, at)
-    return self
-
-  def observe(
-    self, rotated: Callable[[], Array], plain: Callable[[], Array]
-  ) -> RetainedLayer:
-    del rotated, plain
     return self
 
   def views(self, *, apart: bool = False) -> tuple[Any, ...]:

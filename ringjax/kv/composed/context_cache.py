@@ -16,19 +16,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import PyTree
 
 from ringjax import tree
 from ringjax.errors import OptionError
-from ringjax.kv.base import Ends, RowIndices, donated
+from ringjax.kv.base import RowIndices, donated
 from ringjax.kv.cache import Blocks, KVCache, filled_constants
 from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
+from ringjax.kv.model_cache import refused
 from ringjax.kv.storage.pages import few_sizes
 from ringjax.kv.storage.slots import REPLICATED
 from ringjax.ops.attention.cached.code_format import token_axis
@@ -53,12 +54,6 @@ class PlacedContext(NamedTuple):
   pos: np.ndarray
 
 
-class ContextSnapshot(NamedTuple):
-  """State of a `ContextCache` for `restore`: a copy of the open cache."""
-
-  open: KVCache
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextCache(WithOpenCache):
   """Contexts, and an open cache of the tokens after them.
@@ -74,10 +69,10 @@ class ContextCache(WithOpenCache):
 
   contexts: KVCache
   weigh: WeighedView | SelectedView | None = None
-
-  @property
-  def slots(self) -> tuple[Any, ...]:
-    return self.open.slots
+  described: ClassVar[str] = "a cache behind contexts"
+  instead: ClassVar[str] = "a cache that holds its own tokens alone"
+  # To ask the contexts another question.
+  changing: ClassVar[tuple[str, ...]] = ("open",)
 
   @property
   def at(self) -> Coords:
@@ -92,12 +87,7 @@ class ContextCache(WithOpenCache):
 
   @property
   def asks_whole(self) -> bool:
-    """Whether a question must be one call: its tokens select together."""
     return isinstance(self.weigh, SelectedView) and self.weigh.together
-
-  def free(self) -> np.ndarray | None:
-    """Number of tokens that still fit, int [B, R]; None under a trace."""
-    return self.open.free()
 
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
@@ -121,67 +111,19 @@ class ContextCache(WithOpenCache):
         "the cache that the last call returned",
         "pass that one, or place the contexts again",
       )
-    self.open.check(batch, tokens, replicated=replicated, sees=sees)
-
-  def allocate(
-    self, at: Coords, *, replicated: bool, sees: bool
-  ) -> ContextCache:
-    open_cache = self.open.allocate(at, replicated=replicated, sees=sees)
-    return dataclasses.replace(self, open=open_cache)
+    super().check(batch, tokens, replicated=replicated, sees=sees)
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> ContextLayer:
     return ContextLayer(self, self.open.layer(kind, slots, index), kind, index)
-
-  def updated(self, slots: tuple[Any, ...]) -> ContextCache:
-    return dataclasses.replace(self, open=self.open.updated(slots))
 
   # -------------------------------------------------------------------------
   # Between calls
   # -------------------------------------------------------------------------
 
-  def with_room(self, taken: np.ndarray | int) -> ContextCache:
-    """Return itself: the size of the open cache is fixed."""
-    del taken
-    return self
-
-  def evict(self) -> ContextCache:
-    """Return itself: this cache never evicts."""
-    return self
-
-  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> ContextCache:
-    """Return itself: this cache never grows."""
-    del rows
-    return self
-
-  def steps(self) -> int:
-    """Number of tokens that can be appended before `flush` is due."""
-    return self.open.steps()
-
-  def truncate(self, length: Ends, most: int | None = None) -> ContextCache:
-    """Drop the open cache's tokens at positions from `length` on.
-
-    Contexts do not change; see `KVCache.truncate`.
-    """
-    return dataclasses.replace(self, open=self.open.truncate(length, most))
-
-  def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> ContextCache:
-    """Keep only the tokens in `kept` of the last call; see `KVCache.keep`."""
-    return dataclasses.replace(self, open=self.open.keep(kept))
-
-  def snapshot(self) -> ContextSnapshot:
-    """Save the state for `restore`, to ask the contexts another question."""
-    return ContextSnapshot(jax.tree.map(jnp.copy, self.open))
-
-  def restore(self, snapshot: ContextSnapshot) -> ContextCache:
-    """Restore the state of a snapshot of this cache."""
-    open_cache = jax.tree.map(jnp.copy, snapshot.open)
-    return dataclasses.replace(self, open=open_cache)
-
   def reset(self, rows: RowIndices) -> ContextCache:
     """Empty these rows, int [n], including their contexts."""
-    return dataclasses.replace(
-      self, open=self.open.reset(rows), contexts=self.contexts.reset(rows)
-    )
+    contexts = self.contexts.reset(rows)
+    return dataclasses.replace(super().reset(rows), contexts=contexts)
 
   def take(self, examples: RowIndices) -> ContextCache:
     """Gather these rows, int [B'], with repetition."""
@@ -189,48 +131,13 @@ class ContextCache(WithOpenCache):
     if getattr(weigh, "owner", None) is not None:
       owner = jnp.take(weigh.owner, jnp.asarray(examples), 0)
       weigh = dataclasses.replace(weigh, owner=owner)
-    return dataclasses.replace(
-      self,
-      open=self.open.take(examples),
-      contexts=self.contexts.take(examples),
-      weigh=weigh,
-    )
+    contexts = self.contexts.take(examples)
+    cache = super().take(examples)
+    return dataclasses.replace(cache, contexts=contexts, weigh=weigh)
 
-  def insert(self, rows: RowIndices, other: object) -> Any:
-    """Refused: contexts differ in size from row to row.
-
-    Raises:
-      OptionError: Always.
-    """
-    del rows, other
-    raise self._refused("insert", "place the contexts of all rows together")
-
-  def export(self, row: int, start: int, stop: int) -> Blocks:
-    """Copy out tokens of the open cache; see `KVCache.export`."""
-    return self.open.export(row, start, stop)
-
-  def load(
-    self, row: int, blocks: Blocks, at: Coords | None = None
-  ) -> ContextCache:
-    """Append exported tokens to the open cache; see `KVCache.load`."""
-    return dataclasses.replace(self, open=self.open.load(row, blocks, at))
-
-  def gathered(self, device: jax.Device) -> Any:
-    """Refused: the contexts stay on their shards.
-
-    Raises:
-      OptionError: always.
-    """
-    del device
-    raise self._refused("keep='last'", "leave keep= out")
-
-  def _refused(self, what: str, remedy: str) -> OptionError:
-    return OptionError(
-      "cache",
-      f"{what} of a cache behind contexts",
-      "a cache that holds its own tokens alone",
-      remedy,
-    )
+  # Contexts differ in size from row to row, and stay on their shards.
+  insert = refused("insert", "place the contexts of all rows together")
+  gathered = refused("keep='last'", "leave keep= out")
 
 
 tree.register(ContextCache, ("open", "contexts", "weigh"), ("kind", "limit"))
@@ -249,16 +156,6 @@ class ContextLayer(WithOpenLayer):
 
   kind: int
   index: Any
-
-  @property
-  def slots(self) -> Any:
-    return self.inner.slots
-
-  def observe(
-    self, rotated: Callable[[], Array], plain: Callable[[], Array]
-  ) -> ContextLayer:
-    del rotated, plain
-    return self
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
     cache: Any = self.cache

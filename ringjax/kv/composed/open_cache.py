@@ -1,35 +1,35 @@
-"""Base classes of caches with an open cache, a `KVCache` of the newest tokens.
+"""Base classes of caches around an open cache, a `KVCache` of newest tokens.
 
-`TieredCache` and `EvictingCache` store older tokens elsewhere. Calls append to
-the open cache, which the subclass may resize between calls.
+Other tokens or layers are stored elsewhere. What a subclass does not override,
+the open cache does.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Int, Shaped
 
 from ringjax.errors import OptionError
-from ringjax.kv.base import KV, donated
+from ringjax.kv.base import KV, CallLayer
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.cache_report import CacheReport, report
-from ringjax.kv.encoder_states import EncoderStates
+from ringjax.kv.model_cache import ModelCache
 from ringjax.kv.storage.pages import few_sizes
+from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.parallel import chips
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WithOpenCache:
-  """Base class of caches with an open cache for the newest tokens.
+class WithOpenCache(ModelCache):
+  """Base class of caches around an open one, to which calls append.
 
   Attributes:
     open: Cache of the newest tokens.
@@ -42,35 +42,19 @@ class WithOpenCache:
   limit: int
 
   @property
-  def mesh(self) -> Mesh | None:
-    return self.open.mesh
+  def slots(self) -> tuple[Any, ...]:
+    return self.open.slots
 
   @property
-  def axis(self) -> str | None:
-    return self.open.axis
+  def parts(self) -> tuple[Any, ...]:
+    return (self.open,)
 
-  @property
-  def shards(self) -> int:
-    return self.open.shards
-
-  @property
-  def batch(self) -> int:
-    """Number of rows, B."""
-    return self.open.batch
+  def each_part(self, f: Callable[..., Any], *rows: Any) -> Any:
+    return dataclasses.replace(self, open=f(self.open, *rows))
 
   @property
   def capacity(self) -> int:
-    """Maximum number of tokens of a row."""
     return self.limit
-
-  @property
-  def recurrent(self) -> bool:
-    return self.open.recurrent
-
-  @property
-  def irreversible(self) -> bool:
-    """Whether `keep` cannot undo a call's effects; see `KVCache`."""
-    return self.open.irreversible
 
   def explain(
     self,
@@ -84,36 +68,9 @@ class WithOpenCache:
     """
     return report(self, machine, None, weights)
 
-  @property
-  def states(self) -> EncoderStates | None:
-    """Encoder states of the rows, which cross-attention reads, or None."""
-    return self.open.states
 
-  def with_states(self, states: EncoderStates | None) -> Any:
-    """Set the states for cross-attention; see `KVCache.with_states`."""
-    return dataclasses.replace(self, open=self.open.with_states(states))
-
-  @property
-  def shapes(self) -> tuple[Any, ...]:
-    return self.open.shapes
-
-  @property
-  def dtype(self) -> Any:
-    return self.open.dtype
-
-  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> Any:
-    """Return itself: token ids are not needed; see `EvictingCache.mark`."""
-    del tokens, at
-    return self
-
-  @property
-  def lost(self) -> bool:
-    """Whether some of the arrays were donated to a program."""
-    return donated(self)
-
-  def nbytes(self) -> int:
-    """Total bytes of all shards, in all memories."""
-    return sum(x.nbytes for x in jax.tree.leaves(self))
+class ResizableCache(WithOpenCache):
+  """Base class of caches whose open cache changes its size between calls."""
 
   def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> Any:
     """Grow the open cache so that a call fits; older tokens do not change.
@@ -157,7 +114,7 @@ class WithOpenCache:
 
 
 @dataclasses.dataclass(frozen=True)
-class WithOpenLayer:
+class WithOpenLayer(CallLayer):
   """Base class of one layer's part of a cache with an open cache.
 
   Attributes:
@@ -167,6 +124,10 @@ class WithOpenLayer:
 
   cache: WithOpenCache
   inner: Any
+
+  @property
+  def slots(self) -> Any:
+    return self.inner.slots
 
   @property
   def fresh(self) -> KV | None:
@@ -185,3 +146,6 @@ class WithOpenLayer:
   def for_reading(self, rotation: Rotation) -> Any:
     """Prepare for a call that appends nothing; see `KVLayer.for_reading`."""
     return dataclasses.replace(self, inner=self.inner.for_reading(rotation))
+
+  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
+    return self.inner.views(apart=apart)

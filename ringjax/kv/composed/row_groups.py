@@ -10,25 +10,22 @@ Ref: Sheng et al. 2023, FlexGen, arXiv 2303.06865, the zig-zag block schedule.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Shaped
 
 from ringjax import tree
-from ringjax.errors import OptionError
-from ringjax.kv.base import Ends
+from ringjax.kv.base import CallCoords
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.ops.mask import Coords
-from ringjax.typing import Index
+from ringjax.kv.model_cache import ModelCache, refused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowGroups:
+class RowGroups(ModelCache):
   """Caches of one kind and capacity, whose rows are concatenated.
 
   Attributes:
@@ -39,9 +36,11 @@ class RowGroups:
 
   caches: tuple[Any, ...]
   hosted: tuple[bool, ...] = ()
+  described: ClassVar[str] = "a cache of row groups"
+  instead: ClassVar[str] = "a cache of one group"
 
   @classmethod
-  def create(
+  def of(
     cls,
     batch: int,
     rows: int,
@@ -65,68 +64,38 @@ class RowGroups:
     )
 
   @property
-  def recurrent(self) -> bool:
-    return self.caches[0].recurrent
+  def parts(self) -> tuple[Any, ...]:
+    return self.caches
 
   @property
-  def irreversible(self) -> bool:
-    return self.caches[0].irreversible
+  def row_groups(self) -> RowGroups:
+    return self
 
-  def with_slack(self, tokens: int) -> RowGroups:
-    """Make room to record more queries; see `EvictingCache.with_slack`."""
-    return self._map_caches(lambda cache: cache.with_slack(tokens))
+  def regrouped(self, caches: Iterable[Any]) -> RowGroups:
+    """Cache with other caches of the groups."""
+    return dataclasses.replace(self, caches=tuple(caches))
 
-  def split(self, x: Shaped[Array | np.ndarray, " ..."] | None) -> list[Any]:
+  def split(
+    self, x: Shaped[Array | np.ndarray, " ..."] | int | None
+  ) -> list[Any]:
     """Split an array of all rows by group; repeat one that is for all rows."""
-    if x is None or x.shape[0] != self.batch:
+    if x is None or isinstance(x, int) or x.shape[0] != self.batch:
       return [x] * len(self.caches)
     ends = np.cumsum([cache.batch for cache in self.caches])
     starts = [0, *ends[:-1]]
     return [x[a:b] for a, b in zip(starts, ends, strict=True)]
 
-  def _map_caches(self, f: Callable[..., Any], *rows: Any) -> RowGroups:
-    """Replace each cache by f(cache, *its rows of each array)."""
+  def each_part(self, f: Callable[..., Any], *rows: Any) -> RowGroups:
     parts = zip(self.caches, *map(self.split, rows), strict=True)
-    caches = tuple(f(*part) for part in parts)
-    return dataclasses.replace(self, caches=caches)
+    return self.regrouped(f(*part) for part in parts)
 
   @property
   def batch(self) -> int:
-    """Rows, B."""
     return sum(cache.batch for cache in self.caches)
-
-  @property
-  def mesh(self) -> Mesh | None:
-    return self.caches[0].mesh
-
-  @property
-  def axis(self) -> str | None:
-    return self.caches[0].axis
-
-  @property
-  def shards(self) -> int:
-    return self.caches[0].shards
-
-  @property
-  def capacity(self) -> int:
-    return self.caches[0].capacity
 
   @property
   def kind(self) -> CacheKind:
     return self.caches[0].kind
-
-  @property
-  def dtype(self) -> Any:
-    return self.caches[0].dtype
-
-  @property
-  def shapes(self) -> tuple[Any, ...]:
-    return self.caches[0].shapes
-
-  @property
-  def states(self) -> None:
-    """None: rows have no contexts of an encoder."""
-    return
 
   @property
   def slots(self) -> tuple[Any, ...]:
@@ -134,16 +103,9 @@ class RowGroups:
 
   @property
   def length(self) -> jax.Array:
-    """int32 [B], the position after each row's last token; 0 if empty."""
     return jnp.concatenate([cache.length for cache in self.caches])
 
-  @property
-  def lost(self) -> bool:
-    """Whether some of its arrays were donated to a program."""
-    return any(cache.lost for cache in self.caches)
-
   def free(self) -> np.ndarray | None:
-    """Number of tokens that still fit, int [B, R]; None if it is traced."""
     per_cache = [cache.free() for cache in self.caches]
     concrete = [x for x in per_cache if x is not None]
     return np.concatenate(concrete) if len(concrete) == len(per_cache) else None
@@ -151,23 +113,14 @@ class RowGroups:
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
   ) -> None:
-    """Refuses tokens that do not fit; see `KVCache.check`.
-
-    Raises:
-      PromptError: If the tokens do not fit.
-      OptionError: If a cache's arrays were donated.
-    """
     for cache in self.caches:
       rows = cache.batch if batch == self.batch else batch
       cache.check(rows, tokens, replicated=replicated, sees=sees)
 
-  def steps(self) -> int:
-    """Number of single tokens that fit before `flush` must be called."""
-    return min(cache.steps() for cache in self.caches)
-
-  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> RowGroups:
-    """Make room for more tokens; see `EvictingCache.flush`."""
-    return self._map_caches(lambda cache, x: cache.flush(x), rows)
+  def check_coords(self, coords: CallCoords) -> None:
+    arrays = map(self.split, coords[:3])
+    for cache, pos, seg, parents in zip(self.caches, *arrays, strict=True):
+      cache.check_coords(CallCoords(pos, seg, parents, coords.segments))
 
   def choose(
     self,
@@ -179,53 +132,30 @@ class RowGroups:
     caches, evictions = zip(
       *(cache.choose(*of_rows) for cache, *of_rows in parts), strict=True
     )
-    return dataclasses.replace(self, caches=caches), evictions
+    return self.regrouped(caches), evictions
 
   def apply(self, evictions: tuple[Any, ...]) -> RowGroups:
     """Drop other tokens than those chosen; see `EvictingCache.apply`."""
     pairs = zip(self.caches, evictions, strict=True)
-    caches = tuple(cache.apply(eviction) for cache, eviction in pairs)
-    return dataclasses.replace(self, caches=caches)
+    return self.regrouped(cache.apply(chosen) for cache, chosen in pairs)
 
   def limited(self, limit: int) -> RowGroups:
-    return self._map_caches(lambda cache: cache.limited(limit))
+    return self.each_part(lambda cache: cache.limited(limit))
 
-  def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> RowGroups:
-    """Make room for a call's tokens; see `EvictingCache.with_room`."""
-    if not np.ndim(taken):
-      return self._map_caches(lambda cache: cache.with_room(taken))
-    return self._map_caches(lambda cache, x: cache.with_room(x), taken)
+  # A call runs on each of its `caches` instead.
+  allocate = refused("allocate", "leave rows_at_once out")
+  layer = refused("layer", "leave rows_at_once out")
+  updated = refused("updated", "leave rows_at_once out")
 
-  def truncate(self, length: Ends, most: int | None = None) -> RowGroups:
-    """Remove the tokens at positions from `length` on."""
-    ends = jnp.broadcast_to(jnp.asarray(length, jnp.int32), (self.batch,))
-    return self._map_caches(lambda cache, x: cache.truncate(x, most), ends)
-
-  def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> RowGroups:
-    """Keep only the tokens in `kept` of the last call's T tokens."""
-    return self._map_caches(lambda cache, x: cache.keep(x), kept)
-
-  # `models.transformer.forward` calls these on each group's cache instead.
-
-  def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> RowGroups:
-    return self._refused("allocate")
-
-  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> RowGroups:
-    return self._refused("mark")
-
-  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
-    return self._refused("layer")
-
-  def updated(self, slots: tuple[Any, ...]) -> RowGroups:
-    return self._refused("updated")
-
-  def _refused(self, name: str) -> Any:
-    raise OptionError(
-      "cache",
-      f"{name} of a cache of row groups, for a call that knows none",
-      "a cache of one group",
-      "leave rows_at_once out",
-    )
+  # Rows do not go from group to group.
+  take = refused("take", "leave rows_at_once out")
+  insert = refused("insert", "leave rows_at_once out")
+  reset = refused("reset", "leave rows_at_once out")
+  export = refused("export", "leave rows_at_once out")
+  load = refused("load", "leave rows_at_once out")
+  snapshot = refused("snapshot", "leave rows_at_once out")
+  gathered = refused("gathered", "leave rows_at_once out")
+  with_states = refused("with_states", "leave rows_at_once out")
 
 
 tree.register(RowGroups, ("caches",), ("hosted",))

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import NotFiniteError, OptionError
-from ringjax.kv.base import CacheSpec, Ends, RowIndices, zeros
+from ringjax.kv.base import CacheSpec, CallCoords, Ends, RowIndices, zeros
 from ringjax.kv.cache import (
   KVCache,
   LayerCacheSpec,
@@ -39,7 +39,8 @@ from ringjax.kv.cache import (
   model_layers,
 )
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
+from ringjax.kv.cache_rows import placed_as, row_indices
+from ringjax.kv.composed.open_cache import ResizableCache, WithOpenLayer
 from ringjax.kv.eviction.eviction import (
   chosen,
   fixed_rows,
@@ -50,6 +51,8 @@ from ringjax.kv.eviction.eviction import (
 )
 from ringjax.kv.eviction.peak_attention import Repeated
 from ringjax.kv.eviction.recorded_queries import Noted, QueryWatch
+from ringjax.kv.model_cache import refuse_unseen
+from ringjax.kv.offload.cache_files import CacheFiles
 from ringjax.kv.policies import Policy
 from ringjax.kv.state import StateShape
 from ringjax.kv.storage.pages import (
@@ -92,7 +95,7 @@ class Eviction(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvictingCache(WithOpenCache):
+class EvictingCache(ResizableCache):
   """Pages of kept tokens, and an open cache of the newest.
 
   Attributes:
@@ -120,38 +123,18 @@ class EvictingCache(WithOpenCache):
   constants: tuple[Any, ...]
   marks: Bool[ArrayLeaf, "B P"] | None
   places: Places
+  # Pages aside, which rows share.
+  row_axes: ClassVar[Mapping[str, int]] = {
+    "noted": 1,
+    "watch": 0,
+    "ends": 0,
+    "stayed": 0,
+    "marks": 0,
+  }
 
   # -------------------------------------------------------------------------
   # Making one
   # -------------------------------------------------------------------------
-
-  @classmethod
-  def create(
-    cls,
-    shapes: tuple[Any, ...],
-    batch: int,
-    capacity: int,
-    dtype: DTypeLike,
-    *,
-    kind: CacheKind,
-    **where: Any,
-  ) -> EvictingCache:
-    """Create an empty cache; takes the arguments of `spec`."""
-    empty = cls.spec(shapes, batch, capacity, dtype, kind=kind, **where)
-    open_cache = KVCache.create(
-      shapes, batch, capacity, dtype, kind=kind.opened(), **where
-    )
-    return dataclasses.replace(
-      empty,
-      open=open_cache,
-      pages=tuple(x and x.emptied() for x in empty.pages),
-      noted=zeros(empty.noted),
-      watch=zeros(empty.watch),
-      ends=zeros(empty.ends),
-      stayed=zeros(empty.stayed),
-      constants=filled_constants(shapes, kind, empty.constants),
-      marks=zeros(empty.marks),
-    )
 
   @classmethod
   def spec(
@@ -164,7 +147,7 @@ class EvictingCache(WithOpenCache):
     kind: CacheKind,
     **where: Any,
   ) -> EvictingCache:
-    """Specs (shapes, dtypes, shardings) of an empty cache, as `KVCache.spec`.
+    """Specs of an empty cache, as `KVCache.spec`.
 
     Raises:
       OptionError: If the policy does not support a layer, or as `KVCache.spec`.
@@ -172,19 +155,7 @@ class EvictingCache(WithOpenCache):
     open_cache = KVCache.spec(
       shapes, batch, capacity, dtype, kind=kind.opened(), **where
     )
-    room = CacheSpec(
-      batch=batch,
-      capacity=capacity,
-      dtype=jnp.dtype(dtype),
-      mesh=where.get("mesh"),
-      axes=dict(
-        batch=where.get("batch_axes") or None,
-        heads=where.get("head_axis"),
-        tokens=where.get("axis"),
-      ),
-      codec=kind.codec,
-      target=where.get("platform"),
-    )
+    room = CacheSpec.of(batch, capacity, dtype, kind.codec, **where)
     _check(shapes, kind, room)
     window, moments = kind.noted(capacity)
     watch = QueryWatch.spec(room, window, moments)
@@ -226,6 +197,16 @@ class EvictingCache(WithOpenCache):
       places=Places.of(room, _kv_heads(shapes)),
     )
 
+  def allocated(self, files: CacheFiles | None = None) -> EvictingCache:
+    fields = {name: zeros(getattr(self, name)) for name in self.row_axes}
+    return dataclasses.replace(
+      self,
+      open=self.open.allocated(files),
+      pages=tuple(x and x.emptied() for x in self.pages),
+      constants=filled_constants(self.shapes, self.kind, self.constants),
+      **fields,
+    )
+
   # -------------------------------------------------------------------------
   # Size and contents
   # -------------------------------------------------------------------------
@@ -246,7 +227,7 @@ class EvictingCache(WithOpenCache):
       For each layer of the model, sorted positions int [n] of each KV head;
       None for recurrent layers and ring buffers.
     """
-    row = int(self.open._rows([row])[0])
+    row = int(row_indices([row], self.batch)[0])
     pos, seg = (host(x)[row] for x in self.open.at)
     newest = pos[seg > 0]
     by_layer: dict[int, list[np.ndarray]] = {}
@@ -287,7 +268,7 @@ class EvictingCache(WithOpenCache):
       eviction; None for layers without.
     """
     names = () if self.kind.policy is None else self.kind.policy.choices
-    row = int(self.open._rows([row])[0])
+    row = int(row_indices([row], self.batch)[0])
     by_layer: list[list[str] | None]
     by_layer = [None] * model_layers(self.shapes)
     for shape, noted in zip(self.shapes, self.noted, strict=True):
@@ -311,17 +292,36 @@ class EvictingCache(WithOpenCache):
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
   ) -> None:
-    """Check that tokens fit; see `KVCache.check`."""
-    if not sees and not isinstance(self.ends, jax.core.Tracer):
-      evicted_tokens = int(host(self.ends).max(initial=0))
-      if evicted_tokens:
-        raise OptionError(
-          "attend",
-          f"ContextParallel() behind {evicted_tokens} tokens in the cache",
-          "an empty cache, for the old tokens would not be seen",
-          "pass attend=CachedAttention(), or leave it out",
-        )
-    self.open.check(batch, tokens, replicated=replicated, sees=sees)
+    if not isinstance(self.ends, jax.core.Tracer):
+      refuse_unseen(sees, int(host(self.ends).max(initial=0)))
+    super().check(batch, tokens, replicated=replicated, sees=sees)
+
+  def check_coords(self, coords: CallCoords) -> None:
+    """Refuse tokens that share a position, for a policy that looks at ids.
+
+    Traced arrays are not checked.
+    """
+    super().check_coords(coords)
+    if self.marks is None:
+      return
+    largest = lambda x: (
+      0 if x is None or isinstance(x, jax.core.Tracer) else int(jnp.max(x))
+    )
+    fault = None
+    if coords.parents is not None:
+      fault = "a tree of drafted tokens"
+    elif largest(coords.seg) > 1:
+      fault = f"document {largest(coords.seg)} of a row"
+    elif largest(coords.pos) >= self.limit:
+      fault = f"position {largest(coords.pos)} of {self.limit}"
+    if fault is not None:
+      raise OptionError(
+        "cache",
+        f"{fault}, with a policy that looks at ids: {self.kind.policy}",
+        "one token at each position of the cache",
+        "read one document a row, from position 0 on, or use a policy without "
+        "punctuation=",
+      )
 
   # -------------------------------------------------------------------------
   # A call
@@ -591,9 +591,7 @@ class EvictingCache(WithOpenCache):
 
     Evicted tokens before it are not restored.
     """
-    end = jnp.broadcast_to(
-      jnp.asarray(length, jnp.int32).reshape(-1), (self.batch,)
-    )
+    end = self.row_ends(length)
     gone = lambda pos: pos >= end[None, :, None, None, None]
     open_cache = self.open.truncate(end, most)
     # New tokens will use the freed slots, so their sums restart at 0.
@@ -619,9 +617,8 @@ class EvictingCache(WithOpenCache):
     lost, too, see `with_slack`. Sums over all queries still include them, see
     `irreversible`.
     """
-    return dataclasses.replace(
-      self, open=self.open.keep(kept), watch=self.watch.kept(kept)
-    )
+    cache = super().keep(kept)
+    return dataclasses.replace(cache, watch=self.watch.kept(kept))
 
   @property
   def irreversible(self) -> bool:
@@ -692,7 +689,6 @@ class EvictingCache(WithOpenCache):
     return jax.tree.map(jnp.copy, self)
 
   def restore(self, snapshot: EvictingCache) -> EvictingCache:
-    """Restore the state of a snapshot of this cache."""
     return jax.tree.map(jnp.copy, snapshot)
 
   def reset(self, rows: RowIndices) -> EvictingCache:
@@ -740,28 +736,14 @@ class EvictingCache(WithOpenCache):
       for x in (this, that)
     )
     open_cache = this.open.insert(rows, that.open)
-    index = jnp.asarray(np.asarray(rows))
-    put = lambda axis: (
-      lambda x, new: (
-        x.at[index].set(new) if axis == 0 else x.at[:, index].set(new)
-      )
+    index = np.asarray(rows)
+    pairs = zip(this.pages, that.pages, strict=True)
+    pages = tuple(
+      None if x is None or y is None else joined(x, y, index) for x, y in pairs
     )
-    pair = zip(this.pages, that.pages, strict=True)
-    watch = jax.tree.map(put(0), this.watch, that.watch)
-    return self._placed(
-      dataclasses.replace(
-        this,
-        open=open_cache,
-        pages=tuple(
-          None if x is None or y is None else joined(x, y, np.asarray(rows))
-          for x, y in pair
-        ),
-        noted=jax.tree.map(put(1), this.noted, that.noted),
-        watch=watch,
-        ends=put(0)(this.ends, that.ends),
-        stayed=put(0)(this.stayed, that.stayed),
-        marks=jax.tree.map(put(0), this.marks, that.marks),
-      )
+    fields = this.rows_replaced(index, that)
+    return this._placed(
+      dataclasses.replace(this, open=open_cache, pages=pages, **fields)
     )
 
   def _without_paged_sums(self) -> EvictingCache:
@@ -793,19 +775,9 @@ class EvictingCache(WithOpenCache):
         "a mesh that shards the sequence alone",
         "make the cache with a batch that does not divide over the data axis",
       )
-    open_cache = self.open.take(examples)
-    index = jnp.asarray(examples, jnp.int32)
-    pick = lambda axis: lambda x: jnp.take(x, index, axis, mode="clip")
-    return dataclasses.replace(
-      self,
-      open=open_cache,
-      pages=tuple(x and x.take(index) for x in self.pages),
-      noted=jax.tree.map(pick(1), self.noted),
-      watch=jax.tree.map(pick(0), self.watch),
-      ends=pick(0)(self.ends),
-      stayed=pick(0)(self.stayed),
-      marks=jax.tree.map(pick(0), self.marks),
-    )
+    rows = jnp.asarray(examples, jnp.int32)
+    pages = tuple(x and x.take(rows) for x in self.pages)
+    return dataclasses.replace(super().take(examples), pages=pages)
 
   def export(self, row: int, start: int, stop: int) -> Any:
     """Copy out a row's tokens; refused after an eviction.
@@ -820,7 +792,7 @@ class EvictingCache(WithOpenCache):
         "a cache that holds all tokens of a row",
         "export before the first eviction, or make one without a policy",
       )
-    return self.open.export(row, start, stop)
+    return super().export(row, start, stop)
 
   def load(
     self, row: int, blocks: PyTree, at: Coords | None = None
@@ -839,8 +811,7 @@ class EvictingCache(WithOpenCache):
         "read the tokens by a call of the model, or leave punctuation= out",
       )
     cache = self.with_room(int(blocks.at.pos.shape[0]))
-    open_cache = cache.open.load(row, blocks, at)
-    return dataclasses.replace(cache, open=open_cache)
+    return super(EvictingCache, cache).load(row, blocks, at)
 
   def gathered(self, device: jax.Device) -> EvictingCache:
     """Copy the cache to one device."""
@@ -862,29 +833,17 @@ class EvictingCache(WithOpenCache):
 
   def _placed(self, made: EvictingCache) -> EvictingCache:
     """Put coordinates and recorded queries on the shardings of the old ones."""
-    if self.mesh is None:
-      return made
-
-    def as_before(x: Any, old: Any) -> Any:
-      if isinstance(old, jax.core.Tracer):
-        return x
-      return jax.device_put(x, old.sharding)
-
-    all_as_before = lambda new, old: jax.tree.map(as_before, new, old)
-    return dataclasses.replace(
-      made,
-      noted=all_as_before(made.noted, self.noted),
-      watch=all_as_before(made.watch, self.watch),
-      ends=as_before(made.ends, self.ends),
-      stayed=as_before(made.stayed, self.stayed),
-      marks=all_as_before(made.marks, self.marks),
-      pages=tuple(
-        None
-        if new is None or old is None
-        else new.with_table(as_before(new.table, old.table))
-        for new, old in zip(made.pages, self.pages, strict=True)
-      ),
+    pages = tuple(
+      None
+      if new is None or old is None
+      else new.with_table(placed_as(new.table, old.table))
+      for new, old in zip(made.pages, self.pages, strict=True)
     )
+    fields = {
+      name: placed_as(getattr(made, name), getattr(self, name))
+      for name in self.row_axes
+    }
+    return dataclasses.replace(made, pages=pages, **fields)
 
   def with_scores(self, f: Callable[[Any], Any]) -> tuple[Noted, ...]:
     """Apply `f` to the recorded sums of the open slots, [L, B, K, S]."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, PyTree, Shaped
+from jaxtyping import Array, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.errors import OptionError
@@ -39,30 +39,23 @@ from ringjax.kv.base import (
   DISK,
   HOST,
   IN_HOST,
-  KV,
   CacheSpec,
-  Ends,
   LayerCache,
-  RowIndices,
   StateCache,
-  donated,
 )
 from ringjax.kv.cache import (
   KVCache,
-  KVLayer,
   LayerCacheSpec,
   LayerKV,
-  filled_constants,
 )
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.codecs import Allocated, PerHead
+from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
+from ringjax.kv.model_cache import refused
 from ringjax.kv.offload.cache_files import CacheFiles, read_blocks, write_block
 from ringjax.kv.offload.tiered import default_device, host_zeros
 from ringjax.kv.storage.pages import Places
 from ringjax.ops.attention.cached.code_format import token_axis
-from ringjax.ops.attention.cached.views import KVView
-from ringjax.ops.mask import Coords
-from ringjax.ops.rope import Rotation
 from ringjax.typing import Index
 
 # Slots of a block: a call writes back whole blocks.
@@ -117,87 +110,24 @@ tree.register(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OffloadedCache:
+class OffloadedCache(WithOpenCache):
   """A `KVCache` with keys and values of each layer in the memory of its tier.
 
   Attributes:
-    base: Slot tables, and the kinds of layers that stay on the devices.
-    layers: For each kind of layer its keys and values; None if `base` has them.
+    open: Slot tables, and the kinds of layers that stay on the devices.
+    kind: Storage format of keys and values.
+    limit: Number of tokens that fit in a row.
+    layers: For each kind of layer its keys and values; None if `open` has them.
   """
 
-  base: KVCache
   layers: tuple[OffloadedKV | None, ...]
+  described: ClassVar[str] = (
+    "a cache whose layers are in host memory or on disk"
+  )
 
   # -------------------------------------------------------------------------
   # Creation
   # -------------------------------------------------------------------------
-
-  @classmethod
-  def create(
-    cls,
-    shapes: tuple[Any, ...],
-    batch: int,
-    capacity: int,
-    dtype: DTypeLike,
-    *,
-    tiers: Sequence[str],
-    files: CacheFiles | None = None,
-    **where: Any,
-  ) -> OffloadedCache:
-    """Create an empty cache; takes the arguments of `spec`.
-
-    Args:
-      shapes: For each kind of layer, the shape of one token's cached vectors.
-      batch: Number of rows, B.
-      capacity: Tokens per row.
-      dtype: Dtype of keys and values.
-      tiers: Memory of each layer of the model, from `kv.base.TIERS`.
-      files: Files of the layers on disk.
-      **where: Kind, mesh and sharding arguments of `spec`.
-
-    Raises:
-      OptionError: If layers are on disk without `files`, or as `spec` does.
-    """
-    empty = cls.spec(shapes, batch, capacity, dtype, tiers=tiers, **where)
-    if files is None and DISK in {
-      tier for x in empty.layers if x is not None for tier in x.layout.tiers
-    }:
-      raise OptionError(
-        "disk",
-        "None, with layers of the cache on disk",
-        "a folder for its files",
-        "pass disk=DIR, or place them in host memory",
-      )
-    device = where.get("mesh") is None
-
-    def allocate_arrays(x: OffloadedKV | None) -> OffloadedKV | None:
-      if x is None:
-        return None
-      filed: Any = ()
-      if x.filed != ():
-        assert files is not None
-        count = x.layout.tiers.count(DISK) * x.layout.blocks
-        numbers = [
-          files.allocate((count, *s.shape[1:]), s.dtype) for s in x.stored
-        ]
-        filed = jnp.asarray([0, *numbers, *[0] * (2 - len(numbers))], jnp.int32)
-        if device:
-          filed = jax.device_put(filed, default_device())
-      return dataclasses.replace(
-        x,
-        resident=jax.tree.map(host_zeros, x.resident),
-        hosted=jax.tree.map(host_zeros, x.hosted),
-        filed=filed,
-      )
-
-    base = KVCache.create(
-      _emptied(shapes, empty.layers), batch, capacity, dtype, **where
-    )
-    full_cache = KVCache.spec(shapes, batch, capacity, dtype, **where)
-    base = _with_shapes(base, full_cache, filled=True)
-    if device:
-      base = jax.device_put(base, default_device())
-    return cls(base=base, layers=tuple(map(allocate_arrays, empty.layers)))
 
   @classmethod
   def spec(
@@ -211,17 +141,13 @@ class OffloadedCache:
     kind: CacheKind,
     **where: Any,
   ) -> OffloadedCache:
-    """Specs (shapes, dtypes, shardings) of an empty cache, as `KVCache.spec`.
+    """Specs of an empty cache, as `KVCache.spec`.
 
     Args:
-      shapes: For each kind of layer, the shape of one token's cached vectors.
-      batch: Number of rows, B.
-      capacity: Tokens per row.
-      dtype: Dtype of keys and values.
       tiers: Memory of each layer of the model, from `kv.base.TIERS`.
       kind: Storage format: without a policy, `first`, `recent`, `device` and
         codecs per head.
-      **where: Mesh and sharding arguments of `KVCache.spec`.
+      **where: Other arguments of `KVCache.spec`.
 
     Raises:
       OptionError: If the kind is not supported, or layers are on disk on a
@@ -252,19 +178,7 @@ class OffloadedCache:
     full_cache = KVCache.spec(
       shapes, batch, capacity, dtype, kind=kind, **where
     )
-    room = CacheSpec(
-      batch=batch,
-      capacity=capacity,
-      dtype=jnp.dtype(dtype),
-      mesh=mesh,
-      axes=dict(
-        batch=where.get("batch_axes") or None,
-        heads=where.get("head_axis"),
-        tokens=where.get("axis"),
-      ),
-      codec=kind.codec,
-      target=where.get("platform"),
-    )
+    room = CacheSpec.of(batch, capacity, dtype, kind.codec, **where)
     layers = tuple(
       _spec_of(shape, room, tuple(tiers[n] for n in shape.which))
       if isinstance(shape, LayerCacheSpec) and full_cache._ring(number) is None
@@ -273,10 +187,58 @@ class OffloadedCache:
     )
     if mesh is None:
       _check_memory(layers)
-    base = KVCache.spec(
+    open_cache = KVCache.spec(
       _emptied(shapes, layers), batch, capacity, dtype, kind=kind, **where
     )
-    return cls(base=_with_shapes(base, full_cache), layers=layers)
+    # Shapes and codec constants of all layers.
+    open_cache = dataclasses.replace(
+      open_cache, shapes=full_cache.shapes, constants=full_cache.constants
+    )
+    return cls(open=open_cache, kind=kind, limit=capacity, layers=layers)
+
+  def allocated(self, files: CacheFiles | None = None) -> OffloadedCache:
+    """Create the arrays of an empty cache from its specs.
+
+    Args:
+      files: Files of the layers on disk.
+
+    Raises:
+      OptionError: If layers are on disk without `files`.
+    """
+    tiers = {t for x in self.layers if x is not None for t in x.layout.tiers}
+    if files is None and DISK in tiers:
+      raise OptionError(
+        "disk",
+        "None, with layers of the cache on disk",
+        "a folder for its files",
+        "pass disk=DIR, or place them in host memory",
+      )
+
+    def allocate_arrays(x: OffloadedKV | None) -> OffloadedKV | None:
+      if x is None:
+        return None
+      filed: Any = ()
+      if x.filed != ():
+        assert files is not None
+        count = x.layout.tiers.count(DISK) * x.layout.blocks
+        numbers = [
+          files.allocate((count, *s.shape[1:]), s.dtype) for s in x.stored
+        ]
+        filed = jnp.asarray([0, *numbers, *[0] * (2 - len(numbers))], jnp.int32)
+        if self.mesh is None:
+          filed = jax.device_put(filed, default_device())
+      return dataclasses.replace(
+        x,
+        resident=jax.tree.map(host_zeros, x.resident),
+        hosted=jax.tree.map(host_zeros, x.hosted),
+        filed=filed,
+      )
+
+    open_cache = self.open.allocated()
+    if self.mesh is None:
+      open_cache = jax.device_put(open_cache, default_device())
+    layers = tuple(map(allocate_arrays, self.layers))
+    return dataclasses.replace(self, open=open_cache, layers=layers)
 
   # -------------------------------------------------------------------------
   # Size and contents
@@ -284,67 +246,12 @@ class OffloadedCache:
 
   @property
   def slots(self) -> tuple[Any, ...]:
-    pairs = zip(self.base.slots, self.layers, strict=True)
-    return tuple(base_slots if x is None else x for base_slots, x in pairs)
-
-  @property
-  def mesh(self) -> Any:
-    return self.base.mesh
-
-  @property
-  def axis(self) -> str | None:
-    return self.base.axis
-
-  @property
-  def shards(self) -> int:
-    return self.base.shards
-
-  @property
-  def batch(self) -> int:
-    """Number of rows, B."""
-    return self.base.batch
-
-  @property
-  def capacity(self) -> int:
-    return self.base.capacity
-
-  @property
-  def kind(self) -> CacheKind:
-    return self.base.kind
-
-  @property
-  def dtype(self) -> Any:
-    return self.base.dtype
-
-  @property
-  def shapes(self) -> tuple[Any, ...]:
-    return self.base.shapes
-
-  @property
-  def states(self) -> Any:
-    return self.base.states
-
-  @property
-  def recurrent(self) -> bool:
-    return self.base.recurrent
-
-  @property
-  def irreversible(self) -> bool:
-    return self.base.irreversible
-
-  @property
-  def length(self) -> jax.Array:
-    """int32 [B], the position after each row's last token; 0 if empty."""
-    return self.base.length
-
-  @property
-  def lost(self) -> bool:
-    """Whether some of the arrays were donated to a program."""
-    return donated(self)
+    pairs = zip(self.open.slots, self.layers, strict=True)
+    return tuple(slots if x is None else x for slots, x in pairs)
 
   def bytes_by_memory(self) -> dict[str, int]:
     """Total bytes of all shards, by memory of `kv.base.TIERS`."""
-    sizes = {DEVICE: sum(x.nbytes for x in jax.tree.leaves(self.base))}
+    sizes = {DEVICE: sum(x.nbytes for x in jax.tree.leaves(self.open))}
     sizes |= {IN_HOST: 0, DISK: self.disk_bytes}
     for x in self.layers:
       if x is None:
@@ -355,7 +262,6 @@ class OffloadedCache:
 
   @property
   def disk_bytes(self) -> int:
-    """Total bytes of the files of layers on disk."""
     return sum(
       x.layout.tiers.count(DISK)
       * sum(s.size * s.dtype.itemsize for s in x.stored)
@@ -363,30 +269,20 @@ class OffloadedCache:
       if x is not None
     )
 
-  def free(self) -> np.ndarray | None:
-    """Number of free slots, int [B, R]; None under a trace."""
-    return self.base.free()
-
-  def check(
-    self, batch: int, tokens: int, *, replicated: bool, sees: bool
-  ) -> None:
-    """Check that tokens fit; see `KVCache.check`."""
-    self.base.check(batch, tokens, replicated=replicated, sees=sees)
+  @property
+  def passing_bytes(self) -> int:
+    return 3 * max(
+      (
+        sum(s.size * s.dtype.itemsize for s in x.stored)
+        for x in self.layers
+        if x is not None and set(x.layout.tiers) != {DEVICE}
+      ),
+      default=0,
+    )
 
   # -------------------------------------------------------------------------
   # A call
   # -------------------------------------------------------------------------
-
-  def allocate(
-    self, at: Coords, *, replicated: bool, sees: bool
-  ) -> OffloadedCache:
-    base = self.base.allocate(at, replicated=replicated, sees=sees)
-    return dataclasses.replace(self, base=base)
-
-  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> OffloadedCache:
-    """Return itself: this cache keeps all tokens, whatever their ids."""
-    del tokens, at
-    return self
 
   def fetch(
     self,
@@ -395,107 +291,68 @@ class OffloadedCache:
     index: Index,
     after: Shaped[Array, " ..."],
   ) -> Any:
-    """Start to copy the blocks of a layer to the devices, for `layer`.
-
-    Args:
-      kind: Index of the kind of layer.
-      slots: Keys and values of the kind's layers.
-      index: Index of the layer within the kind; one beyond the last gives
-        blocks that nothing reads.
-      after: Array that must be computed before the copy, so that no layer
-        takes device memory too early.
-
-    Returns:
-      Blocks of keys and of values; () for a kind that stays on the devices.
-    """
+    """Start to copy the blocks of a layer to the devices: keys and values."""
     del kind
     if not isinstance(slots, OffloadedKV):
       return ()
     return _fetched(slots, jnp.asarray(index, jnp.int32), after)
 
-  def layer(
-    self, kind: int, slots: PyTree, index: Index, fetched: PyTree | None = None
+  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+    fetched = self.fetch(kind, slots, index, jnp.zeros((1,), jnp.float32))
+    return self.fetched_layer(kind, slots, index, fetched)
+
+  def fetched_layer(
+    self, kind: int, slots: PyTree, index: Index, fetched: PyTree
   ) -> Any:
-    """One layer's part for a call, from the blocks that `fetch` returned."""
     if not isinstance(slots, OffloadedKV):
-      return self.base.layer(kind, slots, index)
-    if fetched is None:
-      fetched = self.fetch(kind, slots, index, jnp.zeros((1,), jnp.float32))
+      return self.open.layer(kind, slots, index)
     merged = LayerKV(*_merged(slots, fetched))
     cut = lambda x: lax.dynamic_index_in_dim(x, index, 0)
-    constants = list(self.base.constants)
+    constants = list(self.open.constants)
     constants[kind] = jax.tree.map(cut, constants[kind])
-    base = dataclasses.replace(self.base, constants=tuple(constants))
-    inner = base.layer(kind, merged, jnp.int32(0))
-    return OffloadedLayer(inner, slots, jnp.asarray(index, jnp.int32))
+    open_cache = dataclasses.replace(self.open, constants=tuple(constants))
+    inner = open_cache.layer(kind, merged, jnp.int32(0))
+    return OffloadedLayer(self, inner, slots, jnp.asarray(index, jnp.int32))
 
   def behind(self, layer: LayerCache | StateCache, after: PyTree) -> Any:
-    """Let a layer be written back only after `after` has been fetched."""
     if not isinstance(layer, OffloadedLayer):
       return layer
     return dataclasses.replace(layer, after=after)
 
   def updated(self, slots: tuple[Any, ...]) -> OffloadedCache:
-    base_slots = tuple(
+    open_slots = tuple(
       old if isinstance(new, OffloadedKV) else new
-      for old, new in zip(self.base.slots, slots, strict=True)
+      for old, new in zip(self.open.slots, slots, strict=True)
     )
     layers = tuple(x if isinstance(x, OffloadedKV) else None for x in slots)
-    return OffloadedCache(base=self.base.updated(base_slots), layers=layers)
+    return dataclasses.replace(
+      self, open=self.open.updated(open_slots), layers=layers
+    )
 
   # -------------------------------------------------------------------------
   # Between calls
   # -------------------------------------------------------------------------
 
-  def evict(self) -> OffloadedCache:
-    """Return itself: this cache never evicts; see `EvictingCache.evict`."""
-    return self
-
-  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> OffloadedCache:
-    """Return itself; see `EvictingCache.flush`."""
-    del rows
-    return self
-
-  def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> OffloadedCache:
-    """Return itself: the size is fixed; see `EvictingCache.with_room`."""
-    del taken
-    return self
-
-  def steps(self) -> int:
-    """Number of tokens that can be appended before `flush` is due."""
-    return self.base.steps()
-
-  def truncate(self, length: Ends, most: int | None = None) -> OffloadedCache:
-    """Drop the tokens at positions from `length` on; see `KVCache`."""
-    base = self.base.truncate(length, most)
-    return dataclasses.replace(self, base=base)
-
-  def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> OffloadedCache:
-    return self._refused("keep, of drafted tokens", "leave speculate= out")
-
-  def take(self, examples: RowIndices) -> OffloadedCache:
-    return self._refused("take", "leave the placement of the cache out")
-
-  def gathered(self, device: jax.Device) -> OffloadedCache:
-    return self._refused("gathered", "pass keep='sharded'")
-
-  def _refused(self, name: str, remedy: str) -> Any:
-    raise OptionError(
-      "cache",
-      f"{name} of a cache whose layers are in host memory or on disk",
-      "a cache on the devices",
-      remedy,
-    )
+  keep = refused("keep, of drafted tokens", "leave speculate= out")
+  take = refused("take", "leave the placement of the cache out")
+  insert = refused("insert", "leave the placement of the cache out")
+  export = refused("export", "leave the placement of the cache out")
+  load = refused("load", "leave the placement of the cache out")
+  snapshot = refused("snapshot", "leave the placement of the cache out")
+  explain = refused("explain", "ask a session for memory_report()")
+  with_states = refused("with_states", "leave the placement of the cache out")
+  gathered = refused("gathered", "pass keep='sharded'")
 
 
-tree.register(OffloadedCache, ("base", "layers"), ())
+tree.register(OffloadedCache, ("open", "layers"), ("kind", "limit"))
 
 
 @dataclasses.dataclass(frozen=True)
-class OffloadedLayer:
+class OffloadedLayer(WithOpenLayer):
   """One layer's part of an `OffloadedCache` during one call.
 
-  Fields:
+  Attributes:
+    cache: Cache of the call.
     inner: Copy of the layer on the devices, a stack of one layer.
     stored: Keys and values of all layers of the kind, to write back to.
     index: Index of the layer within the kind.
@@ -503,18 +360,9 @@ class OffloadedLayer:
       so all reads must come first.
   """
 
-  inner: KVLayer
   stored: OffloadedKV
   index: Index
   after: PyTree = ()
-
-  @property
-  def cache(self) -> KVCache:
-    return self.inner.cache
-
-  @property
-  def fresh(self) -> KV | None:
-    return self.inner.fresh
 
   @property
   def slots(self) -> OffloadedKV:
@@ -525,31 +373,8 @@ class OffloadedLayer:
       index,
       self.inner.slots,
       self.inner.held.before,
-      self.inner.held.used,  # pyrefly: ignore
+      self.inner.held.used,
     )
-
-  def append(
-    self,
-    k: Shaped[Array, "B K T H"],
-    v: Shaped[Array, "B K T J"],
-    at: Coords,
-    rotation: Rotation,
-  ) -> OffloadedLayer:
-    inner = self.inner.append(k, v, at, rotation)
-    return dataclasses.replace(self, inner=inner)
-
-  def observe(
-    self, rotated: Callable[[], Array], plain: Callable[[], Array]
-  ) -> OffloadedLayer:
-    del rotated, plain
-    return self
-
-  def for_reading(self, rotation: Rotation) -> OffloadedLayer:
-    """Prepare for a call that appends nothing, as `KVLayer.for_reading`."""
-    return dataclasses.replace(self, inner=self.inner.for_reading(rotation))
-
-  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
-    return self.inner.views(apart=apart)
 
 
 # ---------------------------------------------------------------------------
@@ -617,18 +442,6 @@ def _emptied(
   return tuple(
     shape if x is None else dataclasses.replace(shape, layers=0)
     for shape, x in zip(shapes, layers, strict=True)
-  )
-
-
-def _with_shapes(
-  base: KVCache, full_cache: KVCache, *, filled: bool = False
-) -> KVCache:
-  """Set the shapes and codec constants of all layers."""
-  constants = full_cache.constants
-  if filled:
-    constants = filled_constants(full_cache.shapes, full_cache.kind, constants)
-  return dataclasses.replace(
-    base, shapes=full_cache.shapes, constants=constants
   )
 
 

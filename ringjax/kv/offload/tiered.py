@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,17 +34,19 @@ from jaxtyping import Array, Bool, Int, PyTree
 from ringjax import tree
 from ringjax.checks import one_of
 from ringjax.errors import OptionError, PromptError
-from ringjax.kv.base import HOST, CacheSpec, Ends, RowIndices
+from ringjax.kv.base import HOST, CacheSpec, Ends, RowIndices, zeros
 from ringjax.kv.cache import (
   Blocks,
   KVCache,
   LayerCacheSpec,
   LayerKV,
-  rows_sharding,
 )
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.cache_report import HOST_BANDWIDTH, CacheReport, report
-from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
+from ringjax.kv.cache_rows import on_host, placed_as, row_indices
+from ringjax.kv.composed.open_cache import ResizableCache, WithOpenLayer
+from ringjax.kv.model_cache import refuse_unseen
+from ringjax.kv.offload.cache_files import CacheFiles
 from ringjax.kv.storage.pages import Places, host
 from ringjax.kv.storage.slots import ContiguousSlots, by_token
 from ringjax.ops.attention.blockwise import loop
@@ -61,20 +63,8 @@ from ringjax.typing import Index
 MEMORIES = (HOST, "device")
 
 
-class TieredSnapshot(NamedTuple):
-  """State of a `TieredCache` for `restore`; blocks are not copied.
-
-  Fields:
-    open: Copy of the open cache.
-    held: Slot table (token of each slot) of the blocks.
-  """
-
-  open: KVCache
-  held: ContiguousSlots
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TieredCache(WithOpenCache):
+class TieredCache(ResizableCache):
   """Blocks of older tokens in host memory, and an open cache of the newest.
 
   Attributes:
@@ -92,49 +82,13 @@ class TieredCache(WithOpenCache):
   blocks: tuple[LayerKV | None, ...]
   memory: str
   places: Places
+  row_axes: ClassVar[Mapping[str, int]] = {"held": 0, "blocks": 1}
+  # Blocks only grow, so that their table says what they held.
+  changing: ClassVar[tuple[str, ...]] = ("open", "held")
 
   # -------------------------------------------------------------------------
   # Making one
   # -------------------------------------------------------------------------
-
-  @classmethod
-  def create(
-    cls,
-    shapes: tuple[Any, ...],
-    batch: int,
-    capacity: int,
-    dtype: DTypeLike,
-    **where: Any,
-  ) -> TieredCache:
-    """Create an empty cache; takes the arguments of `spec`.
-
-    Raises:
-      OptionError: If the devices lack this memory, or as `spec` does.
-    """
-    empty = cls.spec(shapes, batch, capacity, dtype, **where)
-    _check_memory(empty)
-    where.pop("memory", None)
-    open_cache = KVCache.create(
-      shapes,
-      batch,
-      empty.open.capacity,
-      dtype,
-      **where | {"kind": empty.open.kind},
-    )
-    zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)
-    slot_table = jax.tree.map(zeros, empty.held)
-    if empty.mesh is None:
-      # Blocks are committed to a device, and so is all that a call returns:
-      # an uncommitted cache at the start would make jit compile twice.
-      open_cache, slot_table = jax.device_put(
-        (open_cache, slot_table), default_device()
-      )
-    return dataclasses.replace(
-      empty,
-      open=open_cache,
-      held=slot_table,
-      blocks=jax.tree.map(host_zeros, empty.blocks),
-    )
 
   @classmethod
   def spec(
@@ -148,16 +102,12 @@ class TieredCache(WithOpenCache):
     memory: str = HOST,
     **where: Any,
   ) -> TieredCache:
-    """Specs (shapes, dtypes, shardings) of an empty cache, as `KVCache.spec`.
+    """Specs of an empty cache, as `KVCache.spec`.
 
     Args:
-      shapes: For each kind of layer, the shape of one token's cached vectors.
-      batch: Number of rows, B.
-      capacity: Tokens per row.
-      dtype: Dtype of keys and values.
       kind: Cache kind, with `device` set.
       memory: Memory kind of the blocks: "pinned_host", or "device" as baseline.
-      **where: Mesh and sharding arguments of `KVCache.spec`.
+      **where: Other arguments of `KVCache.spec`.
 
     Raises:
       OptionError: If `memory` is another one, or as `KVCache.spec` does.
@@ -173,18 +123,8 @@ class TieredCache(WithOpenCache):
     # Only for its check that the shards divide the whole capacity.
     KVCache.spec((), batch, capacity, dtype, kind=kind.opened(), **where)
     count = -(-capacity // size // kind.room)
-    room = CacheSpec(
-      batch=batch,
-      capacity=size * count * kind.room,
-      dtype=jnp.dtype(dtype),
-      mesh=mesh,
-      axes=dict(
-        batch=where.get("batch_axes") or None,
-        heads=where.get("head_axis"),
-        tokens=axis,
-      ),
-      codec=kind.codec,
-      target=where.get("platform"),
+    room = CacheSpec.of(
+      batch, size * count * kind.room, dtype, kind.codec, **where
     )
     return cls(
       open=open_cache,
@@ -202,13 +142,28 @@ class TieredCache(WithOpenCache):
       places=Places.of(room, 0),
     )
 
+  def allocated(self, files: CacheFiles | None = None) -> TieredCache:
+    """Create the arrays of an empty cache from its specs.
+
+    Raises:
+      OptionError: If the devices lack the memory of the blocks.
+    """
+    _check_memory(self)
+    open_cache, slot_table = self.open.allocated(files), zeros(self.held)
+    if self.mesh is None:
+      # Blocks are committed to a device, and so is all that a call returns:
+      # an uncommitted cache at the start would make jit compile twice.
+      open_cache, slot_table = jax.device_put(
+        (open_cache, slot_table), default_device()
+      )
+    blocks = jax.tree.map(host_zeros, self.blocks)
+    return dataclasses.replace(
+      self, open=open_cache, held=slot_table, blocks=blocks
+    )
+
   # -------------------------------------------------------------------------
   # Size and contents
   # -------------------------------------------------------------------------
-
-  @property
-  def slots(self) -> tuple[Any, ...]:
-    return self.open.slots
 
   @property
   def at(self) -> Coords:
@@ -218,10 +173,7 @@ class TieredCache(WithOpenCache):
 
   @property
   def length(self) -> jax.Array:
-    """int32 [B], the position after each row's last token; 0 if empty."""
-    at = self.held.at
-    older = jnp.max(jnp.where(at.seg > 0, at.pos + 1, 0), 1)
-    return jnp.maximum(self.open.length, older)
+    return jnp.maximum(self.open.length, self.held.length)
 
   def bytes_by_memory(self) -> dict[str, int]:
     """Total bytes of all shards, by memory kind."""
@@ -285,14 +237,7 @@ class TieredCache(WithOpenCache):
     if free is None or batch != self.batch:
       self.open.check(batch, tokens, replicated=replicated, sees=sees)
       return
-    block_tokens = int(host(self.held.used).max(initial=0))
-    if not sees and block_tokens:
-      raise OptionError(
-        "attend",
-        f"ContextParallel() behind {block_tokens} tokens in the cache",
-        "an empty cache, for the old tokens would not be seen",
-        "pass attend=CachedAttention(), or leave it out",
-      )
+    refuse_unseen(sees, int(host(self.held.used).max(initial=0)))
     size = self.shards
     num_fitting = lambda x: int(
       x.sum(1).min() if replicated else size * x.min()
@@ -324,20 +269,16 @@ class TieredCache(WithOpenCache):
   def allocate(
     self, at: Coords, *, replicated: bool, sees: bool
   ) -> TieredCache:
-    block_table = self.held
-    if not sees:
-      block_table = _emptied(block_table, slice(None))
-    open_cache = self.open.allocate(at, replicated=replicated, sees=sees)
-    return dataclasses.replace(self, open=open_cache, held=block_table)
+    cache = super().allocate(at, replicated=replicated, sees=sees)
+    if sees:
+      return cache
+    return dataclasses.replace(cache, held=self.held.emptied(slice(None)))
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> TieredLayer:
     inner = self.open.layer(kind, slots, index)
     if self.blocks[kind] is None:
       return inner
     return TieredLayer(self, inner, index, kind)
-
-  def updated(self, slots: tuple[Any, ...]) -> TieredCache:
-    return dataclasses.replace(self, open=self.open.updated(slots))
 
   # -------------------------------------------------------------------------
   # Moving tokens to the host
@@ -425,14 +366,12 @@ class TieredCache(WithOpenCache):
 
     A block that becomes partly empty is not refilled.
     """
-    end = jnp.asarray(length, jnp.int32).reshape(-1)
-    end = jnp.broadcast_to(end, (self.batch,))
-    open_cache = self.open.truncate(end, most)
-    block_table = self.held.truncate(end)
+    cache = super().truncate(length, most)
+    block_table = self.held.truncate(self.row_ends(length))
     block = self.kind.room
     used = block_table._everywhere(-(-block_table.used // block) * block)
     block_table = dataclasses.replace(block_table, used=used, before=used + 0)
-    return dataclasses.replace(self, open=open_cache, held=block_table)
+    return dataclasses.replace(cache, held=block_table)
 
   def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> TieredCache:
     """Keep only the tokens in `kept` of the last call; see `KVCache.keep`.
@@ -448,25 +387,11 @@ class TieredCache(WithOpenCache):
         "the cache that the call returned",
         "call keep first, and evict behind it",
       )
-    return dataclasses.replace(self, open=self.open.keep(kept))
-
-  def snapshot(self) -> TieredSnapshot:
-    """Save the state for `restore`; copies the open cache."""
-    return jax.tree.map(jnp.copy, TieredSnapshot(self.open, self.held))
-
-  def restore(self, snapshot: TieredSnapshot) -> TieredCache:
-    """Restore the state of a snapshot of this cache."""
-    open_cache, block_table = jax.tree.map(jnp.copy, snapshot)
-    return dataclasses.replace(self, open=open_cache, held=block_table)
+    return super().keep(kept)
 
   def reset(self, rows: RowIndices) -> TieredCache:
-    """Empty these rows, int [n]; the others stay."""
-    open_cache = self.open.reset(rows)
-    block_table = _emptied(self.held, np.asarray(rows))
-    block_table = jax.tree.map(
-      lambda x, old: jax.device_put(x, old.sharding), block_table, self.held
-    )
-    return dataclasses.replace(self, open=open_cache, held=block_table)
+    block_table = placed_as(self.held.emptied(np.asarray(rows)), self.held)
+    return dataclasses.replace(super().reset(rows), held=block_table)
 
   def insert(self, rows: RowIndices, other: TieredCache) -> TieredCache:
     """Replace `rows`, int [n], by the rows of another cache.
@@ -480,22 +405,8 @@ class TieredCache(WithOpenCache):
     self._refuse_trace("insert")
     resized, other_resized = self._same_size(other)
     open_cache = resized.open.insert(rows, other_resized.open)
-    index = np.asarray(rows)
-
-    def put(x: jax.Array, new: jax.Array) -> jax.Array:
-      rows_on_host = np.array(_on_host(x, "insert"))
-      rows_on_host[:, index] = _on_host(new, "insert")
-      return jax.device_put(rows_on_host, x.sharding)
-
-    block_table = jax.tree.map(
-      lambda x, new: jax.device_put(x.at[index].set(new), x.sharding),
-      self.held,
-      other.held,
-    )
-    blocks = jax.tree.map(put, self.blocks, other.blocks)
-    return dataclasses.replace(
-      self, open=open_cache, held=block_table, blocks=blocks
-    )
+    fields = self.rows_replaced(np.asarray(rows), other)
+    return dataclasses.replace(self, open=open_cache, **fields)
 
   def take(self, examples: RowIndices) -> TieredCache:
     """Gather these rows, int [B'], with repetition.
@@ -507,19 +418,7 @@ class TieredCache(WithOpenCache):
       OptionError: If called under a trace, or if blocks are on other hosts.
     """
     self._refuse_trace("take", examples)
-    open_cache = self.open.take(examples)
-    index = np.asarray(examples)
-
-    def take_rows(axis: int, x: jax.Array) -> jax.Array:
-      rows = np.take(_on_host(x, "take"), index, axis)
-      return jax.device_put(rows, rows_sharding(x, index.size, axis))
-
-    return dataclasses.replace(
-      self,
-      open=open_cache,
-      held=jax.tree.map(functools.partial(take_rows, 0), self.held),
-      blocks=jax.tree.map(functools.partial(take_rows, 1), self.blocks),
-    )
+    return super().take(examples)
 
   def export(self, row: int, start: int, stop: int) -> Blocks:
     """Copy a row's tokens to host arrays; see `KVCache.export`.
@@ -527,17 +426,17 @@ class TieredCache(WithOpenCache):
     A cache without host memory can load them, too.
     """
     self._refuse_trace("export")
-    row = int(self.open._rows([row])[0])
+    row = int(row_indices([row], self.batch)[0])
     located_slots, rings = self.open.located(self.at, row, start, stop)
     older = self.held.capacity
     in_blocks = located_slots < older
 
     def join_tokens(x: jax.Array, blocks: jax.Array) -> np.ndarray:
       axis = token_axis(x) - 1
-      newer = _on_host(x[:, row], "export")
+      newer = on_host(x[:, row], "export")
       newer = np.take(newer, located_slots[~in_blocks] - older, axis)
       # [L, N, K, P, X]
-      part = self._by_layer(_on_host(blocks, "export")[:, row], len(x))
+      part = self._by_layer(on_host(blocks, "export")[:, row], len(x))
       number, slot = np.divmod(located_slots[in_blocks], self.kind.room)
       part = np.moveaxis(part, axis + 1, 2)[:, number, slot]
       part = np.moveaxis(part, 1, axis)
@@ -550,7 +449,7 @@ class TieredCache(WithOpenCache):
         return jax.tree.map(join_tokens, slots, blocks)
       assert number is not None
       take = lambda x: np.take(
-        _on_host(x[:, row], "export"), rings[number], token_axis(x) - 1
+        on_host(x[:, row], "export"), rings[number], token_axis(x) - 1
       )
       return jax.tree.map(take, slots)
 
@@ -573,7 +472,7 @@ class TieredCache(WithOpenCache):
       OptionError: If kind or model differ, or rotated keys would move.
     """
     self._refuse_trace("load")
-    row = int(self.open._rows([row])[0])
+    row = int(row_indices([row], self.batch)[0])
     at = blocks.at if at is None else at
     count = at.pos.shape[0]
     free = self.free()
@@ -615,7 +514,7 @@ class TieredCache(WithOpenCache):
 
     def gather_blocks(x: jax.Array) -> jax.Array:
       index = order.T[None].reshape(1, count, -1, *(1,) * (x.ndim - 2))
-      by_layer = self._by_layer(_on_host(x, "gathered"), x.shape[0] // count)
+      by_layer = self._by_layer(on_host(x, "gathered"), x.shape[0] // count)
       ordered = np.take_along_axis(by_layer, index, 1).reshape(x.shape)
       memory = x.sharding.memory_kind
       sharding = SingleDeviceSharding(device, memory_kind=memory)
@@ -673,16 +572,6 @@ class TieredLayer(WithOpenLayer):
   cache: TieredCache
   index: Index
   kind: int
-
-  @property
-  def slots(self) -> PyTree:
-    return self.inner.slots
-
-  def observe(
-    self, rotated: Callable[[], Array], plain: Callable[[], Array]
-  ) -> TieredLayer:
-    del rotated, plain
-    return self
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
     cache, blocks = self.cache, self.cache.blocks[self.kind]
@@ -770,22 +659,6 @@ def host_zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
   if isinstance(x.sharding, SingleDeviceSharding):
     return jax.device_put(part, x.sharding)
   return jax.make_array_from_callback(x.shape, x.sharding, lambda _: part)
-
-
-def _on_host(x: jax.Array, what: str) -> np.ndarray:
-  """Copy an array to this host.
-
-  Raises:
-    OptionError: If parts of it are on other hosts.
-  """
-  if not x.is_fully_addressable:
-    raise OptionError(
-      "cache",
-      f"{what} of blocks in the memory of several processes",
-      "devices of this process alone",
-      "make the cache on a mesh of this process's devices",
-    )
-  return np.asarray(x)
 
 
 # ---------------------------------------------------------------------------
@@ -951,14 +824,3 @@ def _with_heads(places: Places, heads: int) -> Places:
   if not places.heads or heads % places.size(places.heads) == 0:
     return places
   return dataclasses.replace(places, heads=())
-
-
-def _emptied(held: ContiguousSlots, rows: Any) -> ContiguousSlots:
-  """Slot table with these rows emptied."""
-  empty = lambda x: x.at[rows].set(0)
-  return dataclasses.replace(
-    held,
-    at=Coords(held.at.pos, empty(held.at.seg)),
-    used=empty(held.used),
-    before=empty(held.before),
-  )

@@ -36,12 +36,22 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.errors import OptionError
-from ringjax.kv.base import KV, CacheSpec, scattered_layer, zeros
+from ringjax.kv.base import (
+  KV,
+  CacheSpec,
+  CallCache,
+  CallLayer,
+  scattered_layer,
+  zeros,
+)
 from ringjax.kv.cache import (
   LayerCacheSpec,
   LayerKV,
   constants_spec,
+  encoded,
   filled_constants,
+  of_layer,
+  rotated_view,
 )
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.codecs import Codec
@@ -49,12 +59,11 @@ from ringjax.kv.state import State
 from ringjax.ops.ancestors import MOST_DRAFTED, tree_coords
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.attention.cached.code_format import (
-  as_stored,
   row_major,
   token_axis,
 )
 from ringjax.ops.attention.cached.pooled import PooledView, SharedTiles
-from ringjax.ops.attention.cached.views import KVView, UnrotatedView
+from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.parallel import collectives
@@ -808,7 +817,7 @@ tree.register(PooledRows, ("pool", "tables", "ends"), ())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PooledCache:
+class PooledCache(CallCache):
   """A pool with the tables of some rows, for one call of a model.
 
   Attributes:
@@ -901,11 +910,6 @@ class PooledCache:
     )
     return dataclasses.replace(self, new=new, writes=writes)
 
-  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> PooledCache:
-    """Return itself: this cache keeps all tokens, whatever their ids."""
-    del tokens, at
-    return self
-
   def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     if isinstance(slots, State):
       return slots.layer(self, index)
@@ -925,7 +929,7 @@ class PooledCache:
 
 
 @dataclasses.dataclass(frozen=True)
-class PooledLayer:
+class PooledLayer(CallLayer):
   """One layer's part of a `PooledCache` during one call."""
 
   cache: PooledCache
@@ -947,12 +951,8 @@ class PooledLayer:
     stored = LayerKV(k if pool.kind.unrotated else rotation.own(k), v)
     codec = pool.kind.codec
     if isinstance(codec, Codec):
-      of_k, of_v = self._constants()
-      k_codes = codec.keys.encode(stored.k.astype(pool.dtype), of_k)
-      stored = LayerKV(as_stored(k_codes, self.slots.k), v)
-      if v.shape[-1]:
-        v_codes = codec.values.encode(v.astype(pool.dtype), of_v)
-        stored = stored._replace(v=as_stored(v_codes, self.slots.v))
+      constants, dtype = self._constants(), pool.dtype
+      stored = encoded(codec, stored, constants, self.slots, dtype)
     assert self.cache.new is not None
     slots = LayerKV(*map(self._written, self.slots, stored))
     return dataclasses.replace(
@@ -962,12 +962,6 @@ class PooledLayer:
   def for_reading(self, rotation: Rotation) -> PooledLayer:
     """Prepare for a call that appends nothing, as `KVLayer.for_reading`."""
     return dataclasses.replace(self, rotation=rotation.general())
-
-  def observe(
-    self, rotated: Callable[[], Array], plain: Callable[[], Array]
-  ) -> PooledLayer:
-    del rotated, plain
-    return self
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
     if apart and self.cache.parents is None:
@@ -994,16 +988,11 @@ class PooledLayer:
       shared[self.group] if shared else None,
       widths=widths,
     )
-    if pool.kind.unrotated and not self.rotation.trivial:
-      view = UnrotatedView(view, self.rotation)
-    return (view,)
+    return (rotated_view(view, pool.kind, self.rotation),)
 
   def _constants(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Codec constants of this layer, [K, n] each."""
-    of_layer = lambda x: lax.dynamic_index_in_dim(
-      x, self.index, 0, keepdims=False
-    )
-    return jax.tree.map(of_layer, self.cache.pool.constants[self.kind])
+    return of_layer(self.cache.pool.constants[self.kind], self.index)
 
   def _written(self, old: jax.Array, new: jax.Array) -> jax.Array:
     """Write the call's tokens, [B, K, T, X] or stored codes, to the pages."""

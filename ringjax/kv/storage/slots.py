@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Shaped
 
 from ringjax import tree
-from ringjax.kv.base import CacheSpec, scattered_layer
+from ringjax.kv.base import CacheSpec, RowIndices, scattered_layer
 from ringjax.ops.attention.cached.code_format import row_major, token_axis
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
@@ -48,6 +48,9 @@ class SlotGroup:
     mesh: Device mesh whose `axis` shards S; None for one device.
     axis: Mesh axis of the sequence.
   """
+
+  # Fields with the write cursors.
+  cursors: ClassVar[tuple[str, ...]] = ("used", "before")
 
   at: Coords
   mode: str = FILL
@@ -72,6 +75,18 @@ class SlotGroup:
   def capacity(self) -> int:
     """Number of slots of all shards together, S."""
     return self.at.pos.shape[1]
+
+  @property
+  def length(self) -> Int[Array, " B"]:
+    """The position after each row's last token, int32 [B]; 0 if empty."""
+    return jnp.max(jnp.where(self.at.seg > 0, self.at.pos + 1, 0), 1)
+
+  def emptied(self, rows: RowIndices | slice) -> Any:
+    """Return the table with these rows empty, int [n] or a slice."""
+    empty = lambda x: x.at[rows].set(0)
+    cursors = {name: empty(getattr(self, name)) for name in self.cursors}
+    at = Coords(self.at.pos, empty(self.at.seg))
+    return dataclasses.replace(self, at=at, **cursors)
 
   def _everywhere(self, x: jax.Array) -> jax.Array:
     if self.mesh is None:
@@ -243,6 +258,10 @@ class ContiguousSlots(SlotGroup):
       return scattered(old)
     # On a TPU a scatter over rows would first copy the array to another layout.
     return lax.platform_dependent(old, tpu=rows, default=scattered)
+
+  def committed(self) -> ContiguousSlots:
+    """Drop the state that exists only during a call."""
+    return dataclasses.replace(self, mode=FILL)
 
   def only(self, real: Bool[Array, ""]) -> ContiguousSlots:
     """Make `write` conditional: it writes only if `real`, bool []."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,8 @@ class WindowSlots(SlotGroup):
     reach: Number of earlier tokens that a query attends to.
     slack: Number of tokens of a call that may be taken back.
   """
+
+  cursors: ClassVar[tuple[str, ...]] = ("count", "before")
 
   count: Int[ArrayLeaf, " B"]
   before: Int[ArrayLeaf, " B"]

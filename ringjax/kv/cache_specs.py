@@ -1,0 +1,42 @@
+"""The storage of a cache: which class holds keys of a kind and a placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.typing import DTypeLike
+
+from ringjax.kv.cache import KVCache
+from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.eviction.evicting import EvictingCache
+from ringjax.kv.model_cache import ModelCache
+from ringjax.kv.offload.layer_offload import OffloadedCache
+from ringjax.kv.offload.tiered import TieredCache
+
+
+def cache_spec(
+  shapes: tuple[Any, ...],
+  batch: int,
+  capacity: int,
+  dtype: DTypeLike,
+  *,
+  kind: CacheKind,
+  tiers: Sequence[str] | None = None,
+  **where: Any,
+) -> ModelCache:
+  """Specs (shapes, dtypes, shardings) of an empty cache; allocates nothing.
+
+  Args:
+    kind: Storage format of keys and values.
+    tiers: Memory of each layer, from `kv.base.TIERS`; None for the devices.
+    **where: Other arguments of `KVCache.spec`.
+  """
+  call = (shapes, batch, capacity, dtype)
+  if tiers is not None:
+    return OffloadedCache.spec(*call, kind=kind, tiers=tiers, **where)
+  if kind.device is not None:
+    return TieredCache.spec(*call, kind=kind, **where)
+  if kind.evicting:
+    return EvictingCache.spec(*call, kind=kind, **where)
+  return KVCache.spec(*call, kind=kind, filled=True, **where)

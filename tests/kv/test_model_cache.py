@@ -1,0 +1,101 @@
+"""Base class of caches: kinds of storage refuse by name what they cannot do."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+import ringjax as rj
+from ringjax.errors import OptionError
+from ringjax.kv.composed.row_groups import RowGroups
+from tests.helpers import SMALL, refused
+
+STORAGE = {
+  "ContextCache",
+  "EvictingCache",
+  "KVCache",
+  "OffloadedCache",
+  "PooledCache",
+  "RowGroups",
+  "TieredCache",
+}
+PACKAGE = pathlib.Path(rj.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def model():
+  return rj.models.create(SMALL | {"num_hidden_layers": 2}, seed=1)
+
+
+def operations(cache):
+  """Calls of what moves rows or tokens of a cache, by name."""
+  device = jax.devices()[0]
+  return {
+    "take": lambda: cache.take([0]),
+    "insert": lambda: cache.insert([0], cache),
+    "export": lambda: cache.export(0, 0, 1),
+    "load": lambda: cache.load(0, None),
+    "snapshot": lambda: cache.snapshot(),
+    "with_states": lambda: cache.with_states(None),
+    "gathered": lambda: cache.gathered(device),
+  }
+
+
+def test_offloaded_layers_refuse_what_moves_rows(model):
+  cache = model.init_cache(2, 8, placement="host")
+  for name, call in operations(cache).items():
+    refused(OptionError, call, name, "host memory or on disk")
+
+
+def test_row_groups_refuse_what_moves_rows(model):
+  groups = RowGroups.of(3, 2, lambda rows: model.init_cache(rows, 8))
+  for name, call in operations(groups).items():
+    refused(OptionError, call, name, "row groups", "rows_at_once")
+  refused(OptionError, lambda: groups.reset([0]), "reset", "rows_at_once")
+
+
+def test_rows_of_offloaded_layers_begin_anew(model):
+  """A row that was reset computes what it did at first."""
+  tokens = np.arange(1, 9, dtype=np.int32).reshape(2, 4)
+  seg = np.ones((2, 4), np.int32)
+  empty = model.init_cache(2, 8, placement="host")
+  first, cache = model(tokens, segment_ids=seg, cache=empty)
+  cache = cache.reset([1])
+  assert cache.length.tolist() == [4, 0]
+  again, cache = model(tokens, segment_ids=seg, cache=cache)
+  assert cache.length.tolist() == [8, 4]
+  np.testing.assert_array_equal(again[1], first[1])
+
+
+def test_marks_of_row_groups_are_checked(model):
+  """Two documents in a row share positions, whichever group it is in."""
+  kind = "fastgen:punctuation=5"
+  empty = lambda rows: model.init_cache(rows, 16, kind=kind)
+  tokens = np.ones((3, 4), np.int32)
+  documents = np.array([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 2, 2]], np.int32)
+  for cache in (empty(3), RowGroups.of(3, 2, empty)):
+    call = lambda cache=cache: model(tokens, segment_ids=documents, cache=cache)
+    refused(OptionError, call, "document 2 of a row", "punctuation=")
+
+
+@pytest.mark.parametrize(
+  "path", ["models/transformer.py", *sorted(
+    f"nn/{path.name}" for path in (PACKAGE / "nn").glob("*.py")
+  )],
+)  # fmt: skip
+def test_models_know_caches_by_their_base_class(path):
+  """No class of storage, and no question which one a cache is."""
+  for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+    if isinstance(node, ast.Name | ast.alias):
+      name = node.id if isinstance(node, ast.Name) else node.name
+      assert name not in STORAGE, f"{path}:{node.lineno}: {name}"
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+      continue
+    if node.func.id in ("isinstance", "getattr", "hasattr"):
+      subject, kind = map(ast.unparse, node.args[:2])
+      lawful = not subject.endswith("cache") or kind == "CallCache"
+      assert lawful, f"{path}:{node.lineno}: {ast.unparse(node)}"
