@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from benchmarks.systems import CONTEXTS, KINDS, ROWS
 from benchmarks.systems_alone import BITS
 from benchmarks.table import Row, Run
-from launch.systems_table import SYSTEMS
+from launch.shared.systems_table import SYSTEMS
 
 _HEAD = """# The systems, shown on real models
 

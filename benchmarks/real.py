@@ -11,7 +11,7 @@ that show it. The output of a command is in docs/systems.json as soon as it has
 ended, so that a call that was killed resumes; --again runs commands again.
 Models that are trained or calibrated first go to runs/, once. docs/systems.md
 and its pictures are made from the JSON file, and docs/systems_map.md, which
-says where each system is, from launch/systems_table.py.
+says where each system is, from launch/shared/systems_table.py.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from launch.systems_table import SYSTEMS, System
+from launch.shared.systems_table import SYSTEMS, System
 
 _WIDTH = 100
 # Columns of the table: name and text; the rest is for the page.

@@ -19,7 +19,7 @@ import ringjax.eval
 import ringjax.serve.cluster
 from benchmarks import pages, systems
 from launch import systems as script
-from launch.systems_table import SYSTEMS
+from launch.shared.systems_table import SYSTEMS
 from ringjax.models import small
 
 ROOT = pathlib.Path(__file__).parents[2]
