@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from launch import console, rendezvous
-from launch.flag_helpers import FlagHelper
+from launch.flag_helpers import FlagHelper, help_text
 from launch.flag_helpers import check_output as check_file
 from ringjax.errors import MeshError, OptionError
 from ringjax.kv import CacheKind, kind_text
@@ -54,7 +54,7 @@ _HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 
 def define(values: flags.FlagValues) -> None:
   """Defines the flags of every script that computes."""
-  new = FlagHelper(values)
+  new = FlagHelper(values, "Devices and processes.")
   new.text(
     "mesh",
     None,
@@ -396,6 +396,9 @@ def launch(
         if not word.startswith("-") and (page := help_page(word)) is not None:
           print(page)
           raise SystemExit(0)
+      shown = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+      print(f"{sys.modules['__main__'].__doc__}\n{help_text(shown)}")
+      raise SystemExit(0)
     try:
       return flags.FLAGS(argv)
     except SystemExit:

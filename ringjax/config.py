@@ -15,13 +15,32 @@ import dataclasses
 import difflib
 import textwrap
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 from ringjax.checks import integer, one_of
 from ringjax.errors import InputTypeError, OptionError
 
 _C = TypeVar("_C", bound="Config")
 _T = TypeVar("_T", bound="type[Config]")
+
+
+class Flag(NamedTuple):
+  """Flag of a script that sets an option.
+
+  Fields:
+    meaning: Text for --help.
+    name: Name of the flag; default: that of the option.
+    kind: Kind of value: "text", "whole" for an int, "number" for a float,
+      "path", or "texts" for a text that may be given several times.
+    default: Value if the flag is not passed; None: the option's default.
+    choices: Allowed texts; None: those of the option.
+  """
+
+  meaning: str
+  name: str | None = None
+  kind: str = "text"
+  default: object = None
+  choices: Collection[str] | None = None
 
 
 def option(
@@ -32,6 +51,7 @@ def option(
   text: Callable[[Any], Any] | None = None,
   choices: Collection[str] | None = None,
   least: int | None = None,
+  flag: Flag | None = None,
 ) -> Any:
   """Make a field of a config.
 
@@ -44,13 +64,19 @@ def option(
       makes the same value again; default: values have to be plain.
     choices: Allowed texts; None: any value.
     least: Smallest value of an option that is an int; None: no int.
+    flag: Flag that sets the option; default: one of its name, which says the
+      first sentence of the meaning.
   """
+  if flag is None:
+    first = meaning.partition(". ")[0].removesuffix(".") + "."
+    flag = Flag(first, kind="text" if least is None else "whole")
   facts = {
     "meaning": meaning,
     "override": override,
     "text": text,
     "choices": choices,
     "least": least,
+    "flag": flag,
   }
   return dataclasses.field(default=default, metadata=facts)
 
@@ -125,6 +151,24 @@ class Config:
       else:
         paths[facts["override"] or field.name] = (field.name,)
     return paths
+
+  @classmethod
+  def field(cls, name: str) -> tuple[dataclasses.Field[Any], str]:
+    """Field that an override sets, and the meaning of its part, or "".
+
+    Raises:
+      OptionError: If the option is unknown.
+    """
+    paths = cls.options()
+    if name not in paths:
+      raise cls._unknown(name, None, paths)
+    first, *rest = paths[name]
+    field = {x.name: x for x in cls.fields()}[first]
+    facts = field.metadata
+    if "part" not in facts:
+      return field, ""
+    inner = facts["main"] if not rest else name
+    return facts["part"].field(inner)[0], facts["meaning"]
 
   def replace(self: _C, **overrides: Any) -> _C:
     """Copy with other values of some options, also of parts' options.
@@ -231,8 +275,9 @@ class Config:
         changed.append((field.name, value, field.metadata))
     return changed
 
-  def _facts(self, name: str) -> Mapping[str, Any]:
-    return {x.name: x for x in self.fields()}[name].metadata
+  @classmethod
+  def _facts(cls, name: str) -> Mapping[str, Any]:
+    return {x.name: x for x in cls.fields()}[name].metadata
 
   @classmethod
   def _unknown(

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from ringjax import plan as plans
 from ringjax.checks import one_of, positive_int
-from ringjax.config import Config, config, option
+from ringjax.config import Config, Flag, config, option
 from ringjax.errors import OptionError
 from ringjax.kv.base import CallCache
 from ringjax.kv.cache_kind import WINDOWED, CacheKind
@@ -37,7 +37,7 @@ from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.nesting import coded, group_of
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ulysses import Ulysses
-from ringjax.ops.attention.wire_format import Wire, WireLike, wire_of
+from ringjax.ops.attention.wire_format import DTYPES, Wire, WireLike, wire_of
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Uneven, Zigzag
 from ringjax.parallel.programs import bounded
 from ringjax.plan import cost
@@ -175,10 +175,12 @@ class PrefillConfig(Config):
     '"blockwise", and the report says so); "chunked" (either).',
     default="auto",
     override="prefill",
+    flag=Flag("How the prompt is read.", choices=METHODS),
   )
   chunk: int | None = option(
     "Maximum number of tokens in a chunk of a chunked prefill.",
     default=None,
+    flag=Flag("Tokens of a chunk, for --prefill=chunked.", kind="whole"),
   )
   partition: Sequence[int] | None = option(
     'Number of tokens of each shard for "kvr", KV-Runahead\'s chain (Cho et '
@@ -198,6 +200,10 @@ class PrefillConfig(Config):
     'sequence\'s axis, on which all devices decode, or on the "last" device '
     "of that axis, which then decodes alone, with its own copy of the weights.",
     default=KEEPS[0],
+    flag=Flag(
+      "Where the KV cache is kept: all devices, or the last, which decodes.",
+      choices=KEEPS,
+    ),
   )
   wire: WireLike | None = option(
     "Transfer format of keys and values while a prompt is read on several "
@@ -205,6 +211,11 @@ class PrefillConfig(Config):
     "or a dtype, see `Ring`; None: unchanged. Each query sees the exact keys "
     "of its own shard.",
     default=None,
+    flag=Flag(
+      "How keys travel while shards read the prompt: cache: as what --cache "
+      "stores; or as numbers of a dtype.",
+      choices=("cache", *DTYPES),
+    ),
   )
 
   def __post_init__(self) -> None:

@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from ringjax.checks import float_dtype, integer, one_of
-from ringjax.config import Config, config, option
+from ringjax.config import Config, Flag, config, option
 from ringjax.errors import OptionError
 from ringjax.infer.speculate.drafter import Drafter
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import KINDS, CacheKind
 from ringjax.models.transformer import Transformer
 from ringjax.ops.attention.pooled import pool_tile
 from ringjax.serve.contiguous_rows import LAYOUTS, check_contiguous, row_pages
@@ -94,6 +94,11 @@ class EngineConfig(Config):
     "Storage of keys and values, see `Transformer.init_cache`.",
     default="windowed",
     text=str,
+    flag=Flag(
+      f"How the KV cache is stored: {', '.join(KINDS)}; with options as "
+      "NAME:key=value,key=value.",
+      name="cache",
+    ),
   )
   dtype: DTypeLike | None = option(
     "Dtype of the cache; default: the model's.",
@@ -145,6 +150,11 @@ class EngineConfig(Config):
     "layers and no pages. Default: all, bit for bit.",
     default=None,
     text=_share_text,
+    flag=Flag(
+      "Part of a prefix in --store that is read in place of the whole, by what "
+      "the rest of the prompt looks at (IMPRESS): approximate.",
+      kind="number",
+    ),
   )
   layout: str = option(
     '"pages"; or "contiguous", rows whose memory grows on demand (vAttention): '
