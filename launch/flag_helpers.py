@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from absl import flags
 
 from ringjax import fetched_models
-from ringjax.config import Config
+from ringjax.config import Config, named_twice
 
 # Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
+
+
+# Heading of flags that --help does not list.
+_HIDDEN = "hidden"
 
 
 class _Path(flags.ArgumentParser):
@@ -123,7 +127,10 @@ class FlagHelper:
       default: Any = flag.default
       if default is None:
         default = field.default
-      text = " ".join([flag.meaning, *filter(None, [(says or {}).get(name)])])
+      aliases = ", ".join(f"--{alias}" for alias in facts["aliases"])
+      also = f"The same: {aliases}." if aliases else ""
+      parts = (flag.meaning, (says or {}).get(name, ""), also)
+      text = " ".join(filter(None, parts))
       new = FlagHelper(self._flags, about or self._heading)
       flag_name = flag.name or name
       choices = flag.choices or facts["choices"]
@@ -139,6 +146,29 @@ class FlagHelper:
         new._define(flags.DEFINE_multi_string, flag_name, default, text)
       else:
         new.text(flag_name, default, text)
+      new._aliases(flag_name, facts["aliases"])
+
+  def _aliases(self, name: str, aliases: Collection[str]) -> None:
+    """Defines other names of a flag, which --help shows beside it."""
+    if not aliases:
+      return
+    new = FlagHelper(self._flags, _HIDDEN)
+    for alias in aliases:
+      new._define(flags.DEFINE_alias, alias, name)
+
+    def once(_: Mapping[str, Any]) -> bool:
+      """Whether the flag is passed by one of its names."""
+      # A flag counts what comes by its aliases, too.
+      counts = {alias: self._flags[alias].present for alias in aliases}
+      counts[name] = self._flags[name].present - sum(counts.values())
+      passed = [f"--{x}" for x, count in counts.items() if count]
+      if len(passed) > 1:
+        raise flags.ValidationError(f"{named_twice(*passed[:2])}")
+      return True
+
+    flags.register_multi_flags_validator(
+      [name, *aliases], once, flag_values=self._flags
+    )
 
   def checkpoint(self, default: str = "the model in ringjax") -> None:
     """Defines --model and --strict of a script that loads a model.
@@ -224,6 +254,7 @@ def help_text(shown: Iterable[flags.Flag]) -> str:
   for flag in shown:
     heading = getattr(flag, "heading", "")
     pages.setdefault(heading, flags.FlagValues())[flag.name] = flag
+  pages.pop(_HIDDEN, None)
   return "\n".join(
     f"{heading or 'Flags.'}\n{page.get_help('  ', False)}\n"
     for heading, page in pages.items()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import textwrap
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
@@ -52,6 +53,7 @@ def option(
   choices: Collection[str] | None = None,
   least: int | None = None,
   flag: Flag | None = None,
+  aliases: Collection[str] = (),
 ) -> Any:
   """Make a field of a config.
 
@@ -66,6 +68,8 @@ def option(
     least: Smallest value of an option that is an int; None: no int.
     flag: Flag that sets the option; default: one of its name, which says the
       first sentence of the meaning.
+    aliases: Names of the same option in other engines, with the same meaning
+      and unit, which are taken in place of the name.
   """
   if flag is None:
     first = meaning.partition(". ")[0].removesuffix(".") + "."
@@ -77,6 +81,7 @@ def option(
     "choices": choices,
     "least": least,
     "flag": flag,
+    "aliases": aliases,
   }
   return dataclasses.field(default=default, metadata=facts)
 
@@ -141,16 +146,42 @@ class Config:
   @classmethod
   def options(cls) -> dict[str, tuple[str, ...]]:
     """Names of overrides, with the path of fields that each one sets."""
+    return cls._paths(aliases=False)
+
+  @classmethod
+  def _paths(cls, *, aliases: bool) -> dict[str, tuple[str, ...]]:
     paths: dict[str, tuple[str, ...]] = {}
     for field in cls.fields():
       facts = field.metadata
       if "part" in facts:
         paths[field.name] = (field.name,)
-        for name, path in facts["part"].options().items():
+        for name, path in facts["part"]._paths(aliases=aliases).items():
           paths.setdefault(name, (field.name, *path))
       else:
         paths[facts["override"] or field.name] = (field.name,)
+        for name in facts["aliases"] if aliases else ():
+          paths[name] = (field.name,)
     return paths
+
+  @classmethod
+  def _by_field(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of fields by the fields' names, also where aliases name them.
+
+    Raises:
+      OptionError: If a field is named twice.
+    """
+    names = {
+      alias: field.name
+      for field in cls.fields()
+      for alias in field.metadata.get("aliases", ())
+    }
+    given: dict[str, str] = {}
+    for name in values:
+      field_name = names.get(name, name)
+      if field_name in given:
+        raise named_twice(given[field_name], name)
+      given[field_name] = name
+    return {field_name: values[name] for field_name, name in given.items()}
 
   @classmethod
   def field(cls, name: str) -> tuple[dataclasses.Field[Any], str]:
@@ -176,12 +207,17 @@ class Config:
     Raises:
       OptionError: If an option is unknown, or a value is wrong.
     """
-    paths = self.options()
+    paths = self._paths(aliases=True)
+    # Names by which this call sets options, by path.
+    names: dict[tuple[str, ...], str] = {}
     changes: dict[str, Any] = {}
     of_parts: dict[str, dict[str, Any]] = {}
     for name, value in overrides.items():
       if name not in paths:
         raise self._unknown(name, value, paths)
+      if paths[name] in names:
+        raise named_twice(names[paths[name]], name)
+      names[paths[name]] = name
       first, *rest = paths[name]
       facts = self._facts(first)
       is_part = "part" in facts
@@ -236,6 +272,7 @@ class Config:
       OptionError: If an option is unknown, or a value is wrong.
     """
     fields = {field.name: field for field in cls.fields()}
+    values = cls._by_field(values)
     for name, value in values.items():
       if name not in fields:
         raise cls._unknown(name, value, fields)
@@ -302,9 +339,16 @@ def config(cls: _T) -> _T:
   config_class: Any = dataclasses.dataclass(
     frozen=True, kw_only=True, repr=False
   )(cls)
+  make = config_class.__init__
+
+  @functools.wraps(make)
+  def init(self: Config, **options: Any) -> None:
+    make(self, **self._by_field(options))
+
+  config_class.__init__ = init
   entries = [
     textwrap.fill(
-      f"{field.name}: {field.metadata['meaning']}",
+      f"{field.name}: {field.metadata['meaning']}{_also(field)}",
       76,
       initial_indent="    ",
       subsequent_indent="      ",
@@ -316,6 +360,22 @@ def config(cls: _T) -> _T:
     [about, "", "  Attributes:", *entries, f"{mark[1:]}{errors}\n  "]
   )
   return config_class
+
+
+def named_twice(name: str, other: str) -> OptionError:
+  """Make an error about an option that is set by two of its names."""
+  return OptionError(
+    name,
+    f"it beside {other}, which means the same",
+    "one of these names",
+    "leave one of them out",
+  )
+
+
+def _also(field: dataclasses.Field[Any]) -> str:
+  """Sentence on the aliases of a field, or ""."""
+  aliases = ", ".join(field.metadata.get("aliases", ()))
+  return f" Also: {aliases}." if aliases else ""
 
 
 def _is_plain(value: object) -> bool:

@@ -53,12 +53,14 @@ class EngineConfig(Config):
     "that size.",
     least=1,
     default=16,
+    aliases=("max_num_seqs", "max_running_requests"),
   )
   capacity: int | None = option(
     "Number of tokens in the pool, those of shared prefixes once; default: "
     "`rows` rows of `longest` tokens, at most 65,536.",
     least=1,
     default=None,
+    aliases=("max_total_tokens",),
   )
   longest: int | None = option(
     "Maximum number of tokens of a prompt and its answer together; default: "
@@ -67,12 +69,14 @@ class EngineConfig(Config):
     "in `generate`; prompts that rotate otherwise share no prefixes.",
     least=1,
     default=None,
+    aliases=("max_model_len", "context_length"),
   )
   page: int | None = option(
     "Number of tokens of a page, 16, 32, 64 or 128; default: 32, and 128 for "
     "codes on a TPU, whose memory layout pads shorter ones.",
     least=1,
     default=None,
+    aliases=("block_size", "page_size"),
   )
   piece: int = option(
     "Number of tokens of a prompt's chunk, in one row of a call.",
@@ -89,6 +93,7 @@ class EngineConfig(Config):
     "default: all that its calls have room for.",
     least=1,
     default=None,
+    aliases=("max_num_batched_tokens",),
   )
   cache_kind: CacheKind | str = option(
     "Storage of keys and values, see `Transformer.init_cache`.",

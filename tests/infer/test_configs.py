@@ -7,8 +7,10 @@ import pathlib
 
 import jax
 import pytest
+from absl import flags
 
 import ringjax as rj
+from launch import common, serve
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.infer import GenerateConfig, PrefillConfig
 from ringjax.infer.generate_config import PAIRS
@@ -90,6 +92,36 @@ def test_overrides_reach_parts_and_keep_the_rest():
 def test_wrong_options_are_refused_by_name(make, error, words):
   with pytest.raises(error, match=words):
     make()
+
+
+def test_aliases_set_the_option_that_means_the_same():
+  page = (ROOT / "docs/how/configs.md").read_text("utf-8")
+  for field in EngineConfig.fields():
+    value = VALUES[EngineConfig][field.name]
+    want = EngineConfig(**{field.name: value})
+    aliases = field.metadata["aliases"]
+    for alias in aliases:
+      option = {alias: value}
+      assert EngineConfig(**option) == EngineConfig().replace(**option) == want
+      assert EngineConfig.from_dict(option) == want
+      assert alias not in want.to_dict()
+      both = option | {field.name: value}
+      with pytest.raises(OptionError, match="means the same"):
+        EngineConfig(**both)
+      with pytest.raises(OptionError, match="means the same"):
+        want.replace(**both)
+      values = common.parse(serve.NAME, serve.define, [f"--{alias}={value}"])
+      assert values[field.name].value == value
+      twice = [f"--{alias}={value}", f"--{field.name}={value}"]
+      with pytest.raises(flags.Error, match="means the same"):
+        common.parse(serve.NAME, serve.define, twice)
+    if aliases:
+      row = ", ".join(f"`{alias}`" for alias in aliases)
+      assert f"| `{field.name}` | {row} |\n" in page
+      assert f"Also: {', '.join(aliases)}." in " ".join(
+        (EngineConfig.__doc__ or "").split()
+      )
+  assert EngineConfig(rows=3, max_model_len=64).longest == 64
 
 
 @pytest.fixture
