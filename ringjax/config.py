@@ -5,8 +5,9 @@ A config is a class with the decorator `config`, whose fields are made by
 defaults, is written as plain values and read back, and takes overrides by name:
 `EngineConfig(rows=8).replace(page=64)`.
 
-A config may have other configs as parts. Overrides name the options of parts
-directly: `GenerateConfig().replace(chunk=512)` changes `prefill.chunk`.
+A config may have other configs as parts. Options of parts are named directly,
+where a config is made and where it is changed: `GenerateConfig(chunk=512)` has
+`prefill.chunk`.
 """
 
 from __future__ import annotations
@@ -164,26 +165,6 @@ class Config:
     return paths
 
   @classmethod
-  def _by_field(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of fields by the fields' names, also where aliases name them.
-
-    Raises:
-      OptionError: If a field is named twice.
-    """
-    names = {
-      alias: field.name
-      for field in cls.fields()
-      for alias in field.metadata.get("aliases", ())
-    }
-    given: dict[str, str] = {}
-    for name in values:
-      field_name = names.get(name, name)
-      if field_name in given:
-        raise named_twice(given[field_name], name)
-      given[field_name] = name
-    return {field_name: values[name] for field_name, name in given.items()}
-
-  @classmethod
   def field(cls, name: str) -> tuple[dataclasses.Field[Any], str]:
     """Field that an override sets, and the meaning of its part, or "".
 
@@ -207,24 +188,44 @@ class Config:
     Raises:
       OptionError: If an option is unknown, or a value is wrong.
     """
-    paths = self._paths(aliases=True)
-    # Names by which this call sets options, by path.
+    parts = {x.name: getattr(self, x.name) for x in self.fields()}
+    changes = self._changes(overrides, self._paths(aliases=True), parts)
+    instance: Any = self
+    return dataclasses.replace(instance, **changes)
+
+  @classmethod
+  def _changes(
+    cls,
+    overrides: Mapping[str, Any],
+    paths: Mapping[str, tuple[str, ...]],
+    parts: Mapping[str, Any],
+  ) -> dict[str, Any]:
+    """Values of fields that overrides change.
+
+    Args:
+      overrides: Values of options by name.
+      paths: Path of fields that each name sets.
+      parts: Parts before the change, by field.
+
+    Raises:
+      OptionError: If an option is unknown, is named twice, or has a wrong
+        value.
+    """
     names: dict[tuple[str, ...], str] = {}
     changes: dict[str, Any] = {}
     of_parts: dict[str, dict[str, Any]] = {}
     for name, value in overrides.items():
       if name not in paths:
-        raise self._unknown(name, value, paths)
+        raise cls._unknown(name, value, paths)
       if paths[name] in names:
         raise named_twice(names[paths[name]], name)
       names[paths[name]] = name
       first, *rest = paths[name]
-      facts = self._facts(first)
-      is_part = "part" in facts
+      facts = cls._facts(first)
       if rest:
         # The part's own name of the option.
         of_parts.setdefault(first, {})[name] = value
-      elif is_part and not isinstance(value, facts["part"]):
+      elif "part" in facts and not isinstance(value, facts["part"]):
         if facts["main"] is None:
           raise InputTypeError(
             name,
@@ -236,11 +237,8 @@ class Config:
       else:
         changes[first] = value
     for first, values in of_parts.items():
-      changes[first] = changes.get(first, getattr(self, first)).replace(
-        **values
-      )
-    instance: Any = self
-    return dataclasses.replace(instance, **changes)
+      changes[first] = changes.get(first, parts[first]).replace(**values)
+    return changes
 
   def to_dict(self) -> dict[str, Any]:
     """Options that differ from their defaults, as values of JSON.
@@ -271,25 +269,25 @@ class Config:
     Raises:
       OptionError: If an option is unknown, or a value is wrong.
     """
-    fields = {field.name: field for field in cls.fields()}
-    values = cls._by_field(values)
+    parts = {
+      field.name: field.metadata["part"]
+      for field in cls.fields()
+      if "part" in field.metadata
+    }
     for name, value in values.items():
-      if name not in fields:
-        raise cls._unknown(name, value, fields)
-    for name, value in values.items():
-      if "part" in fields[name].metadata and not isinstance(value, Mapping):
+      if name in parts and not isinstance(value, Mapping):
         raise InputTypeError(
           name,
           type(value).__name__,
           "a mapping of options",
           "pass what to_dict returned",
         )
-    parts = {
-      name: fields[name].metadata["part"].from_dict(value)
-      for name, value in values.items()
-      if "part" in fields[name].metadata
-    }
-    return cls(**{**values, **parts})
+    return cls(
+      **{
+        name: parts[name].from_dict(value) if name in parts else value
+        for name, value in values.items()
+      }
+    )
 
   def __repr__(self) -> str:
     options = ", ".join(
@@ -340,10 +338,18 @@ def config(cls: _T) -> _T:
     frozen=True, kw_only=True, repr=False
   )(cls)
   make = config_class.__init__
+  fields = config_class.fields()
+  paths = config_class._paths(aliases=True)
+  paths |= {field.name: (field.name,) for field in fields}
+  parts = {
+    field.name: field.metadata["part"]()
+    for field in fields
+    if "part" in field.metadata
+  }
 
   @functools.wraps(make)
   def init(self: Config, **options: Any) -> None:
-    make(self, **self._by_field(options))
+    make(self, **self._changes(options, paths, parts))
 
   config_class.__init__ = init
   entries = [
