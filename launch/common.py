@@ -26,7 +26,7 @@ from launch import console, rendezvous
 from launch.flag_helpers import FlagHelper, help_text
 from launch.flag_helpers import check_output as check_file
 from ringjax.errors import MeshError, OptionError
-from ringjax.kv import CacheKind, kind_text
+from ringjax.kv import CacheConfig, kind_text
 from ringjax.kv.codecs import Allocated, Calibrated
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan import draw
@@ -279,7 +279,7 @@ def check_output(values: flags.FlagValues, name: str) -> None:
     raise OptionError(f"--{name}: {error}") from None
 
 
-def cache_kind(text: str, *, calibrated: bool = True) -> CacheKind:
+def cache_kind(text: str, *, calibrated: bool = True) -> CacheConfig:
   """Return the kind of cache that a flag names.
 
   Args:
@@ -296,7 +296,7 @@ def cache_kind(text: str, *, calibrated: bool = True) -> CacheKind:
   return kind
 
 
-def check_files_of(kind: CacheKind) -> None:
+def check_files_of(kind: CacheConfig) -> None:
   """Refuses a kind of cache without the files that it needs.
 
   Raises:
@@ -307,7 +307,7 @@ def check_files_of(kind: CacheKind) -> None:
     kind.codec.check_file()
 
 
-def measured(kind: CacheKind) -> bool:
+def measured(kind: CacheConfig) -> bool:
   """Whether a file of a kind goes with certain weights, and with no codes."""
   return isinstance(kind.codec, Calibrated | Allocated)
 

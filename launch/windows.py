@@ -26,7 +26,7 @@ from ringjax.plan.layer_window import WindowBlock, WindowRun, WindowTimes
 
 if TYPE_CHECKING:
   # These import the models and flax, which most sub-commands don't need.
-  from ringjax.kv.cache_kind import CacheKind
+  from ringjax.kv.cache_kind import CacheConfig
   from ringjax.models.tensor_shares import ModelShares
   from ringjax.models.window_layout import RankBlock, WindowLayout
 
@@ -55,7 +55,7 @@ class _WindowRequest:
   model: ModelShares
   blocks: tuple[tuple[RankBlock, ...], ...]
   layouts: tuple[WindowLayout, ...]
-  cache: CacheKind
+  cache: CacheConfig
   flops: tuple[float, ...]
   memory_rate: tuple[float, ...]
   disk_rate: tuple[float, ...]

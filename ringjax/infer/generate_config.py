@@ -19,7 +19,7 @@ from ringjax.infer.speculate.drafter import Drafter
 from ringjax.infer.speculate.speculation import DRAFTERS
 from ringjax.infer.stopping import Stop, StopLike
 from ringjax.kv import cache_kind as kinds
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models.weight_placement import WeightPlacement
 from ringjax.plan.choice import KEEPS
 
@@ -35,9 +35,9 @@ def _dtype_name(dtype: DTypeLike) -> str:
 class DecodeConfig(Config):
   """Storage of keys and values in a new cache, which decoding reads."""
 
-  cache_kind: CacheKind | str | None = option(
-    "Storage format of keys and values, an `rj.kv.CacheKind` or its name, one "
-    'of `rj.kv.KINDS`; default "windowed", which keeps no more than later '
+  cache_kind: CacheConfig | str | None = option(
+    "Storage format of keys and values, an `rj.kv.CacheConfig` or its name, "
+    'one of `rj.kv.KINDS`; default "windowed", which keeps no more than later '
     "tokens see.",
     default=None,
     text=str,
@@ -71,7 +71,7 @@ class DecodeConfig(Config):
       positive_int("grow", self.grow)
 
   @property
-  def kind(self) -> CacheKind | None:
+  def kind(self) -> CacheConfig | None:
     """Storage format of keys and values; None: the default."""
     if self.cache_kind is None:
       return None

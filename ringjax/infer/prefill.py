@@ -21,7 +21,7 @@ from ringjax.checks import one_of, positive_int
 from ringjax.config import Config, Flag, config, option
 from ringjax.errors import OptionError
 from ringjax.kv.base import CallCache
-from ringjax.kv.cache_kind import WINDOWED, CacheKind
+from ringjax.kv.cache_kind import WINDOWED, CacheConfig
 from ringjax.kv.state import StateShape
 from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer, forward
@@ -281,7 +281,7 @@ class PrefillConfig(Config):
     *,
     room: int | None = None,
     behind: bool = False,
-    kind: CacheKind = WINDOWED,
+    kind: CacheConfig = WINDOWED,
   ) -> Prefill:
     """Resolves the method for a prompt.
 
@@ -325,8 +325,8 @@ class PrefillConfig(Config):
     note = "; one shard sends nothing" if alone else ""
     if name == "chunked":
       max_chunk = self.chunk
-      if max_chunk is None and kind.device is not None:
-        max_chunk = min(_CHUNK, kind.device)
+      if max_chunk is None and kind.tier.device is not None:
+        max_chunk = min(_CHUNK, kind.tier.device)
       chunk, width = chunks(tokens, size, max_chunk, room)
       return Prefill(
         name=name,
@@ -395,7 +395,7 @@ class PrefillConfig(Config):
     size: int,
     recurrent: bool,
     behind: bool,
-    kind: CacheKind,
+    kind: CacheConfig,
   ) -> tuple[str, Sequence[int] | None, str]:
     """Resolve "auto": the method, its partition, and the reason as text."""
     name, machine = self.method, self.machine
@@ -421,7 +421,7 @@ class PrefillConfig(Config):
       return "chunked", None, "it continues a conversation"
     if self.chunk is not None:
       return "chunked", None, "a chunk size was given"
-    device_tokens = kind.device
+    device_tokens = kind.tier.device
     longer = device_tokens is not None and (
       width > device_tokens or kind.codec is not None
     )

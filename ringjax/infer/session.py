@@ -22,7 +22,7 @@ from ringjax.infer import prefill
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_files import CacheFiles, TransferEvent
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Codec
 from ringjax.kv.row_groups import RowGroups
 from ringjax.models.checkpoint import free_bytes
@@ -78,7 +78,7 @@ class GenerateReport:
   shards: int
   cache_bytes: int
   capacity: int
-  cache_kind: kinds.CacheKind
+  cache_kind: kinds.CacheConfig
   contexts: ContextReport | None = None
   speculation: SpeculationReport | None = None
   memory: Mapping[str, Mapping[str, int]] = dataclasses.field(
@@ -128,7 +128,7 @@ class Session:
     mesh: Mesh | None = None,
     axis: str | None = None,
     dtype: DTypeLike | None = None,
-    cache_kind: CacheKind | str = "dense",
+    cache_kind: CacheConfig | str = "dense",
     rows_at_once: int | None = None,
     cache_placement: WeightPlacement | str | None = None,
     hidden_placement: WeightPlacement | str | None = None,
@@ -642,11 +642,11 @@ def files_of(
 
 def _whole_rows(
   model: Transformer,
-  kind: CacheKind,
+  kind: CacheConfig,
   function: DenseFunction | None,
   shards: int,
   elsewhere: bool,
-) -> CacheKind:
+) -> CacheConfig:
   """Return a kind that keeps whole rows, for `grow` or `attention_fn`.
 
   Args:
@@ -669,14 +669,14 @@ def _whole_rows(
     (shards > 1, f"a sequence over {shards} shards", "one shard"),
     (elsewhere, "rows in groups, or layers of the cache elsewhere",
      "a cache that is all on the devices"),
-    (kind.evicting or kind.device is not None or not plain,
+    (kind.evicting or kind.tier.device is not None or not plain,
      f"a cache of {kind}", "a cache that keeps each token in one array"),
   ):  # fmt: skip
     if refused:
       raise OptionError(
         name, f"a value with {got}", want, f"leave {name} out, or the other"
       )
-  return dataclasses.replace(kind, windowed=False)
+  return kind.replace(windowed=False)
 
 
 def _check_memory(

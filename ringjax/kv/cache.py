@@ -34,7 +34,7 @@ from ringjax.errors import (
   ShapeError,
 )
 from ringjax.kv.base import KV, CacheSpec, Ends, RowIndices, donated, zeros
-from ringjax.kv.cache_kind import DENSE, CacheKind
+from ringjax.kv.cache_kind import DENSE, CacheConfig
 from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.codecs import Allocated, Codec, PerHead, VectorCodec
 from ringjax.kv.codecs.codec import through
@@ -179,7 +179,7 @@ class Blocks(NamedTuple):
 
   at: Coords
   parts: tuple[LayerKV, ...]
-  kind: CacheKind
+  kind: CacheConfig
 
 
 class Growth(NamedTuple):
@@ -240,7 +240,7 @@ class KVCache:
   held: ContiguousSlots
   rings: tuple[WindowSlots, ...] = ()
   ring_of: tuple[int | None, ...] = ()
-  kind: CacheKind = DENSE
+  kind: CacheConfig = DENSE
   mesh: Mesh | None = None
   axis: str | None = None
   shapes: tuple[LayerCacheSpec | StateShape, ...] = ()
@@ -271,7 +271,7 @@ class KVCache:
     capacity: int,
     dtype: DTypeLike,
     *,
-    kind: CacheKind = DENSE,
+    kind: CacheConfig = DENSE,
     mesh: Mesh | None = None,
     axis: str | None = None,
     head_axis: str | None = None,
@@ -337,7 +337,7 @@ class KVCache:
       ),
       ContiguousSlots.spec(room),
       tuple(
-        WindowSlots.spec(room, reach, kind.slack)
+        WindowSlots.spec(room, reach, kind.layout.slack)
         for room, (_, reach) in zip(rooms, rings, strict=True)
       ),
       ring_of,
@@ -650,7 +650,7 @@ class KVCache:
     self._refuse_states("truncate")
     end = jnp.asarray(length, jnp.int32).reshape(-1)
     end = jnp.broadcast_to(end, (self.batch,))
-    if self.rings and (most is None or most > self.kind.slack):
+    if self.rings and (most is None or most > self.kind.layout.slack):
       self._refuse_far(end)
     return dataclasses.replace(
       self,
@@ -660,7 +660,7 @@ class KVCache:
 
   def _refuse_far(self, end: jax.Array) -> None:
     """Check that ring buffers can be truncated as far as `end`."""
-    slack = self.kind.slack
+    slack = self.kind.layout.slack
     if isinstance(end, jax.core.Tracer) or isinstance(
       self.held.used, jax.core.Tracer
     ):
@@ -700,11 +700,11 @@ class KVCache:
         f"bool [{self.batch}, T], a value for each token of the last call",
         "pass jnp.arange(T)[None] < accepted[:, None], for instance",
       )
-    if self.rings and kept.shape[1] > self.kind.slack:
+    if self.rings and kept.shape[1] > self.kind.layout.slack:
       raise OptionError(
         "kept",
         f"{kept.shape[1]} tokens, with windowed layers",
-        f"at most {self.kind.slack}, of which these can take some back",
+        f"at most {self.kind.layout.slack}, of which these can take some back",
         "make the cache with kind='dense', or with a larger slack",
       )
     return _keep(self, kept)
@@ -924,7 +924,7 @@ class KVCache:
       )
     at = blocks.at if at is None else at
     moved = not np.array_equal(np.asarray(at.pos), np.asarray(blocks.at.pos))
-    if moved and not self.kind.unrotated:
+    if moved and not self.kind.layout.unrotated:
       raise OptionError(
         "at",
         "other positions for keys that are stored rotated",
@@ -1072,7 +1072,7 @@ def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
 
 
 def _constants(
-  number: int, shape: LayerCacheSpec | StateShape, kind: CacheKind
+  number: int, shape: LayerCacheSpec | StateShape, kind: CacheConfig
 ) -> Any:
   """Codec constants of a kind of layer, [L, K, n] each."""
   if kind.codec is None or isinstance(shape, StateShape):
@@ -1082,7 +1082,7 @@ def _constants(
 
 
 def filled_constants(
-  shapes: tuple[Any, ...], kind: CacheKind, like: tuple[Any, ...]
+  shapes: tuple[Any, ...], kind: CacheConfig, like: tuple[Any, ...]
 ) -> tuple[Any, ...]:
   """Codec constants of all kinds of layers, with dtypes of `like`."""
   fill = lambda like, x: jnp.asarray(x, like.dtype, device=like.sharding)
@@ -1091,7 +1091,7 @@ def filled_constants(
 
 
 def constants_spec(
-  shape: LayerCacheSpec | StateShape, kind: CacheKind, room: CacheSpec
+  shape: LayerCacheSpec | StateShape, kind: CacheConfig, room: CacheSpec
 ) -> PyTree:
   """Specs of the codec constants of a kind of layer."""
   if kind.codec is None or isinstance(shape, StateShape):
@@ -1105,14 +1105,14 @@ def constants_spec(
 
 
 def _ring_size(
-  shape: LayerCacheSpec | StateShape, kind: CacheKind, room: CacheSpec
+  shape: LayerCacheSpec | StateShape, kind: CacheConfig, room: CacheSpec
 ) -> tuple[int, int] | None:
   """Slots and reach of a layer's ring; None if it keeps all tokens."""
   reach = getattr(shape, "reach", None)
-  if not kind.windowed or reach is None:
+  if not kind.layout.windowed or reach is None:
     return None
   reach = max(1, reach)
-  size = window_slots(reach, kind.slack, room.shards)
+  size = window_slots(reach, kind.layout.slack, room.shards)
   return (size, reach) if size < room.capacity else None
 
 
@@ -1188,11 +1188,13 @@ class KVLayer:
       rotated, v = lax.optimization_barrier((rotated, v))
     return dataclasses.replace(
       self,
-      slots=self._written(k if self.cache.kind.unrotated else rotated, v),
+      slots=self._written(
+        k if self.cache.kind.layout.unrotated else rotated, v
+      ),
       fresh=KV(rotated, v, at),
       rotation=rotation.general(),
       old=self._alone() if self.held.apart else None,
-      plain=k if self.cache.kind.unrotated else None,
+      plain=k if self.cache.kind.layout.unrotated else None,
     )
 
   def load(
@@ -1292,7 +1294,7 @@ class KVLayer:
     if self._by_head is None:
       return self._view(old, at, jnp.int32(0))
     view = ContiguousView(*old, at, jnp.int32(0))
-    if self.cache.kind.unrotated and not self.rotation.trivial:
+    if self.cache.kind.layout.unrotated and not self.rotation.trivial:
       return UnrotatedView(view, self.rotation)
     return view
 
@@ -1301,7 +1303,7 @@ class KVLayer:
     shape: Any = self.cache.shapes[self.kind]
     view: Any
     if by_head is not None:
-      rotates = self.cache.kind.unrotated and not self.rotation.trivial
+      rotates = self.cache.kind.layout.unrotated and not self.rotation.trivial
       parts: Any = (slots.k, slots.v)
       assert self.cache.dtype is not None
       return by_head.view(
@@ -1318,7 +1320,7 @@ class KVLayer:
     else:
       decoders = shape.decoders(codec, self.cache.dtype)
       view = EncodedView(*slots, at, index, self._constants(), decoders)
-    if self.cache.kind.unrotated and not self.rotation.trivial:
+    if self.cache.kind.layout.unrotated and not self.rotation.trivial:
       return UnrotatedView(view, self.rotation)
     return view
 

@@ -55,7 +55,7 @@ from ringjax.kv.cache import (
   filled_constants,
 )
 from ringjax.kv.cache_files import CacheFiles, read_blocks, write_block
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Allocated, PerHead
 from ringjax.kv.pages import Places
 from ringjax.kv.tiered import default_device, host_zeros
@@ -208,7 +208,7 @@ class OffloadedCache:
     dtype: DTypeLike,
     *,
     tiers: Sequence[str],
-    kind: CacheKind,
+    kind: CacheConfig,
     **where: Any,
   ) -> OffloadedCache:
     """Specs (shapes, dtypes, shardings) of an empty cache, as `KVCache.spec`.
@@ -228,7 +228,7 @@ class OffloadedCache:
         mesh of several devices, or as `KVCache.spec` does.
     """
     mesh: Any = where.get("mesh")
-    if kind.evicting or kind.device is not None:
+    if kind.evicting or kind.tier.device is not None:
       raise OptionError(
         "cache_placement",
         f"layers elsewhere, of a cache of kind {kind}",
@@ -309,7 +309,7 @@ class OffloadedCache:
     return self.base.capacity
 
   @property
-  def kind(self) -> CacheKind:
+  def kind(self) -> CacheConfig:
     return self.base.kind
 
   @property

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, Shaped
 from ringjax.errors import OptionError
 from ringjax.kv.base import KV, donated
 from ringjax.kv.cache import KVCache
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.encoder_states import EncoderStates
 from ringjax.kv.pages import few_sizes
@@ -38,7 +38,7 @@ class WithOpenCache:
   """
 
   open: KVCache
-  kind: CacheKind
+  kind: CacheConfig
   limit: int
 
   @property

@@ -43,7 +43,7 @@ from ringjax.kv.cache import (
   constants_spec,
   filled_constants,
 )
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Codec
 from ringjax.kv.state import State
 from ringjax.ops.ancestors import MOST_DRAFTED, tree_coords
@@ -118,7 +118,7 @@ class PagePool:
   constants: tuple[Any, ...]
   groups: tuple[PageGroup, ...]
   page: int
-  kind: CacheKind
+  kind: CacheConfig
   shapes: tuple[Any, ...]
   dtype: DTypeLike
   mesh: Mesh | None = None
@@ -134,7 +134,7 @@ class PagePool:
     pages: Callable[[int | None], int],
     page: int,
     dtype: DTypeLike,
-    kind: CacheKind,
+    kind: CacheConfig,
     mesh: Mesh | None = None,
     axis: str | None = None,
     head_axis: str | None = None,
@@ -166,7 +166,7 @@ class PagePool:
         "pass a codec such as 'int4'",
       )
     layers = [s for s in shapes if isinstance(s, LayerCacheSpec)]
-    reaches = {s.reach if kind.windowed else None for s in layers}
+    reaches = {s.reach if kind.layout.windowed else None for s in layers}
     groups: list[PageGroup] = []
     pages_of_kind: list[Any] = [None] * len(shapes)
     heads = head_axis
@@ -191,7 +191,7 @@ class PagePool:
         n
         for n, s in enumerate(shapes)
         if isinstance(s, LayerCacheSpec)
-        and (s.reach if kind.windowed else None) == reach
+        and (s.reach if kind.layout.windowed else None) == reach
       )
       total = 0
       for n in kinds:
@@ -944,7 +944,7 @@ class PooledLayer:
     rotation: Rotation,
   ) -> PooledLayer:
     pool = self.cache.pool
-    stored = LayerKV(k if pool.kind.unrotated else rotation.own(k), v)
+    stored = LayerKV(k if pool.kind.layout.unrotated else rotation.own(k), v)
     codec = pool.kind.codec
     if isinstance(codec, Codec):
       of_k, of_v = self._constants()
@@ -994,7 +994,7 @@ class PooledLayer:
       shared[self.group] if shared else None,
       widths=widths,
     )
-    if pool.kind.unrotated and not self.rotation.trivial:
+    if pool.kind.layout.unrotated and not self.rotation.trivial:
       view = UnrotatedView(view, self.rotation)
     return (view,)
 

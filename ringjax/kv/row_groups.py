@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.kv.base import Ends
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.ops.mask import Coords
 from ringjax.typing import Index
 
@@ -112,7 +112,7 @@ class RowGroups:
     return self.caches[0].capacity
 
   @property
-  def kind(self) -> CacheKind:
+  def kind(self) -> CacheConfig:
     return self.caches[0].kind
 
   @property

@@ -31,7 +31,7 @@ from ringjax.errors import (
 from ringjax.kv.base import Cache, CallCache, NoCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.cache_files import CacheFiles, TransferEvent
-from ringjax.kv.cache_kind import CacheKind, cache_kind
+from ringjax.kv.cache_kind import CacheConfig, cache_kind
 from ringjax.kv.evicting import EvictingCache
 from ringjax.kv.layer_offload import OffloadedCache
 from ringjax.kv.row_groups import RowGroups
@@ -455,7 +455,7 @@ class Transformer(nnx.Module):
     *,
     sharding: ShardingContext | None = None,
     dtype: DTypeLike | None = None,
-    kind: CacheKind | str = "dense",
+    kind: CacheConfig | str = "dense",
     placement: WeightPlacement | str | None = None,
     disk: CacheFiles | None = None,
   ) -> Any:
@@ -466,7 +466,7 @@ class Transformer(nnx.Module):
       capacity: Slots of a row, in tokens, a multiple of the shards.
       sharding: Mesh and axis that the cache is sharded over.
       dtype: bfloat16, float16, float32 or float64; default: the model's.
-      kind: Storage of keys and values, an `rj.kv.CacheKind` or its name,
+      kind: Storage of keys and values, an `rj.kv.CacheConfig` or its name,
         one of `rj.kv.KINDS`.
       placement: Memory of the keys of layers that do not run: "device",
         "host", "disk", or fractions of the layers, see `rj.models.Placement`;
@@ -487,7 +487,7 @@ class Transformer(nnx.Module):
     *,
     sharding: ShardingContext | None = None,
     dtype: DTypeLike | None = None,
-    kind: CacheKind | str = "dense",
+    kind: CacheConfig | str = "dense",
     placement: WeightPlacement | str | None = None,
   ) -> Any:
     """Specs of `init_cache`'s cache: shapes, dtypes and shardings alone.
@@ -498,7 +498,7 @@ class Transformer(nnx.Module):
       "spec", batch, capacity, sharding, dtype, kind, placement
     )
 
-  def cache_kind(self, kind: CacheKind | str) -> CacheKind:
+  def cache_kind(self, kind: CacheConfig | str) -> CacheConfig:
     """A cache kind by its name or as it is, calibrated for this model.
 
     Raises:
@@ -514,7 +514,7 @@ class Transformer(nnx.Module):
     capacity: int,
     sharding: ShardingContext | None,
     dtype: DTypeLike | None,
-    kind: CacheKind | str,
+    kind: CacheConfig | str,
     placement: WeightPlacement | str | None,
     disk: CacheFiles | None = None,
   ) -> Any:
@@ -535,7 +535,7 @@ class Transformer(nnx.Module):
         "leave positions='cache' out",
       )
     cache_class: Any = EvictingCache if resolved_kind.evicting else KVCache
-    if resolved_kind.device is not None:
+    if resolved_kind.tier.device is not None:
       cache_class = TieredCache
     options: dict[str, Any] = {"filled": True} if cache_class is KVCache else {}
     if placement is not None:
@@ -901,7 +901,7 @@ def _check_keeps_all(segments: Mask, cache: Cache) -> None:
   """Refuses a cache that drops tokens by the order of their documents."""
   kind = getattr(cache, "kind", None)
   reaches = [getattr(x, "reach", None) for x in getattr(cache, "shapes", ())]
-  ring = kind is not None and kind.windowed and any(reaches)
+  ring = kind is not None and kind.layout.windowed and any(reaches)
   if ring or (kind is not None and kind.evicting):
     raise OptionError(
       "cache",

@@ -13,7 +13,7 @@ from ringjax.checks import float_dtype, integer, one_of
 from ringjax.config import Config, Flag, config, option
 from ringjax.errors import OptionError
 from ringjax.infer.speculate.drafter import Drafter
-from ringjax.kv.cache_kind import KINDS, CacheKind
+from ringjax.kv.cache_kind import KINDS, CacheConfig
 from ringjax.models.transformer import Transformer
 from ringjax.ops.attention.pooled import pool_tile
 from ringjax.serve.contiguous_rows import LAYOUTS, check_contiguous, row_pages
@@ -95,7 +95,7 @@ class EngineConfig(Config):
     default=None,
     aliases=("max_num_batched_tokens",),
   )
-  cache_kind: CacheKind | str = option(
+  cache_kind: CacheConfig | str = option(
     "Storage of keys and values, see `Transformer.init_cache`.",
     default="windowed",
     text=str,
@@ -226,7 +226,7 @@ class EngineSizes:
 
   platform: str
   shards: int
-  kind: CacheKind
+  kind: CacheConfig
   page: int
   longest: int
   capacity: int
@@ -265,7 +265,7 @@ class EngineSizes:
     reserves = config.layout == "contiguous" and platform == "cpu"
     if config.contiguous:
       pages = row_pages(pages_at_once, config.rows, blocks, shards, reserves)
-      kind = dataclasses.replace(kind, windowed=False)
+      kind = kind.replace(windowed=False)
     return cls(
       platform=platform,
       shards=shards,

@@ -32,7 +32,7 @@ from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError, PeerError, PromptError, RingjaxError
 from ringjax.infer import inputs
 from ringjax.infer.chunk_pipeline import ChunkPipeline
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.serve.cluster.control_link import ControlLink, checked_beat, dial
 from ringjax.serve.cluster.request_fields import request_of
 from ringjax.serve.cluster.routing import MOST_QUEUED
@@ -50,7 +50,7 @@ _ROLE = "prefill"
 
 
 def gather_pages(
-  stage: ChunkPipeline, *, longest: int, page: int, kind: CacheKind
+  stage: ChunkPipeline, *, longest: int, page: int, kind: CacheConfig
 ) -> StagePages:
   """Pages that the stages' engines take; all ranks call it once, at first.
 
