@@ -40,6 +40,8 @@ _OPTIONS = (
   "chunk",
   "wire",
   "cache_kind",
+  "placement",
+  "memory",
   "cache_placement",
   "disk",
   "temperature",
@@ -103,19 +105,6 @@ def define(
     "of a ReLU model, or lossily with a threshold: DIR or DIR:window=5,"
     "memory=1GiB,threshold=.1,predictors=true; predictors of launch.calibrate "
     "--neurons are in DIR. Neurons are written there if there are none.",
-  )
-  new.text(
-    "placement",
-    None,
-    "Where the weights of layers are: device, host, disk, or fractions as "
-    "device=.2,host=.5,disk=.3; default: on the devices.",
-  )
-  new.text(
-    "memory",
-    None,
-    "Bytes on a device, as 6GiB, of weights, keys and what the call computes: "
-    "as many layers as fit, the others in host memory, or where --placement "
-    "says. With --contexts of weights alone; --speculate is not counted.",
   )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from ringjax.infer.speculate.speculation import DRAFTERS
 from ringjax.infer.stopping import Stop, StopLike
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.cache_kind import CacheConfig
-from ringjax.models.weight_placement import WeightPlacement
+from ringjax.models.weight_placement import PlacementConfig
 from ringjax.plan.choice import KEEPS
 
 # The folder of a draft model decides whether its tokens are translated.
@@ -76,46 +75,6 @@ class DecodeConfig(Config):
     if self.cache_kind is None:
       return None
     return kinds.cache_kind(self.cache_kind)
-
-
-@config
-class PlacementConfig(Config):
-  """Memories that hold what does not run: keys and hidden states."""
-
-  cache: WeightPlacement | str | None = option(
-    "Placement of the keys of layers that are not running, in host memory or "
-    "on disk, see `Session`; it changes no token.",
-    default=None,
-    override="cache_placement",
-    text=str,
-    flag=Flag(
-      "Where the keys of layers are that do not run: device, host, disk, or "
-      "fractions as of --placement; they are fetched when the layer runs."
-    ),
-  )
-  hidden: WeightPlacement | str | None = option(
-    "Placement of the hidden states of groups that are not running, with "
-    "rows_at_once.",
-    default=None,
-    override="hidden_placement",
-    text=str,
-  )
-  rows_at_once: int | None = option(
-    "Number of rows that a layer computes at a time, group by group: "
-    "activations of a large batch then need the memory of this many rows, and "
-    "each layer's weights are still fetched once a call. Default: all rows.",
-    default=None,
-  )
-  disk: str | os.PathLike[str] | None = option(
-    "Folder for the part of the cache that is on disk.",
-    default=None,
-    text=os.fspath,
-    flag=Flag(
-      "A folder for keys that are on disk; alone: keys are in host memory as "
-      "far as they fit there, then in this folder, of which no file is left.",
-      kind="path",
-    ),
-  )
 
 
 @config
@@ -273,8 +232,9 @@ class GenerateConfig(Config):
     default_factory=DecodeConfig,
   )
   placement: PlacementConfig = part(
-    "Where keys and hidden states are between their uses.",
+    "Where weights, keys and hidden states are between their uses.",
     default_factory=PlacementConfig,
+    main="placement",
   )
   sampling: SamplingConfig = part(
     "How a token is chosen.",
