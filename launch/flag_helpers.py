@@ -85,9 +85,9 @@ class FlagHelper:
 
   def _define(self, define: Callable[..., Any], *args: Any) -> None:
     """Calls a function of absl, and notes the heading at the new flag."""
-    before = set(self._flags)
+    known_names = set(self._flags)
     define(*args, flag_values=self._flags)
-    for name in set(self._flags) - before:
+    for name in set(self._flags) - known_names:
       flag: Any = self._flags[name]
       flag.heading = self._heading
 
@@ -149,7 +149,7 @@ class FlagHelper:
       new._aliases(flag_name, facts["aliases"])
 
   def _aliases(self, name: str, aliases: Collection[str]) -> None:
-    """Defines other names of a flag, which --help shows beside it."""
+    """Defines other names of a flag, which --help shows in its text."""
     if not aliases:
       return
     new = FlagHelper(self._flags, _HIDDEN)

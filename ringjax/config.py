@@ -174,13 +174,13 @@ class Config:
     paths = cls.options()
     if name not in paths:
       raise cls._unknown(name, None, paths)
-    first, *rest = paths[name]
-    field = {x.name: x for x in cls.fields()}[first]
+    path = paths[name]
+    field = {x.name: x for x in cls.fields()}[path[0]]
     facts = field.metadata
     if "part" not in facts:
       return field, ""
-    inner = facts["main"] if not rest else name
-    return facts["part"].field(inner)[0], facts["meaning"]
+    inner_name = (facts["main"] or name) if len(path) == 1 else name
+    return facts["part"].field(inner_name)[0], facts["meaning"]
 
   def replace(self: _C, **overrides: Any) -> _C:
     """Copy with other values of some options, also of parts' options.

@@ -206,8 +206,8 @@ class CombineConfig(Config):
 class GenerateConfig(Config):
   """Options of `generate`, as parts.
 
-  An option of a part is set by its name: `GenerateConfig(max_new_tokens=64)
-  .replace(chunk=512, temperature=0.7, prefill="chunked")`.
+  An option of a part is set by its name: `GenerateConfig(max_new_tokens=64,
+  chunk=512, temperature=0.7, prefill="chunked")`.
 
   Raises:
     OptionError: If a value is out of range, or options contradict each other.

@@ -146,9 +146,9 @@ class _Refusal(NamedTuple):
   Fields:
     option: Name of the option that is refused.
     refused: Whether a config is refused.
-    got: Function of the config that says what came.
-    want: What is expected.
-    remedy: What to do instead, or a function of the config that says it.
+    got: Function of the config that describes its values.
+    want: Expected value.
+    remedy: Advice, or a function of the config that gives it.
   """
 
   option: str
@@ -419,8 +419,8 @@ class CacheConfig(Config):
 
   def with_options(self, options: dict[str, Any]) -> CacheConfig:
     """Copy with other values for the options that `options` names."""
-    own = self.options()
-    changes = {n: value for n, value in options.items() if n in own}
+    paths = self.options()
+    changes = {n: value for n, value in options.items() if n in paths}
     if changes.get("residual") is not None:
       changes.setdefault("recent", changes["residual"])
     if self.codec is not None:
@@ -506,8 +506,9 @@ def _has_value_groups(kind: CacheConfig) -> bool:
 def _whole_residual(kind: CacheConfig) -> bool:
   """Whether a residual is whole pages, all recent tokens, and no first ones."""
   exact = kind.exact
-  whole = exact.residual == _whole_groups(kind)
-  return whole and exact.recent == exact.residual and not exact.first
+  if exact.first or exact.recent != exact.residual:
+    return False
+  return exact.residual == _whole_groups(kind)
 
 
 # Tried in this order.
