@@ -47,7 +47,7 @@ from ringjax.errors import OptionError, PromptError
 from ringjax.infer.calibrate import calibrate
 from ringjax.infer.llm_npu.integer_model import activation_ranges
 from ringjax.json_text import json_text
-from ringjax.kv import CacheKind, allocate_bits, kind_text
+from ringjax.kv import CacheConfig, allocate_bits, kind_text
 from ringjax.kv.allocation import BY, CANDIDATES, MEASURES
 from ringjax.kv.codecs.calibration import KEYS, WEIGHTS
 from ringjax.kv.codecs.head_codecs import BITS_FILE
@@ -319,7 +319,7 @@ def _neurons(
   }
 
 
-def _kind(text: str, folder: pathlib.Path) -> CacheKind | str:
+def _kind(text: str, folder: pathlib.Path) -> CacheConfig | str:
   """Parses a candidate kind of cache; its calibration is in `folder`."""
   kind = kind_text.parse(text, "--cache")
   if not isinstance(kind.codec, rj.kv.Calibrated):

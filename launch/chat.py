@@ -64,9 +64,9 @@ Ctrl-C ends an answer. A message that begins with a slash: begin it with two."""
 def define(values: flags.FlagValues) -> None:
   """Defines the flags of this script."""
   new = FlagHelper(values)
-  model_flags.define(values, _MODEL)
-  new.whole("max_new_tokens", None, f"Longest answer; {_NEW_TOKENS:,}.")
-  new.whole("seed", 0, "Random seed of sampling.", None)
+  model_flags.define(
+    values, _MODEL, says={"max_new_tokens": f"Default: {_NEW_TOKENS:,}."}
+  )
   new.whole(
     "context",
     None,
@@ -175,12 +175,12 @@ class _Chat:
       stop=values.stop,
       max_new_tokens=values.max_new_tokens or _NEW_TOKENS,
       options={
-        "sampler": model_flags.sampler(values),
-        "prefill": values.prefill,
-        "chunk": values.chunk,
-        "machine": machines.machine(values),
-        "wire": values.wire,
-        "speculate": drafter,
+        "config": model_flags.config(values).replace(
+          machine=machines.machine(values),
+          speculate=drafter,
+          # The session has its own.
+          cache_kind=None,
+        )
       },
     )
     if values.load is not None:

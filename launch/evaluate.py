@@ -60,7 +60,7 @@ from absl import flags
 
 import ringjax as rj
 from launch.shared import answering, common, console
-from launch.shared.flag_helpers import FlagHelper
+from launch.shared.flag_helpers import FlagHelper, option_values
 from launch.shared.group import Group
 from ringjax.bench import timing
 from ringjax.checks import one_of
@@ -94,7 +94,7 @@ from ringjax.eval import (
 )
 from ringjax.eval.entropy import settings
 from ringjax.eval.needle import grid, mean, table
-from ringjax.infer import METHODS
+from ringjax.infer import GenerateConfig
 from ringjax.infer.contexts import APE, combine_of
 from ringjax.json_text import json_text
 from ringjax.kv import KINDS, kind_text
@@ -141,17 +141,7 @@ def define(values: flags.FlagValues) -> None:
   )
   new.texts("depths", None, "--task: where facts stand; default 0,0.25,..,1.")
   new.whole("trials", 4, "--task: texts of each length and depth.")
-  flags.DEFINE_enum(
-    "prefill", "auto", METHODS, "How to read.", flag_values=values
-  )
-  new.whole("chunk", None, "Tokens of a chunk, with --prefill=chunked.")
-  flags.DEFINE_enum(
-    "cache_dtype",
-    None,
-    ["bfloat16", "float16", "float32"],
-    "Of the cache; default: the model's.",
-    flag_values=values,
-  )
+  new.options(GenerateConfig, ("prefill", "chunk", "cache_dtype"))
   new.whole(
     "rows",
     8,
@@ -438,6 +428,10 @@ class _Evaluation:
     values, screen = self._values, self._screen
     kinds = [kind_text.parse(text, "--cache") for text in values.cache or ()]
     codes = codes and not any(map(common.measured, kinds))
+    options = ("prefill", "chunk", "cache_dtype")
+    reading = option_values(values, GenerateConfig, options)
+    # Refused here, before the model is loaded.
+    GenerateConfig().replace(**reading)
     self._start()
     screen.begin("loading the model")
     mesh = common.mesh(values.mesh)
@@ -447,13 +441,7 @@ class _Evaluation:
     if note is not None:
       screen.say(note)
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
-    reading = dict(
-      mesh=mesh,
-      prefill=values.prefill,
-      chunk=values.chunk,
-      cache_dtype=values.cache_dtype,
-    )
-    return model, tokenizer, reading
+    return model, tokenizer, reading | {"mesh": mesh}
 
   def _lengths(self) -> list[int]:
     return _numbers("lengths", self._values.lengths, int, 1, math.inf)

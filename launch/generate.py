@@ -60,7 +60,7 @@ from ringjax.checks import positive_int
 from ringjax.data import LinkTokens, Tokenizer
 from ringjax.data.tasks.link_tokens import LINKS
 from ringjax.errors import OptionError
-from ringjax.infer import Sample, Stop, contexts, speculate
+from ringjax.infer import PrefillConfig, Sample, Stop, contexts, speculate
 from ringjax.infer.llm_npu.two_processors import TwoProcessorReading
 from ringjax.infer.stopping import Watch
 from ringjax.json_text import json_text
@@ -69,7 +69,6 @@ from ringjax.models import tiny
 from ringjax.models.gguf.gguf_folder import open_model
 from ringjax.models.hf import tensors
 from ringjax.models.transformer import Transformer
-from ringjax.plan.choice import KEEPS
 from ringjax.plan.flexgen.offload_costs import OffloadPolicy
 from ringjax.plan.flexgen.offload_tiers import TIERS
 
@@ -88,7 +87,15 @@ _MEMORY = (
 def define(values: flags.FlagValues) -> None:
   """Defines the flags of this script."""
   new = FlagHelper(values)
-  model_flags.define(values)
+  model_flags.define(
+    values,
+    more=("keep", "combine"),
+    says={
+      "max_new_tokens": f"Default: {_NEW_TOKENS}, for the passkey "
+      f"{prompts.ANSWER_TOKENS}.",
+      "seed": "Also of the passkey; refused without either.",
+    },
+  )
   new.boolean("chat", None, "Use the chat template; default: if there is one.")
   new.boolean("raw", False, "Use no chat template, as --nochat.")
   new.text(
@@ -96,12 +103,6 @@ def define(values: flags.FlagValues) -> None:
   )
   new.path("prompt_file", None, "A document, UTF-8; - is stdin.")
   new.path("contexts", None, "A folder of .txt files that the prompt is about.")
-  new.text(
-    "combine",
-    None,
-    f"How contexts are combined: {', '.join(contexts.WAYS)}; with options as "
-    "ape:temperature=0.9,scale=0.9; default: parallel.",
-  )
   new.path(
     "store",
     None,
@@ -122,32 +123,13 @@ def define(values: flags.FlagValues) -> None:
     None,
   )
   new.number("depth", 0.4, "Where the passkey hides in it: 0 begin, 1 end.")
-  flags.DEFINE_enum(
-    "keep",
-    KEEPS[0],
-    KEEPS,
-    "Where the KV cache is kept: all devices, or the last, which decodes.",
-    flag_values=values,
-  )
-  new.whole(
-    "max_new_tokens",
-    None,
-    f"Longest answer; {_NEW_TOKENS}, for the passkey {prompts.ANSWER_TOKENS}.",
-    None,
-  )
-  new.whole(
-    "seed",
-    0,
-    "Random seed of sampling and of the passkey; refused without either.",
-    None,
-  )
   new.text(
     "policy",
     None,
     "A placement of launch.plan offload, of weights, keys and hidden states: "
     "4x1:20/80,0/100,0/100; what is left of 100 is on disk.",
   )
-  tensor_ranks.define(new)
+  tensor_ranks.define(FlagHelper(values, "A model in several processes."))
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
 
@@ -474,23 +456,23 @@ class _Work:
   ) -> dict[str, Any]:
     values, screen = self._values, self._screen
     count, prompt_tokens = self._count(), len(ids)
+    config = model_flags.config(values).replace(
+      max_new_tokens=count, speculate=self._drafter, stop=eos, cache_kind=None
+    )
     options: dict[str, Any]
     if self._important_session is not None:
       session, ids = self._important_session
-      options = dict[str, Any](cache=session, chunk=values.chunk)
+      options = {"cache": session}
     elif two is None:
       options = {
         **self._where(mesh),
         **self._offload(model, mesh, prompt_tokens + count),
-        "prefill": values.prefill,
-        "chunk": values.chunk,
         "machine": machines.machine(values),
-        "keep": values.keep,
-        "wire": values.wire,
       }
     else:
       # All but the last token are in the cache.
-      options, ids = dict[str, Any](cache=two.session), ids[-1:]
+      options = {"cache": two.session, "prefill": PrefillConfig()}
+      ids = ids[-1:]
     clock, new, reports = _Clock(time.monotonic()), [], []
     self._begin(
       f"reading {len(ids):,} tokens", "reading the prompt", len(ids), "tokens"
@@ -515,11 +497,8 @@ class _Work:
       rj.infer.generate(
         model,
         [ids],
-        max_new_tokens=count,
-        sampler=model_flags.sampler(values),
-        speculate=self._drafter,
+        config,
         **options,
-        stop=eos,
         stream=stream,
         progress=progress,
         report=reports.append,
@@ -809,9 +788,18 @@ def _where(
 
 def _check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is loaded."""
-  model_flags.check(values)
-  samples = isinstance(model_flags.sampler(values), Sample)
   combine = contexts.combine_of(values.combine or "parallel", "--combine")
+  apart = values.contexts is not None and not isinstance(combine, contexts.Full)
+  model_flags.check(
+    values,
+    contexts="--contexts" if apart else None,
+    cache=None if values.important is None else "--important",
+    **dict.fromkeys(
+      ("rows_at_once", "cache_placement"),
+      None if values.policy is None else "--policy",
+    ),
+  )
+  samples = isinstance(model_flags.sampler(values), Sample)
   integer_flags.two_asked(values)
   made_up = prompts.made_up(values)
   unchatty = values.raw or values.chat is False
@@ -825,8 +813,6 @@ def _check(values: flags.FlagValues) -> None:
     (values.memory is not None and values.contexts is None
      and values.speculate is not None,
      "--memory with --speculate", "--placement with --speculate"),
-    (values.policy is not None and values.contexts is not None,
-     "--policy and --contexts", "one of them"),
     (values.raw and values.chat, "--raw and --chat", "one of them"),
     (values.system is not None and unchatty,
      "--system without a chat template", "--system with --chat"),
@@ -841,8 +827,8 @@ def _check(values: flags.FlagValues) -> None:
      "--important without --store, --prompt_file and --prompt", "all of them"),
     *((values.important is not None and values[name].value is not None,
        f"--important and --{name}", "one of them")
-      for name in ("contexts", "policy", "memory", "placement",
-                   "cache_placement", "wire", "integer")),
+      for name in ("policy", "memory", "placement", "cache_placement",
+                   "wire", "integer")),
     *((values.important is not None and values[name].present,
        f"--important and --{name}", "one of them")
       for name in ("cache", "keep", "prefill")),

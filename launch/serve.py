@@ -47,12 +47,11 @@ from absl import flags
 import ringjax as rj
 from launch.serving import cluster_roles, http_server, stage_instance
 from launch.shared import answering, common, console, model_flags
-from launch.shared.flag_helpers import FlagHelper
+from launch.shared.flag_helpers import FlagHelper, option_values
 from ringjax import fetched_models
 from ringjax.checks import number
 from ringjax.data import ChatTemplate, Tokenizer
 from ringjax.errors import OptionError
-from ringjax.kv import KINDS
 from ringjax.models import small
 from ringjax.serve.drafts.row_drafts import RowDrafts
 from ringjax.serve.engine_config import EngineConfig
@@ -88,13 +87,8 @@ def define(values: flags.FlagValues) -> None:
   new.text("model_name", None, "Its name in the API; default: the folder's.")
   new.text("host", "127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
   new.whole("port", 8000, "Port; 0 takes a free one.", 0, 65535)
-  new.options(EngineConfig, _ENGINE_OPTIONS)
-  new.text(
-    "cache",
-    "windowed",
-    f"How the KV cache is stored: {', '.join(KINDS)}; with options as "
-    "NAME:key=value,key=value.",
-  )
+  engine = FlagHelper(values, "What the engine computes at a time, and how.")
+  engine.options(EngineConfig, (*_ENGINE_OPTIONS, "cache_kind", "important"))
   new.texts(
     "adapters",
     [],
@@ -114,12 +108,6 @@ def define(values: flags.FlagValues) -> None:
     "them back, also in a server that is started anew.",
   )
   new.whole("store_bytes", 1 << 36, "Bytes of --store at most.")
-  new.number(
-    "important",
-    None,
-    "Part of a prefix in --store that is read in place of the whole, by what "
-    "the rest of the prompt looks at (IMPRESS): approximate.",
-  )
   new.path("api_keys", None, "File of keys and tenants, KEY TENANT a line.")
   new.text(
     "admin",
@@ -212,9 +200,7 @@ def run(
         mesh,
         codes=not joins and not model_flags.measured(values),
       )
-      options: dict[str, Any] = {
-        name: values[name].value for name in _ENGINE_OPTIONS
-      }
+      options = option_values(values, EngineConfig, _ENGINE_OPTIONS)
       options["adapters"] = {
         name: rj.train.load_adapter(path, model)
         for name, path in adapters.items()

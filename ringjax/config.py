@@ -5,23 +5,44 @@ A config is a class with the decorator `config`, whose fields are made by
 defaults, is written as plain values and read back, and takes overrides by name:
 `EngineConfig(rows=8).replace(page=64)`.
 
-A config may have other configs as parts. Overrides name the options of parts
-directly: `GenerateConfig().replace(chunk=512)` changes `prefill.chunk`.
+A config may have other configs as parts. Options of parts are named directly,
+where a config is made and where it is changed: `GenerateConfig(chunk=512)` has
+`prefill.chunk`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import textwrap
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 from ringjax.checks import integer, one_of
 from ringjax.errors import InputTypeError, OptionError
 
 _C = TypeVar("_C", bound="Config")
 _T = TypeVar("_T", bound="type[Config]")
+
+
+class Flag(NamedTuple):
+  """Flag of a script that sets an option.
+
+  Fields:
+    meaning: Text for --help.
+    name: Name of the flag; default: that of the option.
+    kind: Kind of value: "text", "whole" for an int, "number" for a float,
+      "path", or "texts" for a text that may be given several times.
+    default: Value if the flag is not passed; None: the option's default.
+    choices: Allowed texts; None: those of the option.
+  """
+
+  meaning: str
+  name: str | None = None
+  kind: str = "text"
+  default: object = None
+  choices: Collection[str] | None = None
 
 
 def option(
@@ -32,6 +53,8 @@ def option(
   text: Callable[[Any], Any] | None = None,
   choices: Collection[str] | None = None,
   least: int | None = None,
+  flag: Flag | None = None,
+  aliases: Collection[str] = (),
 ) -> Any:
   """Make a field of a config.
 
@@ -44,13 +67,22 @@ def option(
       makes the same value again; default: values have to be plain.
     choices: Allowed texts; None: any value.
     least: Smallest value of an option that is an int; None: no int.
+    flag: Flag that sets the option; default: one of its name, which says the
+      first sentence of the meaning.
+    aliases: Names of the same option in other engines, with the same meaning
+      and unit, which are taken in place of the name.
   """
+  if flag is None:
+    first = meaning.partition(". ")[0].removesuffix(".") + "."
+    flag = Flag(first, kind="text" if least is None else "whole")
   facts = {
     "meaning": meaning,
     "override": override,
     "text": text,
     "choices": choices,
     "least": least,
+    "flag": flag,
+    "aliases": aliases,
   }
   return dataclasses.field(default=default, metadata=facts)
 
@@ -115,16 +147,40 @@ class Config:
   @classmethod
   def options(cls) -> dict[str, tuple[str, ...]]:
     """Names of overrides, with the path of fields that each one sets."""
+    return cls._paths(aliases=False)
+
+  @classmethod
+  def _paths(cls, *, aliases: bool) -> dict[str, tuple[str, ...]]:
     paths: dict[str, tuple[str, ...]] = {}
     for field in cls.fields():
       facts = field.metadata
       if "part" in facts:
         paths[field.name] = (field.name,)
-        for name, path in facts["part"].options().items():
+        for name, path in facts["part"]._paths(aliases=aliases).items():
           paths.setdefault(name, (field.name, *path))
       else:
         paths[facts["override"] or field.name] = (field.name,)
+        for name in facts["aliases"] if aliases else ():
+          paths[name] = (field.name,)
     return paths
+
+  @classmethod
+  def field(cls, name: str) -> tuple[dataclasses.Field[Any], str]:
+    """Field that an override sets, and the meaning of its part, or "".
+
+    Raises:
+      OptionError: If the option is unknown.
+    """
+    paths = cls.options()
+    if name not in paths:
+      raise cls._unknown(name, None, paths)
+    path = paths[name]
+    field = {x.name: x for x in cls.fields()}[path[0]]
+    facts = field.metadata
+    if "part" not in facts:
+      return field, ""
+    inner_name = (facts["main"] or name) if len(path) == 1 else name
+    return facts["part"].field(inner_name)[0], facts["meaning"]
 
   def replace(self: _C, **overrides: Any) -> _C:
     """Copy with other values of some options, also of parts' options.
@@ -132,19 +188,44 @@ class Config:
     Raises:
       OptionError: If an option is unknown, or a value is wrong.
     """
-    paths = self.options()
+    parts = {x.name: getattr(self, x.name) for x in self.fields()}
+    changes = self._changes(overrides, self._paths(aliases=True), parts)
+    instance: Any = self
+    return dataclasses.replace(instance, **changes)
+
+  @classmethod
+  def _changes(
+    cls,
+    overrides: Mapping[str, Any],
+    paths: Mapping[str, tuple[str, ...]],
+    parts: Mapping[str, Any],
+  ) -> dict[str, Any]:
+    """Values of fields that overrides change.
+
+    Args:
+      overrides: Values of options by name.
+      paths: Path of fields that each name sets.
+      parts: Parts before the change, by field.
+
+    Raises:
+      OptionError: If an option is unknown, is named twice, or has a wrong
+        value.
+    """
+    names: dict[tuple[str, ...], str] = {}
     changes: dict[str, Any] = {}
     of_parts: dict[str, dict[str, Any]] = {}
     for name, value in overrides.items():
       if name not in paths:
-        raise self._unknown(name, value, paths)
+        raise cls._unknown(name, value, paths)
+      if paths[name] in names:
+        raise named_twice(names[paths[name]], name)
+      names[paths[name]] = name
       first, *part_path = paths[name]
-      facts = self._facts(first)
-      is_part = "part" in facts
+      facts = cls._facts(first)
       if part_path:
         # The part's own name of the option.
         of_parts.setdefault(first, {})[name] = value
-      elif is_part and not isinstance(value, facts["part"]):
+      elif "part" in facts and not isinstance(value, facts["part"]):
         if facts["main"] is None:
           raise InputTypeError(
             name,
@@ -156,11 +237,8 @@ class Config:
       else:
         changes[first] = value
     for first, values in of_parts.items():
-      changes[first] = changes.get(first, getattr(self, first)).replace(
-        **values
-      )
-    instance: Any = self
-    return dataclasses.replace(instance, **changes)
+      changes[first] = changes.get(first, parts[first]).replace(**values)
+    return changes
 
   def to_dict(self) -> dict[str, Any]:
     """Options that differ from their defaults, as values of JSON.
@@ -191,24 +269,25 @@ class Config:
     Raises:
       OptionError: If an option is unknown, or a value is wrong.
     """
-    fields = {field.name: field for field in cls.fields()}
+    parts = {
+      field.name: field.metadata["part"]
+      for field in cls.fields()
+      if "part" in field.metadata
+    }
     for name, value in values.items():
-      if name not in fields:
-        raise cls._unknown(name, value, fields)
-    for name, value in values.items():
-      if "part" in fields[name].metadata and not isinstance(value, Mapping):
+      if name in parts and not isinstance(value, Mapping):
         raise InputTypeError(
           name,
           type(value).__name__,
           "a mapping of options",
           "pass what to_dict returned",
         )
-    parts = {
-      name: fields[name].metadata["part"].from_dict(value)
-      for name, value in values.items()
-      if "part" in fields[name].metadata
-    }
-    return cls(**{**values, **parts})
+    return cls(
+      **{
+        name: parts[name].from_dict(value) if name in parts else value
+        for name, value in values.items()
+      }
+    )
 
   def __repr__(self) -> str:
     options = ", ".join(
@@ -231,8 +310,9 @@ class Config:
         changed.append((field.name, value, field.metadata))
     return changed
 
-  def _facts(self, name: str) -> Mapping[str, Any]:
-    return {x.name: x for x in self.fields()}[name].metadata
+  @classmethod
+  def _facts(cls, name: str) -> Mapping[str, Any]:
+    return {x.name: x for x in cls.fields()}[name].metadata
 
   @classmethod
   def _unknown(
@@ -259,9 +339,24 @@ def config(cls: _T) -> _T:
   config_class: Any = dataclasses.dataclass(
     frozen=True, kw_only=True, repr=False
   )(cls)
+  make = config_class.__init__
+  fields = config_class.fields()
+  paths = config_class._paths(aliases=True)
+  paths |= {field.name: (field.name,) for field in fields}
+  parts = {
+    field.name: field.metadata["part"]()
+    for field in fields
+    if "part" in field.metadata
+  }
+
+  @functools.wraps(make)
+  def init(self: Config, **options: Any) -> None:
+    make(self, **self._changes(options, paths, parts))
+
+  config_class.__init__ = init
   entries = [
     textwrap.fill(
-      f"{field.name}: {field.metadata['meaning']}",
+      f"{field.name}: {field.metadata['meaning']}{_also(field)}",
       76,
       initial_indent="    ",
       subsequent_indent="      ",
@@ -273,6 +368,22 @@ def config(cls: _T) -> _T:
     [about, "", "  Attributes:", *entries, f"{mark[1:]}{errors}\n  "]
   )
   return config_class
+
+
+def named_twice(name: str, other: str) -> OptionError:
+  """Make an error about an option that is set by two of its names."""
+  return OptionError(
+    name,
+    f"it beside {other}, which means the same",
+    "one of these names",
+    "leave one of them out",
+  )
+
+
+def _also(field: dataclasses.Field[Any]) -> str:
+  """Sentence on the aliases of a field, or ""."""
+  aliases = ", ".join(field.metadata.get("aliases", ()))
+  return f" Also: {aliases}." if aliases else ""
 
 
 def _is_plain(value: object) -> bool:

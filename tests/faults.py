@@ -167,8 +167,8 @@ FAULTS = (
   _fault(
     "the newest tokens that stay are one short",
     "kv/eviction/eviction.py",
-    "(rank >= all_at.pos.shape[1] - kind.recent)",
-    "(rank > all_at.pos.shape[1] - kind.recent)",
+    "(rank >= all_at.pos.shape[1] - kind.exact.recent)",
+    "(rank > all_at.pos.shape[1] - kind.exact.recent)",
     "kv/test_evicting.py",
     "kv/test_kept_tokens.py",
     "kv/test_kinds.py",

@@ -13,7 +13,7 @@ from ringjax.checks import positive_int
 from ringjax.errors import OptionError
 from ringjax.kv import KINDS, KVCache, TieredCache, kind_text
 from ringjax.kv.base import bytes_each
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_report import report
 from ringjax.kv.codecs import Allocated, Calibrated
 from ringjax.kv.eviction.prompt_spec import prompt_spec
@@ -91,7 +91,7 @@ def _explain_kind(
         )
         extra["reading"] = bytes_each(prompt.reading) + cache_report.nbytes
       else:
-        cache_class: Any = KVCache if kind.device is None else TieredCache
+        cache_class: Any = KVCache if kind.tier.device is None else TieredCache
         spec = cache_class.spec(*spec_args, kind=kind, **platform)
         cache_report = spec.explain(machine, weights=weights)
       share = cache_report.nbytes / dense
@@ -116,7 +116,7 @@ def _explain_kind(
 _CHIPS = {core.topology: name for name, core in chips.CORES.items()}
 
 
-def _without_weights(kind: CacheKind) -> CacheKind:
+def _without_weights(kind: CacheConfig) -> CacheConfig:
   """A kind whose bytes do not depend on a model's weights.
 
   Raises:

@@ -32,7 +32,7 @@ from ringjax.plan.systems.layer_window import (
 
 if TYPE_CHECKING:
   # These import the models and flax, which most sub-commands don't need.
-  from ringjax.kv.cache_kind import CacheKind
+  from ringjax.kv.cache_kind import CacheConfig
   from ringjax.models.partition.tensor_shares import ModelShares
   from ringjax.models.partition.window_layout import RankBlock, WindowLayout
 
@@ -61,7 +61,7 @@ class _WindowRequest:
   model: ModelShares
   blocks: tuple[tuple[RankBlock, ...], ...]
   layouts: tuple[WindowLayout, ...]
-  cache: CacheKind
+  cache: CacheConfig
   flops: tuple[float, ...]
   memory_rate: tuple[float, ...]
   disk_rate: tuple[float, ...]

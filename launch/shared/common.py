@@ -23,10 +23,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from launch.shared import console, rendezvous
-from launch.shared.flag_helpers import FlagHelper
+from launch.shared.flag_helpers import FlagHelper, help_text
 from launch.shared.flag_helpers import check_output as check_file
 from ringjax.errors import MeshError, OptionError
-from ringjax.kv import CacheKind, kind_text
+from ringjax.kv import CacheConfig, kind_text
 from ringjax.kv.codecs import Allocated, Calibrated
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan import draw
@@ -54,7 +54,7 @@ _HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 
 def define(values: flags.FlagValues) -> None:
   """Defines the flags of every script that computes."""
-  new = FlagHelper(values)
+  new = FlagHelper(values, "Devices and processes.")
   new.text(
     "mesh",
     None,
@@ -279,7 +279,7 @@ def check_output(values: flags.FlagValues, name: str) -> None:
     raise OptionError(f"--{name}: {error}") from None
 
 
-def cache_kind(text: str, *, calibrated: bool = True) -> CacheKind:
+def cache_kind(text: str, *, calibrated: bool = True) -> CacheConfig:
   """Return the kind of cache that a flag names.
 
   Args:
@@ -296,7 +296,7 @@ def cache_kind(text: str, *, calibrated: bool = True) -> CacheKind:
   return kind
 
 
-def check_files_of(kind: CacheKind) -> None:
+def check_files_of(kind: CacheConfig) -> None:
   """Refuses a kind of cache without the files that it needs.
 
   Raises:
@@ -307,7 +307,7 @@ def check_files_of(kind: CacheKind) -> None:
     kind.codec.check_file()
 
 
-def measured(kind: CacheKind) -> bool:
+def measured(kind: CacheConfig) -> bool:
   """Whether a file of a kind goes with certain weights, and with no codes."""
   return isinstance(kind.codec, Calibrated | Allocated)
 
@@ -396,6 +396,9 @@ def launch(
         if not word.startswith("-") and (page := help_page(word)) is not None:
           print(page)
           raise SystemExit(0)
+      shown = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+      print(f"{sys.modules['__main__'].__doc__}\n{help_text(shown)}")
+      raise SystemExit(0)
     try:
       return flags.FLAGS(argv)
     except SystemExit:

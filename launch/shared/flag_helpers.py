@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from absl import flags
 
 from ringjax import fetched_models
-from ringjax.config import Config
+from ringjax.config import Config, named_twice
 
 # Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
+
+
+# Heading of flags that --help does not list.
+_HIDDEN = "hidden"
 
 
 class _Path(flags.ArgumentParser):
@@ -69,46 +73,102 @@ class _Model(_Path):
 
 
 class FlagHelper:
-  """Defines flags among `values`, each with a default and a help text."""
+  """Defines flags among `values`, each with a default and a help text.
 
-  def __init__(self, values: flags.FlagValues):
-    self._values = {"flag_values": values}
+  Args:
+    values: Flags to add to.
+    heading: Words above these flags in --help; "": none.
+  """
+
+  def __init__(self, values: flags.FlagValues, heading: str = ""):
+    self._flags, self._heading = values, heading
+
+  def _define(self, define: Callable[..., Any], *args: Any) -> None:
+    """Calls a function of absl, and notes the heading at the new flag."""
+    known_names = set(self._flags)
+    define(*args, flag_values=self._flags)
+    for name in set(self._flags) - known_names:
+      flag: Any = self._flags[name]
+      flag.heading = self._heading
 
   def text(self, name: str, default: str | None, text: str) -> None:
-    flags.DEFINE_string(name, default, text, **self._values)
+    self._define(flags.DEFINE_string, name, default, text)
 
   def path(self, name: str, default: str | None, text: str) -> None:
     """Defines a path, or one with options after it; expands "~"."""
-    flags.DEFINE(_Path(), name, default, text, **self._values)
+    self._define(flags.DEFINE, _Path(), name, default, text)
 
   def output(self, name: str, default: str | None, text: str) -> None:
     """Defines a file to write; makes its folder, or refuses the path."""
-    flags.DEFINE(_Output(), name, default, text, **self._values)
+    self._define(flags.DEFINE, _Output(), name, default, text)
 
   def model(self, name: str, default: str | None, text: str) -> None:
     """Defines a model's folder or file, or the name of a fetched model."""
-    flags.DEFINE(_Model(), name, default, text, **self._values)
+    self._define(flags.DEFINE, _Model(), name, default, text)
 
-  def options(self, kind: type[Config], names: Iterable[str]) -> None:
+  def options(
+    self,
+    kind: type[Config],
+    names: Iterable[str],
+    says: Mapping[str, str] | None = None,
+  ) -> None:
     """Defines flags of options of a config, which say what the options say.
+
+    Flags of a part's options are below the part's meaning in --help.
 
     Args:
       kind: Class of the config.
-      names: Names of its options that get a flag.
+      names: Names of its options, as overrides, that get a flag.
+      says: Sentences that a script adds to the texts of some of them.
     """
-    fields = {field.name: field for field in kind.fields()}
     for name in names:
-      default: Any = fields[name].default
-      facts = fields[name].metadata
-      meaning = facts["meaning"].partition(". ")[0].removesuffix(".") + "."
-      if facts["choices"] is not None:
-        flags.DEFINE_enum(
-          name, default, facts["choices"], meaning, **self._values
-        )
-      elif facts["least"] is not None:
-        self.whole(name, default, meaning, facts["least"])
+      field, about = kind.field(name)
+      facts, flag = field.metadata, field.metadata["flag"]
+      default: Any = flag.default
+      if default is None:
+        default = field.default
+      aliases = ", ".join(f"--{alias}" for alias in facts["aliases"])
+      also = f"The same: {aliases}." if aliases else ""
+      parts = (flag.meaning, (says or {}).get(name, ""), also)
+      text = " ".join(filter(None, parts))
+      new = FlagHelper(self._flags, about or self._heading)
+      flag_name = flag.name or name
+      choices = flag.choices or facts["choices"]
+      if choices is not None:
+        new.choice(flag_name, default, choices, text)
+      elif flag.kind == "whole":
+        new.whole(flag_name, default, text, facts["least"])
+      elif flag.kind == "number":
+        new.number(flag_name, default, text)
+      elif flag.kind == "path":
+        new.path(flag_name, default, text)
+      elif flag.kind == "texts":
+        new._define(flags.DEFINE_multi_string, flag_name, default, text)
       else:
-        self.text(name, default, meaning)
+        new.text(flag_name, default, text)
+      new._aliases(flag_name, facts["aliases"])
+
+  def _aliases(self, name: str, aliases: Collection[str]) -> None:
+    """Defines other names of a flag, which --help shows in its text."""
+    if not aliases:
+      return
+    new = FlagHelper(self._flags, _HIDDEN)
+    for alias in aliases:
+      new._define(flags.DEFINE_alias, alias, name)
+
+    def once(_: Mapping[str, Any]) -> bool:
+      """Whether the flag is passed by one of its names."""
+      # A flag counts what comes by its aliases, too.
+      counts = {alias: self._flags[alias].present for alias in aliases}
+      counts[name] = self._flags[name].present - sum(counts.values())
+      passed = [f"--{x}" for x, count in counts.items() if count]
+      if len(passed) > 1:
+        raise flags.ValidationError(f"{named_twice(*passed[:2])}")
+      return True
+
+    flags.register_multi_flags_validator(
+      [name, *aliases], once, flag_values=self._flags
+    )
 
   def checkpoint(self, default: str = "the model in ringjax") -> None:
     """Defines --model and --strict of a script that loads a model.
@@ -135,7 +195,13 @@ class FlagHelper:
 
   def texts(self, name: str, default: list[str] | None, text: str) -> None:
     """Defines a list of texts with commas between."""
-    flags.DEFINE_list(name, default, text, **self._values)
+    self._define(flags.DEFINE_list, name, default, text)
+
+  def choice(
+    self, name: str, default: str | None, choices: Iterable[str], text: str
+  ) -> None:
+    """Defines a text that is one of `choices`."""
+    self._define(flags.DEFINE_enum, name, default, list(choices), text)
 
   def whole(
     self,
@@ -146,7 +212,7 @@ class FlagHelper:
     most: int | None = None,
   ) -> None:
     """Defines an int, from `least` to `most`."""
-    flags.DEFINE_integer(name, default, text, least, most, **self._values)
+    self._define(flags.DEFINE_integer, name, default, text, least, most)
 
   def number(
     self,
@@ -156,7 +222,40 @@ class FlagHelper:
     least: float | None = None,
   ) -> None:
     """Defines a float, `least` or more."""
-    flags.DEFINE_float(name, default, text, least, **self._values)
+    self._define(flags.DEFINE_float, name, default, text, least)
 
   def boolean(self, name: str, default: bool | None, text: str) -> None:
-    flags.DEFINE_bool(name, default, text, **self._values)
+    self._define(flags.DEFINE_bool, name, default, text)
+
+
+def flag_name(kind: type[Config], name: str) -> str:
+  """Name of the flag that sets an option of a config."""
+  return kind.field(name)[0].metadata["flag"].name or name
+
+
+def option_values(
+  values: flags.FlagValues, kind: type[Config], names: Iterable[str]
+) -> dict[str, Any]:
+  """Values of options of a config, by name, from their flags.
+
+  Options whose flags the script does not have are left out.
+  """
+  flag_names = {name: flag_name(kind, name) for name in names}
+  return {
+    name: values[flag].value
+    for name, flag in flag_names.items()
+    if flag in values
+  }
+
+
+def help_text(shown: Iterable[flags.Flag]) -> str:
+  """Texts of flags below their headings, those without a heading first."""
+  pages = {"": flags.FlagValues()}
+  for flag in shown:
+    heading = getattr(flag, "heading", "")
+    pages.setdefault(heading, flags.FlagValues())[flag.name] = flag
+  pages.pop(_HIDDEN, None)
+  return "\n".join(
+    f"{heading or 'Flags.'}\n{page.get_help('  ', False)}\n"
+    for heading, page in pages.items()
+  )

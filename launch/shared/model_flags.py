@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeGuard
 
 import jax
@@ -23,26 +23,44 @@ from launch.shared import (
   machines,
   prompts,
 )
-from launch.shared.flag_helpers import FlagHelper
+from launch.shared.flag_helpers import FlagHelper, flag_name, option_values
 from ringjax import fetched_models, option_text
 from ringjax.checks import positive_int
 from ringjax.data import Tokenizer, fingerprint
 from ringjax.errors import OptionError
-from ringjax.infer import METHODS, Sample, speculate
+from ringjax.infer import GenerateConfig, Sample, speculate
+from ringjax.infer.generate_config import check_pairs, present_options
 from ringjax.infer.sampling import PARAMETERS, from_names
 from ringjax.infer.speculate.draft_model import ModelDrafter
-from ringjax.kv import KINDS, kind_text
+from ringjax.kv import kind_text
 from ringjax.models.checkpoint import WEIGHTS
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.coded_weights import BITS
 from ringjax.models.weights.neurons import FILE as NEURONS
-from ringjax.ops.attention.strategies.wire_format import DTYPES
 from ringjax.parallel import memory
 
 # Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
-# The folder of a draft model decides whether its tokens are translated.
-_DRAFTERS = tuple(name for name in speculate.DRAFTERS if name != "translated")
+# Options of `generate` with flags here; `define` takes more of them.
+_OPTIONS = (
+  "prefill",
+  "chunk",
+  "wire",
+  "cache_kind",
+  "placement",
+  "memory",
+  "cache_placement",
+  "disk",
+  "temperature",
+  "top_k",
+  "top_p",
+  "min_p",
+  "repetition_penalty",
+  "stop",
+  "speculate",
+  "max_new_tokens",
+  "seed",
+)
 # Share of the host's free memory that keys may take.
 _HOST_SHARE = 0.9
 # Options of `rj.models.sparse_model`.
@@ -50,50 +68,26 @@ _FLASH = ("window", "memory", "threshold", "predictors", "threads")
 
 
 def define(
-  values: flags.FlagValues, default: str = "the model in ringjax"
+  values: flags.FlagValues,
+  default: str = "the model in ringjax",
+  more: Collection[str] = (),
+  says: Mapping[str, str] | None = None,
 ) -> None:
   """Defines the flags of a model, of its cache and of sampling.
 
   Args:
     values: Flags to add to.
     default: Words for the model that is taken without --model.
+    more: Options of `generate` that get a flag besides those of all scripts.
+    says: Sentences that a script adds to the texts of options.
   """
   new = FlagHelper(values)
   new.checkpoint(default)
   new.text("system", None, "A system message; needs a chat template.")
-  flags.DEFINE_enum(
-    "prefill", "auto", METHODS, "How the prompt is read.", flag_values=values
-  )
-  new.whole("chunk", None, "Tokens of a chunk, for --prefill=chunked.", None)
-  machines.define(new, "Profile for --prefill=auto to choose by")
-  flags.DEFINE_enum(
-    "wire",
-    None,
-    ["cache", *DTYPES],
-    "How keys travel while shards read the prompt: cache: as what --cache "
-    "stores; or as numbers of a dtype.",
-    flag_values=values,
-  )
-  new.text(
-    "cache",
-    "windowed",
-    f"How the KV cache is stored: {', '.join(KINDS)}; with options as "
-    "NAME:key=value,key=value; device=N keeps the newest N tokens on the "
-    "devices, the others in host memory.",
-  )
-  new.text(
-    "speculate",
-    None,
-    f"What drafts tokens: {', '.join(_DRAFTERS)}; with options as "
-    "lookup:count=8 or model:model=FOLDER, which may have another tokenizer. "
-    "Tokens are those without it, but where rounding decides.",
-  )
-  for name, parameter in PARAMETERS.items():
-    if name != "seed":
-      make = new.whole if parameter.whole else new.number
-      make(name, None, parameter.meaning, None)
-  flags.DEFINE_multi_string(
-    "stop", [], "Text that ends the answer; repeatable.", flag_values=values
+  new.options(GenerateConfig, (*_OPTIONS, *more), says)
+  machines.define(
+    FlagHelper(values, "Costs of the devices, for --prefill=auto."),
+    "Profile for --prefill=auto to choose by",
   )
   new.text(
     "dtype",
@@ -119,35 +113,30 @@ def define(
     "memory=1GiB,threshold=.1,predictors=true; predictors of launch.calibrate "
     "--neurons are in DIR. Neurons are written there if there are none.",
   )
-  new.text(
-    "placement",
-    None,
-    "Where the weights of layers are: device, host, disk, or fractions as "
-    "device=.2,host=.5,disk=.3; default: on the devices.",
-  )
-  new.text(
-    "memory",
-    None,
-    "Bytes on a device, as 6GiB, of weights, keys and what the call computes: "
-    "as many layers as fit, the others in host memory, or where --placement "
-    "says. With --contexts of weights alone; --speculate is not counted.",
-  )
-  new.text(
-    "cache_placement",
-    None,
-    "Where the keys of layers are that do not run: device, host, disk, or "
-    "fractions as of --placement; they are fetched when the layer runs.",
-  )
-  new.path(
-    "disk",
-    None,
-    "A folder for keys that are on disk; alone: keys are in host memory as far "
-    "as they fit there, then in this folder, of which no file is left.",
-  )
 
 
-def check(values: flags.FlagValues) -> None:
-  """Refuses flags that do not go together, before anything is loaded."""
+def config(values: flags.FlagValues) -> GenerateConfig:
+  """Options of `generate` that the flags set, but for placements and texts.
+
+  Placements depend on the model, see `offload`; texts that end an answer and
+  drafters on its tokenizer.
+
+  Raises:
+    OptionError: If an option is out of its range, or some contradict.
+  """
+  names = ("prefill", "chunk", "wire", "keep", "cache_kind", "max_new_tokens")
+  options = option_values(values, GenerateConfig, names)
+  return GenerateConfig().replace(**options, sampler=sampler(values))
+
+
+def check(values: flags.FlagValues, **others: str | None) -> None:
+  """Refuses flags that do not go together, before anything is loaded.
+
+  Args:
+    values: The flags.
+    **others: Flags that stand for other options of `generate.PAIRS`, by the
+      name of the option, such as contexts="--contexts"; None: not passed.
+  """
   common.cache_kind(values.cache)
   if values.speculate is not None:
     checked_drafter(values.speculate)
@@ -176,6 +165,16 @@ def check(values: flags.FlagValues) -> None:
   ):  # fmt: skip
     if refused:
       raise prompts.clash(got, want)
+  options = config(values).replace(
+    speculate=values.speculate, cache_placement=values.cache_placement
+  )
+  names = {x: f"--{flag_name(GenerateConfig, x)}" for x in (*_OPTIONS, "keep")}
+  if values.disk is not None and values.cache_placement is None:
+    # It places keys, see `offload`.
+    others["cache_placement"] = "--disk"
+  passed = {name: flag for name, flag in others.items() if flag is not None}
+  present = present_options(options) | dict.fromkeys(passed, True)
+  check_pairs(present, names | passed)
 
 
 def checked_drafter(text: str) -> speculate.Drafter:

@@ -174,7 +174,7 @@ SYSTEMS: tuple[System, ...] = (
       "ringjax/kv/codecs/integers.py",
       "ringjax/kv/eviction/kivi_residual.py",
     ),
-    names=("rj.kv.ChannelGroups", "rj.kv.Integers", "rj.kv.CacheKind"),
+    names=("rj.kv.ChannelGroups", "rj.kv.Integers", "rj.kv.CacheConfig"),
     commands=_cost("kivi2"),
     page="docs/how/cache.md",
     tests=("tests/kv/test_channel_groups.py",),

@@ -548,7 +548,7 @@ def _cache_tiles(cache: KVCache | TieredCache | OffloadedCache) -> float:
   and of one block a turn; a kernel reads its part on the device.
   """
   if isinstance(cache, TieredCache):
-    return (cache.held.capacity / cache.kind.room / cache.shards - 1) / 3
+    return (cache.held.capacity / cache.kind.tier.block / cache.shards - 1) / 3
   if isinstance(cache, OffloadedCache):
     # Offloaded layers are read as layers on the devices.
     cache = KVCache.spec(

@@ -204,7 +204,7 @@ class DecodeShape:
       key=self.head_dim,
       value=self.head_dim,
     )
-    kind = dataclasses.replace(cache_kind(self.cache), windowed=False)
+    kind = cache_kind(self.cache).replace(windowed=False)
     cache = KVCache.spec(
       (shape,), 1, self.keys, dtype, kind=kind, mesh=mesh, platform="tpu"
     )

@@ -24,7 +24,7 @@ from ringjax.errors import OptionError, ShapeError
 from ringjax.eval.finite_losses import check_losses
 from ringjax.infer.repetition import evict_by_repetition
 from ringjax.kv.base import bytes_each
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.simulated import SimulatedCache
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
@@ -69,7 +69,7 @@ class KindCost:
 def compare_caches(
   model: Transformer,
   tokens: Int[np.ndarray, "N T"],
-  kinds: Mapping[str, CacheKind | str],
+  kinds: Mapping[str, CacheConfig | str],
   *,
   on_read: Callable[[int], Any] = lambda done: None,
   on_kind: Callable[[KindCost], Any] = lambda cost: None,
@@ -159,7 +159,7 @@ def _costs(
 
 
 def _costs_after_eviction(
-  model: Transformer, tokens: Int[Array, "1 T"], kind: CacheKind
+  model: Transformer, tokens: Int[Array, "1 T"], kind: CacheConfig
 ) -> tuple[Float[Array, " 6"], list[list[str] | None]]:
   """Sums of the second half of a text, after the first half was evicted.
 
@@ -179,7 +179,7 @@ def _costs_after_eviction(
 def _evicted(
   model: Transformer,
   tokens: Int[Array, "1 T"],
-  kind: CacheKind,
+  kind: CacheConfig,
   capacity: int,
 ) -> Any:
   """Cache of a capacity that has read a text at once, behind its eviction."""
@@ -191,7 +191,7 @@ def _evicted(
 
 
 def _choices(
-  kind: CacheKind, choices_by_row: list[list[list[str] | None]]
+  kind: CacheConfig, choices_by_row: list[list[list[str] | None]]
 ) -> dict[str, list[list[int]]]:
   """Number of texts with each choice by layer and head; see `KindCost`."""
   names = () if kind.policy is None else kind.policy.choices

@@ -35,7 +35,7 @@ from ringjax.infer.contexts import (
   context_session,
 )
 from ringjax.infer.generate import generate
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_kind import cache_kind as kind_of
 from ringjax.models.transformer import Transformer
 from ringjax.ops.attention.cached.separate_contexts import WeighedView
@@ -140,7 +140,10 @@ class ContextLibraries:
   """
 
   def __init__(
-    self, model: Transformer, kind: CacheKind | str | None = None, **where: Any
+    self,
+    model: Transformer,
+    kind: CacheConfig | str | None = None,
+    **where: Any,
   ):
     """Stores the model and options; libraries are created on demand.
 
@@ -156,7 +159,7 @@ class ContextLibraries:
   def of(self, combine: Combine) -> ContextLibrary:
     """The library of a way, created when first used."""
     kind = kind_of(self._kind or "dense")
-    kind = dataclasses.replace(kind, unrotated=kind.unrotated or combine.moves)
+    kind = kind.replace(unrotated=kind.layout.unrotated or combine.moves)
     key = combine.shared_prefix, kind
     if key not in self._made:
       self._made[key] = ContextLibrary(
@@ -182,7 +185,7 @@ class ContextTrial:
     texts: Int[np.ndarray, "N T"],
     question: int,
     *,
-    cache_kind: CacheKind | str | None = None,
+    cache_kind: CacheConfig | str | None = None,
     **where: Any,
   ):
     """Stores the texts; computes nothing.
@@ -372,7 +375,7 @@ def context_answers(
   length: int,
   trials: int = 8,
   seed: int = 0,
-  cache_kind: CacheKind | str | None = None,
+  cache_kind: CacheConfig | str | None = None,
   on_trial: Callable[[int], Any] = lambda done: None,
   **where: Any,
 ) -> dict[tuple[str, int], float]:

@@ -25,7 +25,7 @@ from ringjax.checks import integer, one_of
 from ringjax.errors import OptionError
 from ringjax.eval.cache_kinds import KindCost, compare_caches
 from ringjax.infer.calibrate import calibrate
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Calibrated
 from ringjax.models.checkpoint import create
 
@@ -75,7 +75,7 @@ def random_config(family: str) -> dict[str, Any]:
 
 
 def family_errors(
-  kinds: Mapping[str, CacheKind],
+  kinds: Mapping[str, CacheConfig],
   families: Sequence[str] = RANDOM_FAMILIES,
   *,
   length: int = 512,

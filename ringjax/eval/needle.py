@@ -22,7 +22,7 @@ from ringjax.infer.generate import generate
 from ringjax.infer.inputs import within_context
 from ringjax.infer.prefill import PrefillConfig
 from ringjax.infer.session import Session, on_its_mesh, place_of
-from ringjax.kv.cache_kind import WINDOWED, CacheKind
+from ringjax.kv.cache_kind import WINDOWED, CacheConfig
 from ringjax.models.transformer import Transformer
 
 
@@ -137,7 +137,7 @@ def find(
   *,
   lengths: Sequence[int],
   depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
-  kinds: Mapping[str, CacheKind | str] | None = None,
+  kinds: Mapping[str, CacheConfig | str] | None = None,
   trials: int = 4,
   seed: int = 0,
   known: Iterable[Cell] = (),

@@ -30,7 +30,7 @@ from ringjax.infer.prefill import PrefillConfig, padded
 from ringjax.infer.session import Session, files_of, place_of
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import DEVICE, DISK, HOST, IN_HOST, TIERS, bytes_each
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import (
   WeightPlacement,
@@ -78,7 +78,7 @@ class CallMemory:
   rows: int = 1
   rows_at_once: int | None = None
   chunk: int | None = None
-  cache_kind: CacheKind | str | None = None
+  cache_kind: CacheConfig | str | None = None
   cache_dtype: DTypeLike | None = None
   cache_placement: WeightPlacement | str | None = None
   hidden_placement: WeightPlacement | str | None = None

@@ -208,6 +208,7 @@ def generate(
   )
   if contexts is not None and attention_fn is not None:
     check_pairs({"contexts": True, "attention_fn": True})
+  config.placement.check_weights(model)
   options = config.prefill
   if options.sends_stored:
     wire = stored_wire(model, cache, session_options)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jax.typing import DTypeLike
 
 from ringjax.checks import float_dtype, positive_int
-from ringjax.config import Config, config, option, part
+from ringjax.config import Config, Flag, config, option, part
 from ringjax.errors import OptionError
-from ringjax.infer.contexts.combine import Combine
+from ringjax.infer.contexts.combine import WAYS, Combine
 from ringjax.infer.contexts.context_library import ContextLibrary
 from ringjax.infer.prefill import PrefillConfig
 from ringjax.infer.sampling import PARAMETERS, REMEDIES, from_names
 from ringjax.infer.speculate.drafter import Drafter
+from ringjax.infer.speculate.speculation import DRAFTERS
 from ringjax.infer.stopping import Stop, StopLike
 from ringjax.kv import cache_kind as kinds
-from ringjax.kv.cache_kind import CacheKind
-from ringjax.models.weights.weight_placement import WeightPlacement
+from ringjax.kv.cache_kind import CacheConfig
+from ringjax.models.weights.weight_placement import PlacementConfig
 from ringjax.plan.choice import KEEPS
+
+# The folder of a draft model decides whether its tokens are translated.
+_DRAFTERS = tuple(name for name in DRAFTERS if name != "translated")
 
 
 def _dtype_name(dtype: DTypeLike) -> str:
@@ -31,18 +34,29 @@ def _dtype_name(dtype: DTypeLike) -> str:
 class DecodeConfig(Config):
   """Storage of keys and values in a new cache, which decoding reads."""
 
-  cache_kind: CacheKind | str | None = option(
-    "Storage format of keys and values, an `rj.kv.CacheKind` or its name, one "
-    'of `rj.kv.KINDS`; default "windowed", which keeps no more than later '
+  cache_kind: CacheConfig | str | None = option(
+    "Storage format of keys and values, an `rj.kv.CacheConfig` or its name, "
+    'one of `rj.kv.KINDS`; default "windowed", which keeps no more than later '
     "tokens see.",
     default=None,
     text=str,
+    flag=Flag(
+      f"How the KV cache is stored: {', '.join(kinds.KINDS)}; with options as "
+      "NAME:key=value,key=value; device=N keeps the newest N tokens on the "
+      "devices, the others in host memory.",
+      name="cache",
+      default="windowed",
+    ),
   )
   cache_dtype: DTypeLike | None = option(
     "Dtype of the cache: bfloat16, float16, float32 or float64; default: the "
     "model's.",
     default=None,
     text=_dtype_name,
+    flag=Flag(
+      "Dtype of the cache; default: the model's.",
+      choices=("bfloat16", "float16", "float32"),
+    ),
   )
   grow: int | None = option(
     "Number of tokens by which the cache's memory grows, see `Session`.",
@@ -56,42 +70,11 @@ class DecodeConfig(Config):
       positive_int("grow", self.grow)
 
   @property
-  def kind(self) -> CacheKind | None:
+  def kind(self) -> CacheConfig | None:
     """Storage format of keys and values; None: the default."""
     if self.cache_kind is None:
       return None
     return kinds.cache_kind(self.cache_kind)
-
-
-@config
-class PlacementConfig(Config):
-  """Memories that hold what does not run: keys and hidden states."""
-
-  cache: WeightPlacement | str | None = option(
-    "Placement of the keys of layers that are not running, in host memory or "
-    "on disk, see `Session`; it changes no token.",
-    default=None,
-    override="cache_placement",
-    text=str,
-  )
-  hidden: WeightPlacement | str | None = option(
-    "Placement of the hidden states of groups that are not running, with "
-    "rows_at_once.",
-    default=None,
-    override="hidden_placement",
-    text=str,
-  )
-  rows_at_once: int | None = option(
-    "Number of rows that a layer computes at a time, group by group: "
-    "activations of a large batch then need the memory of this many rows, and "
-    "each layer's weights are still fetched once a call. Default: all rows.",
-    default=None,
-  )
-  disk: str | os.PathLike[str] | None = option(
-    "Folder for the part of the cache that is on disk.",
-    default=None,
-    text=os.fspath,
-  )
 
 
 @config
@@ -110,22 +93,27 @@ class SamplingConfig(Config):
   temperature: int | float | None = option(
     PARAMETERS["temperature"].meaning,
     default=None,
+    flag=Flag(PARAMETERS["temperature"].meaning, kind="number"),
   )
   top_k: int | None = option(
     PARAMETERS["top_k"].meaning,
     default=None,
+    flag=Flag(PARAMETERS["top_k"].meaning, kind="whole"),
   )
   top_p: int | float | None = option(
     PARAMETERS["top_p"].meaning,
     default=None,
+    flag=Flag(PARAMETERS["top_p"].meaning, kind="number"),
   )
   min_p: int | float | None = option(
     PARAMETERS["min_p"].meaning,
     default=None,
+    flag=Flag(PARAMETERS["min_p"].meaning, kind="number"),
   )
   repetition_penalty: int | float | None = option(
     PARAMETERS["repetition_penalty"].meaning,
     default=None,
+    flag=Flag(PARAMETERS["repetition_penalty"].meaning, kind="number"),
   )
   do_sample: bool | None = option(
     "Whether tokens are drawn; default: if an option above filters them.",
@@ -134,6 +122,7 @@ class SamplingConfig(Config):
   seed: int | None = option(
     PARAMETERS["seed"].meaning,
     default=None,
+    flag=Flag("Random seed of sampling.", kind="whole", default=0),
   )
 
   @property
@@ -156,6 +145,9 @@ class StoppingConfig(Config):
     "Token ids or texts after which a row ends, or both; or a `Stop`.",
     default=None,
     text=_stop_text,
+    flag=Flag(
+      "Text that ends the answer; repeatable.", kind="texts", default=()
+    ),
   )
   eos_token_id: StopLike = option(
     "The same, by transformers' name.",
@@ -180,6 +172,11 @@ class SpeculationConfig(Config):
     "cache such bits may change a code.",
     default=None,
     override="speculate",
+    flag=Flag(
+      f"What drafts tokens: {', '.join(_DRAFTERS)}; with options as "
+      "lookup:count=8 or model:model=FOLDER, which may have another "
+      "tokenizer. Tokens are those without it, but where rounding decides."
+    ),
   )
 
 
@@ -193,6 +190,10 @@ class CombineConfig(Config):
     '"ape:temperature=0.8", or an object of `rj.infer.contexts`.',
     default=None,
     override="combine",
+    flag=Flag(
+      f"How contexts are combined: {', '.join(WAYS)}; with options as "
+      "ape:temperature=0.9,scale=0.9; default: parallel."
+    ),
   )
   library: ContextLibrary | None = option(
     "A `ContextLibrary` that encodes and keeps contexts; default: a new one "
@@ -205,8 +206,8 @@ class CombineConfig(Config):
 class GenerateConfig(Config):
   """Options of `generate`, as parts.
 
-  An option of a part is set by its name: `GenerateConfig(max_new_tokens=64)
-  .replace(chunk=512, temperature=0.7, prefill="chunked")`.
+  An option of a part is set by its name: `GenerateConfig(max_new_tokens=64,
+  chunk=512, temperature=0.7, prefill="chunked")`.
 
   Raises:
     OptionError: If a value is out of range, or options contradict each other.
@@ -215,6 +216,7 @@ class GenerateConfig(Config):
   max_new_tokens: int | None = option(
     "Maximum number of tokens to add to each row; needed.",
     default=None,
+    flag=Flag("Longest answer, in tokens.", kind="whole"),
   )
   axis: str | None = option(
     'Mesh axis that shards the sequence; default "seq" if there is one.',
@@ -230,8 +232,9 @@ class GenerateConfig(Config):
     default_factory=DecodeConfig,
   )
   placement: PlacementConfig = part(
-    "Where keys and hidden states are between their uses.",
+    "Where weights, keys and hidden states are between their uses.",
     default_factory=PlacementConfig,
+    main="placement",
   )
   sampling: SamplingConfig = part(
     "How a token is chosen.",
@@ -335,22 +338,29 @@ PAIRS = (
 )
 
 
-def check_pairs(present: Mapping[str, bool]) -> None:
+def check_pairs(
+  present: Mapping[str, bool], names: Mapping[str, str] | None = None
+) -> None:
   """Refuses options that can't be combined.
 
   Args:
     present: Whether each option has a value other than its default, by name;
       names that are left out do not.
+    names: What the user calls options, such as a flag, by name; default: the
+      names.
 
   Raises:
     OptionError: If both options of a pair are present.
   """
   for pair in PAIRS:
     if present.get(pair.option) and present.get(pair.other):
+      refused, other = (
+        (names or {}).get(name, name) for name in (pair.option, pair.other)
+      )
       raise OptionError(
-        pair.option,
-        f"a value beside {pair.other}",
-        f"{pair.option}, or {pair.other}: {pair.reason}",
+        refused,
+        f"a value beside {other}",
+        f"{refused}, or {other}: {pair.reason}",
         pair.remedy,
       )
 

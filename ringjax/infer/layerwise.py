@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 from ringjax.errors import ConfigError
 from ringjax.kv.base import KV, NoCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
-from ringjax.kv.cache_kind import DENSE, CacheKind
+from ringjax.kv.cache_kind import DENSE, CacheConfig
 from ringjax.kv.codecs import Codec
 from ringjax.models.transformer import (
   Transformer,
@@ -251,7 +251,7 @@ class LayerPrograms:
     self,
     model: Transformer,
     attend: ShardingContext | None = None,
-    kind: CacheKind = DENSE,
+    kind: CacheConfig = DENSE,
   ):
     """Prepares; nothing is compiled yet.
 
@@ -747,7 +747,7 @@ class _StoredKeys(NamedTuple):
     slots: Empty.
   """
 
-  kind: CacheKind
+  kind: CacheConfig
   given: Any = None
   fresh: Any = None
   slots: Any = ()
@@ -755,7 +755,7 @@ class _StoredKeys(NamedTuple):
   def append(
     self, k: jax.Array, v: jax.Array, at: Coords, rotation: Rotation
   ) -> Any:
-    unrotated = self.kind.unrotated
+    unrotated = self.kind.layout.unrotated
     if self.given is None:
       stored = k if unrotated else rotation.own(k)
       return self._replace(fresh=KV(stored, v, at))

@@ -18,10 +18,10 @@ from jaxtyping import Array, Float, Int
 
 from ringjax import plan as plans
 from ringjax.checks import one_of, positive_int
-from ringjax.config import Config, config, option
+from ringjax.config import Config, Flag, config, option
 from ringjax.errors import OptionError
 from ringjax.kv.base import CallCache
-from ringjax.kv.cache_kind import WINDOWED, CacheKind
+from ringjax.kv.cache_kind import WINDOWED, CacheConfig
 from ringjax.kv.state import StateShape
 from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer, forward
@@ -37,7 +37,12 @@ from ringjax.ops.attention.strategies.gather import Gather
 from ringjax.ops.attention.strategies.nesting import coded, group_of
 from ringjax.ops.attention.strategies.ring import Ring
 from ringjax.ops.attention.strategies.ulysses import Ulysses
-from ringjax.ops.attention.strategies.wire_format import Wire, WireLike, wire_of
+from ringjax.ops.attention.strategies.wire_format import (
+  DTYPES,
+  Wire,
+  WireLike,
+  wire_of,
+)
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Uneven, Zigzag
 from ringjax.parallel.programs import bounded
 from ringjax.plan import cost
@@ -175,10 +180,12 @@ class PrefillConfig(Config):
     '"blockwise", and the report says so); "chunked" (either).',
     default="auto",
     override="prefill",
+    flag=Flag("How the prompt is read.", choices=METHODS),
   )
   chunk: int | None = option(
     "Maximum number of tokens in a chunk of a chunked prefill.",
     default=None,
+    flag=Flag("Tokens of a chunk, for --prefill=chunked.", kind="whole"),
   )
   partition: Sequence[int] | None = option(
     'Number of tokens of each shard for "kvr", KV-Runahead\'s chain (Cho et '
@@ -198,6 +205,10 @@ class PrefillConfig(Config):
     'sequence\'s axis, on which all devices decode, or on the "last" device '
     "of that axis, which then decodes alone, with its own copy of the weights.",
     default=KEEPS[0],
+    flag=Flag(
+      "Where the KV cache is kept: all devices, or the last, which decodes.",
+      choices=KEEPS,
+    ),
   )
   wire: WireLike | None = option(
     "Transfer format of keys and values while a prompt is read on several "
@@ -205,6 +216,11 @@ class PrefillConfig(Config):
     "or a dtype, see `Ring`; None: unchanged. Each query sees the exact keys "
     "of its own shard.",
     default=None,
+    flag=Flag(
+      "How keys travel while shards read the prompt: cache: as what --cache "
+      "stores; or as numbers of a dtype.",
+      choices=("cache", *DTYPES),
+    ),
   )
 
   def __post_init__(self) -> None:
@@ -270,7 +286,7 @@ class PrefillConfig(Config):
     *,
     room: int | None = None,
     behind: bool = False,
-    kind: CacheKind = WINDOWED,
+    kind: CacheConfig = WINDOWED,
   ) -> Prefill:
     """Resolves the method for a prompt.
 
@@ -314,8 +330,8 @@ class PrefillConfig(Config):
     note = "; one shard sends nothing" if alone else ""
     if name == "chunked":
       max_chunk = self.chunk
-      if max_chunk is None and kind.device is not None:
-        max_chunk = min(_CHUNK, kind.device)
+      if max_chunk is None and kind.tier.device is not None:
+        max_chunk = min(_CHUNK, kind.tier.device)
       chunk, width = chunks(tokens, size, max_chunk, room)
       return Prefill(
         name=name,
@@ -384,7 +400,7 @@ class PrefillConfig(Config):
     size: int,
     recurrent: bool,
     behind: bool,
-    kind: CacheKind,
+    kind: CacheConfig,
   ) -> tuple[str, Sequence[int] | None, str]:
     """Resolve "auto": the method, its partition, and the reason as text."""
     name, machine = self.method, self.machine
@@ -410,7 +426,7 @@ class PrefillConfig(Config):
       return "chunked", None, "it continues a conversation"
     if self.chunk is not None:
       return "chunked", None, "a chunk size was given"
-    device_tokens = kind.device
+    device_tokens = kind.tier.device
     longer = device_tokens is not None and (
       width > device_tokens or kind.codec is not None
     )

@@ -23,7 +23,7 @@ from ringjax.infer.repetition import Instructions, check_repetition, repeat
 from ringjax.infer.session import Session, free_on, on_its_mesh, place_of
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.cache import LayerCacheSpec
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.layout import Striped
 from ringjax.plan.choice import Machine
@@ -218,7 +218,7 @@ def _check_alone(
   options: PrefillConfig,
   how: Prefill,
   lengths: np.ndarray,
-  kind: CacheKind,
+  kind: CacheConfig,
   start: np.ndarray,
 ) -> None:
   """Refuses options by which a row's result depends on the other rows."""
@@ -377,7 +377,7 @@ def check_context(
   start: np.ndarray,
   lengths: np.ndarray,
   count: int,
-  kind: CacheKind | None = None,
+  kind: CacheConfig | None = None,
   plan: Prefill | None = None,
 ) -> None:
   """Refuses a text that is longer than the context the model supports.
@@ -389,13 +389,14 @@ def check_context(
   policy = None if kind is None else kind.policy
   if policy is not None and policy.moves and plan is not None:
     assert kind is not None and isinstance(policy.budget, int)
-    call = max(plan.chunk or plan.width, kind.room)
-    most_held = policy.budget + kind.recent + kind.room + call
+    call = max(plan.chunk or plan.width, kind.exact.room)
+    most_held = policy.budget + kind.exact.recent + kind.exact.room + call
     inputs.within_context(
       model.config,
       min(most_held, int(start[row] + lengths[row]) + count),
       f"{most_held:,} tokens in the cache at once (budget={policy.budget:,}, "
-      f"room={kind.room:,}, {call:,} of a call; chunk= makes calls shorter)",
+      f"room={kind.exact.room:,}, {call:,} of a call; chunk= makes calls "
+      "shorter)",
     )
     return
   read_before = (

@@ -21,7 +21,7 @@ from ringjax.errors import MemoryEstimateError, MeshError, OptionError
 from ringjax.infer import prefill
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Codec
 from ringjax.kv.composed.row_groups import RowGroups
 from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
@@ -81,7 +81,7 @@ class GenerateReport:
   shards: int
   cache_bytes: int
   capacity: int
-  cache_kind: kinds.CacheKind
+  cache_kind: kinds.CacheConfig
   contexts: ContextReport | None = None
   speculation: SpeculationReport | None = None
   memory: Mapping[str, Mapping[str, int]] = dataclasses.field(
@@ -131,7 +131,7 @@ class Session:
     mesh: Mesh | None = None,
     axis: str | None = None,
     dtype: DTypeLike | None = None,
-    cache_kind: CacheKind | str = "dense",
+    cache_kind: CacheConfig | str = "dense",
     rows_at_once: int | None = None,
     cache_placement: WeightPlacement | str | None = None,
     hidden_placement: WeightPlacement | str | None = None,
@@ -644,11 +644,11 @@ def files_of(
 
 def _whole_rows(
   model: Transformer,
-  kind: CacheKind,
+  kind: CacheConfig,
   function: DenseFunction | None,
   shards: int,
   elsewhere: bool,
-) -> CacheKind:
+) -> CacheConfig:
   """Return a kind that keeps whole rows, for `grow` or `attention_fn`.
 
   Args:
@@ -671,14 +671,14 @@ def _whole_rows(
     (shards > 1, f"a sequence over {shards} shards", "one shard"),
     (elsewhere, "rows in groups, or layers of the cache elsewhere",
      "a cache that is all on the devices"),
-    (kind.evicting or kind.device is not None or not plain,
+    (kind.evicting or kind.tier.device is not None or not plain,
      f"a cache of {kind}", "a cache that keeps each token in one array"),
   ):  # fmt: skip
     if refused:
       raise OptionError(
         name, f"a value with {got}", want, f"leave {name} out, or the other"
       )
-  return dataclasses.replace(kind, windowed=False)
+  return kind.replace(windowed=False)
 
 
 def _check_memory(

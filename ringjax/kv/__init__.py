@@ -2,7 +2,14 @@
 
 from ringjax.kv.allocation import Allocation, allocate_bits
 from ringjax.kv.cache import Blocks, KVCache, Snapshot
-from ringjax.kv.cache_kind import KINDS, CacheKind
+from ringjax.kv.cache_kind import (
+  KINDS,
+  CacheConfig,
+  CacheKind,
+  ExactConfig,
+  LayoutConfig,
+  TierConfig,
+)
 from ringjax.kv.cache_report import CacheReport
 from ringjax.kv.codecs import (
   Allocated,
@@ -45,6 +52,7 @@ __all__ = [
   "Allocated",
   "Allocation",
   "Blocks",
+  "CacheConfig",
   "CacheFiles",
   "CacheKind",
   "CacheReport",
@@ -55,6 +63,7 @@ __all__ = [
   "Codec",
   "Duo",
   "EvictingCache",
+  "ExactConfig",
   "ExpectedAttention",
   "FastGen",
   "Floats",
@@ -66,6 +75,7 @@ __all__ = [
   "KeyDiff",
   "KeyNorm",
   "LagKV",
+  "LayoutConfig",
   "OffloadedCache",
   "PerHead",
   "Policy",
@@ -75,6 +85,7 @@ __all__ = [
   "Sinks",
   "SnapKV",
   "Snapshot",
+  "TierConfig",
   "TieredCache",
   "Tova",
   "TransferEvent",

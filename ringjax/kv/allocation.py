@@ -44,7 +44,7 @@ from ringjax.json_text import json_text
 from ringjax.kv import kind_text
 from ringjax.kv.base import FreshLayer, NoCache
 from ringjax.kv.cache import LayerCacheSpec, model_layers
-from ringjax.kv.cache_kind import CacheKind, cache_kind
+from ringjax.kv.cache_kind import CacheConfig, LayoutConfig, cache_kind
 from ringjax.kv.codecs import Calibrated, Calibration, Codec, PerHead
 from ringjax.kv.codecs.codec import VectorCodec, through
 from ringjax.kv.codecs.head_codecs import BITS_FILE
@@ -118,7 +118,7 @@ class Allocation:
   source: str = ""
 
   @property
-  def kind(self) -> CacheKind:
+  def kind(self) -> CacheConfig:
     """Cache kind with these codecs, for `generate` and `init_cache`."""
     pairs = sorted({
       pair
@@ -135,7 +135,9 @@ class Allocation:
       source=self.source,
       loss=self.loss,
     )
-    return CacheKind(windowed=True, unrotated=self.unrotated, codec=codec)
+    return CacheConfig(
+      layout=LayoutConfig(windowed=True, unrotated=self.unrotated), codec=codec
+    )
 
   def __str__(self) -> str:
     """Format as a table: a row for each layer, a column for each KV head."""
@@ -281,7 +283,7 @@ def allocate_bits(
     bits: Budget as mean bits per scalar, scales included.
     bytes_per_token: Budget as bytes of a token in all layers; excludes `bits`.
     candidates: Cache kinds by name, with options as in a flag
-      ("int4:group=32,keys.bits=8"), or as `CacheKind`, each with a codec.
+      ("int4:group=32,keys.bits=8"), or as `CacheConfig`, each with a codec.
     by: Unit that gets a codec: "layer", "head", or "part" (the keys or the
       values of a head).
     measure: Metric: "loss", the increase of the negative log-likelihood; or
@@ -368,7 +370,7 @@ def allocate_bits(
     tokens=ids.size,
     calls=meter.total,
     codecs=codecs,
-    unrotated=kinds[0].unrotated,
+    unrotated=kinds[0].layout.unrotated,
   )
   if folder is not None:
     allocation = dataclasses.replace(
@@ -531,7 +533,7 @@ def _budget(
 
 def _candidates(
   model: Transformer, given: Sequence[Any]
-) -> tuple[tuple[str, ...], tuple[CacheKind, ...]]:
+) -> tuple[tuple[str, ...], tuple[CacheConfig, ...]]:
   """Names and cache kinds of the candidates, for this model."""
   if isinstance(given, str) or not given:
     raise OptionError(
@@ -557,7 +559,10 @@ def _candidates(
         "use bfloat16 or int8 for heads that are to lose little",
       )
     plain = _uncalibrated(kind.codec)
-    kind = CacheKind(windowed=True, unrotated=kind.unrotated, codec=kind.codec)
+    kind = CacheConfig(
+      layout=LayoutConfig(windowed=True, unrotated=kind.layout.unrotated),
+      codec=kind.codec,
+    )
     # Keep the text as given, but without the path of a calibration.
     keeps_text = named and plain == kind.codec
     text = (
@@ -569,7 +574,7 @@ def _candidates(
     raise OptionError(
       "candidates", ", ".join(names), "each once", "leave the others out"
     )
-  if len({kind.unrotated for kind in kinds}) > 1:
+  if len({kind.layout.unrotated for kind in kinds}) > 1:
     raise OptionError(
       "candidates",
       ", ".join(names),
@@ -670,7 +675,7 @@ class _Losses:
     self,
     model: Transformer,
     ids: np.ndarray,
-    kinds: tuple[CacheKind, ...],
+    kinds: tuple[CacheConfig, ...],
     measure: str,
     inputs: str,
     folder: str | os.PathLike[str] | None,
@@ -733,7 +738,9 @@ class _Choices(NoCache):
   shapes: tuple[Any, ...]
 
   @classmethod
-  def create(cls, model: Transformer, kinds: tuple[CacheKind, ...]) -> _Choices:
+  def create(
+    cls, model: Transformer, kinds: tuple[CacheConfig, ...]
+  ) -> _Choices:
     codecs: tuple[Any, ...] = tuple(kind.codec for kind in kinds)
     constants = tuple(
       tuple(codec.constants(n, shape) for codec in codecs)
@@ -746,7 +753,12 @@ class _Choices(NoCache):
     exact = np.full((layers, heads), -1, np.int32)
     device_constants = jax.tree.map(jnp.asarray, constants)
     return cls(
-      exact, exact, device_constants, codecs, kinds[0].unrotated, model.kinds
+      exact,
+      exact,
+      device_constants,
+      codecs,
+      kinds[0].layout.unrotated,
+      model.kinds,
     )
 
   def chosen(self, pairs: Sequence[tuple[_Unit, int]]) -> _Choices:

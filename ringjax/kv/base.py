@@ -241,7 +241,7 @@ class LayerCache(Protocol):
   ) -> LayerCache:
     """Adds the call's keys [B, K, T, H] and values [B, K, T, J].
 
-    The keys are not rotated yet; `CacheKind.unrotated` says whether they are
+    The keys are not rotated yet; `LayoutConfig.unrotated` says whether they are
     stored before or after `rotation`. `fresh` has them rotated.
     """
     ...

@@ -33,7 +33,7 @@ from ringjax.errors import (
   ShapeError,
 )
 from ringjax.kv.base import KV, CacheSpec, CallLayer, Ends, RowIndices, zeros
-from ringjax.kv.cache_kind import DENSE, CacheKind
+from ringjax.kv.cache_kind import DENSE, CacheConfig
 from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.cache_rows import placed_as, row_indices
 from ringjax.kv.codecs import Allocated, Codec, PerHead, VectorCodec
@@ -181,7 +181,7 @@ class Blocks(NamedTuple):
 
   at: Coords
   parts: tuple[LayerKV, ...]
-  kind: CacheKind
+  kind: CacheConfig
 
 
 class Growth(NamedTuple):
@@ -242,7 +242,7 @@ class KVCache(ModelCache):
   held: ContiguousSlots
   rings: tuple[WindowSlots, ...] = ()
   ring_of: tuple[int | None, ...] = ()
-  kind: CacheKind = DENSE
+  kind: CacheConfig = DENSE
   mesh: Mesh | None = None
   axis: str | None = None
   shapes: tuple[LayerCacheSpec | StateShape, ...] = ()
@@ -265,7 +265,7 @@ class KVCache(ModelCache):
     capacity: int,
     dtype: DTypeLike,
     *,
-    kind: CacheKind = DENSE,
+    kind: CacheConfig = DENSE,
     mesh: Mesh | None = None,
     axis: str | None = None,
     head_axis: str | None = None,
@@ -330,7 +330,7 @@ class KVCache(ModelCache):
       ),
       ContiguousSlots.spec(room),
       tuple(
-        WindowSlots.spec(room, reach, kind.slack)
+        WindowSlots.spec(room, reach, kind.layout.slack)
         for room, (_, reach) in zip(rooms, rings, strict=True)
       ),
       ring_of,
@@ -642,13 +642,13 @@ class KVCache(ModelCache):
     """
     self._refuse_states("truncate")
     end = self.row_ends(length)
-    if self.rings and (most is None or most > self.kind.slack):
+    if self.rings and (most is None or most > self.kind.layout.slack):
       self._refuse_far(end)
     return self._with_tables(lambda table: table.truncate(end))
 
   def _refuse_far(self, end: jax.Array) -> None:
     """Check that ring buffers can be truncated as far as `end`."""
-    slack = self.kind.slack
+    slack = self.kind.layout.slack
     if isinstance(end, jax.core.Tracer) or isinstance(
       self.held.used, jax.core.Tracer
     ):
@@ -688,11 +688,11 @@ class KVCache(ModelCache):
         f"bool [{self.batch}, T], a value for each token of the last call",
         "pass jnp.arange(T)[None] < accepted[:, None], for instance",
       )
-    if self.rings and kept.shape[1] > self.kind.slack:
+    if self.rings and kept.shape[1] > self.kind.layout.slack:
       raise OptionError(
         "kept",
         f"{kept.shape[1]} tokens, with windowed layers",
-        f"at most {self.kind.slack}, of which these can take some back",
+        f"at most {self.kind.layout.slack}, of which these can take some back",
         "make the cache with kind='dense', or with a larger slack",
       )
     return _keep(self, kept)
@@ -869,7 +869,7 @@ class KVCache(ModelCache):
       )
     at = blocks.at if at is None else at
     moved = not np.array_equal(np.asarray(at.pos), np.asarray(blocks.at.pos))
-    if moved and not self.kind.unrotated:
+    if moved and not self.kind.layout.unrotated:
       raise OptionError(
         "at",
         "other positions for keys that are stored rotated",
@@ -961,7 +961,7 @@ def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
 
 
 def _constants(
-  number: int, shape: LayerCacheSpec | StateShape, kind: CacheKind
+  number: int, shape: LayerCacheSpec | StateShape, kind: CacheConfig
 ) -> Any:
   """Codec constants of a kind of layer, [L, K, n] each."""
   if kind.codec is None or isinstance(shape, StateShape):
@@ -971,7 +971,7 @@ def _constants(
 
 
 def filled_constants(
-  shapes: tuple[Any, ...], kind: CacheKind, like: tuple[Any, ...]
+  shapes: tuple[Any, ...], kind: CacheConfig, like: tuple[Any, ...]
 ) -> tuple[Any, ...]:
   """Codec constants of all kinds of layers, with dtypes of `like`."""
   fill = lambda like, x: jnp.asarray(x, like.dtype, device=like.sharding)
@@ -980,7 +980,7 @@ def filled_constants(
 
 
 def constants_spec(
-  shape: LayerCacheSpec | StateShape, kind: CacheKind, room: CacheSpec
+  shape: LayerCacheSpec | StateShape, kind: CacheConfig, room: CacheSpec
 ) -> PyTree:
   """Specs of the codec constants of a kind of layer."""
   if kind.codec is None or isinstance(shape, StateShape):
@@ -994,14 +994,14 @@ def constants_spec(
 
 
 def _ring_size(
-  shape: LayerCacheSpec | StateShape, kind: CacheKind, room: CacheSpec
+  shape: LayerCacheSpec | StateShape, kind: CacheConfig, room: CacheSpec
 ) -> tuple[int, int] | None:
   """Slots and reach of a layer's ring; None if it keeps all tokens."""
   reach = getattr(shape, "reach", None)
-  if not kind.windowed or reach is None:
+  if not kind.layout.windowed or reach is None:
     return None
   reach = max(1, reach)
-  size = window_slots(reach, kind.slack, room.shards)
+  size = window_slots(reach, kind.layout.slack, room.shards)
   return (size, reach) if size < room.capacity else None
 
 
@@ -1052,11 +1052,13 @@ class KVLayer(CallLayer):
       rotated, v = lax.optimization_barrier((rotated, v))
     return dataclasses.replace(
       self,
-      slots=self._written(k if self.cache.kind.unrotated else rotated, v),
+      slots=self._written(
+        k if self.cache.kind.layout.unrotated else rotated, v
+      ),
       fresh=KV(rotated, v, at),
       rotation=rotation.general(),
       old=self._alone() if self.held.apart else None,
-      plain=k if self.cache.kind.unrotated else None,
+      plain=k if self.cache.kind.layout.unrotated else None,
     )
 
   def load(
@@ -1157,7 +1159,7 @@ class KVLayer(CallLayer):
     shape: Any = self.cache.shapes[self.kind]
     view: Any
     if by_head is not None:
-      rotates = self.cache.kind.unrotated and not self.rotation.trivial
+      rotates = self.cache.kind.layout.unrotated and not self.rotation.trivial
       parts: Any = (slots.k, slots.v)
       assert self.cache.dtype is not None
       return by_head.view(
@@ -1226,8 +1228,8 @@ def encoded(
   )
 
 
-def rotated_view(view: KVView, kind: CacheKind, rotation: Rotation) -> KVView:
+def rotated_view(view: KVView, kind: CacheConfig, rotation: Rotation) -> KVView:
   """View whose keys are rotated when they are read, if stored unrotated."""
-  if kind.unrotated and not rotation.trivial:
+  if kind.layout.unrotated and not rotation.trivial:
     return UnrotatedView(view, rotation)
   return view

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from jax.typing import DTypeLike
 
 from ringjax import option_text
-from ringjax.checks import boolean, integer, positive_int
+from ringjax.checks import boolean
+from ringjax.config import Config, config, option, part
 from ringjax.errors import OptionError
 from ringjax.kv.codecs import (
   Allocated,
@@ -50,71 +51,147 @@ _PAGES = (8, 16, 32, 64, 128)
 _ROOM = 64
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheKind:
-  """Storage options of a cache: codec, eviction policy, windows, host memory.
+@config
+class LayoutConfig(Config):
+  """Slots of a cache, and what is stored in them."""
 
-  Attributes:
-    unrotated: Whether keys are stored before their rotation and rotated when
-      they are read, so that `load` can move them to other positions without a
-      copy of the stored numbers. Reading costs a rotation of each key.
-    windowed: Whether layers with a window of w tokens keep w + `slack` tokens
-      of each row, in a ring buffer. Other layers keep all.
-    slack: Number of a call's tokens that `keep` or `truncate` may remove from
-      a ring buffer, at least 1.
-    codec: Codec that stores keys and values in fewer bytes; None stores the
-      numbers. States of recurrent layers are never encoded.
-    policy: Policy that chooses the tokens each KV head keeps; None keeps all.
-      Layers with a window keep the tokens of the window.
-    first: Number of tokens at the start of each document that stay, exact.
-    recent: Number of newest tokens of a row that stay, exact. With a codec, a
-      token is encoded when it is no longer among them; with a codec of groups
-      of tokens, when its whole group is not.
-    room: Number of tokens between two evictions, if they come one by one;
-      with `device`, tokens of a block in host memory.
-    residual: Residual length R of KIVI, for a codec of groups: keys are encoded
-      R at a time, at each multiple of R, values one by one once they are older
-      than the newest R. `recent` must be R, too. None: keys and values are
-      encoded together.
-    page: Slots of a page; each KV head has a whole number of pages. Used with
-      a policy, `first` or `recent`.
-    device: Number of newest tokens of a row that stay in device memory, all
-      shards together. Older ones move to host memory, block by block, and are
-      read from there. None: all stay. See `TieredCache`.
-  """
-
-  unrotated: bool = False
-  windowed: bool = False
-  slack: int = 128
-  codec: CacheCodec | None = None
-  policy: Policy | None = None
-  first: int = 0
-  recent: int = 0
-  room: int = 256
-  page: int = 32
-  device: int | None = None
-  residual: int | None = None
+  unrotated: bool = option(
+    "Whether keys are stored before their rotation and rotated when they are "
+    "read, so that `load` can move them to other positions without a copy of "
+    "the stored numbers. Reading costs a rotation of each key.",
+    default=False,
+  )
+  windowed: bool = option(
+    "Whether layers with a window of w tokens keep w + `slack` tokens of each "
+    "row, in a ring buffer. Other layers keep all.",
+    default=False,
+  )
+  slack: int = option(
+    "Number of a call's tokens that `keep` or `truncate` may remove from a "
+    "ring buffer, at least 1.",
+    least=1,
+    default=128,
+  )
+  page: int = option(
+    "Slots of a page; each KV head has a whole number of pages. Used with a "
+    "policy, `first` or `recent`.",
+    default=32,
+  )
 
   def __post_init__(self) -> None:
+    super().__post_init__()
     boolean("unrotated", self.unrotated)
     boolean("windowed", self.windowed)
-    positive_int("slack", self.slack)
-    positive_int("room", self.room)
-    for name in ("first", "recent"):
-      integer(name, getattr(self, name), least=0)
-    if self.device is not None:
-      positive_int("device", self.device)
-      if self.evicting:
-        raise OptionError(
-          "device",
-          f"{self.device}, with a policy, first or recent",
-          "a kind of cache that keeps all tokens",
-          "leave device out, or leave those out",
-        )
     if self.page not in _PAGES:
       raise OptionError(
         "page", repr(self.page), f"one of {_PAGES}", "pass page=32"
       )
+
+
+@config
+class ExactConfig(Config):
+  """Tokens that stay exact; true where some stay, first or newest ones."""
+
+  first: int = option(
+    "Number of tokens at the start of each document that stay, exact.",
+    least=0,
+    default=0,
+  )
+  recent: int = option(
+    "Number of newest tokens of a row that stay, exact. With a codec, a token "
+    "is encoded when it is no longer among them; with a codec of groups of "
+    "tokens, when its whole group is not.",
+    least=0,
+    default=0,
+  )
+  residual: int | None = option(
+    "Residual length R of KIVI, for a codec of groups: keys are encoded R at a "
+    "time, at each multiple of R, values one by one once they are older than "
+    "the newest R. `recent` must be R, too. None: keys and values are encoded "
+    "together.",
+    least=1,
+    default=None,
+  )
+  room: int = option(
+    "Number of tokens between two evictions, if they come one by one.",
+    least=1,
+    default=256,
+  )
+
+  def __bool__(self) -> bool:
+    return bool(self.first or self.recent)
+
+
+@config
+class TierConfig(Config):
+  """Tokens that stay in device memory, while older ones are on the host."""
+
+  device: int | None = option(
+    "Number of newest tokens of a row that stay in device memory, all shards "
+    "together. Older ones move to host memory, block by block, and are read "
+    "from there. None: all stay. See `TieredCache`.",
+    least=1,
+    default=None,
+  )
+  block: int = option(
+    "Tokens of a block in host memory.",
+    least=1,
+    default=256,
+  )
+
+
+class _Refusal(NamedTuple):
+  """Options of a cache that can't be combined.
+
+  Fields:
+    option: Name of the option that is refused.
+    refused: Whether a config is refused.
+    got: Function of the config that describes its values.
+    want: Expected value.
+    remedy: Advice, or a function of the config that gives it.
+  """
+
+  option: str
+  refused: Callable[[CacheConfig], bool]
+  got: Callable[[CacheConfig], str]
+  want: str
+  remedy: str | Callable[[CacheConfig], str]
+
+
+@config
+class CacheConfig(Config):
+  """Storage of a cache: layout, codec, eviction policy, host memory.
+
+  Its text is that of `--cache`, see `cache_kind`. `CacheKind` is its name of
+  earlier versions, deprecated, as are the options of parts as attributes of the
+  whole, `kind.windowed` for `kind.layout.windowed`: both for one version.
+
+  Raises:
+    OptionError: If an option is out of its range, or some contradict.
+  """
+
+  layout: LayoutConfig = part(
+    "Slots, and what is stored in them.", default_factory=LayoutConfig
+  )
+  codec: CacheCodec | None = option(
+    "Codec that stores keys and values in fewer bytes; None stores the "
+    "numbers. States of recurrent layers are never encoded.",
+    default=None,
+  )
+  policy: Policy | None = option(
+    "Policy that chooses the tokens each KV head keeps; None keeps all. Layers "
+    "with a window keep the tokens of the window.",
+    default=None,
+  )
+  exact: ExactConfig = part(
+    "Tokens that stay exact.", default_factory=ExactConfig
+  )
+  tier: TierConfig = part(
+    "Tokens that stay in device memory.", default_factory=TierConfig
+  )
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
     if not isinstance(self.policy, Policy | None):
       raise OptionError(
         "policy",
@@ -129,117 +206,45 @@ class CacheKind:
         "an rj.kv.Codec, or None",
         "pass rj.kv.Codec(keys=rj.kv.Integers(bits=4), values=...)",
       )
-    if self.evicting and isinstance(self.codec, Allocated | PerHead):
-      raise OptionError(
-        "codec",
-        "one for each head, with a policy, first or recent",
-        "one codec for all heads, for pages hold vectors of one length",
-        "leave the policy, first and recent out, or take one codec",
-      )
-    if self.codec is not None and self.codec.unrotated and not self.unrotated:
-      raise OptionError(
-        "unrotated",
-        "False, with a codec of keys before their rotation",
-        "True",
-        "pass rj.kv.CacheKind(codec=..., unrotated=True)",
-      )
-    after_rotation = (
-      isinstance(self.codec, Calibrated) and not self.codec.unrotated
-    )
-    if after_rotation and self.unrotated:
-      raise OptionError(
-        "unrotated",
-        "True, with a calibrated codec of keys behind their rotation",
-        "the same of both: levels fit keys of one sort",
-        "pass rj.kv.Calibrated(unrotated=True), or leave unrotated out",
-      )
-    if self.residual is not None:
-      self._check_residual()
-    if self.grouped:
-      self._check_groups()
-    if self.policy is not None and self.policy.moves:
-      if self.first:
+    for refusal in _REFUSED:
+      if refusal.refused(self):
+        remedy = refusal.remedy
         raise OptionError(
-          "first",
-          f"{self.first}, with positions='cache'",
-          "0: the policy's sinks are the first tokens that stay",
-          f"leave it out, and pass sinks={self.first}",
+          refusal.option,
+          refusal.got(self),
+          refusal.want,
+          remedy if isinstance(remedy, str) else remedy(self),
         )
+    if self.policy is not None and self.policy.moves:
       # Keys are rotated where they are read, by the index that they have then.
-      object.__setattr__(self, "unrotated", True)
+      layout = self.layout.replace(unrotated=True)
+      object.__setattr__(self, "layout", layout)
 
-  def _check_residual(self) -> None:
-    """Check that `residual` fits the codec, the pages and `recent`."""
-    size = self.residual
-    positive_int("residual", size)
-    assert size is not None
-    if not self.grouped:
-      raise OptionError(
-        "residual",
-        f"{size}, without a codec of groups of tokens",
-        "keys by channel, of which so many become codes at a time",
-        "write kivi2:residual=128, or recent= with other codecs",
-      )
-    assert isinstance(self.codec, Codec)
-    if getattr(self.codec.values, "page", None) is not None:
-      raise OptionError(
-        "residual",
-        f"{size}, with a codec of groups of values",
-        "values by token, which become codes one by one",
-        f"write recent={size} in its place",
-      )
-    if size % self.page or self.recent != size or self.first:
-      raise OptionError(
-        "residual",
-        f"{size}, with recent={self.recent}, first={self.first} and groups of "
-        f"{self.page}",
-        "whole groups, recent the same, and first 0",
-        f"write residual={-(-size // self.page) * self.page}, and leave recent "
-        "and first out",
-      )
-
-  def _check_groups(self) -> None:
-    """Check the options that a codec of groups of tokens restricts."""
-    codec = self.codec
-    assert isinstance(codec, Codec)
-    if self.policy is not None:
-      raise OptionError(
-        "policy",
-        f"{self.policy} with a codec of groups of tokens",
-        "none: heads that keep different tokens have no groups in common",
-        "use a codec of single tokens, as int4, or leave the policy out",
-      )
-    if not self.recent:
-      raise OptionError(
-        "recent",
-        "0 with a codec of groups of tokens",
-        "1 or more: tokens stay exact until a group is full",
-        "pass recent=128",
-      )
-    pages = [getattr(x, "page", None) for x in (codec.keys, codec.values)]
-    sizes = {size for size in pages if size is not None}
-    if sizes != {self.page}:
-      raise OptionError(
-        "page",
-        f"{self.page} with groups of {sorted(sizes)} tokens",
-        "pages that are groups",
-        f"pass page={max(sizes)} and group={max(sizes)}",
-      )
+  @classmethod
+  def _changes(
+    cls,
+    overrides: Mapping[str, Any],
+    paths: Mapping[str, tuple[str, ...]],
+    parts: Mapping[str, Any],
+  ) -> dict[str, Any]:
+    tier = overrides.get("tier", parts["tier"])
+    if "room" in overrides and overrides.get("device", tier.device) is not None:
+      # In texts the tokens of a block in host memory are room, too.
+      overrides = {
+        "block" if name == "room" else name: value
+        for name, value in overrides.items()
+      }
+    return super()._changes(overrides, paths, parts)
 
   @property
   def evicting(self) -> bool:
     """Whether a cache of this kind has pages, see `EvictingCache`."""
-    return self.policy is not None or self.exact
+    return self.policy is not None or bool(self.exact)
 
   @property
   def grouped(self) -> bool:
     """Whether the codec encodes whole pages."""
     return isinstance(self.codec, Codec) and self.codec.page is not None
-
-  @property
-  def exact(self) -> bool:
-    """Whether tokens stay exact in the open cache before they go into pages."""
-    return bool(self.first or self.recent)
 
   @property
   def alike(self) -> str | None:
@@ -251,7 +256,7 @@ class CacheKind:
     """Whether the policy scores tokens by a repetition of the context."""
     return self.policy is not None and self.policy.repeats
 
-  def keeping_all(self, what: str) -> CacheKind:
+  def keeping_all(self, what: str) -> CacheConfig:
     """Return the kind itself if its caches keep all tokens in their slots.
 
     Raises:
@@ -267,14 +272,14 @@ class CacheKind:
       )
     return self
 
-  def resident(self, what: str) -> CacheKind:
+  def resident(self, what: str) -> CacheConfig:
     """Return the kind itself if its caches keep all tokens on the devices.
 
     Raises:
       OptionError: If the kind evicts or uses host memory, which `what` does not
         support.
     """
-    if self.device is not None:
+    if self.tier.device is not None:
       raise OptionError(
         "cache kind",
         f"{self}, for {what}",
@@ -287,21 +292,17 @@ class CacheKind:
   def least(self) -> int:
     """Minimum number of slots of an open cache."""
     window = 0 if self.policy is None else self.policy.queries or 0
-    group_tokens = self.page if self.grouped else 0
-    return max(self.first + self.recent + group_tokens + self.room, window)
+    group_tokens = self.layout.page if self.grouped else 0
+    exact = self.exact
+    return max(exact.first + exact.recent + group_tokens + exact.room, window)
 
-  def opened(self) -> CacheKind:
+  def opened(self) -> CacheConfig:
     """Kind of the open cache, which holds tokens until they go into pages."""
-    return dataclasses.replace(
-      self,
+    return CacheConfig(
+      layout=self.layout,
       codec=None if self.exact else self.codec,
-      policy=None,
-      first=0,
-      recent=0,
-      residual=None,
-      device=None,
       # Blocks that are exported fit caches without a part in host memory.
-      room=self.room if self.device is None else CacheKind.room,
+      exact=ExactConfig(room=self.exact.room),
     )
 
   def noted(self, capacity: int) -> tuple[int, bool]:
@@ -312,7 +313,7 @@ class CacheKind:
     window = capacity if policy.queries is None else policy.queries
     return min(window, capacity), policy.moments
 
-  def __add__(self, other: CacheKind) -> CacheKind:
+  def __add__(self, other: CacheConfig) -> CacheConfig:
     """Combine two kinds, such as one with a codec and one with a policy.
 
     Raises:
@@ -328,18 +329,24 @@ class CacheKind:
           "leave one of them out",
         )
     evicting = [x for x in (self, other) if x.evicting]
-    return CacheKind(
-      unrotated=self.unrotated or other.unrotated,
-      windowed=self.windowed or other.windowed,
-      slack=max(self.slack, other.slack),
+    layouts = (self.layout, other.layout)
+    exacts, tiers = (self.exact, other.exact), (self.tier, other.tier)
+    return CacheConfig(
+      layout=LayoutConfig(
+        unrotated=any(x.unrotated for x in layouts),
+        windowed=any(x.windowed for x in layouts),
+        slack=max(x.slack for x in layouts),
+        page=max(x.page for x in layouts),
+      ),
       codec=self.codec or other.codec,
       policy=self.policy or other.policy,
-      first=max(self.first, other.first),
-      recent=max(self.recent, other.recent),
-      room=max(x.room for x in evicting or (self, other)),
-      page=max(self.page, other.page),
-      device=max((self.device, other.device), key=lambda n: n or 0),
-      residual=self.residual or other.residual,
+      exact=ExactConfig(
+        first=max(x.first for x in exacts),
+        recent=max(x.recent for x in exacts),
+        residual=self.exact.residual or other.exact.residual,
+        room=max(x.exact.room for x in evicting or (self, other)),
+      ),
+      tier=max(tiers, key=lambda x: x.device or 0),
     )
 
   def as_wire(self, dtype: DTypeLike) -> CodecWire:
@@ -359,7 +366,7 @@ class CacheKind:
         "a kind with a codec",
         "pass cache_kind='int8', for instance, or wire='int8'",
       )
-    if self.unrotated:
+    if self.layout.unrotated:
       raise OptionError(
         "wire",
         f"'cache' with a cache of kind {self}, of keys before their rotation",
@@ -375,7 +382,7 @@ class CacheKind:
       )
     return self.codec.as_wire(dtype)
 
-  def for_model(self, load: Callable[[Any], Any]) -> CacheKind:
+  def for_model(self, load: Callable[[Any], Any]) -> CacheConfig:
     """Complete the kind for a model with tables that `load` reads from files.
 
     A calibration that is set already is passed to `load` to be compared.
@@ -386,24 +393,34 @@ class CacheKind:
     if isinstance(codec, Calibrated) and isinstance(
       codec.calibration, Calibration
     ):
-      codec.calibration.check_first(self.first)
+      codec.calibration.check_first(self.exact.first)
     # The codec that was read may be for keys before their rotation.
-    unrotated = self.unrotated or codec.unrotated
-    return dataclasses.replace(self, codec=codec, unrotated=unrotated)
+    unrotated = self.layout.unrotated or codec.unrotated
+    return self.replace(codec=codec, unrotated=unrotated)
 
-  def options(self) -> dict[str, Any]:
-    """All options by name: own fields, then the policy's and the codec's."""
-    options = {name: getattr(self, name) for name in self._plain_fields()}
+  def text_options(self) -> dict[str, Any]:
+    """Options of texts by name: of parts, then the policy's and the codec's."""
+    tier = self.tier
+    options: dict[str, Any] = {
+      "unrotated": self.layout.unrotated,
+      "windowed": self.layout.windowed,
+      "slack": self.layout.slack,
+      "first": self.exact.first,
+      "recent": self.exact.recent,
+      "room": self.exact.room if tier.device is None else tier.block,
+      "page": self.layout.page,
+      "device": tier.device,
+      "residual": self.exact.residual,
+    }
     if self.policy is not None:
       for field in dataclasses.fields(self.policy):
         options[f"policy.{field.name}"] = getattr(self.policy, field.name)
     return options | ({} if self.codec is None else self.codec.options())
 
-  def with_options(self, options: dict[str, Any]) -> CacheKind:
+  def with_options(self, options: dict[str, Any]) -> CacheConfig:
     """Copy with other values for the options that `options` names."""
-    changes = {
-      n: value for n, value in options.items() if n in self._plain_fields()
-    }
+    paths = self.options()
+    changes = {n: value for n, value in options.items() if n in paths}
     if changes.get("residual") is not None:
       changes.setdefault("recent", changes["residual"])
     if self.codec is not None:
@@ -424,22 +441,18 @@ class CacheKind:
         if name.startswith("policy.")
       }
       changes["policy"] = dataclasses.replace(self.policy, **policy_options)
-    return dataclasses.replace(self, **changes)
-
-  def _plain_fields(self) -> tuple[str, ...]:
-    names = (field.name for field in dataclasses.fields(self))
-    return tuple(name for name in names if name not in ("codec", "policy"))
+    return self.replace(**changes)
 
   def __str__(self) -> str:
     """Format as `launch.generate --cache=` takes it: names, changed options."""
     codec = self.codec
     if isinstance(codec, PerHead) and codec.source:
       from_file = Allocated(table=codec.source)
-      return str(dataclasses.replace(self, codec=from_file, unrotated=False))
-    options = self.options()
+      return str(self.replace(codec=from_file, unrotated=False))
+    options = self.text_options()
     shortest: tuple[int, str] | None = None
     for name, kind in _named():
-      defaults = kind.options()
+      defaults = kind.text_options()
       if defaults.keys() != options.keys() or _classes(kind) != _classes(self):
         continue
       changed = [f"{n}={x}" for n, x in options.items() if defaults[n] != x]
@@ -449,7 +462,161 @@ class CacheKind:
     return repr(self) if shortest is None else shortest[1]
 
 
-def _named() -> Iterator[tuple[str, CacheKind]]:
+def _of_part(name: str) -> property:
+  """Attribute of a config that is an option of a part."""
+  part_name, *_ = CacheConfig.options()[name]
+  return property(lambda self: getattr(getattr(self, part_name), name))
+
+
+# Deprecated, for one version: see `CacheConfig`.
+CacheKind = CacheConfig
+for _name in (*LayoutConfig.options(), *ExactConfig.options(), "device"):
+  setattr(CacheConfig, _name, _of_part(_name))
+
+
+def _coded_groups(kind: CacheConfig) -> Codec | None:
+  """Codec of groups of tokens, or None."""
+  return kind.codec if kind.grouped and isinstance(kind.codec, Codec) else None
+
+
+def _group_sizes(kind: CacheConfig) -> set[int]:
+  """Numbers of tokens of a codec's groups."""
+  codec = _coded_groups(kind)
+  parts = () if codec is None else (codec.keys, codec.values)
+  sizes: Iterator[int | None] = (getattr(x, "page", None) for x in parts)
+  return {size for size in sizes if size is not None}
+
+
+def _group_size(kind: CacheConfig) -> int:
+  """Largest number of tokens of a codec's groups."""
+  return max(_group_sizes(kind))
+
+
+def _whole_groups(kind: CacheConfig) -> int:
+  """Smallest number of tokens of whole pages that hold a residual."""
+  page = kind.layout.page
+  return -(-(kind.exact.residual or 0) // page) * page
+
+
+def _has_value_groups(kind: CacheConfig) -> bool:
+  codec = _coded_groups(kind)
+  return codec is not None and getattr(codec.values, "page", None) is not None
+
+
+def _whole_residual(kind: CacheConfig) -> bool:
+  """Whether a residual is whole pages, all recent tokens, and no first ones."""
+  exact = kind.exact
+  if exact.first or exact.recent != exact.residual:
+    return False
+  return exact.residual == _whole_groups(kind)
+
+
+# Tried in this order.
+_REFUSED = (
+  _Refusal(
+    "device",
+    lambda k: k.tier.device is not None and k.evicting,
+    lambda k: f"{k.tier.device}, with a policy, first or recent",
+    "a kind of cache that keeps all tokens",
+    "leave device out, or leave those out",
+  ),
+  _Refusal(
+    "block",
+    lambda k: k.tier.device is None and k.tier != TierConfig(),
+    lambda k: f"{k.tier.block}, without device",
+    "both, as blocks are in host memory",
+    "pass device= too, or leave block out",
+  ),
+  _Refusal(
+    "codec",
+    lambda k: k.evicting and isinstance(k.codec, Allocated | PerHead),
+    lambda k: "one for each head, with a policy, first or recent",
+    "one codec for all heads, for pages hold vectors of one length",
+    "leave the policy, first and recent out, or take one codec",
+  ),
+  _Refusal(
+    "unrotated",
+    lambda k: (
+      k.codec is not None and k.codec.unrotated and not k.layout.unrotated
+    ),
+    lambda k: "False, with a codec of keys before their rotation",
+    "True",
+    "pass rj.kv.CacheConfig(codec=..., unrotated=True)",
+  ),
+  _Refusal(
+    "unrotated",
+    lambda k: (
+      isinstance(k.codec, Calibrated)
+      and not k.codec.unrotated
+      and k.layout.unrotated
+    ),
+    lambda k: "True, with a calibrated codec of keys behind their rotation",
+    "the same of both: levels fit keys of one sort",
+    "pass rj.kv.Calibrated(unrotated=True), or leave unrotated out",
+  ),
+  _Refusal(
+    "residual",
+    lambda k: k.exact.residual is not None and not k.grouped,
+    lambda k: f"{k.exact.residual}, without a codec of groups of tokens",
+    "keys by channel, of which so many become codes at a time",
+    "write kivi2:residual=128, or recent= with other codecs",
+  ),
+  _Refusal(
+    "residual",
+    lambda k: k.exact.residual is not None and _has_value_groups(k),
+    lambda k: f"{k.exact.residual}, with a codec of groups of values",
+    "values by token, which become codes one by one",
+    lambda k: f"write recent={k.exact.residual} in its place",
+  ),
+  _Refusal(
+    "residual",
+    lambda k: k.exact.residual is not None and not _whole_residual(k),
+    lambda k: (
+      f"{k.exact.residual}, with recent={k.exact.recent}, "
+      f"first={k.exact.first} and groups of {k.layout.page}"
+    ),
+    "whole groups, recent the same, and first 0",
+    lambda k: (
+      f"write residual={_whole_groups(k)}, and leave recent and first out"
+    ),
+  ),
+  _Refusal(
+    "policy",
+    lambda k: k.grouped and k.policy is not None,
+    lambda k: f"{k.policy} with a codec of groups of tokens",
+    "none: heads that keep different tokens have no groups in common",
+    "use a codec of single tokens, as int4, or leave the policy out",
+  ),
+  _Refusal(
+    "recent",
+    lambda k: k.grouped and not k.exact.recent,
+    lambda k: "0 with a codec of groups of tokens",
+    "1 or more: tokens stay exact until a group is full",
+    "pass recent=128",
+  ),
+  _Refusal(
+    "page",
+    lambda k: k.grouped and _group_sizes(k) != {k.layout.page},
+    lambda k: (
+      f"{k.layout.page} with groups of {sorted(_group_sizes(k))} tokens"
+    ),
+    "pages that are groups",
+    lambda k: f"pass page={_group_size(k)} and group={_group_size(k)}",
+  ),
+  _Refusal(
+    "first",
+    lambda k: (
+      k.policy is not None and bool(k.policy.moves) and k.exact.first > 0
+    ),
+    lambda k: f"{k.exact.first}, with positions='cache'",
+    "0: the policy's sinks are the first tokens that stay",
+    lambda k: f"leave it out, and pass sinks={k.exact.first}",
+  ),
+)
+_WINDOWED = LayoutConfig(windowed=True)
+
+
+def _named() -> Iterator[tuple[str, CacheConfig]]:
   """Yield all kinds that have a name, and pairs of a codec and a policy."""
   yield from KINDS.items()
   yield from FROM_FILES.items()
@@ -460,7 +627,7 @@ def _named() -> Iterator[tuple[str, CacheKind]]:
         yield f"{name}+{policy_name}", kind + policy_kind
 
 
-def _classes(kind: CacheKind) -> tuple[type, ...]:
+def _classes(kind: CacheConfig) -> tuple[type, ...]:
   codec = kind.codec
   types: tuple[type, ...] = () if codec is None else (type(codec),)
   if isinstance(codec, Codec):
@@ -468,37 +635,40 @@ def _classes(kind: CacheKind) -> tuple[type, ...]:
   return (*types, type(kind.policy))
 
 
-def _encoded(vectors: VectorCodec) -> CacheKind:
+def _encoded(vectors: VectorCodec) -> CacheConfig:
   codec = Codec(keys=vectors, values=vectors)
-  return CacheKind(windowed=True, codec=codec)
+  return CacheConfig(layout=_WINDOWED, codec=codec)
 
 
-def _calibrated(bits: int) -> CacheKind:
+def _calibrated(bits: int) -> CacheConfig:
   codec = Calibrated(
     keys=CodeBook(bits=bits, by="channel"),
     values=CodeBook(bits=bits, by="token"),
   )
-  return CacheKind(windowed=True, unrotated=True, codec=codec)
+  layout = LayoutConfig(windowed=True, unrotated=True)
+  return CacheConfig(layout=layout, codec=codec)
 
 
-def _grouped(bits: int) -> CacheKind:
+def _grouped(bits: int) -> CacheConfig:
   codec = Codec(
     keys=ChannelGroups(bits=bits, group=32),
     values=Integers(bits=bits, group=32),
   )
   # With room for one group between evictions, each is encoded once it is full.
-  return CacheKind(windowed=True, codec=codec, recent=128, room=32)
+  exact = ExactConfig(recent=128, room=32)
+  return CacheConfig(layout=_WINDOWED, codec=codec, exact=exact)
 
 
-def _evicting(policy: Policy) -> CacheKind:
-  return CacheKind(windowed=True, policy=policy, room=_ROOM)
+def _evicting(policy: Policy) -> CacheConfig:
+  exact = ExactConfig(room=_ROOM)
+  return CacheConfig(layout=_WINDOWED, policy=policy, exact=exact)
 
 
-DENSE = CacheKind()
-WINDOWED = CacheKind(windowed=True)
-KINDS: dict[str, CacheKind] = {
+DENSE = CacheConfig()
+WINDOWED = CacheConfig(layout=_WINDOWED)
+KINDS: dict[str, CacheConfig] = {
   "dense": DENSE,
-  "unrotated": CacheKind(unrotated=True),
+  "unrotated": CacheConfig(layout=LayoutConfig(unrotated=True)),
   "windowed": WINDOWED,
   "bfloat16": _encoded(Floats(format="bfloat16")),
   "int8": _encoded(Integers(bits=8)),
@@ -528,12 +698,14 @@ KINDS: dict[str, CacheKind] = {
   "kivi2": _grouped(2),
 }
 # Kinds that need a file of the model.
-FROM_FILES: dict[str, CacheKind] = {
-  "allocated": CacheKind(windowed=True, codec=Allocated()),
+FROM_FILES: dict[str, CacheConfig] = {
+  "allocated": CacheConfig(layout=_WINDOWED, codec=Allocated()),
 }
 
 
-def cache_kind(kind: CacheKind | str, name: str = "cache_kind") -> CacheKind:
+def cache_kind(
+  kind: CacheConfig | str, name: str = "cache_kind"
+) -> CacheConfig:
   """Parse the text that names a kind of cache; return a kind unchanged.
 
   Args:
@@ -547,7 +719,7 @@ def cache_kind(kind: CacheKind | str, name: str = "cache_kind") -> CacheKind:
   Raises:
     OptionError: If a name or an option is unknown, or a value's type is wrong.
   """
-  if isinstance(kind, CacheKind):
+  if isinstance(kind, CacheConfig):
     return kind
   kind_name, colon, options_text = (
     kind.partition(":") if isinstance(kind, str) else ("", "", "")
@@ -558,25 +730,27 @@ def cache_kind(kind: CacheKind | str, name: str = "cache_kind") -> CacheKind:
       name,
       repr(kind),
       f"one of {', '.join(KINDS)}, or a codec + a policy of these",
-      f"pass {name}=dense, {name}=allocated:table=DIR, or an rj.kv.CacheKind",
+      f"pass {name}=dense, {name}=allocated:table=DIR, or an rj.kv.CacheConfig",
     )
   parts = [known_names[part] for part in kind_name.split("+")]
   named = functools.reduce(operator.add, parts)
-  defaults = named.options()
+  defaults = named.text_options()
   options: dict[str, Any] = {}
-  for part in option_text.split(options_text) if colon else ():
-    key, equals, value = part.partition("=")
+  keys: set[str] = set()
+  for pair in option_text.split(options_text) if colon else ():
+    key, equals, value = pair.partition("=")
     names = [n for n in defaults if key in (n, n.partition(".")[2])]
-    if not names or key in options or not equals:
+    if not names or key in keys or not equals:
       shown = ", ".join(f"{k}={v}" for k, v in defaults.items())
       raise OptionError(
         name,
-        f"{part!r} in {kind!r}",
+        f"{pair!r} in {kind!r}",
         f"options of {kind_name!r}, each once: {shown or 'there are none'}",
         f"write {name}={kind_name}:key=value,key=value",
       )
+    keys.add(key)
     for n in names:
-      options[n] = _value(name, part, value, defaults[n])
+      options[n] = _value(name, pair, value, defaults[n])
   return named.with_options(options)
 
 

@@ -43,7 +43,7 @@ from ringjax.parallel import chips
 
 if TYPE_CHECKING:
   from ringjax.kv.cache import KVCache, LayerCacheSpec
-  from ringjax.kv.cache_kind import CacheKind
+  from ringjax.kv.cache_kind import CacheConfig
   from ringjax.kv.codecs.codec import VectorCodec
   from ringjax.kv.composed.open_cache import WithOpenCache
   from ringjax.kv.storage.pages import Pages
@@ -293,7 +293,7 @@ class _Tally:
     """Add blocks of older tokens, as rows of `tokens` tokens fill them."""
     cache = self.cache
     size = cache.held.capacity
-    filled = min(size, max(0, self.tokens - (cache.kind.device or 0)))
+    filled = min(size, max(0, self.tokens - (cache.kind.tier.device or 0)))
     hosted = cache.memory == HOST
     name = "host: " if hosted else "blocks: "
     self._slots(name, shape, cache.kind.codec, blocks, size, filled)
@@ -371,7 +371,7 @@ class _Tally:
         codec_arrays = zip(head_codecs, arrays, strict=True)
       for head_codec, x in codec_arrays:
         kernel = head_codec is not None and _in_kernel(
-          head_codec, shape, self.cache.kind.unrotated
+          head_codec, shape, self.cache.kind.layout.unrotated
         )
         self._array(
           name, getattr(head_codec, part, None), dim, x, filled, kernel
@@ -478,7 +478,7 @@ def _held(cache: Any) -> dict[int, float]:
   return {n: float(count.sum()) for n, count in counts if count is not None}
 
 
-def _loss(kind: CacheKind) -> tuple[float | None, str]:
+def _loss(kind: CacheConfig) -> tuple[float | None, str]:
   """Loss in nats per token, if known, and its source."""
   if kind.codec is None and kind.policy is None:
     return 0.0, "for all tokens are kept as numbers"

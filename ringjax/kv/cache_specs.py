@@ -8,7 +8,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from ringjax.kv.cache import KVCache
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.eviction.evicting import EvictingCache
 from ringjax.kv.model_cache import ModelCache
 from ringjax.kv.offload.layer_offload import OffloadedCache
@@ -21,7 +21,7 @@ def cache_spec(
   capacity: int,
   dtype: DTypeLike,
   *,
-  kind: CacheKind,
+  kind: CacheConfig,
   tiers: Sequence[str] | None = None,
   **where: Any,
 ) -> ModelCache:
@@ -35,7 +35,7 @@ def cache_spec(
   call = (shapes, batch, capacity, dtype)
   if tiers is not None:
     return OffloadedCache.spec(*call, kind=kind, tiers=tiers, **where)
-  if kind.device is not None:
+  if kind.tier.device is not None:
     return TieredCache.spec(*call, kind=kind, **where)
   if kind.evicting:
     return EvictingCache.spec(*call, kind=kind, **where)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ringjax.kv.cache_kind import CacheKind, cache_kind
+from ringjax.kv.cache_kind import CacheConfig, cache_kind
 
 
-def parse(text: str, name: str = "cache kind") -> CacheKind:
+def parse(text: str, name: str = "cache kind") -> CacheConfig:
   """Return the kind of cache that a text names; see `cache_kind`."""
   return cache_kind(text, name)

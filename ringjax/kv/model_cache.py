@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ringjax.errors import OptionError
 from ringjax.kv.base import CallCache, CallCoords, Ends, RowIndices, donated
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_rows import replace_rows, row_indices, take_rows
 from ringjax.kv.encoder_states import EncoderStates
 from ringjax.ops.mask import Coords, SameSegment
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class ModelCache(CallCache):
   """A model's keys and values between calls, and during them.
 
-  A kind of storage has `kind`, its `CacheKind`, a `spec` as `KVCache` has, and
-  what `CallCache` names. It holds `parts`, or overrides all that asks them.
+  A kind of storage has `kind`, its `CacheConfig`, a `spec` as `KVCache` has,
+  and what `CallCache` names. It holds `parts`, or overrides all that asks them.
   """
 
   # What an error calls this storage, and storage that does what it refuses.
@@ -48,7 +48,7 @@ class ModelCache(CallCache):
   if TYPE_CHECKING:
 
     @property
-    def kind(self) -> CacheKind: ...
+    def kind(self) -> CacheConfig: ...
 
   @classmethod
   def create(
@@ -317,7 +317,7 @@ def refuse_unseen(sees: bool, tokens: int) -> None:
 
 
 def refuse_documents(
-  kind: CacheKind, shapes: Sequence[Any], coords: CallCoords
+  kind: CacheConfig, shapes: Sequence[Any], coords: CallCoords
 ) -> None:
   """Refuse documents that see each other where their order decides what stays.
 
@@ -328,7 +328,7 @@ def refuse_documents(
   if coords.seg is None or segments == SameSegment():
     return
   windows = any(getattr(shape, "reach", None) for shape in shapes)
-  if kind.evicting or (kind.windowed and windows):
+  if kind.evicting or (kind.layout.windowed and windows):
     raise OptionError(
       "cache",
       f"kind {kind} with segments={segments}",

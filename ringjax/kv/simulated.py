@@ -2,7 +2,7 @@
 
 Guarantees: each key and value is encoded and decoded, so that the logits are
 those of a cache of that kind to which the tokens are appended one by one. If
-the newest or the first tokens stay exact (`CacheKind.recent`, `first`), a query
+the newest or the first tokens stay exact (`ExactConfig`), a query
 sees those exact that were exact after the previous token; a codec of groups
 counts groups from the first token that it encodes.
 Memory: that of a call without a cache; nothing is stored. With exact tokens,
@@ -28,7 +28,7 @@ from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.kv.base import KV, CallCoords, FreshLayer, NoCache
 from ringjax.kv.cache import of_layer
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Allocated, Codec, PerHead
 from ringjax.kv.codecs.codec import VectorCodec, through
 from ringjax.kv.model_cache import refuse_documents
@@ -54,17 +54,19 @@ class SimulatedCache(NoCache):
   """
 
   constants: tuple[Any, ...]
-  kind: CacheKind
+  kind: CacheConfig
   shapes: tuple[Any, ...]
 
   @classmethod
-  def create(cls, model: Transformer, kind: CacheKind | str) -> SimulatedCache:
+  def create(
+    cls, model: Transformer, kind: CacheConfig | str
+  ) -> SimulatedCache:
     """Create a simulated cache for the calls of a `Transformer`.
 
     Raises:
       OptionError: If the kind has no codec, or has a policy.
     """
-    resolved: CacheKind = model.cache_kind(kind)
+    resolved: CacheConfig = model.cache_kind(kind)
     if resolved.policy is not None:
       resolved.keeping_all("one call")
     codec = resolved.codec
@@ -98,10 +100,12 @@ class SimulatedCache(NoCache):
     shape = self.shapes[kind]
     if isinstance(shape, StateShape):
       return FreshLayer()
-    if self.kind.exact and self.kind.windowed and shape.reach is not None:
+    if (
+      self.kind.exact and self.kind.layout.windowed and shape.reach is not None
+    ):
       # Ring buffers hold exact keys and values.
       return FreshLayer()
-    codec, unrotated = self.kind.codec, self.kind.unrotated
+    codec, unrotated = self.kind.codec, self.kind.layout.unrotated
     constants = self.constants[kind]
 
     def encode_and_decode(
@@ -131,7 +135,7 @@ class SimulatedCache(NoCache):
     self, vectors: VectorCodec, x: jax.Array, constants: PyTree
   ) -> jax.Array:
     """Encode and decode vectors [B, K, T, D], group by group."""
-    first, count = self.kind.first, x.shape[2]
+    first, count = self.kind.exact.first, x.shape[2]
     group = getattr(vectors, "page", None)
     if group is None or not x.shape[-1]:
       return through(vectors, x, constants)
@@ -151,7 +155,7 @@ tree.register(SimulatedCache, ("constants",), ("kind", "shapes"))
 class _NoKeys:
   """Placeholder for `fresh`, whose keys would be the same for all queries."""
 
-  kind: CacheKind
+  kind: CacheConfig
 
   def __iter__(self) -> Any:
     raise OptionError(
@@ -178,7 +182,7 @@ class _PartlyExact(NamedTuple):
     slots: Always empty.
   """
 
-  kind: CacheKind
+  kind: CacheConfig
   mask: Mask
   change: Callable[..., Any]
   own: Any = None
@@ -215,11 +219,11 @@ class _PartlyExact(NamedTuple):
         "read them into a cache, model.init_cache",
       )
     kind = self.kind
-    if kind.residual is not None:
-      return self._residual_views(kind.residual)
-    group = kind.page if kind.grouped else 1
+    if kind.exact.residual is not None:
+      return self._residual_views(kind.exact.residual)
+    group = kind.layout.page if kind.grouped else 1
     visible = lambda coded: (
-      self.mask & Encoded(kind.recent, kind.first, group, coded)
+      self.mask & Encoded(kind.exact.recent, kind.exact.first, group, coded)
     )
     return (
       dataclasses.replace(self.decoded.view(), mask=visible(True)),

@@ -58,6 +58,7 @@ from ringjax.models.transformer import Transformer
 from ringjax.models.weights.coded_weights import refuse_codes
 from ringjax.models.weights.streaming import Streaming, check_host, planned
 from ringjax.models.weights.weight_placement import (
+  PlacementConfig,
   WeightPlacement,
   refuse_placed,
 )
@@ -222,7 +223,7 @@ def load(
   dtype: DTypeLike | None = None,
   scan: bool = True,
   strict: bool = True,
-  placement: WeightPlacement | str | None = None,
+  placement: PlacementConfig | WeightPlacement | str | None = None,
   memory: int | str | None = None,
   beside: Callable[..., Mapping[str, Mapping[str, int]]] | None = None,
   weights: str | None = None,
@@ -258,7 +259,8 @@ def load(
     placement: Memory of the layers, a `Placement` or a text such as
       "device=.2,host=.5,disk=.3", "host" or "disk"; default: all on the
       devices. Other layers are fetched when they run: from the host's memory,
-      or from these files, which must not change.
+      or from these files, which must not change. Of an
+      `rj.infer.PlacementConfig` its weights and memory are read.
     memory: Bytes that weights may take on a device, as a number or as "6GiB":
       as many layers as fit are there, the others in the host's memory as far
       as they fit and `placement` does not say otherwise, the rest on disk.
@@ -288,6 +290,16 @@ def load(
     MeshError: If a rule names an axis that the mesh does not have.
   """
   path = fetched_models.resolve(path)
+  if isinstance(placement, PlacementConfig):
+    if placement.memory is not None and memory is not None:
+      raise OptionError(
+        "memory",
+        f"{memory!r} beside that of the PlacementConfig",
+        "one of them",
+        "leave one out",
+      )
+    memory = placement.memory if memory is None else memory
+    placement = placement.weights
   if weights is not None:
     one_of("weights", weights, WEIGHTS)
   mesh = _checked_mesh(mesh, rules)

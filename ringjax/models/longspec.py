@@ -41,7 +41,7 @@ from ringjax.errors import (
 from ringjax.json_text import json_text
 from ringjax.kv.base import KV, CallCache, FreshLayer, HeldKeys, NoCache
 from ringjax.kv.cache import LayerCacheSpec
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig, LayoutConfig
 from ringjax.models.hf.tensors import parameters
 from ringjax.models.parameter_arrays import (
   arrays_of,
@@ -316,7 +316,7 @@ class DraftTransformer(Transformer):
       batch,
       self.draft_config.window + slack,
       sharding=dataclasses.replace(sharding, axis=None),
-      kind=CacheKind(windowed=True, slack=slack),
+      kind=CacheConfig(layout=LayoutConfig(windowed=True, slack=slack)),
     )
 
   def hidden(

@@ -30,7 +30,7 @@ from ringjax.errors import (
 )
 from ringjax.kv.base import CallCache, CallCoords, NoCache
 from ringjax.kv.cache import LayerCacheSpec
-from ringjax.kv.cache_kind import CacheKind, cache_kind
+from ringjax.kv.cache_kind import CacheConfig, cache_kind
 from ringjax.kv.cache_specs import cache_spec
 from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
 from ringjax.kv.state import StateShape
@@ -450,7 +450,7 @@ class Transformer(nnx.Module):
     *,
     sharding: ShardingContext | None = None,
     dtype: DTypeLike | None = None,
-    kind: CacheKind | str = "dense",
+    kind: CacheConfig | str = "dense",
     placement: WeightPlacement | str | None = None,
     disk: CacheFiles | None = None,
   ) -> Any:
@@ -461,7 +461,7 @@ class Transformer(nnx.Module):
       capacity: Slots of a row, in tokens, a multiple of the shards.
       sharding: Mesh and axis that the cache is sharded over.
       dtype: bfloat16, float16, float32 or float64; default: the model's.
-      kind: Storage of keys and values, an `rj.kv.CacheKind` or its name,
+      kind: Storage of keys and values, an `rj.kv.CacheConfig` or its name,
         one of `rj.kv.KINDS`.
       placement: Memory of the keys of layers that do not run: "device",
         "host", "disk", or fractions of the layers, see `rj.models.Placement`;
@@ -488,7 +488,7 @@ class Transformer(nnx.Module):
     *,
     sharding: ShardingContext | None = None,
     dtype: DTypeLike | None = None,
-    kind: CacheKind | str = "dense",
+    kind: CacheConfig | str = "dense",
     placement: WeightPlacement | str | None = None,
   ) -> Any:
     """Specs of `init_cache`'s cache: shapes, dtypes and shardings alone.
@@ -534,7 +534,7 @@ class Transformer(nnx.Module):
       tiers=tiers,
     )
 
-  def cache_kind(self, kind: CacheKind | str) -> CacheKind:
+  def cache_kind(self, kind: CacheConfig | str) -> CacheConfig:
     """A cache kind by its name or as it is, calibrated for this model.
 
     Raises:

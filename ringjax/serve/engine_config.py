@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from ringjax.checks import float_dtype, integer, one_of
-from ringjax.config import Config, config, option
+from ringjax.config import Config, Flag, config, option
 from ringjax.errors import OptionError
 from ringjax.infer.speculate.drafter import Drafter
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import KINDS, CacheConfig
 from ringjax.models.transformer import Transformer
 from ringjax.ops.attention.cached.pooled import pool_tile
 from ringjax.serve.prefix.important_link import ImportantShare
@@ -57,12 +57,14 @@ class EngineConfig(Config):
     "that size.",
     least=1,
     default=16,
+    aliases=("max_num_seqs", "max_running_requests"),
   )
   capacity: int | None = option(
     "Number of tokens in the pool, those of shared prefixes once; default: "
     "`rows` rows of `longest` tokens, at most 65,536.",
     least=1,
     default=None,
+    aliases=("max_total_tokens",),
   )
   longest: int | None = option(
     "Maximum number of tokens of a prompt and its answer together; default: "
@@ -71,12 +73,14 @@ class EngineConfig(Config):
     "in `generate`; prompts that rotate otherwise share no prefixes.",
     least=1,
     default=None,
+    aliases=("max_model_len", "context_length"),
   )
   page: int | None = option(
     "Number of tokens of a page, 16, 32, 64 or 128; default: 32, and 128 for "
     "codes on a TPU, whose memory layout pads shorter ones.",
     least=1,
     default=None,
+    aliases=("block_size", "page_size"),
   )
   piece: int = option(
     "Number of tokens of a prompt's chunk, in one row of a call.",
@@ -93,11 +97,17 @@ class EngineConfig(Config):
     "default: all that its calls have room for.",
     least=1,
     default=None,
+    aliases=("max_num_batched_tokens",),
   )
-  cache_kind: CacheKind | str = option(
+  cache_kind: CacheConfig | str = option(
     "Storage of keys and values, see `Transformer.init_cache`.",
     default="windowed",
     text=str,
+    flag=Flag(
+      f"How the KV cache is stored: {', '.join(KINDS)}; with options as "
+      "NAME:key=value,key=value.",
+      name="cache",
+    ),
   )
   dtype: DTypeLike | None = option(
     "Dtype of the cache; default: the model's.",
@@ -149,6 +159,11 @@ class EngineConfig(Config):
     "layers and no pages. Default: all, bit for bit.",
     default=None,
     text=_share_text,
+    flag=Flag(
+      "Part of a prefix in --store that is read in place of the whole, by what "
+      "the rest of the prompt looks at (IMPRESS): approximate.",
+      kind="number",
+    ),
   )
   layout: str = option(
     '"pages"; or "contiguous", rows whose memory grows on demand (vAttention): '
@@ -215,7 +230,7 @@ class EngineSizes:
 
   platform: str
   shards: int
-  kind: CacheKind
+  kind: CacheConfig
   page: int
   longest: int
   capacity: int
@@ -254,7 +269,7 @@ class EngineSizes:
     reserves = config.layout == "contiguous" and platform == "cpu"
     if config.contiguous:
       pages = row_pages(pages_at_once, config.rows, blocks, shards, reserves)
-      kind = dataclasses.replace(kind, windowed=False)
+      kind = kind.replace(windowed=False)
     return cls(
       platform=platform,
       shards=shards,

@@ -76,7 +76,7 @@ def model(shards, family="windows", dtype="float32"):
 @functools.cache
 def kind_of(name, family="windows", dtype="float32"):
   """A kind by its name, calibrated where it has to be; or as it is."""
-  if isinstance(name, rj.kv.CacheKind):
+  if isinstance(name, rj.kv.CacheConfig):
     return name
   if name in PER_HEAD:
     return per_head(name, family, dtype)
@@ -89,7 +89,7 @@ def kind_of(name, family="windows", dtype="float32"):
     draw,
     outliers=kind.codec.values.outliers,
     keys=kind.codec.keys.by,
-    rotated=not kind.unrotated,
+    rotated=not kind.layout.unrotated,
   )
   return kind.with_options({"calibration": found})
 
@@ -107,7 +107,7 @@ def per_head(name, family, dtype):
     codecs=tuple(kind.codec for kind in kinds),
     which=tuple(which.get(n, ()) for n in range(len(layers))),
   )
-  return dataclasses.replace(kinds[0], codec=codec)
+  return kinds[0].replace(codec=codec)
 
 
 @functools.cache
@@ -130,7 +130,7 @@ def text(family="windows", dtype="float32", kind="dense"):
 class Setup:
   """What a law is shown for."""
 
-  kind: str | rj.kv.CacheKind
+  kind: str | rj.kv.CacheConfig
   shards: int
   family: str = "windows"
   dtype: str = "float32"
@@ -150,7 +150,7 @@ class Setup:
     if self.shards > 1:
       attend = rj.models.CachedAttention(mesh=self.model.mesh, axis="seq")
     kind = kind_of(self.kind, self.family, self.dtype)
-    kind = dataclasses.replace(kind, slack=SLACK)
+    kind = kind.replace(slack=SLACK)
     return self.model.init_cache(batch, capacity, sharding=attend, kind=kind)
 
   def ready(self, cache, tokens):

@@ -23,7 +23,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import RingjaxError
 from ringjax.infer import speculate
-from ringjax.kv import CacheKind, kind_text
+from ringjax.kv import CacheConfig, kind_text
 from ringjax.serve import Engine, Request
 from tests import checkpoints
 
@@ -85,7 +85,7 @@ def _kind(kind, **fields):
 
 def _policy(policy, codec=None, **fields):
   codec = codec and kind_text.parse(codec).codec
-  kind = CacheKind(policy=policy, codec=codec, room=12, page=8)
+  kind = CacheConfig(policy=policy, codec=codec, room=12, page=8)
   refusals = {"crowd": "policy"}
   fields = dict(evicts=not policy.selects, coded=codec is not None) | fields
   return _kind(kind, refusals=refusals, **fields)
@@ -165,7 +165,9 @@ PATHS: dict[str, Path] = {
   "quest of tokens": _policy(rj.kv.Select(budget=16)),
   "quest, int8": _policy(rj.kv.Select(budget=0.4), codec="int8"),
   "quest, unrotated": _kind(
-    CacheKind(policy=rj.kv.Select(budget=0.4), unrotated=True, room=12, page=8),
+    CacheConfig(
+      policy=rj.kv.Select(budget=0.4), unrotated=True, room=12, page=8
+    ),
     refusals={"crowd": "policy"},
   ),
   "quest, index of keys": _policy(

@@ -878,7 +878,7 @@ def test_a_map_has_gaps_where_nothing_was_asked(tmp_path):
 def test_policies_are_measured_behind_what_they_evicted():
   model = made(0)
   tokens = np.random.default_rng(0).integers(1, 64, (2, 256))
-  policy = lambda budget: rj.kv.CacheKind(
+  policy = lambda budget: rj.kv.CacheConfig(
     policy=rj.kv.SnapKV(budget=budget, window=8), room=32
   )
   every, few = rj.eval.compare_caches(

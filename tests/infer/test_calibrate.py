@@ -77,7 +77,7 @@ def test_code_books_beat_integers_and_more_bits_are_better(model, found):
     whole = rj.kv.Integers(bits=bits)
     assert rj.kv.CodeBook(bits=bits).width(16) < whole.width(16)
     codec = rj.kv.Codec(keys=whole, values=whole)
-    assert error < moved(model, rj.kv.CacheKind(codec=codec))
+    assert error < moved(model, rj.kv.CacheConfig(codec=codec))
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_options_other_than_those_of_the_calibration_are_refused(model, found):
   with pytest.raises(OptionError, match="fitted to scales by token"):
     rj.kv.KINDS["nuq3"].with_options({"values.by": "channel"})
   with pytest.raises(OptionError, match="levels fit keys of one sort"):
-    rj.kv.CacheKind(codec=rj.kv.Calibrated(unrotated=False), unrotated=True)
+    rj.kv.CacheConfig(codec=rj.kv.Calibrated(unrotated=False), unrotated=True)
 
 
 @pytest.mark.long
@@ -205,7 +205,7 @@ def test_keys_of_another_sort_have_levels_of_their_own(
   name = f"nuq3:keys.by={keys},unrotated={not rotated}"
   kind = kind_text.parse(name)
   assert kind_text.parse(str(kind)) == kind
-  assert kind.codec.unrotated == kind.unrotated == (not rotated)
+  assert kind.codec.unrotated == kind.layout.unrotated == (not rotated)
   kind = kind.with_options({"calibration": str(tmp_path)})
   with pytest.raises(OptionError, match=r"keys\.by|unrotated"):
     model.cache_kind(

@@ -7,8 +7,11 @@ import pathlib
 
 import jax
 import pytest
+from absl import flags
 
 import ringjax as rj
+from launch import serve
+from launch.shared import common
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.infer import GenerateConfig, PrefillConfig
 from ringjax.infer.generate_config import PAIRS
@@ -22,6 +25,7 @@ VALUES = {
     "max_new_tokens": 3, "axis": "seq", "prefill": "chunked", "chunk": 8,
     "keep": "last", "wire": "int8", "cache_kind": "kivi2:residual=64",
     "cache_dtype": "bfloat16", "grow": 16, "cache_placement": "host",
+    "placement": "device=.5,disk=.5", "memory": "6GiB",
     "hidden_placement": "host", "rows_at_once": 2, "disk": "folder",
     "temperature": 0.5, "top_k": 4, "top_p": 0.5, "min_p": 0.1,
     "repetition_penalty": 1.5, "do_sample": True, "seed": 7,
@@ -41,7 +45,7 @@ OBJECTS = {"machine", "partition", "sampler", "library"}
 
 @pytest.mark.parametrize("kind", VALUES)
 def test_every_option_is_written_and_read_back(kind):
-  parts = {"decode", "placement", "sampling", "stopping", "speculation"}
+  parts = {"decode", "sampling", "stopping", "speculation"}
   assert {*kind.options()} - parts - OBJECTS == {*VALUES[kind]}
   config = kind().replace(**VALUES[kind])
   again = kind.from_dict(json.loads(json.dumps(config.to_dict())))
@@ -90,6 +94,36 @@ def test_overrides_reach_parts_and_keep_the_rest():
 def test_wrong_options_are_refused_by_name(make, error, words):
   with pytest.raises(error, match=words):
     make()
+
+
+def test_aliases_set_the_option_that_means_the_same():
+  page = (ROOT / "docs/how/configs.md").read_text("utf-8")
+  for field in EngineConfig.fields():
+    value = VALUES[EngineConfig][field.name]
+    want = EngineConfig(**{field.name: value})
+    aliases = field.metadata["aliases"]
+    for alias in aliases:
+      option = {alias: value}
+      assert EngineConfig(**option) == EngineConfig().replace(**option) == want
+      assert EngineConfig.from_dict(option) == want
+      assert alias not in want.to_dict()
+      both = option | {field.name: value}
+      with pytest.raises(OptionError, match="means the same"):
+        EngineConfig(**both)
+      with pytest.raises(OptionError, match="means the same"):
+        want.replace(**both)
+      values = common.parse(serve.NAME, serve.define, [f"--{alias}={value}"])
+      assert values[field.name].value == value
+      twice = [f"--{alias}={value}", f"--{field.name}={value}"]
+      with pytest.raises(flags.Error, match="means the same"):
+        common.parse(serve.NAME, serve.define, twice)
+    if aliases:
+      row = ", ".join(f"`{alias}`" for alias in aliases)
+      assert f"| `{field.name}` | {row} |\n" in page
+      assert f"Also: {', '.join(aliases)}." in " ".join(
+        (EngineConfig.__doc__ or "").split()
+      )
+  assert EngineConfig(rows=3, max_model_len=64).longest == 64
 
 
 @pytest.fixture

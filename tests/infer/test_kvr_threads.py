@@ -17,7 +17,7 @@ import pytest
 from ringjax import infer
 from ringjax.errors import OptionError, PeerError
 from ringjax.infer.kv_runahead import kvr
-from ringjax.kv import KINDS, CacheKind
+from ringjax.kv import KINDS, CacheConfig
 from ringjax.parallel.peers import Peers
 from ringjax.plan import cost
 
@@ -134,8 +134,8 @@ def test_the_last_rank_has_what_one_device_has(loaded, alone, name, ranks):
   "kind",
   [
     "unrotated",
-    CacheKind(windowed=True, slack=TILE),
-    CacheKind(windowed=True, unrotated=True, slack=4),
+    CacheConfig(windowed=True, slack=TILE),
+    CacheConfig(windowed=True, unrotated=True, slack=4),
   ],
   ids=str,
 )

@@ -160,5 +160,5 @@ def test_a_session_goes_by_the_capacity_that_was_asked_for(
   np.testing.assert_array_equal(answer(sharded, mesh=mesh), want)
   # It grows as tokens come, and evicts none of so few.
   policy = rj.kv.SnapKV(budget=60, window=4)
-  kind = rj.kv.CacheKind(policy=policy, page=8, room=8)
+  kind = rj.kv.CacheConfig(policy=policy, page=8, room=8)
   np.testing.assert_array_equal(answer(model, cache_kind=kind), want)

@@ -17,7 +17,7 @@ from ringjax.errors import (
 from ringjax.infer import speculate
 from ringjax.infer.sampling import Sample, traced
 from ringjax.infer.speculate.drafter import Target
-from ringjax.kv import CacheKind
+from ringjax.kv import CacheConfig
 from ringjax.models import longspec
 from tests.helpers import refused
 
@@ -90,8 +90,8 @@ def test_more_families(loaded, family):
 @LONG
 @pytest.mark.parametrize(
   "kind",
-  ["int4", "unrotated", "kivi2", CacheKind(device=16),
-   CacheKind(policy=rj.kv.KeyDiff(budget=12), room=8)],
+  ["int4", "unrotated", "kivi2", CacheConfig(device=16),
+   CacheConfig(policy=rj.kv.KeyDiff(budget=12), room=8)],
   ids=str,
 )  # fmt: skip
 def test_kinds_of_caches(loaded, kind):

@@ -16,7 +16,7 @@ from ringjax.data import Bytes
 from ringjax.errors import OptionError
 from ringjax.infer import speculate
 from ringjax.infer.speculate.suffixes import SuffixAutomaton
-from ringjax.kv import CacheKind, kind_text
+from ringjax.kv import CacheConfig, kind_text
 from tests.helpers import refused, swept
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
@@ -107,7 +107,7 @@ def test_heads_keep_what_they_keep_without_drafts(loaded, policy):
   turns = [[[1, 2, 3] * 7, [4, 5] * 9], [[7], [8, 9]], [[1, 2, 3] * 3, [5]]]
   tokens, caches = [], []
   for speculating in (None, "lookup:adapt=False"):
-    kind = CacheKind(policy=policy, room=8)
+    kind = CacheConfig(policy=policy, room=8)
     session = rj.infer.Session(model, 160, batch=2, cache_kind=kind)
     for turn in turns:
       new = rj.infer.generate(
@@ -175,12 +175,12 @@ KINDS = [
   ("lookup", "hadamard3"),
   ("tree", "kivi2"),
   ("self", "dense"),
-  ("lookup", CacheKind(device=16)),
-  ("tree", CacheKind(device=16)),
-  ("early", CacheKind(policy=rj.kv.KeyDiff(budget=12), room=12)),
-  ("lookup", CacheKind(policy=rj.kv.FastGen(punctuation=(1, 5)), room=8)),
+  ("lookup", CacheConfig(device=16)),
+  ("tree", CacheConfig(device=16)),
+  ("early", CacheConfig(policy=rj.kv.KeyDiff(budget=12), room=12)),
+  ("lookup", CacheConfig(policy=rj.kv.FastGen(punctuation=(1, 5)), room=8)),
   *(
-    (name, CacheKind(policy=policy, room=8))
+    (name, CacheConfig(policy=policy, room=8))
     for name, policy in zip(
       ("lookup", "model", "tree") * 3,
       (
@@ -205,7 +205,7 @@ KINDS = [
 @pytest.mark.parametrize(
   ("name", "kind"),
   [
-    ("tree", CacheKind(policy=rj.kv.SnapKV(budget=12, window=4), room=6)),
+    ("tree", CacheConfig(policy=rj.kv.SnapKV(budget=12, window=4), room=6)),
     *swept(KINDS, [KINDS[n] for n in (0, 4, 7, 9, 12, 14)]),
   ],
   ids=str,

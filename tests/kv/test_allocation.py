@@ -61,7 +61,7 @@ def test_heads_of_one_codec_stay_together():
   """Layers that have one codec each are stored as they are of one kind."""
   model = contract.model(1)
   which = tuple((n % 2,) * 2 for n in range(3))
-  kind = rj.kv.CacheKind(
+  kind = rj.kv.CacheConfig(
     codec=rj.kv.PerHead(codecs=(codec("int4"), codec("int8")), which=which)
   )
   cache = model.init_cache(2, 16, kind=kind)
@@ -256,7 +256,7 @@ def test_calibrated_candidates_and_their_file(tmp_path, texts):
   found = rj.kv.allocate_bits(
     model, texts, bits=15, by="layer", candidates=kinds, folder=tmp_path
   )
-  assert found.kind.unrotated and found.candidates == ("nuq3", "nuq2")
+  assert found.kind.layout.unrotated and found.candidates == ("nuq3", "nuq2")
   read = rj.kv.Allocation.load(tmp_path, model)
   assert read.kind == found.kind
   rj.infer.calibrate(model, texts[:1], folder=tmp_path)
@@ -317,7 +317,7 @@ def test_texts_and_tables_that_are_refused(made, texts):
     dataclasses.replace(made.kind, recent=4)
   short = dataclasses.replace(made.kind.codec, which=made.keys[:2])
   with pytest.raises(OptionError, match="a table of 2 layers"):
-    model.init_cache(1, 8, kind=rj.kv.CacheKind(codec=short))
+    model.init_cache(1, 8, kind=rj.kv.CacheConfig(codec=short))
   mesh = jax.make_mesh((2,), ("model",), axis_types=_AUTO)
   attend = rj.models.CachedAttention(mesh=mesh, axis=None)
   with pytest.raises(OptionError, match="heads sharded over 'model'"):

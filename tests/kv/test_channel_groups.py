@@ -27,7 +27,7 @@ def kind_of(bits=8, **options):
     keys=ChannelGroups(bits=bits, group=P), values=Integers(bits=bits, group=P)
   )
   made = dict(codec=codec, recent=RECENT, page=P, room=4, slack=12)
-  return rj.kv.CacheKind(**{**made, **options})
+  return rj.kv.CacheConfig(**{**made, **options})
 
 
 @functools.cache
@@ -245,7 +245,8 @@ def test_generate_encodes_by_itself(shards, options):
 def test_bytes_are_those_of_the_formula():
   """Without the open tokens: pages, and their coordinates."""
   kind = rj.kv.KINDS["kivi2"]
-  assert (kind.recent, kind.page, kind.codec.keys.group) == (128, 32, 32)
+  sizes = (kind.exact.recent, kind.layout.page, kind.codec.keys.group)
+  assert sizes == (128, 32, 32)
   config = dict(
     model_type="llama", vocab_size=64, hidden_size=64, intermediate_size=64,
     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
@@ -267,7 +268,7 @@ def test_bytes_are_those_of_the_formula():
 
 @pytest.mark.usefixtures("unchecked")
 def test_what_is_refused():
-  make = rj.kv.CacheKind
+  make = rj.kv.CacheConfig
   codec = rj.kv.KINDS["kivi4"].codec
   for options, says in (
     ({"recent": 0}, "1 or more: tokens stay exact until a group is full"),
@@ -299,7 +300,7 @@ def test_what_is_refused():
 @pytest.mark.usefixtures("unchecked")
 def test_outliers_of_pages_are_a_kind_of_cache_by_their_text():
   kind = kind_text.parse("nuq3:outliers=1.0%")
-  assert (kind.recent, kind.page, kind.room) == (1, 32, 32)
+  assert (kind.exact.recent, kind.layout.page, kind.exact.room) == (1, 32, 32)
   assert kind == kind_text.parse("nuq3:outliers=1%")
   assert kind_text.parse(str(kind)) == kind
   wide = kind_text.parse("nuq2:outliers=.5%,group=64,recent=100")
@@ -373,7 +374,7 @@ def read_back(cache, count):
 def test_a_residual_is_that_of_the_paper(room, ends):
   """Behind each eviction keys and values are exact or coded as KIVI's are."""
   kind = kind_text.parse(f"{RESIDUAL},room={room}")
-  assert (kind.residual, kind.recent) == (R, R)
+  assert (kind.exact.residual, kind.exact.recent) == (R, R)
   assert kind_text.parse(str(kind)) == kind
   model, (tokens, _) = contract.model(1, "grouped"), text("grouped")
   # Keys and values of the first layer are those of the tokens alone.

@@ -221,7 +221,7 @@ NOTED: list = []
 def test_what_travels_is_what_the_cache_stores(name, dtype, attend):
   """Bit for bit."""
   model = contract.model(R, "grouped", dtype)
-  kind = dataclasses.replace(rj.kv.KINDS[name], windowed=False)
+  kind = rj.kv.KINDS[name].replace(windowed=False)
   codec = kind.codec
   wire = Noting(keys=codec.keys, values=codec.values, dtype=model.dtype)
   chain = attend is ChainParallel
@@ -264,7 +264,7 @@ class Slow(rj.models.ContextParallel):
 def test_a_prompt_read_on_shards_is_one_where_others_are_coded(prefill):
   model, one = contract.model(R, "grouped"), contract.model(1, "grouped")
   tokens = np.random.default_rng(2).integers(1, 64, (2, 32)).astype(np.int32)
-  kind = rj.kv.CacheKind(codec=MIXED)
+  kind = rj.kv.CacheConfig(codec=MIXED)
   session = rj.infer.Session(model, 40, batch=2, cache_kind=kind)
   reports = []
   options = {"partition": (8, 8, 8, 8)} if prefill == "kvr" else {}
@@ -312,7 +312,7 @@ def test_what_is_no_wire():
   )
   for options, says in (
     ({}, "a kind with a codec"),
-    ({"cache_kind": rj.kv.CacheKind(codec=MIXED, unrotated=True)}, "rotated"),
+    ({"cache_kind": rj.kv.CacheConfig(codec=MIXED, unrotated=True)}, "rotated"),
     ({"cache_kind": "int4", "prefill": "chunked"}, "from shard to shard"),
     ({"cache_kind": "int4", "prefill": "ulysses"}, "from shard to shard"),
   ):

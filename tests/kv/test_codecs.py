@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -288,8 +286,8 @@ def test_the_transform_keeps_lengths_and_has_an_inverse(dim):
     (lambda: CodeBook(outliers="1"), "outliers=1%"),
     (lambda: CodeBook(group=64), "a page of so many tokens"),
     (lambda: CodeBook(by="head"), "by"),
-    (lambda: rj.kv.CacheKind(codec=rj.kv.Calibrated()), "unrotated=True"),
-    (lambda: rj.kv.CacheKind(codec="int4"), "an rj.kv.Codec, or None"),
+    (lambda: rj.kv.CacheConfig(codec=rj.kv.Calibrated()), "unrotated=True"),
+    (lambda: rj.kv.CacheConfig(codec="int4"), "an rj.kv.Codec, or None"),
   ],
 )
 def test_wrong_options(make, says):
@@ -375,14 +373,14 @@ def test_tokens_are_last_on_a_tpu(monkeypatch):
   """TPUs fill up the last axis to 128, and the one before to 8."""
   shape = LayerCacheSpec(layers=2, heads=4, key=128, value=64)
   codec = rj.kv.Codec(keys=Hadamard(bits=3), values=Integers(bits=4))
-  kind = rj.kv.CacheKind(codec=codec, page=8, room=8)
+  kind = rj.kv.CacheConfig(codec=codec, page=8, room=8)
   specs = lambda: KVCache.spec((shape,), 3, 256, jnp.bfloat16, kind=kind).slots
   (slots,) = specs()
   assert slots.k.shape == (2, 3, 4, 256, codec.keys.width(128))
   assert slots.k.dtype == jnp.uint8
   model = contract.model(1, "grouped")
   tokens = contract.text("grouped")[0]
-  policy = dataclasses.replace(kind, policy=rj.kv.SnapKV(window=4))
+  policy = kind.replace(policy=rj.kv.SnapKV(window=4))
   ask = lambda kind: rj.infer.generate(
     model, tokens, max_new_tokens=12, cache_kind=kind
   ).tokens.tolist()

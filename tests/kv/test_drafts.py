@@ -11,7 +11,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import OptionError
-from ringjax.kv import CacheKind
+from ringjax.kv import CacheConfig
 from ringjax.kv.kind_text import parse
 from ringjax.ops.ancestors import ancestor_matrix
 from tests.contracts import cache as contract
@@ -71,7 +71,7 @@ def check(model, kind, *, attend=None, seed=0, tolerance=1e-5):
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [4, 1])
 @pytest.mark.parametrize(
-  "kind", [CacheKind(windowed=True, slack=8), "unrotated", "dense"], ids=str
+  "kind", [CacheConfig(windowed=True, slack=8), "unrotated", "dense"], ids=str
 )
 def test_every_node_sees_its_path(kind, shards):
   model, attend = contract.model(shards), None

@@ -54,8 +54,7 @@ def all_of(policy):
 def kind_of(policy, codec="dense", family="windows", **options):
   kind = contract.kind_of(codec, family)
   options = {"page": 8, "room": 4, "slack": contract.SLACK} | options
-  made = {**vars(kind), "policy": policy, **options}
-  return rj.kv.CacheKind(**made)
+  return kind.replace(policy=policy, **options)
 
 
 def empty(shards, kind, family="windows", batch=B, capacity=CAPACITY):
@@ -230,7 +229,7 @@ def test_memory_is_returned_for_each_head():
 
   def bytes_of(streaming):
     policy = rj.kv.Duo(streaming=streaming, sinks=4, newest=28)
-    kind = rj.kv.CacheKind(policy=policy, room=32)
+    kind = rj.kv.CacheConfig(policy=policy, room=32)
     _, cache = model(tokens, cache=model.init_cache(1, 512, kind=kind))
     cache = cache.evict()
     held = cache.tokens()[0][:, 0]
@@ -438,7 +437,7 @@ def test_the_first_and_the_newest_tokens_stay_open():
   """Of rows that are evicted; of the others all that are there."""
   pos = jnp.array([[2, 4, 0, 1, 3, 0]] * 2, jnp.int32)
   seg = jnp.array([[1, 1, 1, 1, 1, 0]] * 2, jnp.int32)
-  kind = rj.kv.CacheKind(policy=rj.kv.SnapKV(), first=1, recent=2, page=8)
+  kind = rj.kv.CacheConfig(policy=rj.kv.SnapKV(), first=1, recent=2, page=8)
   stays = staying(Coords(pos, seg), kind, Places(), jnp.array([True, False]))
   want = [[0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 0]]
   np.testing.assert_array_equal(stays, np.array(want, bool))
@@ -500,7 +499,7 @@ def test_what_is_refused():
   with pytest.raises(OptionError, match="odd"):
     rj.kv.SnapKV(kernel=4)
   with pytest.raises(OptionError, match=r"rj.kv.Policy"):
-    rj.kv.CacheKind(policy="snapkv")
+    rj.kv.CacheConfig(policy="snapkv")
   with pytest.raises(OptionError, match="two of a policy"):
     contract.model(1).init_cache(1, 32, kind="snapkv+tova")
   stream = "sinks:budget=8,positions=cache"
@@ -746,7 +745,7 @@ def test_a_mesh_of_three_axes_and_one_device_of_it():
   config |= {"initializer_range": 0.2}
   draw = np.random.default_rng(5)
   prompts = [draw.integers(1, 64, n).astype(np.int32) for n in (45, 17, 60, 33)]
-  kind = rj.kv.CacheKind(
+  kind = rj.kv.CacheConfig(
     policy=rj.kv.HeavyHitters(budget=0.4), page=8, room=8, first=2, recent=8
   )
   ask = lambda model, **options: rj.infer.generate(
@@ -803,7 +802,7 @@ def test_a_cache_that_grows_has_few_sizes(text):
   sizes = []
   for count in range(100, 164, 4):
     need = count if kind.grouped else count // 2
-    each = -(-need // kind.page)
+    each = -(-need // kind.layout.page)
     needs = {0: (math.prod(lead) * each, each)}
     ((total, table),) = page_sizes((pages,), needs, count if sizes else None)
     assert total >= needs[0][0] and table >= each

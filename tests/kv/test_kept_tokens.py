@@ -237,13 +237,13 @@ def filled(net, tokens, policy, **options):
   """A cache with the tokens."""
   # One size and one policy for all, so that few programs are compiled.
   plain = rj.kv.KVzip() if policy.repeats else policy.traced()
-  kind = rj.kv.CacheKind(policy=plain, page=8, **options)
+  kind = rj.kv.CacheConfig(policy=plain, page=8, **options)
   cache = net.init_cache(1, 120, kind=kind)
   seg = (np.arange(120) < tokens.size).astype(np.int32)[None]
   padded = np.zeros((1, 120), np.int32)
   padded[0, : tokens.size] = tokens
   _, cache = net(padded, cache=cache, segment_ids=seg)
-  kind = dataclasses.replace(kind, policy=policy)
+  kind = kind.replace(policy=policy)
   return dataclasses.replace(cache, kind=kind)
 
 

@@ -8,12 +8,13 @@ import pytest
 
 from ringjax.errors import OptionError
 from ringjax.kv import kind_text
-from ringjax.kv.cache_kind import KINDS, CacheKind
+from ringjax.kv.cache_kind import KINDS, CacheConfig, LayoutConfig
+from ringjax.kv.policies import KeyDiff
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Many(CacheKind):
-  """A kind with options of all types."""
+class Many(KeyDiff):
+  """A policy with options of all types."""
 
   bits: int = 8
   part: float = 0.5
@@ -23,7 +24,7 @@ class Many(CacheKind):
 
 @pytest.fixture
 def many(monkeypatch):
-  monkeypatch.setitem(KINDS, "many", Many())
+  monkeypatch.setitem(KINDS, "many", CacheConfig(policy=Many()))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -34,10 +35,13 @@ def test_a_name_alone(name):
 def test_options_are_the_fields_of_the_kind(many):
   assert kind_text.parse("dense:unrotated=true") == KINDS["unrotated"]
   text = "many:bits=4,part=1,order=last,most=7,unrotated=True"
-  want = Many(bits=4, part=1.0, order="last", most=7, unrotated=True)
+  policy = Many(bits=4, part=1.0, order="last", most=7)
+  want = CacheConfig(policy=policy, layout=LayoutConfig(unrotated=True))
   assert kind_text.parse(text) == want
-  assert type(kind_text.parse(text).part) is float
-  assert kind_text.parse("many:order='4',most=none") == Many(order="4")
+  assert type(kind_text.parse(text).policy.part) is float
+  assert kind_text.parse("many:order='4',most=none") == CacheConfig(
+    policy=Many(order="4")
+  )
 
 
 @pytest.mark.parametrize(
@@ -47,7 +51,7 @@ def test_options_are_the_fields_of_the_kind(many):
     ("int3", "kivi2, many, or a codec + a policy of these; pass --cache"),
     ("Dense", "one of dense"),
     ("dense:", "got '' in 'dense:'; wanted options of 'dense'"),
-    ("many:bit=4", "bits=8, part=0.5, order=first, most=None; write --cache="),
+    ("many:bit=4", "policy.bits=8, policy.part=0.5, policy.order=first"),
     ("many:bits", "'bits' in 'many:bits'"),
     ("many:bits=4,bits=8", "each once"),
     ("many:bits=four", "wanted a value of type int; write it as bits=8"),

@@ -47,8 +47,7 @@ def policy_of(name, budget):
 
 def kind_of(codec, family, policy=None):
   kind = contract.kind_of(codec, family)
-  made = {**vars(kind), "windowed": True, "slack": 8, "page": 8, "room": 8}
-  return rj.kv.CacheKind(**made | {"policy": policy})
+  return kind.replace(windowed=True, slack=8, page=8, room=8, policy=policy)
 
 
 @functools.cache
@@ -140,7 +139,7 @@ ALL = [
   ],
 )
 def test_a_pair_works_or_is_refused(codec, policy, family):
-  late = family == "chunked" and KINDS[codec].unrotated
+  late = family == "chunked" and KINDS[codec].layout.unrotated
   if late and KINDS[policy].policy.reads:
     model = contract.model(1, family)
     with pytest.raises(OptionError, match="before a rotation and a norm"):

@@ -129,7 +129,7 @@ def held(cache):
 
 def beside(model, simulated, text, prompt):
   """Compares logits and kept tokens behind each token; returns the cache."""
-  kind = dataclasses.replace(cache_kind(text), room=1, page=8)
+  kind = cache_kind(text).replace(room=1, page=8)
   cache = model.init_cache(1, 64, kind=kind)
   _, cache = model(TOKENS[None, :prompt], cache=cache)
   for token in TOKENS[:prompt]:
@@ -167,7 +167,7 @@ def test_heavy_hitters_of_the_paper_are_those_of_a_simulation(model):
   [("h2o:newest=1.0", range(6, 12)), ("h2o:newest=4", range(8, 12))],
 )
 def test_the_newest_tokens_stay_with_heavy_hitters(model, text, newest):
-  kind = dataclasses.replace(cache_kind(text), page=8)
+  kind = cache_kind(text).replace(page=8)
   assert cache_kind(str(kind)) == kind
   cache = model.init_cache(2, 64, kind=kind)
   _, cache = model(np.stack([TOKENS[:12]] * 2), cache=cache)
@@ -210,7 +210,7 @@ def test_a_stream_goes_beyond_the_context_of_the_model(model):
   with pytest.raises(rj.PromptError, match="at most 16 in all"):
     rj.infer.generate(model, TOKENS[None, :12], max_new_tokens=8,
                       cache_kind=f"sinks:budget={BUDGET}")  # fmt: skip
-  kind = dataclasses.replace(cache_kind(STREAM), room=1, page=8)
+  kind = cache_kind(STREAM).replace(room=1, page=8)
   session = rj.infer.Session(model, 64, cache_kind=kind)
   ask = lambda tokens, count: rj.infer.generate(
     model, tokens, max_new_tokens=count, cache=session,
@@ -258,4 +258,4 @@ def test_positions_in_the_cache_are_refused_where_they_are_not():
   with pytest.raises(rj.OptionError, match="by: got"):
     rj.kv.AdaKV(by=cache_kind(STREAM).policy)
   kind = cache_kind(f"int4+{STREAM}")
-  assert kind.unrotated and cache_kind(str(kind)) == kind
+  assert kind.layout.unrotated and cache_kind(str(kind)) == kind

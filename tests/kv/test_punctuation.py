@@ -40,7 +40,7 @@ def empty(model, policy, batch=2, capacity=64):
   attend = None
   if model.mesh is not None:
     attend = rj.models.CachedAttention(mesh=model.mesh, axis="seq")
-  kind = rj.kv.CacheKind(policy=policy, **PAGES)
+  kind = rj.kv.CacheConfig(policy=policy, **PAGES)
   return model.init_cache(batch, capacity, sharding=attend, kind=kind)
 
 
@@ -323,7 +323,7 @@ def test_marks_go_with_their_rows(models, shards):
 )
 def test_generated_tokens_are_marked_too(models, shards, options):
   """Two turns, rows of unequal lengths, evictions while decoding."""
-  kind = rj.kv.CacheKind(policy=OnlyMarked(), **PAGES)
+  kind = rj.kv.CacheConfig(policy=OnlyMarked(), **PAGES)
   session = rj.infer.Session(models(shards), 96, batch=2, cache_kind=kind)
   for prompts in ([DRAW[0, :21], DRAW[1, :9]], [DRAW[0, 21:26], DRAW[2, :3]]):
     rj.infer.generate(
@@ -347,7 +347,7 @@ def test_a_mesh_of_three_axes_marks_the_same_tokens():
   policy = rj.kv.FastGen(
     punctuation=IDS[:8], recovered=0.6, budget=0.1, local=4, window=16
   )
-  kind = rj.kv.CacheKind(policy=policy, page=8, room=8, first=2, recent=8)
+  kind = rj.kv.CacheConfig(policy=policy, page=8, room=8, first=2, recent=8)
   ask = lambda model, **options: rj.infer.generate(
     model, prompts, max_new_tokens=20, cache_kind=kind, **options
   ).tokens.tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 
 import numpy as np
@@ -20,7 +19,7 @@ LENGTHS, CAPACITY = (30, 17), 96
 
 def kind_of(budget=0.5, **options):
   policy = rj.kv.KVzip(budget=budget, chunk=12, sinks=2, **options)
-  return rj.kv.CacheKind(policy=policy, page=8, room=8)
+  return rj.kv.CacheConfig(policy=policy, page=8, room=8)
 
 
 def context():
@@ -88,9 +87,8 @@ def test_codecs_exact_tokens_and_prefixes():
   """Sinks and exact tokens stay; a prefix that is not repeated goes first."""
   model = contract.model(1, "grouped")
   kind = kind_of(0.5, prefix=5)
-  kind = dataclasses.replace(
-    kind, codec=rj.kv.KINDS["int8"].codec, first=1, recent=3
-  )
+  codec = rj.kv.KINDS["int8"].codec
+  kind = kind.replace(codec=codec, first=1, recent=3)
   session = rj.infer.Session(model, CAPACITY, batch=2, cache_kind=kind)
   rj.infer.read_context(model, context(), cache=session)
   for row, n in enumerate(LENGTHS):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from ringjax.kv import CacheKind
+from ringjax.kv import CacheConfig
 from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.codecs import Codec, Integers
 from ringjax.kv.storage.slots import SHARDED, ContiguousSlots
@@ -57,7 +57,7 @@ def test_row_after_row_is_all_rows_at_once(monkeypatch, reach, codec):
     3,
     64,
     jnp.float32,
-    kind=CacheKind(windowed=True, slack=8, codec=codec),
+    kind=CacheConfig(windowed=True, slack=8, codec=codec),
     platform="tpu",
   )
   assert bool(empty.rings) == (reach is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -195,10 +194,10 @@ def test_rows_go_back_into_their_blocks():
 def test_what_is_refused():
   for device in (0, -1, 1.5, True, "all"):
     with pytest.raises(OptionError, match="device"):
-      rj.kv.CacheKind(device=device)
+      rj.kv.CacheConfig(device=device)
   for more in ({"policy": rj.kv.SnapKV()}, {"recent": 4}, {"first": 1}):
     with pytest.raises(OptionError, match="keeps all tokens"):
-      rj.kv.CacheKind(device=8, **more)
+      rj.kv.CacheConfig(device=8, **more)
   kind = kind_text.parse(TIERED)
   model, tokens = contract.model(1, "grouped"), contract.text("grouped")[0]
   with pytest.raises(OptionError, match="pinned_host"):
@@ -230,10 +229,10 @@ def test_what_is_refused():
 
 def test_kinds_have_a_text():
   kind = kind_text.parse("int4:device=4096,group=32")
-  assert kind.device == 4096 and kind_text.parse(str(kind)) == kind
-  assert kind_text.parse("dense:device=none").device is None
-  both = kind + rj.kv.CacheKind(unrotated=True, device=8192)
-  assert both.device == 8192 and both.unrotated
+  assert kind.tier.device == 4096 and kind_text.parse(str(kind)) == kind
+  assert kind_text.parse("dense:device=none").tier.device is None
+  both = kind + rj.kv.CacheConfig(unrotated=True, device=8192)
+  assert both.tier.device == 8192 and both.layout.unrotated
 
 
 @pytest.mark.slow
@@ -259,7 +258,7 @@ def test_a_mesh_of_three_axes():
 @pytest.mark.long
 def test_shards_that_differ_are_levelled():
   """A shard that holds more of a row gets fewer of its next tokens."""
-  kind = dataclasses.replace(kind_text.parse(TIERED), device=12)
+  kind = kind_text.parse(TIERED).replace(device=12)
   model, tokens = contract.model(4, "grouped"), contract.text("grouped")[0]
   cache = empty(4, kind)
   # All tokens of row 0 are on the first shard.

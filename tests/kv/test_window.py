@@ -12,7 +12,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import OptionError, PromptError
-from ringjax.kv import CacheKind
+from ringjax.kv import CacheConfig
 from ringjax.kv.storage.slots import REPLICATED
 from ringjax.kv.storage.window import WindowSlots
 from ringjax.ops.mask import Coords
@@ -20,7 +20,7 @@ from tests.contracts import cache as contract
 from tests.helpers import make_mesh
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "models"
-KIND = CacheKind(windowed=True, slack=4)
+KIND = CacheConfig(windowed=True, slack=4)
 
 
 def config(family):
@@ -82,7 +82,7 @@ def test_a_striped_prompt_then_single_tokens(shards):
   )
   order = rj.Striped().order(16, shards)
   seg = np.stack([order < 16, order < 11]).astype(np.int32)
-  cache = cache_of(shards, CacheKind(windowed=True, unrotated=True, slack=2))
+  cache = cache_of(shards, CacheConfig(windowed=True, unrotated=True, slack=2))
   _, cache = model(shards)(
     tokens[:, order], segment_ids=seg, cache=cache, attend=prompt
   )
@@ -108,7 +108,7 @@ def test_families_answer_as_with_all_tokens(family):
   ask = lambda **options: rj.infer.generate(
     loaded, prompts, max_new_tokens=12, **options
   )
-  kind = CacheKind(windowed=True, slack=8)
+  kind = CacheConfig(windowed=True, slack=8)
   np.testing.assert_array_equal(
     ask(cache_kind=kind).tokens, ask(cache_kind="dense").tokens
   )

@@ -334,6 +334,10 @@ def test_a_prompt_that_is_no_text(ask, folder, tmp_path):
   assert "no UTF-8 at byte 0" in ran.err
 
 
+# Half of weights and keys on the device, hidden states in host memory.
+_HALF = "1x1:50/50,50/50,0/100"
+
+
 @pytest.mark.parametrize(
   ("flags", "says"),
   [
@@ -346,6 +350,27 @@ def test_a_prompt_that_is_no_text(ask, folder, tmp_path):
     (["--cache=int3"], "--cache: got 'int3'; wanted one of dense, unrotated"),
     (["--cache="], "--cache: got ''; wanted one of dense, unrotated"),
     (["--cache=dense:bits=4"], "--cache: got 'bits=4' in 'dense:bits=4'"),
+    (["--prefill=ring", "--chunk=8"], "prefill='chunked'"),
+    (
+      ["--keep=last", "--cache_placement=host"],
+      "--keep: got a value beside --cache_placement",
+    ),
+    (
+      ["--speculate=lookup", "--disk={folder}"],
+      "--speculate: got a value beside --disk",
+    ),
+    (
+      ["--contexts={folder}", "--prompt=Who?", "--wire=int8"],
+      "--wire: got a value beside --contexts",
+    ),
+    (
+      ["--contexts={folder}", "--prompt=Who?", f"--policy={_HALF}"],
+      "--contexts: got a value beside --policy",
+    ),
+    (
+      ["--cache=kvzip:budget=8", f"--policy={_HALF}"],
+      "--cache: got a value beside --policy",
+    ),
   ],
 )
 def test_what_is_wrong_is_refused_before_a_model_is_loaded(

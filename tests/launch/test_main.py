@@ -14,6 +14,7 @@ from absl import flags
 
 import ringjax
 from launch.shared.flag_helpers import FlagHelper
+from ringjax.infer import GenerateConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -110,6 +111,11 @@ def test_help_that_was_asked_for_is_no_failure(name):
   )
   assert done.returncode == 0
   assert f"launch.{name}" in done.stdout and done.stderr == ""
+  if name == "generate":
+    # Flags stand below what the parts of `GenerateConfig` are about.
+    for part in GenerateConfig.fields():
+      if "part" in part.metadata:
+        assert f"\n{part.metadata['meaning']}\n  --" in done.stdout
 
 
 def test_paths_of_flags_may_begin_at_home():

@@ -37,8 +37,11 @@ def test_nostrict_leaves_keys_out(script, tmp_path):
     (chat, ["--flash=a", "--memory=1GiB"], "--memory with --flash"),
     (chat, ["--model="], "--model"),
     (generate, ["--flash=a", "--placement=host"], "--placement with --flash"),
+    (chat, ["--speculate=lookup", "--cache_placement=host"],
+     "--speculate: got a value beside --cache_placement"),
+    (chat, ["--prefill=ring", "--chunk=8"], "prefill='chunked'"),
   ],
-)
+)  # fmt: skip
 def test_flags_that_do_not_go_together(script, flags, words):
   values = common.parse(script.NAME, script.define, flags)
   with pytest.raises(rj.errors.OptionError, match=words):

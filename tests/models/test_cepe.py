@@ -150,8 +150,8 @@ def test_generation_reads_the_context_of_its_session(prefill):
   "kind",
   [
     "int8",
-    rj.kv.CacheKind(device=16, room=8, page=8),
-    rj.kv.CacheKind(policy=rj.kv.Sinks(budget=16), room=8, page=8),
+    rj.kv.CacheConfig(device=16, room=8, page=8),
+    rj.kv.CacheConfig(policy=rj.kv.Sinks(budget=16), room=8, page=8),
   ],
 )
 def test_every_kind_of_cache_carries_states(kind):

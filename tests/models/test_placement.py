@@ -91,6 +91,33 @@ def test_equals_resident(placement, folder, resident):
   assert fingerprint(model) == fingerprint(whole)
 
 
+def test_a_config_places_weights_and_a_call_refuses_others(folder, resident):
+  config = rj.infer.PlacementConfig(weights=MIXED, memory="1MiB")
+  placed = rj.models.load(folder, placement=config)
+  want = rj.models.load(folder, placement=MIXED, memory="1MiB")
+  assert placed.placement_report().tiers == want.placement_report().tiers
+  config.check_weights(placed)
+  whole, _ = resident
+  for options, says in (
+    ({"placement": MIXED}, "with 0 layers of 5 in the memory 'disk'"),
+    ({"placement": "host"}, "with 5 layers of 5 in the memory 'device'"),
+    ({"memory": "1kB"}, "memory: got 1kB, of a model with"),
+  ):
+    refused(OptionError, lambda o=options: tokens_of(whole, **o), says)
+  rj.infer.PlacementConfig(weights="device", memory="1GiB").check_weights(whole)
+  refused(
+    OptionError,
+    lambda: rj.models.load(folder, placement=config, memory="2MiB"),
+    "memory",
+    "PlacementConfig",
+  )
+  refused(OptionError, lambda: rj.infer.PlacementConfig(weights="dsik"), "dsik")
+  halves = rj.models.Placement(host=0.5, disk=0.5)
+  text = rj.infer.PlacementConfig(weights=halves, cache=halves).to_dict()
+  assert text == dict.fromkeys(("weights", "cache"), "host=0.5,disk=0.5")
+  assert rj.models.Placement.of(text["cache"]) == halves
+
+
 FAMILIES = (
   "deepseek_v3", "qwen3_next", "mixtral", "gpt_oss", "falcon_40b", "gemma2",
   "llama4_text", "phi3",

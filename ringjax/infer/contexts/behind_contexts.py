@@ -49,7 +49,7 @@ from ringjax.infer.prompt_reading import check_call
 from ringjax.infer.session import Session, free_on, on_its_mesh
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache import Blocks
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.composed.context_cache import (
   ContextCache,
   PlacedContext,
@@ -121,7 +121,7 @@ def context_session(
   mesh: Mesh | None = None,
   axis: str | None = None,
   dtype: DTypeLike | None = None,
-  cache_kind: CacheKind | str | None = None,
+  cache_kind: CacheConfig | str | None = None,
   progress: Callable[[int], Any] | None = None,
 ) -> Session:
   """Makes a session after contexts, for `generate(..., cache=session)`.
@@ -339,16 +339,19 @@ def _check_ways(
       "a model whose positions are rotations, not learned ones within its keys",
       "pass combine='full' or 'parallel'",
     )
-  if strategy.moves and not kind.unrotated:
+  if strategy.moves and not kind.layout.unrotated:
     raise OptionError(
       "cache kind",
       f"{kind}, for combine={strategy.name!r}, which moves keys",
       "a kind that stores keys before their rotation",
-      "pass cache_kind='unrotated', or with a codec rj.kv.CacheKind("
+      "pass cache_kind='unrotated', or with a codec rj.kv.CacheConfig("
       "codec=..., unrotated=True)",
     )
   scaled = [rope.scaling for rope in model.config.ropes]
-  if any(x is not None and x.by_length for x in scaled) and not kind.unrotated:
+  if (
+    any(x is not None and x.by_length for x in scaled)
+    and not kind.layout.unrotated
+  ):
     raise OptionError(
       "cache kind",
       f"{kind}, for a model whose rotation depends on the context's length",

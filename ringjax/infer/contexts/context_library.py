@@ -35,7 +35,7 @@ from ringjax.infer.prompt_reading import check_callable, read_context
 from ringjax.infer.session import Session
 from ringjax.json_text import json_text
 from ringjax.kv.cache import Blocks, LayerCacheSpec, LayerKV
-from ringjax.kv.cache_kind import CacheKind, cache_kind
+from ringjax.kv.cache_kind import CacheConfig, cache_kind
 from ringjax.kv.composed.context_cache import PlacedContext, exported, placed
 from ringjax.models.grouping import kind_rows
 from ringjax.models.transformer import Transformer
@@ -122,7 +122,7 @@ class ContextLibrary:
     model: Transformer,
     *,
     prefix: Sequence[int] = (),
-    cache_kind: CacheKind | str = "dense",
+    cache_kind: CacheConfig | str = "dense",
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     axis: str | None = None,
@@ -363,7 +363,7 @@ def context_tokens(
   return inputs.prompts([np.asarray(document) for document in documents], vocab)
 
 
-def context_kind(model: Transformer, kind: CacheKind | str) -> CacheKind:
+def context_kind(model: Transformer, kind: CacheConfig | str) -> CacheConfig:
   """Cache kind for contexts: one that keeps all tokens on the devices.
 
   Raises:
@@ -379,7 +379,7 @@ def context_kind(model: Transformer, kind: CacheKind | str) -> CacheKind:
       "keys and values in every layer",
       "pass combine='full', or read the contexts into a session",
     )
-  return dataclasses.replace(resident_kind, windowed=False)
+  return resident_kind.replace(windowed=False)
 
 
 def check_origin(
@@ -409,7 +409,7 @@ def check_origin(
 
 
 def context_origin(
-  model: Transformer, kind: CacheKind, dtype: DTypeLike
+  model: Transformer, kind: CacheConfig, dtype: DTypeLike
 ) -> str:
   """JSON of all that a context's bytes depend on except tokens and prefix."""
   rope = hashlib.sha256(repr(model.config).encode()).hexdigest()[:16]
@@ -485,7 +485,9 @@ def _of_kinds(blocks: Blocks, model: Transformer) -> Blocks:
   return blocks._replace(parts=tuple(map(stacked, rows)))
 
 
-def _from_bytes(data: bytes, kind: CacheKind, structure: Any) -> EncodedContext:
+def _from_bytes(
+  data: bytes, kind: CacheConfig, structure: Any
+) -> EncodedContext:
   """Deserializes a context; `structure` is the tree of a cache's slots.
 
   Raises:

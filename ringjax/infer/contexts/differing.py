@@ -21,7 +21,7 @@ from ringjax.infer.contexts.context_library import EncodedContext
 from ringjax.infer.prompt_reading import read_context
 from ringjax.infer.session import Session
 from ringjax.kv.cache import LayerCacheSpec
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig, LayoutConfig
 from ringjax.kv.codecs import Codec
 from ringjax.kv.composed.context_cache import exported
 from ringjax.models.first_layers import first_layers
@@ -64,7 +64,7 @@ def differing_tokens(
     mesh=session.mesh,
     axis=session.axis,
     dtype=session.cache.dtype,
-    cache_kind=CacheKind(unrotated=True),
+    cache_kind=CacheConfig(layout=LayoutConfig(unrotated=True)),
   )
   read_context(shallow_model, [text], cache=shallow_session)
   (joint_blocks,) = exported(

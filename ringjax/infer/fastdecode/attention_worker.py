@@ -38,7 +38,7 @@ from ringjax.infer.layerwise import LayerPrograms, TokenRows
 from ringjax.json_text import json_text
 from ringjax.kv import kind_text
 from ringjax.kv.cache import KVCache
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models.checkpoint import abstract
 from ringjax.parallel.door import Door
 from ringjax.transfer.wire import (
@@ -75,7 +75,7 @@ class HostRows:
   config: str
   dtype: str
   cache_dtype: str
-  kind: CacheKind
+  kind: CacheConfig
   capacity: int
   rows: tuple[int, ...]
 

@@ -68,7 +68,7 @@ from ringjax.infer.sampling import Sample, from_names, traced
 from ringjax.infer.stopping import Stop, as_stop
 from ringjax.json_text import json_text
 from ringjax.kv import cache_kind as kinds
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models.checkpoint import abstract
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import refuse_placed
@@ -227,7 +227,7 @@ class AttentionWorkers:
     self._servers: tuple[AttentionServer, ...] = ()
     self._workers: list[_WorkerLink] = []
     self._busy = threading.Lock()
-    self._last: tuple[Transformer, CacheKind, LayerPrograms] | None = None
+    self._last: tuple[Transformer, CacheConfig, LayerPrograms] | None = None
     try:
       for n, (host, port) in enumerate(addresses):
         name = f"attention worker {n} ({host}:{port})"
@@ -341,7 +341,9 @@ class AttentionWorkers:
       server.close()
     _end(self.processes)
 
-  def _programs_of(self, model: Transformer, kind: CacheKind) -> LayerPrograms:
+  def _programs_of(
+    self, model: Transformer, kind: CacheConfig
+  ) -> LayerPrograms:
     """Programs of a model and cache kind; those of the last call are reused."""
     cached = self._last
     if cached is None or cached[0] is not model or cached[1] != kind:
@@ -392,7 +394,7 @@ def generate_beside(
   starts: StartRule | None = None,
   assignment: Sequence[int] | None = None,
   cache_dtype: DTypeLike | None = None,
-  cache_kind: CacheKind | str = "windowed",
+  cache_kind: CacheConfig | str = "windowed",
   stream: Callable[[Int[np.ndarray, " B"]], Any] | None = None,
   report: Callable[[WorkersReport], Any] | None = None,
   pad_id: int = 0,
@@ -538,7 +540,7 @@ class _Decoding:
     sampler: Any,
     stops: jax.Array,
     cache_dtype: np.dtype,
-    kind: CacheKind,
+    kind: CacheConfig,
     assignment: Sequence[int] | None,
     pad_id: int,
   ):
@@ -586,7 +588,7 @@ class _Decoding:
         unsupported = "layers that its config.json does not describe"
       elif size(form) != size(model):
         unsupported = "weights as codes, or with adapters"
-    if self.kind.evicting or self.kind.unrotated or self.kind.codec:
+    if self.kind.evicting or self.kind.layout.unrotated or self.kind.codec:
       raise OptionError(
         "cache_kind",
         str(self.kind),

@@ -59,7 +59,7 @@ from ringjax.infer.layerwise import LayerPrograms, StackedLayer, TokenSpan
 from ringjax.infer.sampling import Greedy, traced
 from ringjax.infer.session import Session
 from ringjax.kv.cache import KVCache
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Codec
 from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer
@@ -130,7 +130,7 @@ class Runahead:
     credits: int = CREDITS,
     tile: int | None = None,
     dtype: DTypeLike | None = None,
-    kind: CacheKind | str = "dense",
+    kind: CacheConfig | str = "dense",
     wire: str | None = None,
   ):
     """Prepares; nothing is computed yet.
@@ -141,7 +141,7 @@ class Runahead:
       credits: Maximum number of layers buffered at each end of a link.
       tile: Number of tokens of a tile; default: by the length of the prompt.
       dtype: Dtype of the cache; default: the model's.
-      kind: Kind of the cache, an `rj.kv.CacheKind` or its name.
+      kind: Kind of the cache, an `rj.kv.CacheConfig` or its name.
       wire: Format of keys and values on the links: "cache" for the codes of a
         kind with a codec; None: unencoded.
 

@@ -46,7 +46,7 @@ from ringjax.infer.session import Session, on_its_mesh, place_of
 from ringjax.infer.stopping import StopLike
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import CallCache
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models.transformer import Transformer, tokens_of
 from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.nn.attention_layers.attention import Attention
@@ -102,7 +102,7 @@ def paired_prefill(
   mesh: Mesh | None = None,
   capacity: int | None = None,
   cache_dtype: DTypeLike | None = None,
-  cache_kind: CacheKind | str = "windowed",
+  cache_kind: CacheConfig | str = "windowed",
 ) -> PairedReading:
   """Reads the prompts of two requests, layer by layer in turn.
 
@@ -241,7 +241,7 @@ def prefill_beside(
   mesh: Mesh | None = None,
   capacity: int | None = None,
   cache_dtype: DTypeLike | None = None,
-  cache_kind: CacheKind | str = "windowed",
+  cache_kind: CacheConfig | str = "windowed",
   sampler: Callable[..., Any] | None = None,
   stop: StopLike = (),
   pad_id: int = 0,

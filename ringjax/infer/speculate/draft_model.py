@@ -24,7 +24,7 @@ from ringjax.infer.speculate.drafter import (
 )
 from ringjax.infer.speculate.model_drafting import ModelDrafting
 from ringjax.kv.cache import LayerCacheSpec
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models import load
 from ringjax.models.first_layers import first_layers
 from ringjax.models.transformer import Transformer
@@ -38,7 +38,7 @@ class ModelDrafter(TreeDrafter):
     cache_kind: Storage format of the draft's cache, as in `generate`.
   """
 
-  cache_kind: CacheKind | str = "windowed"
+  cache_kind: CacheConfig | str = "windowed"
 
   def drafts(self, target: Transformer) -> Transformer:
     """Returns the model that drafts for a target."""
@@ -162,7 +162,7 @@ class SelfDraft(ModelDrafter):
 
   name: ClassVar[str] = "self"
 
-  cache_kind: CacheKind | str = "snapkv"
+  cache_kind: CacheConfig | str = "snapkv"
 
   def check(self, target: Transformer) -> None:
     self._check_layers(target, target.config.layers)

@@ -81,7 +81,7 @@ def _begun(
   length: Any,
 ) -> tuple[jax.Array, Any]:
   """Reads missing tokens; returns logits [B, V] after them, and the cache."""
-  already_truncated = cache.kind.evicting or cache.kind.device is not None
+  already_truncated = cache.kind.evicting or cache.kind.tier.device is not None
   if not (already_truncated or cache.recurrent):
     cache = cache.truncate(read.pos, most + read.tokens.shape[1])
   index = jnp.arange(read.tokens.shape[1], dtype=jnp.int32)[None]

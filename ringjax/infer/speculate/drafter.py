@@ -20,7 +20,7 @@ from ringjax.errors import OptionError
 from ringjax.infer.decode import DecodeState
 from ringjax.infer.session import Session
 from ringjax.infer.speculate.verifiers import VERIFIERS
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models.transformer import Transformer
 
 
@@ -257,7 +257,7 @@ def alike(one: Drafter, other: Drafter) -> bool:
   A drafter given by its name is a new object in each call.
   """
   is_same = lambda a, b: (
-    a is b or (isinstance(a, int | str | tuple | CacheKind) and a == b)
+    a is b or (isinstance(a, int | str | tuple | CacheConfig) and a == b)
   )
   names = [f.name for f in dataclasses.fields(one) if f.init]
   return type(one) is type(other) and all(

@@ -30,7 +30,7 @@ from ringjax.infer.speculate.drafter import (
   TreeDrafter,
   width_of,
 )
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
 
@@ -50,7 +50,7 @@ class ModelDrafting:
     drafter: TreeDrafter,
     model: Transformer,
     target: Target,
-    cache_kind: CacheKind | str,
+    cache_kind: CacheConfig | str,
     mesh: Mesh | None = None,
   ):
     """Makes the draft's session and reads the texts into it.
@@ -225,7 +225,7 @@ class ModelDrafting:
   def _with_room(self, read: Missing) -> Any:
     """The cache without the tokens drafted before, with room for a call."""
     cache, session = self._session.cache, self._session
-    if not (cache.kind.evicting or cache.kind.device is not None):
+    if not (cache.kind.evicting or cache.kind.tier.device is not None):
       return cache
     slots = read.tokens.shape[1] + self._drafter.drafted
     cache = without(cache, read.pos, slots)

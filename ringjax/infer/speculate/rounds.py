@@ -291,7 +291,7 @@ def check_speculation(
       "stop ids alone: sums over queries do not go back behind a row's end",
       "leave speculate= out, or stop=, or take another cache_kind",
     )
-  slack = cache.kind.slack
+  slack = cache.kind.layout.slack
   if drafter.nodes >= slack:
     raise OptionError(
       "speculate",

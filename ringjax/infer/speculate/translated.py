@@ -148,7 +148,7 @@ class _Translated(ModelDrafting):
         count=int(2 * ratio * target.count) + 4 * _LONG,
       ),
       # Not windowed: ring buffers can't take back all re-encoded tokens.
-      dataclasses.replace(kind, windowed=False),
+      kind.replace(windowed=False),
       drafter.mesh,
     )
 

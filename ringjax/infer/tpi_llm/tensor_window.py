@@ -57,7 +57,7 @@ from ringjax.infer.tpi_llm.process_star import Kind, Star, StarLink
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv import kind_text
 from ringjax.kv.cache import KVCache
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Calibrated, Codec
 from ringjax.models.hf.tensors import parameters
 from ringjax.models.partition.tensor_shares import ModulePart, SharedModel
@@ -337,7 +337,7 @@ class _RankBlocks:
     }
     return jax.block_until_ready(arrays)
 
-  def open(self, batch: int, capacity: int, kind: CacheKind, dtype: str):
+  def open(self, batch: int, capacity: int, kind: CacheConfig, dtype: str):
     """Create an empty cache for each layer."""
     self.times.restart()
     self.start_s = time.monotonic()
@@ -678,7 +678,7 @@ class TensorWindow:
     *,
     max_new_tokens: int,
     sampler: Callable[..., Any] | None = None,
-    cache_kind: CacheKind | str = "windowed",
+    cache_kind: CacheConfig | str = "windowed",
     cache_dtype: DTypeLike | None = None,
     stop: StopLike = None,
     tokenizer: Any = None,
@@ -694,8 +694,9 @@ class TensorWindow:
       tokens: Token ids, int32 [B, T], or B sequences of different lengths.
       max_new_tokens: Maximum number of tokens to add to each row.
       sampler: Chooses a token from logits; default `Greedy()`.
-      cache_kind: Storage of keys and values on the ranks, an `rj.kv.CacheKind`
-        or its name; one that keeps all tokens on the device, uncalibrated.
+      cache_kind: Storage of keys and values on the ranks, an
+        `rj.kv.CacheConfig` or its name; one that keeps all tokens on the
+        device, uncalibrated.
       cache_dtype: Dtype of the cache; default: the model's.
       stop: Ids after which a row ends, or texts, or both; or a `Stop`.
       tokenizer: Tokenizer for the texts of `stop`.
@@ -832,7 +833,7 @@ class TensorWindow:
   # Passes
   # -------------------------------------------------------------------------
 
-  def _open(self, batch: int, capacity: int, kind: CacheKind, dtype: str):
+  def _open(self, batch: int, capacity: int, kind: CacheConfig, dtype: str):
     with _Failing(self):
       settings = {"batch": batch, "capacity": capacity, "dtype": dtype}
       for link in self._star:
@@ -973,7 +974,7 @@ class _Failing:
       self._window._star.fail(error)
 
 
-def cache_of_ranks(given: CacheKind | str) -> CacheKind:
+def cache_of_ranks(given: CacheConfig | str) -> CacheConfig:
   """Return a kind of cache that each rank can create from its name.
 
   Raises:

@@ -10,7 +10,7 @@ behind the codes of the group's tokens.
 Ref: Liu et al. 2024, KIVI, arXiv 2402.02750: keys by channel, values by token,
 and the newest tokens exact.
 
-A group is a page of a cache (`CacheKind.page`), so that it moves as it is.
+A group is a page of a cache (`LayoutConfig.page`), so that it moves as it is.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, Shaped
 from ringjax.errors import OptionError
 from ringjax.kv.base import KV, CallLayer
 from ringjax.kv.cache import KVCache
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.model_cache import ModelCache
 from ringjax.kv.storage.pages import few_sizes
@@ -38,7 +38,7 @@ class WithOpenCache(ModelCache):
   """
 
   open: KVCache
-  kind: CacheKind
+  kind: CacheConfig
   limit: int
 
   @property

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import CallCoords
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.model_cache import ModelCache, refused
 
 
@@ -94,7 +94,7 @@ class RowGroups(ModelCache):
     return sum(cache.batch for cache in self.caches)
 
   @property
-  def kind(self) -> CacheKind:
+  def kind(self) -> CacheConfig:
     return self.caches[0].kind
 
   @property

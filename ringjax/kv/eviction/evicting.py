@@ -38,7 +38,7 @@ from ringjax.kv.cache import (
   filled_constants,
   model_layers,
 )
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_rows import placed_as, row_indices
 from ringjax.kv.composed.open_cache import ResizableCache, WithOpenLayer
 from ringjax.kv.eviction.eviction import (
@@ -144,7 +144,7 @@ class EvictingCache(ResizableCache):
     capacity: int,
     dtype: DTypeLike,
     *,
-    kind: CacheKind,
+    kind: CacheConfig,
     **where: Any,
   ) -> EvictingCache:
     """Specs of an empty cache, as `KVCache.spec`.
@@ -403,7 +403,7 @@ class EvictingCache(ResizableCache):
     free = self.open.free()
     assert free is not None
     # Capped by `room`: the number of slots alone depends on the mesh.
-    return min(int(free.sum(1).min()), self.kind.room)
+    return min(int(free.sum(1).min()), self.kind.exact.room)
 
   def limited(self, limit: int) -> EvictingCache:
     """Return the cache with another maximum length of rows, `limit`."""
@@ -538,7 +538,7 @@ class EvictingCache(ResizableCache):
   def apply(self, eviction: Eviction | None) -> EvictingCache:
     """Drop the tokens that `choose` has not chosen; move others into pages."""
     if eviction is None:
-      return self.with_room(self.kind.room)
+      return self.with_room(self.kind.exact.room)
     policy, rows, *parts = eviction
     keep, masses, *sizes = parts
     cache_after = repacked(self._by(policy), keep, masses, rows, *sizes)
@@ -1023,7 +1023,7 @@ def _fixed_everywhere(cache: EvictingCache) -> jax.Array | None:
 _AHEAD = 64
 
 
-def open_slots(kind: CacheKind, stays: int, shards: int) -> int:
+def open_slots(kind: CacheConfig, stays: int, shards: int) -> int:
   """Return the slots of a shard of the open cache after an eviction.
 
   They do not depend on how much of a group is left open, so that programs do
@@ -1034,11 +1034,11 @@ def open_slots(kind: CacheKind, stays: int, shards: int) -> int:
     stays: Tokens that stay open, the most of a shard.
     shards: Shards of the sequence.
   """
-  least_open = kind.first + kind.recent
+  least_open = kind.exact.first + kind.exact.recent
   if kind.grouped:
-    least_open += kind.page - 1
+    least_open += kind.layout.page - 1
   stays = max(stays, math.ceil(least_open / shards))
-  return few_sizes(stays + math.ceil(kind.room / shards))
+  return few_sizes(stays + math.ceil(kind.exact.room / shards))
 
 
 def first_sizes(count: int, most: int) -> tuple[int, int]:
@@ -1112,32 +1112,34 @@ def _kv_heads(shapes: Sequence[Any]) -> int:
 
 
 def _pages_spec(
-  shape: LayerCacheSpec | StateShape, room: CacheSpec, kind: CacheKind
+  shape: LayerCacheSpec | StateShape, room: CacheSpec, kind: CacheConfig
 ) -> Pages | None:
   """Specs of empty pages; None for recurrent layers."""
   if not isinstance(shape, LayerCacheSpec):
     return None
   places = Places.of(room, shape.heads)
-  return Pages.spec(shape, room, kind.page, places, kind.alike)
+  return Pages.spec(shape, room, kind.layout.page, places, kind.alike)
 
 
-def _check(shapes: Sequence[Any], kind: CacheKind, room: CacheSpec) -> None:
+def _check(shapes: Sequence[Any], kind: CacheConfig, room: CacheSpec) -> None:
   """Refuse layers and meshes that the policy or pages do not support."""
   policy = kind.policy
-  if kind.residual is not None and room.shards > 1:
+  if kind.exact.residual is not None and room.shards > 1:
     raise OptionError(
       "residual",
-      f"{kind.residual}, over {room.shards} shards of the sequence",
+      f"{kind.exact.residual}, over {room.shards} shards of the sequence",
       "one shard: groups that become codes together are of consecutive tokens",
       "leave residual out, or make the mesh without that axis",
     )
   layers = [s for s in shapes if isinstance(s, LayerCacheSpec)]
-  if kind.residual is not None and not all(layer.value for layer in layers):
+  if kind.exact.residual is not None and not all(
+    layer.value for layer in layers
+  ):
     raise OptionError(
       "residual",
-      f"{kind.residual}, for a layer whose values are parts of its keys",
+      f"{kind.exact.residual}, for a layer whose values are parts of its keys",
       "layers with values of their own, which leave the residual one by one",
-      f"write recent={kind.residual} in its place",
+      f"write recent={kind.exact.residual} in its place",
     )
   heads = {Places.of(room, s.heads).heads for s in layers}
   over = room.axes.get("heads")
@@ -1155,7 +1157,7 @@ def _check(shapes: Sequence[Any], kind: CacheKind, room: CacheSpec) -> None:
   if policy is None or not policy.reads:
     return
   rotates_late = any(s.reading is not None and s.reading.late for s in layers)
-  if kind.unrotated and rotates_late:
+  if kind.layout.unrotated and rotates_late:
     raise OptionError(
       "kind",
       f"{policy} over keys that are stored before a rotation and a norm",

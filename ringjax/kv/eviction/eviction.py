@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from ringjax import tree
 from ringjax.kv.cache import KVLayer, LayerKV
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.eviction import kivi_residual
 from ringjax.kv.eviction.policy_view import LocalLook, ordering, unordered
 from ringjax.kv.eviction.recorded_queries import Noted, moments_of
@@ -124,7 +124,7 @@ def page_view(
   view = pages.view(
     layer, jax.tree.map(take_layer, constants), decoders, num_selected
   )
-  if cache.kind.unrotated and not rotation.trivial:
+  if cache.kind.layout.unrotated and not rotation.trivial:
     return UnrotatedView(view, rotation)
   return view
 
@@ -456,17 +456,17 @@ def _by_policy(
 
 
 def _staying(
-  at: Coords, kind: CacheKind, places: Places, rows: jax.Array
+  at: Coords, kind: CacheConfig, places: Places, rows: jax.Array
 ) -> jax.Array:
   """Mask of a device's open tokens that stay open, bool [B, s].
 
   In rows that are not evicted (`rows` False) all tokens stay open.
   """
   real = at.seg > 0
-  if not kind.recent and not kind.first:
+  if not kind.exact.recent and not kind.exact.first:
     return real & ~rows[:, None]
   size = at.pos.shape[1]
-  first = real & (at.pos < kind.first)
+  first = real & (at.pos < kind.exact.first)
   all_at = at
   if places.axis is not None:
     all_at = Coords(*(collectives.gather(x, places.axis, 1) for x in at))
@@ -480,12 +480,14 @@ def _staying(
   if places.axis is not None:
     me = collectives.axis_index(places.axis)
     rank = lax.dynamic_slice_in_dim(rank, me * size, size, 1)
-  stays = first | (real & (rank >= all_at.pos.shape[1] - kind.recent))
+  stays = first | (real & (rank >= all_at.pos.shape[1] - kind.exact.recent))
   if kind.grouped:
     # Tokens leave in whole groups only.
     leaves = real & ~stays
     number = jnp.cumsum(leaves, 1, dtype=jnp.int32)
-    stays |= leaves & (number > number[:, -1:] // kind.page * kind.page)
+    stays |= leaves & (
+      number > number[:, -1:] // kind.layout.page * kind.layout.page
+    )
   return jnp.where(rows[:, None], stays, real)
 
 
@@ -652,7 +654,7 @@ def repacked(
   ) -> PyTree:
     at = Coords(*at)
     stays = _staying(at, kind, places, rows)
-    if kind.residual is not None:
+    if kind.exact.residual is not None:
       newly_coded = kivi_residual.newly_coded(
         kind, at, stays & rows[:, None], *ends
       )
@@ -678,7 +680,7 @@ def repacked(
       keep_slots, open_coords, leaving = keep[n], at, part
       if kind.grouped:
         leaving, open_coords, keep_slots = _in_groups(
-          part, at, stays, keep_slots, kind.page
+          part, at, stays, keep_slots, kind.layout.page
         )
       over_heads = lambda x, lead=lead: jnp.broadcast_to(
         x[None, :, None], (*lead, x.shape[1])

@@ -21,11 +21,11 @@ from ringjax.kv.codecs.codec import Codec, VectorCodec, through
 from ringjax.ops.mask import Coords
 
 if TYPE_CHECKING:
-  from ringjax.kv.cache_kind import CacheKind
+  from ringjax.kv.cache_kind import CacheConfig
 
 
 def newly_coded(
-  kind: CacheKind,
+  kind: CacheConfig,
   at: Coords,
   stays: Bool[Array, "B S"],
   before: Int[Array, " B"],
@@ -40,7 +40,7 @@ def newly_coded(
     before: Ends of the rows at the last eviction, which has coded what was due.
     length: Ends of the rows now.
   """
-  size, group = kind.residual, kind.page
+  size, group = kind.exact.residual, kind.layout.page
   assert size is not None
   real = at.seg > 0
   rank = jnp.cumsum(real, 1, dtype=jnp.int32) - 1
@@ -59,7 +59,7 @@ def newly_coded(
 
 
 def with_codes(
-  kind: CacheKind,
+  kind: CacheConfig,
   k: Shaped[Array, "L B K S D"],
   v: Shaped[Array, "L B K S J"],
   constants: PyTree,
@@ -71,9 +71,12 @@ def with_codes(
   assert isinstance(codec, Codec)
   of_k, of_v = constants
   keys, values = coded
-  decoded = {"k": _through(codec.keys, k, of_k, at, keys, kind.page), "v": v}
+  decoded = {
+    "k": _through(codec.keys, k, of_k, at, keys, kind.layout.page),
+    "v": v,
+  }
   if v.shape[-1]:
-    decoded["v"] = _through(codec.values, v, of_v, at, values, kind.page)
+    decoded["v"] = _through(codec.values, v, of_v, at, values, kind.layout.page)
   return decoded
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ringjax.kv.cache import model_layers
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.eviction.evicting import (
   EvictingCache,
   first_sizes,
@@ -46,7 +46,7 @@ def prompt_spec(
   tokens: int,
   dtype: DTypeLike,
   *,
-  kind: CacheKind,
+  kind: CacheConfig,
   platform: str | None = None,
 ) -> PromptSpec:
   """Describe the cache of a session that reads a prompt at once.
@@ -93,9 +93,9 @@ def prompt_spec(
       window_start = max(0, tokens - shape.reach)
       if kind.grouped:
         # A group is kept whole if any of its tokens is in the window.
-        window_start = window_start // kind.page * kind.page
-      newest = tokens - (open_tokens - kind.first)
-      paged_tokens = max(0, newest - max(window_start, kind.first))
+        window_start = window_start // kind.layout.page * kind.layout.page
+      newest = tokens - (open_tokens - kind.exact.first)
+      paged_tokens = max(0, newest - max(window_start, kind.exact.first))
       layer_tokens = [open_tokens + paged_tokens] * shape.layers
     in_pages = [
       math.ceil((count - open_tokens) / pages.slots) for count in layer_tokens
@@ -120,10 +120,10 @@ def prompt_spec(
   return PromptSpec(reading, dataclasses.replace(cache, kind=kind), held_tokens)
 
 
-def _open_tokens(kind: CacheKind, tokens: int) -> int:
+def _open_tokens(kind: CacheConfig, tokens: int) -> int:
   """Number of a row's tokens that an eviction leaves in the open cache."""
-  leaves = max(0, tokens - kind.first - kind.recent)
+  leaves = max(0, tokens - kind.exact.first - kind.exact.recent)
   if kind.grouped:
-    leaves = leaves // kind.page * kind.page
-  exact = kind.first or kind.recent
+    leaves = leaves // kind.layout.page * kind.layout.page
+  exact = kind.exact.first or kind.exact.recent
   return tokens - leaves if exact else 0

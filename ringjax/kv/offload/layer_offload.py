@@ -48,7 +48,7 @@ from ringjax.kv.cache import (
   LayerCacheSpec,
   LayerKV,
 )
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Allocated, PerHead
 from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.model_cache import refused
@@ -138,7 +138,7 @@ class OffloadedCache(WithOpenCache):
     dtype: DTypeLike,
     *,
     tiers: Sequence[str],
-    kind: CacheKind,
+    kind: CacheConfig,
     **where: Any,
   ) -> OffloadedCache:
     """Specs of an empty cache, as `KVCache.spec`.
@@ -154,7 +154,7 @@ class OffloadedCache(WithOpenCache):
         mesh of several devices, or as `KVCache.spec` does.
     """
     mesh: Any = where.get("mesh")
-    if kind.evicting or kind.device is not None:
+    if kind.evicting or kind.tier.device is not None:
       raise OptionError(
         "cache_placement",
         f"layers elsewhere, of a cache of kind {kind}",

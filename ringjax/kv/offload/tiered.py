@@ -41,7 +41,7 @@ from ringjax.kv.cache import (
   LayerCacheSpec,
   LayerKV,
 )
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_report import HOST_BANDWIDTH, CacheReport, report
 from ringjax.kv.cache_rows import on_host, placed_as, row_indices
 from ringjax.kv.composed.open_cache import ResizableCache, WithOpenLayer
@@ -98,7 +98,7 @@ class TieredCache(ResizableCache):
     capacity: int,
     dtype: DTypeLike,
     *,
-    kind: CacheKind,
+    kind: CacheConfig,
     memory: str = HOST,
     **where: Any,
   ) -> TieredCache:
@@ -122,15 +122,15 @@ class TieredCache(ResizableCache):
     )
     # Only for its check that the shards divide the whole capacity.
     KVCache.spec((), batch, capacity, dtype, kind=kind.opened(), **where)
-    count = -(-capacity // size // kind.room)
+    count = -(-capacity // size // kind.tier.block)
     room = CacheSpec.of(
-      batch, size * count * kind.room, dtype, kind.codec, **where
+      batch, size * count * kind.tier.block, dtype, kind.codec, **where
     )
     return cls(
       open=open_cache,
       held=ContiguousSlots.spec(room),
       blocks=tuple(
-        _blocks_spec(shape, room, kind.room, size * count, memory)
+        _blocks_spec(shape, room, kind.tier.block, size * count, memory)
         if isinstance(shape, LayerCacheSpec) and open_cache._ring(n) is None
         else None
         for n, shape in enumerate(shapes)
@@ -196,7 +196,7 @@ class TieredCache(ResizableCache):
     Args:
       machine: Hardware to assume, see `KVCache.explain`.
       tokens: Tokens per row that a decode step reads; default: all that fit.
-        Those beyond `kind.device` come from the hosts.
+        Those beyond `kind.tier.device` come from the hosts.
       weights: Bytes of weights per device that a step also reads.
       host_bandwidth: Host-to-device bandwidth in bytes/s; the tables of
         machines do not include it.
@@ -309,12 +309,12 @@ class TieredCache(ResizableCache):
       OptionError: If called under a trace.
     """
     self._refuse_trace("evict")
-    size, block = self.shards, self.kind.room
+    size, block = self.shards, self.kind.tier.block
     min_slots = min(_open_slots(self.kind, size), self.limit // size)
     used, older = host(self.open.held.used), host(self.held.used)
     # Shards that have fewer tokens of a row keep fewer: they get the next.
     total = used + older
-    num_staying = -(-(self.kind.device or 0) // size)
+    num_staying = -(-(self.kind.tier.device or 0) // size)
     num_staying = np.maximum(
       num_staying - (total.max(1, keepdims=True) - total), 0
     )
@@ -368,7 +368,7 @@ class TieredCache(ResizableCache):
     """
     cache = super().truncate(length, most)
     block_table = self.held.truncate(self.row_ends(length))
-    block = self.kind.room
+    block = self.kind.tier.block
     used = block_table._everywhere(-(-block_table.used // block) * block)
     block_table = dataclasses.replace(block_table, used=used, before=used + 0)
     return dataclasses.replace(cache, held=block_table)
@@ -437,7 +437,7 @@ class TieredCache(ResizableCache):
       newer = np.take(newer, located_slots[~in_blocks] - older, axis)
       # [L, N, K, P, X]
       part = self._by_layer(on_host(blocks, "export")[:, row], len(x))
-      number, slot = np.divmod(located_slots[in_blocks], self.kind.room)
+      number, slot = np.divmod(located_slots[in_blocks], self.kind.tier.block)
       part = np.moveaxis(part, axis + 1, 2)[:, number, slot]
       part = np.moveaxis(part, 1, axis)
       order = np.argsort(np.argsort(~in_blocks, kind="stable"))
@@ -485,7 +485,7 @@ class TieredCache(ResizableCache):
         f"at most {free_slots}",
         "make a larger cache, with model.init_cache(batch, capacity)",
       )
-    step = count if self.open.rings else self.kind.room
+    step = count if self.open.rings else self.kind.tier.block
     cut = lambda x, first, axis: x[
       (slice(None),) * axis + (slice(first, first + step),)
     ]
@@ -504,7 +504,7 @@ class TieredCache(ResizableCache):
   def gathered(self, device: jax.Device) -> TieredCache:
     """Copy the cache to one device and its host."""
     self._refuse_trace("gathered")
-    block, size = self.kind.room, self.shards
+    block, size = self.kind.tier.block, self.shards
     count = self.held.capacity // block
     # Used blocks of each row come first, ordered by shard.
     slot = np.arange(count) % (count // size) * block
@@ -586,7 +586,7 @@ class TieredLayer(WithOpenLayer):
         constants=self.inner._constants(),
         decoders=shape.decoders(codec, cache.dtype),
       )
-    if cache.kind.unrotated and not rotation.trivial:
+    if cache.kind.layout.unrotated and not rotation.trivial:
       view = dataclasses.replace(view, rotation=rotation)
     return (view, *self.inner.views(apart=apart))
 
@@ -596,12 +596,12 @@ class TieredLayer(WithOpenLayer):
 # ---------------------------------------------------------------------------
 
 
-def _open_slots(kind: CacheKind, shards: int) -> int:
+def _open_slots(kind: CacheConfig, shards: int) -> int:
   """Slots of the open cache on each shard.
 
   Two more blocks than what stays: a block's tokens fit between two moves.
   """
-  return -(-(kind.device or 0) // shards) + 2 * kind.room
+  return -(-(kind.tier.device or 0) // shards) + 2 * kind.tier.block
 
 
 def _blocks_spec(
@@ -645,7 +645,8 @@ def _check_memory(cache: TieredCache) -> None:
   if cache.memory == HOST and HOST not in kinds:
     raise OptionError(
       "device",
-      f"{cache.kind.device}, on a {device.platform} with the memories {kinds}",
+      f"{cache.kind.tier.device}, on a {device.platform} with the memories "
+      f"{kinds}",
       f"devices that read {HOST} memory",
       "leave device out: all tokens then stay on the devices",
     )

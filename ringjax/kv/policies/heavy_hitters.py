@@ -23,7 +23,7 @@ class HeavyHitters(Policy):
   Masses are summed up from one eviction to the next. While a prompt is read,
   each layer adds its queries' masses at once. Queries of single tokens, and of
   a call with `rj.models.CachedAttention()`, which may be drafts, are recorded
-  until the next eviction. `CacheKind.recent` also keeps the newest tokens. The
+  until the next eviction. `ExactConfig.recent` keeps the newest tokens. The
   paper's form is `score="sum", newest=0.5`, with an int `budget`.
 
   Attributes:

@@ -53,7 +53,7 @@ from ringjax.kv.cache import (
   of_layer,
   rotated_view,
 )
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Codec
 from ringjax.kv.state import State
 from ringjax.ops.ancestors import MOST_DRAFTED, tree_coords
@@ -127,7 +127,7 @@ class PagePool:
   constants: tuple[Any, ...]
   groups: tuple[PageGroup, ...]
   page: int
-  kind: CacheKind
+  kind: CacheConfig
   shapes: tuple[Any, ...]
   dtype: DTypeLike
   mesh: Mesh | None = None
@@ -143,7 +143,7 @@ class PagePool:
     pages: Callable[[int | None], int],
     page: int,
     dtype: DTypeLike,
-    kind: CacheKind,
+    kind: CacheConfig,
     mesh: Mesh | None = None,
     axis: str | None = None,
     head_axis: str | None = None,
@@ -175,7 +175,7 @@ class PagePool:
         "pass a codec such as 'int4'",
       )
     layers = [s for s in shapes if isinstance(s, LayerCacheSpec)]
-    reaches = {s.reach if kind.windowed else None for s in layers}
+    reaches = {s.reach if kind.layout.windowed else None for s in layers}
     groups: list[PageGroup] = []
     pages_of_kind: list[Any] = [None] * len(shapes)
     heads = head_axis
@@ -200,7 +200,7 @@ class PagePool:
         n
         for n, s in enumerate(shapes)
         if isinstance(s, LayerCacheSpec)
-        and (s.reach if kind.windowed else None) == reach
+        and (s.reach if kind.layout.windowed else None) == reach
       )
       total = 0
       for n in kinds:
@@ -948,7 +948,7 @@ class PooledLayer(CallLayer):
     rotation: Rotation,
   ) -> PooledLayer:
     pool = self.cache.pool
-    stored = LayerKV(k if pool.kind.unrotated else rotation.own(k), v)
+    stored = LayerKV(k if pool.kind.layout.unrotated else rotation.own(k), v)
     codec = pool.kind.codec
     if isinstance(codec, Codec):
       constants, dtype = self._constants(), pool.dtype

@@ -207,7 +207,7 @@ class Pages:
       room: Dtype, codec and mesh of the cache.
       slots: Slots of a page, P.
       places: Mesh axes that shard the pages.
-      alike: Heads that keep the same tokens, see `CacheKind.alike`.
+      alike: Heads that keep the same tokens, see `CacheConfig.alike`.
     """
     stored: Any = shape.slots(room)
     num_devices = 1 if places.mesh is None else places.size(places.axes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import fractions
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from jax.sharding import NamedSharding
 
 from ringjax import option_text
 from ringjax.checks import number
+from ringjax.config import Config, Flag, config, option
 from ringjax.errors import OptionError
 from ringjax.kv.base import DEVICE, DISK, IN_HOST, TIERS, bytes_each
 from ringjax.kv.offload.cache_files import TransferEvent
@@ -116,6 +118,131 @@ def as_bytes(given: object, name: str = "memory") -> int:
     )
   scale = _BINARY[unit] if match[3] else _UNITS[unit]
   return max(1, int(fractions.Fraction(match[1]) * scale))
+
+
+def _placement_text(placement: WeightPlacement | str) -> str:
+  """Text of a placement, from which it is made again."""
+  if isinstance(placement, str):
+    return placement
+  shares = ((tier, getattr(placement, tier)) for tier in TIERS)
+  return ",".join(f"{tier}={share!r}" for tier, share in shares if share)
+
+
+@config
+class PlacementConfig(Config):
+  """Memories that hold what does not run: weights, keys, hidden states.
+
+  `rj.models.load` places weights by it, a call keys and hidden states; a call
+  refuses a model whose weights are elsewhere.
+
+  Raises:
+    OptionError: If the weights' placement or memory is not one.
+  """
+
+  weights: WeightPlacement | str | None = option(
+    "Memory of the layers' weights, a `Placement` or a text such as "
+    '"device=.2,host=.5,disk=.3", "host" or "disk"; default: all on the '
+    "devices.",
+    default=None,
+    override="placement",
+    text=_placement_text,
+    flag=Flag(
+      "Where the weights of layers are: device, host, disk, or fractions as "
+      "device=.2,host=.5,disk=.3; default: on the devices."
+    ),
+  )
+  memory: int | str | None = option(
+    'Bytes that weights may take on a device, as a number or as "6GiB", see '
+    "`rj.models.load`.",
+    default=None,
+    flag=Flag(
+      "Bytes on a device, as 6GiB, of weights, keys and what the call "
+      "computes: as many layers as fit, the others in host memory, or where "
+      "--placement says. With --contexts of weights alone; --speculate is not "
+      "counted."
+    ),
+  )
+  cache: WeightPlacement | str | None = option(
+    "Placement of the keys of layers that are not running, in host memory or "
+    "on disk, see `Session`; it changes no token.",
+    default=None,
+    override="cache_placement",
+    text=_placement_text,
+    flag=Flag(
+      "Where the keys of layers are that do not run: device, host, disk, or "
+      "fractions as of --placement; they are fetched when the layer runs."
+    ),
+  )
+  hidden: WeightPlacement | str | None = option(
+    "Placement of the hidden states of groups that are not running, with "
+    "rows_at_once.",
+    default=None,
+    override="hidden_placement",
+    text=_placement_text,
+  )
+  rows_at_once: int | None = option(
+    "Number of rows that a layer computes at a time, group by group: "
+    "activations of a large batch then need the memory of this many rows, and "
+    "each layer's weights are still fetched once a call. Default: all rows.",
+    default=None,
+  )
+  disk: str | os.PathLike[str] | None = option(
+    "Folder for the part of the cache that is on disk.",
+    default=None,
+    text=os.fspath,
+    flag=Flag(
+      "A folder for keys that are on disk; alone: keys are in host memory as "
+      "far as they fit there, then in this folder, of which no file is left.",
+      kind="path",
+    ),
+  )
+
+  def __post_init__(self) -> None:
+    if self.weights is not None:
+      WeightPlacement.of(self.weights)
+    if self.memory is not None:
+      as_bytes(self.memory)
+
+  def check_weights(self, model: Transformer) -> None:
+    """Refuses a model whose weights are not where the options say.
+
+    Raises:
+      OptionError: If a layer is in a memory that gets no part, none is in a
+        memory whose part is more than a layer, or a device has more bytes of
+        weights than `memory`.
+    """
+    remedy = "leave it out of the call, and pass it to rj.models.load"
+    if self.weights is not None:
+      wanted = WeightPlacement.of(self.weights)
+      tiers = placement_report(model).tiers
+      share = {tier: getattr(wanted, tier) for tier in TIERS}
+      if self.memory is not None:
+        # As many layers as fit are on the devices, whatever their part.
+        share = {tier: x and 1 / len(tiers) for tier, x in share.items()}
+        share[DEVICE] = 1 / len(tiers)
+      counts = {tier: tiers.count(tier) for tier in TIERS}
+      wrong = [
+        f"{counts[tier]} layers of {len(tiers)} in the memory {tier!r}"
+        for tier, x in share.items()
+        if (counts[tier] and not x)
+        or (not counts[tier] and x * len(tiers) > 1 + _NEAR)
+      ]
+      if wrong:
+        raise OptionError(
+          "placement",
+          f"{_placement_text(self.weights)}, of a model with {wrong[0]}",
+          "a model that was placed so",
+          remedy,
+        )
+    if self.memory is not None:
+      has = weight_bytes(model)[DEVICE]
+      if has > as_bytes(self.memory):
+        raise OptionError(
+          "memory",
+          f"{self.memory}, of a model with {has:,} bytes on a device",
+          "a model that was placed so",
+          remedy,
+        )
 
 
 def deal(

@@ -29,7 +29,7 @@ from ringjax.checks import positive_int
 from ringjax.errors import OptionError, PromptError, RingjaxError
 from ringjax.infer import inputs
 from ringjax.infer.mooncake.chunk_pipeline import ChunkPipeline
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.serve.cluster.control_link import ControlLink
 from ringjax.serve.cluster.membership import (
   Membership,
@@ -58,7 +58,7 @@ _UNMEASURED = (
 
 
 def gather_pages(
-  stage: ChunkPipeline, *, longest: int, page: int, kind: CacheKind
+  stage: ChunkPipeline, *, longest: int, page: int, kind: CacheConfig
 ) -> StagePages:
   """Pages that the stages' engines take; all ranks call it once, at first.
 

@@ -11,7 +11,6 @@ time, with padding for the rows that wait. A block reads its window at once.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -161,7 +160,7 @@ class ModelRowDrafts:
       axis=axis,
       dtype=dtype,
       # A new row restarts a slot at position 0, which a window would not allow.
-      cache_kind=dataclasses.replace(kind, windowed=False),
+      cache_kind=kind.replace(windowed=False),
     )
     self._model, self._cache = model, session.cache
     self._attend = CachedAttention(mesh=session.mesh, axis=session.axis)

@@ -68,7 +68,7 @@ class RowDrafts:
       )
     if isinstance(drafter, ModelDrafter):
       kind = cache_kind(drafter.cache_kind)
-      if kind.evicting or kind.device is not None:
+      if kind.evicting or kind.tier.device is not None:
         raise OptionError(
           name,
           f"{drafter.name!r} with the cache {str(drafter.cache_kind)!r}, for "

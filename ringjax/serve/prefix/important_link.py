@@ -194,7 +194,7 @@ class ImportantLink(StoreLink):
         f"whole pages of {page}",
         f"pass rj.serve.ImportantShare(segment={16 * page})",
       )
-    if pool.kind.codec is not None or pool.kind.unrotated:
+    if pool.kind.codec is not None or pool.kind.layout.unrotated:
       raise OptionError(
         "cache_kind",
         f"{pool.kind}, with important=",

@@ -23,7 +23,7 @@ from jaxtyping import Array, Int, Shaped
 from ringjax.checks import positive_int
 from ringjax.errors import ConfigError, OptionError
 from ringjax.infer.layerwise import check_layers
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig, LayoutConfig
 from ringjax.kv.storage.page_pool import PagePool
 from ringjax.models.fingerprint import EDGE, corner
 from ringjax.models.hf.tensors import parameters
@@ -100,7 +100,7 @@ def whole_digest(whole: Transformer, parts: Sequence[Mapping[str, Any]]) -> str:
   return digest_of_sums(corners.hexdigest()[:16], totals)
 
 
-def check_pages(config: TransformerConfig, kind: CacheKind) -> None:
+def check_pages(config: TransformerConfig, kind: CacheConfig) -> None:
   """Refuses models and caches whose pages stages can't make.
 
   Raises:
@@ -116,11 +116,17 @@ def check_pages(config: TransformerConfig, kind: CacheKind) -> None:
       "layers that need the output of the layer before alone",
       "start one process, without stages",
     )
-  plain = CacheKind(windowed=kind.windowed, slack=kind.slack, page=kind.page)
+  plain = CacheConfig(
+    layout=LayoutConfig(
+      windowed=kind.layout.windowed,
+      slack=kind.layout.slack,
+      page=kind.layout.page,
+    )
+  )
   fault = ""
   if kind != plain:
     fault = f"{kind}, for stages, whose keys are numbers as they are computed"
-  elif kind.windowed and any(
+  elif kind.layout.windowed and any(
     layer.attention.reach is not None for layer in config.layers
   ):
     fault = f"{kind}, for layers that look back a window and let pages go"
@@ -150,7 +156,7 @@ class StagePages:
     longest: int,
     page: int,
     dtype: DTypeLike,
-    kind: CacheKind,
+    kind: CacheConfig,
   ):
     """Prepares the layout.
 

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int
 
 from ringjax.errors import OptionError
-from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.state import State
 from ringjax.kv.storage.page_pool import PagePool
 from ringjax.kv.storage.reserved import ReservedRows
@@ -55,7 +55,7 @@ def check_contiguous(share: str, preempt: str) -> None:
 
 
 def check_dense_rows(
-  layout: str, shards: int, kind: CacheKind, trees: bool
+  layout: str, shards: int, kind: CacheConfig, trees: bool
 ) -> None:
   """Refuses rows whose keys a dense attention function can't read.
 
@@ -71,7 +71,11 @@ def check_dense_rows(
   for refused, got, want in (
     (layout == "pages", "layout='pages'", "contiguous rows"),
     (shards > 1, f"pages over {shards} shards", "one shard of the sequence"),
-    (kind.unrotated, f"a cache of {kind}", "keys that are stored rotated"),
+    (
+      kind.layout.unrotated,
+      f"a cache of {kind}",
+      "keys that are stored rotated",
+    ),
     (trees, "trees of drafted tokens", "drafts that are chains"),
   ):
     if refused:
