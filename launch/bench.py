@@ -213,8 +213,10 @@ _OPTIONS = {
   "compare": "What with.",
   "clock": "--compare=simulated: cpu counts the time in which the process has "
   "a core.",
-  "draft": "Hugging Face folder of a model that drafts; default: one that "
-  "ships where its vocabulary is the model's, else the model's first layer.",
+  "draft": "Hugging Face folder of a model that drafts, with another "
+  "tokenizer through text; default: one that ships where its vocabulary is the "
+  "model's, else the model's first layer.",
+  "dtype": "Of the weights of the models; default: that of their folders.",
   "drafted": "Tokens of a draft.",
   "draft_cache": "Kind of cache of self, with options as NAME:key=value.",
   "lengths": "Drafts have all their tokens, or as many as pay.",

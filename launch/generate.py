@@ -45,6 +45,7 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
+from launch import answer_entropy, next_prompt
 from launch.shared import (
   common,
   console,
@@ -102,6 +103,12 @@ def define(values: flags.FlagValues) -> None:
     "prompt", None, "What to continue or, with a file, the question on it."
   )
   new.path("prompt_file", None, "A document, UTF-8; - is stdin.")
+  new.path(
+    "next_prompt_file",
+    None,
+    "A second prompt, read in chunks while the first one is answered, in one "
+    "program; its answer follows. With --mesh=model:N, N of 2 or more.",
+  )
   new.path("contexts", None, "A folder of .txt files that the prompt is about.")
   new.path(
     "store",
@@ -130,6 +137,12 @@ def define(values: flags.FlagValues) -> None:
     "4x1:20/80,0/100,0/100; what is left of 100 is on disk.",
   )
   tensor_ranks.define(FlagHelper(values, "A model in several processes."))
+  new.boolean(
+    "entropy",
+    False,
+    "Measure the entropy of the answer's attention, in one more call of the "
+    "model on the prompt and its answer.",
+  )
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
 
@@ -197,6 +210,8 @@ class _Work:
     self._important_session: tuple[rj.infer.Session, np.ndarray] | None = None
     self._drafter: speculate.Drafter | None = None
     self._chunk = _CHUNK
+    # Text of --next_prompt_file.
+    self._next_text = ""
     # Stays empty in all processes but the first.
     self._prompt = prompts.Prompt(document="", question="", source="")
 
@@ -207,6 +222,7 @@ class _Work:
     self.group.meet()
     on_two = integer_flags.reading(values)
     mesh = common.mesh("seq:1" if on_two else values.mesh)
+    answer_entropy.refuse_mesh(values, mesh)
     folder = tiny.path() if values.model is None else pathlib.Path(values.model)
     count, kind = mesh.devices.size, mesh.devices.flat[0].device_kind
     if on_two:
@@ -238,6 +254,9 @@ class _Work:
     eos = tuple(i for i in tokenizer.eos_ids if i < model.config.vocab)
     watch = Stop(ids=eos, strings=strings).watch(tokenizer)
     two = None
+    if values.next_prompt_file is not None:
+      stop = Stop(ids=eos, strings=strings)
+      return about | self._answer_both(model, mesh, ids, stop, tokenizer, chat)
     if on_two:
       two = self._read_on_two(model, ids[:-1], on_two)
     record = about | self._answer(model, mesh, ids, eos, watch, two)
@@ -269,6 +288,9 @@ class _Work:
   def _read_prompt(self) -> np.ndarray:
     """Reads the prompt of the flags; returns its characters, int32 [1]."""
     self._prompt = prompts.given(self._values)
+    path = self._values.next_prompt_file
+    if path is not None:
+      self._next_text = prompts.read_file(path, "--next_prompt_file")
     size = len(self._prompt.document) + len(self._prompt.question)
     return np.array([size], np.int32)
 
@@ -445,6 +467,34 @@ class _Work:
     )
     return question
 
+  def _answer_both(
+    self,
+    model: Transformer,
+    mesh: Any,
+    ids: np.ndarray,
+    stop: Stop,
+    tokenizer: Tokenizer,
+    chat: Any,
+  ) -> dict[str, Any]:
+    """Answers the prompt, and the one of --next_prompt_file."""
+    if jax.process_count() > 1:
+      raise prompts.clash(
+        "--next_prompt_file in several processes", "one process"
+      )
+    following = prompts.Prompt(
+      document="",
+      question=self._next_text,
+      source=self._values.next_prompt_file,
+    )
+    next_ids = prompts.encode(following, self._values, tokenizer, chat)
+    self._begin("answering one prompt, reading the next", "answering")
+    done = next_prompt.answer(
+      model, mesh, ids, next_ids, values=self._values, count=self._count(),
+      stop=stop, tokenizer=tokenizer, write=self._write,
+    )  # fmt: skip
+    self.close()
+    return done
+
   def _answer(
     self,
     model: Transformer,
@@ -513,7 +563,11 @@ class _Work:
     decode_compile_s = compile_seconds(clock.last_s) - compile_seconds(
       clock.first_s
     )
-    passkey = self._prompt.passkey
+    passkey, entropy = self._prompt.passkey, None
+    if values.entropy and new:
+      self._begin("measuring attention", "measuring attention")
+      entropy = answer_entropy.measure(model, ids, new, self._contexts, mesh)
+      screen.end()
     return {
       "answer": self._written,
       "tokens": new,
@@ -540,6 +594,7 @@ class _Work:
       "memory": {k: dict(x) for k, x in report.memory.items()},
       "cache_tokens": report.capacity,
       "contexts": _contexts_record(report.contexts),
+      "entropy": entropy,
       "speculation": _drafts_record(report.speculation),
       "placement": _placement_record(model),
       "neurons": _neurons_record(model),
@@ -593,7 +648,8 @@ class _Work:
       return
     if self._values.json:
       print(json_text(done), file=self._out, flush=True)
-    for line in summary(done):
+    lines = next_prompt.summary(done) if "next" in done else summary(done)
+    for line in lines:
       self._screen.say(line)
 
   def close(self) -> None:
@@ -686,6 +742,12 @@ def summary(done: dict[str, Any]) -> list[str]:
       f"{report['contexts']:,} of {report['tokens']:,} tokens, "
       f"{report['computed']:,} computed beside the question, "
       f"{console.nbytes(report['nbytes'])} to the devices"
+    )
+  if done["entropy"] is not None:
+    entropy = done["entropy"]
+    lines["entropy"] = (
+      f"{entropy['mean']:.4f} nats, mean over {entropy['queries']:,} tokens of "
+      f"the answer and all heads"
     )
   if done["two_devices"] is not None:
     reading = done["two_devices"]
@@ -799,6 +861,8 @@ def _check(values: flags.FlagValues) -> None:
       None if values.policy is None else "--policy",
     ),
   )
+  answer_entropy.refuse(values)
+  next_prompt.refuse(values, model_flags.sampler(values))
   samples = isinstance(model_flags.sampler(values), Sample)
   integer_flags.two_asked(values)
   made_up = prompts.made_up(values)
@@ -816,6 +880,8 @@ def _check(values: flags.FlagValues) -> None:
     (values.raw and values.chat, "--raw and --chat", "one of them"),
     (values.system is not None and unchatty,
      "--system without a chat template", "--system with --chat"),
+    (values.entropy and isinstance(combine, contexts.Cepe),
+     "--entropy and --combine=cepe", "a way that reads contexts as keys"),
     (values.combine is not None and values.contexts is None,
      "--combine without --contexts", "both"),
     (values.store is not None and values.contexts is None

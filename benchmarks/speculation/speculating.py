@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 # Names of drafters; their module, which imports flax, is loaded in a run.
 DRAFTERS = ("lookup", "suffix", "early", "self", "model", "tree")
-PARTS = (*speculation_tasks.KINDS, "document")
+_KINDS = (*speculation_tasks.KINDS, speculation_tasks.PROSE)
+PARTS = (*_KINDS, "document")
 _PEERS = ("transformers", "transformers_lookup", "transformers_assisted")
 
 
@@ -67,8 +68,10 @@ class SpeculationSettings(harness.BenchmarkSettings):
   Attributes:
     model: Folder, or preset with random weights that reads bytes; None for the
       second small model that ships.
-    draft: Folder of a draft model; None for the first small model that ships,
-      if it has the model's vocabulary, else the model's first layer.
+    draft: Folder of a draft model; with another tokenizer it drafts through
+      text. None for the first small model that ships, if it has the model's
+      vocabulary, else the model's first layer.
+    dtype: Dtype of the weights; None for the folder's.
     parts: Kinds of tasks.
     contestants: Names of the drafters.
     drafted: Number of tokens of a draft.
@@ -86,9 +89,8 @@ class SpeculationSettings(harness.BenchmarkSettings):
 
   model: str | None = option(None, ())
   draft: str | None = option(None, ())
-  parts: tuple[str, ...] = option(
-    speculation_tasks.KINDS, speculation_tasks.KINDS
-  )
+  dtype: str | None = option(None, ("float32", "bfloat16"))
+  parts: tuple[str, ...] = option(speculation_tasks.KINDS, _KINDS)
   contestants: tuple[str, ...] = option(DRAFTERS, (*DRAFTERS, "best", "never"))
   drafted: int = option(8)
   draft_cache: str = option("int4", ())
@@ -152,7 +154,7 @@ class SpeculationBenchmark(harness.Benchmark):
     return [
       SpeculationCase(kind=kind, tokens=tokens)
       for tokens in s.prompt_tokens
-      for kind in speculation_tasks.KINDS
+      for kind in _KINDS
       if kind in s.parts
     ]
 
@@ -178,9 +180,11 @@ class SpeculationBenchmark(harness.Benchmark):
     from ringjax.models import small
 
     name, mesh = self.settings.model, self._mesh
+    dtype = self.settings.dtype
     if name in rj.models.PRESETS:
-      return rj.models.create(name, mesh=mesh)
-    return rj.models.load(small.path() if name is None else name, mesh=mesh)
+      return rj.models.create(name, mesh=mesh, dtype=dtype or "float32")
+    folder = small.path() if name is None else name
+    return rj.models.load(folder, mesh=mesh, dtype=dtype)
 
   @functools.cached_property
   def draft(self) -> Transformer | None:
@@ -188,11 +192,12 @@ class SpeculationBenchmark(harness.Benchmark):
     from ringjax.models import tiny
 
     folder = self.settings.draft
+    dtype = self.settings.dtype
     if folder is not None:
-      return rj.models.load(folder, mesh=self._mesh)
+      return rj.models.load(folder, mesh=self._mesh, dtype=dtype)
     if self.settings.model in rj.models.PRESETS:
       return None
-    draft = rj.models.load(tiny.path(), mesh=self._mesh)
+    draft = rj.models.load(tiny.path(), mesh=self._mesh, dtype=dtype)
     same_vocab = draft.config.vocab == self.model.config.vocab
     return draft if same_vocab else None
 
@@ -204,6 +209,17 @@ class SpeculationBenchmark(harness.Benchmark):
     if name in rj.models.PRESETS:
       return rj.data.Bytes()
     return rj.data.Tokenizer.load(small.path() if name is None else name)
+
+  @functools.cached_property
+  def tokenizers(self) -> tuple[Any, Any] | None:
+    """Tokenizers of the draft model and of the target; None for the same."""
+    s = self.settings
+    if s.draft is None or s.model in rj.models.PRESETS:
+      return None
+    tokenizer = rj.data.Tokenizer.load(s.draft)
+    if rj.data.fingerprint(tokenizer) == rj.data.fingerprint(self.tokenizer):
+      return None
+    return tokenizer, self.tokenizer
 
   @functools.cached_property
   def path(self) -> pathlib.Path:
@@ -238,7 +254,13 @@ class SpeculationBenchmark(harness.Benchmark):
         runs[name] = lambda n: Never(answer=runner.plain[n], count=s.drafted)
         continue
       result = drafter(
-        name, self.model, self.draft, s.drafted, adapt, s.draft_cache
+        name,
+        self.model,
+        self.draft,
+        s.drafted,
+        adapt,
+        s.draft_cache,
+        self.tokenizers if name == "model" else None,
       )
       runs[name] = lambda n, contestant=result: contestant
     runs = {

@@ -26,6 +26,7 @@ def drafter(
   count: int,
   adapt: bool,
   cache: str = "int4",
+  tokenizers: tuple[Any, Any] | None = None,
 ) -> Any:
   """Creates a drafter by its name, one of `speculating.DRAFTERS`.
 
@@ -37,6 +38,8 @@ def drafter(
     count: Number of tokens of a draft.
     adapt: Whether drafts get shorter when that pays off.
     cache: Kind of cache of "self".
+    tokenizers: Tokenizers of the draft model of "model" and of the target, if
+      they differ.
   """
   options: dict[str, Any] = dict(count=count, adapt=adapt)
   if name == "lookup":
@@ -55,6 +58,14 @@ def drafter(
     options |= dict(widths=_MORE[:count], best=sum(_WIDTHS[:count]))
   if draft is None:
     return speculate.EarlyExit(layers=1, **options)
+  if tokenizers is not None:
+    draft_tokenizer, target_tokenizer = tokenizers
+    return speculate.TranslatedDraft(
+      model=draft,
+      tokenizer=draft_tokenizer,
+      target_tokenizer=target_tokenizer,
+      **options,
+    )
   return speculate.DraftModel(model=draft, **options)
 
 

@@ -1,4 +1,4 @@
-"""Prompts of six kinds in the shape of Spec-Bench, made from seeds.
+"""Prompts of kinds in the shape of Spec-Bench, made from seeds.
 
 Guarantees: a prompt is a function of its kind, length and seed, and exactly
 `length` tokens long. Its text is Python's standard library with facts that
@@ -12,10 +12,11 @@ Guarantees: a prompt is a function of its kind, length and seed, and exactly
 | `questions` | names the number that a line of the text gives |
 | `math` | repeats sums of the text, in another order |
 | `retrieval` | quotes one of several passages by its name |
+| `prose` | goes on with a text that repeats nothing |
 | `document` | continues a passage that a long text has near its end |
 
-Ref: Xia et al. 2024 (Spec-Bench, arXiv 2401.07851), whose six kinds of tasks
-these are modelled on; the texts differ.
+Ref: Xia et al. 2024 (Spec-Bench, arXiv 2401.07851), on whose six kinds of
+tasks the first six are modelled; the texts differ.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from ringjax.data.tasks.recall import Questions
 from ringjax.data.tasks.recall_tasks import PASSAGE, PASSAGE_QUESTION, Records
 
 KINDS = ("chat", "translation", "summary", "questions", "math", "retrieval")
+# Text in which drafts find nothing to copy.
+PROSE = "prose"
 # Characters of a passage, of the text between it and the question, and of the
 # answer's beginning that is part of the prompt.
 _PASSAGE, _BETWEEN, _BEGUN = 240, 200, 12
@@ -56,7 +59,7 @@ def prompt(kind: str, tokenizer: Any, length: int, seed: int = 0) -> np.ndarray:
   """Creates a prompt of a kind, int32 [length].
 
   Args:
-    kind: Kind of task, of `KINDS` or "document".
+    kind: Kind of task, of `KINDS`, `PROSE` or "document".
     tokenizer: A `Tokenizer` or `Bytes`.
     length: Number of tokens of the prompt.
     seed: Random seed.
@@ -181,6 +184,10 @@ def _retrieval(
   return _filled(tokenizer, rng, length, passages + question)
 
 
+def _prose(tokenizer: Any, rng: np.random.Generator, length: int) -> np.ndarray:
+  return _filled(tokenizer, rng, length, _text(rng, _BETWEEN)[:_BETWEEN])
+
+
 def _document(
   tokenizer: Any, rng: np.random.Generator, length: int
 ) -> np.ndarray:
@@ -197,5 +204,6 @@ _KINDS: dict[str, Callable[[Any, np.random.Generator, int], np.ndarray]] = {
   "questions": _questions,
   "math": _math,
   "retrieval": _retrieval,
+  PROSE: _prose,
   "document": _document,
 }

@@ -13,7 +13,7 @@ from benchmarks.speculation.speculating import (
   SpeculationBenchmark,
   SpeculationSettings,
 )
-from ringjax.bench.speculation_tasks import KINDS, prompt
+from ringjax.bench.speculation_tasks import KINDS, PROSE, prompt
 from ringjax.data import Bytes
 from ringjax.errors import OptionError
 from ringjax.models import small
@@ -32,7 +32,7 @@ def run(**options):
   return found, "\n".join(said)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "document"])
+@pytest.mark.parametrize("kind", [*KINDS, PROSE, "document"])
 def test_prompts_are_functions_of_their_seeds(kind):
   of = lambda seed, length=500: prompt(kind, Bytes(), length, seed)
   np.testing.assert_array_equal(of(1), of(1))

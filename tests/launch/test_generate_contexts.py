@@ -9,6 +9,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.data import Tokenizer
+from ringjax.eval import context_statistics
 from ringjax.infer import contexts
 
 TEXTS = {"a.txt": "The cat is grey. " * 3, "b.txt": "The dog is old."}
@@ -47,6 +48,38 @@ def test_texts_are_read_once(ask, folder, texts, tmp_path):
   assert done["tokens"] == np.ravel(want)[: len(done["tokens"])].tolist()
 
 
+@pytest.mark.long
+def test_entropy_of_an_answer_behind_selected_contexts(ask, folder, texts):
+  ran = ask(
+    f"--model={folder}", f"--contexts={texts}", f"--prompt={QUESTION}",
+    "--json", "--max_new_tokens=3", "--mesh=seq:1", "--combine=select:keep=1",
+    "--entropy",
+  )  # fmt: skip
+  assert ran.status == 0, ran.err
+  done = json.loads(ran.out)
+  entropy, new = done["entropy"], done["tokens"]
+  tokenizer, model = Tokenizer.load(folder), rj.models.load(folder)
+  prefix = tuple(int(n) for n in tokenizer.encode("\n\n", bos=True))
+  combine = contexts.Selection(keep=1, prefix=prefix)
+  ids = [tokenizer.encode(f"{text}\n\n") for text in TEXTS.values()]
+  seen = np.concatenate([tokenizer.encode(QUESTION), new[:-1]])
+  session = rj.infer.context_session(model, ids, combine, capacity=seen.size)
+  want = context_statistics(session, seen.astype(np.int32))
+  assert entropy["queries"] == len(new)
+  for layer, heads in zip(want.layers, entropy["by_layer"], strict=True):
+    assert layer is not None
+    means = np.asarray(layer.entropy)[0, -len(new) :].mean(0)
+    np.testing.assert_allclose(heads, means, atol=1e-4)
+  assert f"{entropy['mean']:.4f} nats" in ran.err
+  # The question looks at fewer keys than with all contexts.
+  whole = rj.infer.context_session(
+    model, ids, contexts.Parallel(prefix=prefix), capacity=seen.size
+  )
+  every = context_statistics(whole, seen.astype(np.int32))
+  mean = np.mean([np.asarray(x.entropy)[0, -len(new) :] for x in every.layers])
+  assert entropy["mean"] < mean
+
+
 @pytest.mark.slow
 def test_all_as_one_text(ask, folder, texts, tmp_path):
   ran = ask(
@@ -80,6 +113,16 @@ def test_a_model_without_link_tokens(ask, folder, texts):
     (["--contexts=x"], "--contexts without --prompt"),
     (["--combine=ape"], "--combine without --contexts"),
     (["--contexts=x", "--prompt=y", "--combine=best"], "best"),
+    (["--entropy", "--prompt=y", "--cache=int4"], "--entropy and --cache"),
+    (["--entropy", "--prompt=y", "--memory=1GB"], "--entropy and --memory"),
+    (
+      ["--entropy", "--contexts=x", "--prompt=y", "--combine=cepe"],
+      "--entropy and --combine=cepe",
+    ),
+    (
+      ["--entropy", "--contexts=x", "--prompt=y", "--mesh=seq:2"],
+      "--entropy and --contexts on 2 devices",
+    ),
     (
       ["--contexts=x", "--prompt=y", "--combine=full", "--store=z"],
       "--store and --combine=full",

@@ -1,0 +1,109 @@
+"""Attention entropy of an answer, for launch.generate with --entropy.
+
+It is measured behind the answer, in one more call of the model: the tokens
+that gave the answer look once more at what they saw, contexts that a selection
+keeps for instance. See docs/how/contexts_entropy.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from jax.sharding import Mesh
+
+import ringjax as rj
+from launch.shared import integer_flags, prompts
+from ringjax.eval import attention_statistics, context_statistics
+from ringjax.models.transformer import Transformer
+
+# Show these flags in the --help of the script that defines them.
+flags.disclaim_key_flags()
+
+# Flags by which an answer sees other keys than a call without a cache.
+_OTHER_KEYS = ("cache", "important", "policy", "memory", "placement",
+               "cache_placement", "flash")  # fmt: skip
+
+
+def refuse(values: flags.FlagValues) -> None:
+  """Refuses flags that do not go with --entropy.
+
+  Raises:
+    OptionError: If such a flag was passed.
+  """
+  if not values.entropy:
+    return
+  for name in _OTHER_KEYS:
+    if values[name].value is not None and values[name].present:
+      raise prompts.clash(
+        f"--entropy and --{name}", "one of them: exact keys on the devices"
+      )
+  if integer_flags.two_asked(values):
+    raise prompts.clash("--entropy and --integer with devices=2", "one of them")
+
+
+def refuse_mesh(values: flags.FlagValues, mesh: Mesh) -> None:
+  """Refuses a mesh on which the statistics can't be computed.
+
+  Raises:
+    OptionError: If contexts are to be measured over a sharded sequence, or if
+      there are several processes.
+  """
+  if not values.entropy:
+    return
+  if jax.process_count() > 1:
+    raise prompts.clash("--entropy in several processes", "one process")
+  if values.contexts is not None and mesh.size > 1:
+    raise prompts.clash(
+      f"--entropy and --contexts on {mesh.size} devices",
+      "--devices=1: all scores of a query are then on one",
+    )
+
+
+def measure(
+  model: Transformer,
+  ids: np.ndarray,
+  new: Sequence[int],
+  options: Mapping[str, Any],
+  mesh: Mesh,
+) -> dict[str, Any]:
+  """Measures the entropy of the attention by which an answer was chosen.
+
+  Args:
+    model: Model of the answer.
+    ids: Ids of the prompt or, behind contexts, of the question: int32 [T].
+    new: Ids of the answer.
+    options: Arguments `contexts`, `combine` and `library` of `generate`; empty
+      for a prompt without contexts.
+    mesh: Mesh of the answer.
+
+  Returns:
+    Number of queries; mean entropy in nats; and its means over queries by layer
+    and head, None for layers that do not attend.
+  """
+  tokens = np.concatenate([ids, np.asarray(new[:-1], np.int32)])
+  if options:
+    session = rj.infer.context_session(
+      model, options["contexts"], options["combine"], capacity=tokens.size,
+      library=options["library"],
+    )  # fmt: skip
+    statistics = context_statistics(session, tokens)
+  else:
+    statistics = attention_statistics(
+      model, tokens[None], queries=len(new), mesh=mesh
+    )
+  layers = [
+    None
+    if x is None
+    else np.asarray(x.entropy, np.float64)[0, -len(new) :].mean(0).tolist()
+    for x in statistics.layers
+  ]
+  attending = [heads for heads in layers if heads is not None]
+  return {
+    "queries": len(new),
+    "mean": float(np.mean(np.concatenate(attending))),
+    "by_layer": layers,
+  }
