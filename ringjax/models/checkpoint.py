@@ -381,7 +381,7 @@ def zeros_of(
   params: Mapping[str, nnx.Variable],
   shardings: Mapping[str, Any],
   mesh: Mesh | None = None,
-) -> dict[str, jax.Array]:
+) -> dict[str, Shaped[Array, " ..."]]:
   """Zeros for parameters by their paths, for `read_into` to fill."""
   shapes = tuple((p.shape, jnp.dtype(p.dtype).name) for p in params.values())
   zeros = _zeros(shapes, None if mesh is None else tuple(shardings.values()))
