@@ -25,10 +25,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
+from ringjax.data.bytelevel import Bytes
 from ringjax.data.filler import Library
 from ringjax.data.recall import Questions
 from ringjax.data.recall_tasks import PASSAGE, PASSAGE_QUESTION, Records
+from ringjax.data.tokenizer import Tokenizer
 
 KINDS = ("chat", "translation", "summary", "questions", "math", "retrieval")
 # Characters of a passage, of the text between it and the question, and of the
@@ -52,7 +55,9 @@ class _Words:
 _FILLER = _Words()
 
 
-def prompt(kind: str, tokenizer: Any, length: int, seed: int = 0) -> np.ndarray:
+def prompt(
+  kind: str, tokenizer: Tokenizer | Bytes, length: int, seed: int = 0
+) -> Int[np.ndarray, " T"]:
   """Creates a prompt of a kind, int32 [length].
 
   Args:
@@ -67,7 +72,7 @@ def prompt(kind: str, tokenizer: Any, length: int, seed: int = 0) -> np.ndarray:
 
 
 def _filled(
-  tokenizer: Any, rng: np.random.Generator, length: int, text: str
+  tokenizer: Tokenizer | Bytes, rng: np.random.Generator, length: int, text: str
 ) -> np.ndarray:
   """Puts lines of the library before a text, for `length` tokens or more."""
   end = tokenizer.encode(text, bos=False)
@@ -94,7 +99,9 @@ def _text(rng: np.random.Generator, characters: int) -> str:
   return "".join(unique_lines)
 
 
-def _chat(tokenizer: Any, rng: np.random.Generator, length: int) -> np.ndarray:
+def _chat(
+  tokenizer: Tokenizer | Bytes, rng: np.random.Generator, length: int
+) -> np.ndarray:
   source = Records(
     tokenizer=tokenizer,
     filler=_FILLER,
@@ -108,7 +115,7 @@ def _chat(tokenizer: Any, rng: np.random.Generator, length: int) -> np.ndarray:
 
 
 def _translation(
-  tokenizer: Any, rng: np.random.Generator, length: int
+  tokenizer: Tokenizer | Bytes, rng: np.random.Generator, length: int
 ) -> np.ndarray:
   """Pairs of a line and its translation; the last translation is missing."""
   text = _text(rng, 2 * _PASSAGE)
@@ -128,7 +135,7 @@ def _translation(
 
 
 def _summary(
-  tokenizer: Any, rng: np.random.Generator, length: int
+  tokenizer: Tokenizer | Bytes, rng: np.random.Generator, length: int
 ) -> np.ndarray:
   """Texts and their first lines as summaries; the last summary is missing."""
   examples = ""
@@ -141,7 +148,7 @@ def _summary(
 
 
 def _questions(
-  tokenizer: Any, rng: np.random.Generator, length: int
+  tokenizer: Tokenizer | Bytes, rng: np.random.Generator, length: int
 ) -> np.ndarray:
   source = Questions(
     tokenizer=tokenizer,
@@ -156,7 +163,9 @@ def _questions(
   return ids[: int(np.flatnonzero(weights)[0])]
 
 
-def _math(tokenizer: Any, rng: np.random.Generator, length: int) -> np.ndarray:
+def _math(
+  tokenizer: Tokenizer | Bytes, rng: np.random.Generator, length: int
+) -> np.ndarray:
   pairs = {tuple(pair) for pair in rng.integers(10, 1000, (12, 2)).tolist()}
   sums = [f"# {a} + {b} = {a + b}\n" for a, b in sorted(pairs)]
   order = rng.permutation(len(sums)).tolist()
@@ -167,7 +176,7 @@ def _math(tokenizer: Any, rng: np.random.Generator, length: int) -> np.ndarray:
 
 
 def _retrieval(
-  tokenizer: Any, rng: np.random.Generator, length: int
+  tokenizer: Tokenizer | Bytes, rng: np.random.Generator, length: int
 ) -> np.ndarray:
   names = [f"{letter}{rng.integers(10, 100)}" for letter in "KMR"]
   texts = [_text(rng, _PASSAGE) for _ in names]
@@ -182,7 +191,7 @@ def _retrieval(
 
 
 def _document(
-  tokenizer: Any, rng: np.random.Generator, length: int
+  tokenizer: Tokenizer | Bytes, rng: np.random.Generator, length: int
 ) -> np.ndarray:
   passage = _text(rng, 1000)
   between = _text(rng, _BETWEEN)
