@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
 
 from ringjax.data import stream
 from ringjax.data.special_tokens import (
@@ -93,7 +92,7 @@ class Bytes:
     bos: bool = False,
     progress: Callable[[int, int], None] | None = None,
     enough: int | None = None,
-  ) -> Int[np.ndarray, " T"]:
+  ) -> np.ndarray:
     """Encodes a text, int32 [T]; arguments are those of `Tokenizer.encode`.
 
     Raises:
@@ -108,7 +107,7 @@ class Bytes:
 
   def encode_parts(
     self, parts: Sequence[str | int], *, enough: int | None = None
-  ) -> Int[np.ndarray, " T"]:
+  ) -> np.ndarray:
     """Encodes texts and ids as one row, int32 [T].
 
     All of them, whatever `enough` is.

@@ -11,7 +11,6 @@ import dataclasses
 import string
 
 import numpy as np
-from jaxtyping import Float, Int
 
 from ringjax.checks import integer, positive_int
 from ringjax.data.link_tokens import LinkTokens, arranged
@@ -65,9 +64,7 @@ class Continued:
 
   def example(
     self, rng: np.random.Generator
-  ) -> tuple[
-    Int[np.ndarray, " T"], Float[np.ndarray, " T"], Int[np.ndarray, " T"]
-  ]:
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Makes an example, a function of `rng` alone.
 
     Returns:

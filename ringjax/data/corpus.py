@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO
 
 import numpy as np
-from jaxtyping import Int
 
 from ringjax.checks import integer
 from ringjax.data.packing import as_document
@@ -220,14 +219,14 @@ class Corpus:
   def __len__(self) -> int:
     return len(self._offsets) - 1
 
-  def __getitem__(self, document: int) -> Int[np.ndarray, " n"]:
+  def __getitem__(self, document: int) -> np.ndarray:
     """The tokens of a document, int32 [n]."""
     at = range(len(self))[document]
     return self.read(at, 0, self.tokens)[0]
 
   def read(
     self, document: int, start: int, stop: int
-  ) -> tuple[Int[np.ndarray, " n"], None]:
+  ) -> tuple[np.ndarray, None]:
     """Tokens of a document, fewer at its end; all labels weigh the same.
 
     Returns:
@@ -238,7 +237,7 @@ class Corpus:
     return np.asarray(ids, np.int32), None
 
   @functools.cached_property
-  def lengths(self) -> Int[np.ndarray, " N"]:
+  def lengths(self) -> np.ndarray:
     return np.diff(self._offsets)
 
   def verify(self) -> None:

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
 
 from ringjax.checks import boolean, integer, positive_int
 from ringjax.data.packing import as_document
@@ -58,7 +57,7 @@ class LinkTokens:
     """Ids of all slots together."""
     return self.each * self.documents
 
-  def ids(self, slot: int) -> Int[np.ndarray, " _"]:
+  def ids(self, slot: int) -> np.ndarray:
     """The link tokens after document `slot` of a prompt, int32 [each].
 
     Raises:

@@ -26,7 +26,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float, Int
 
 from ringjax.checks import integer, positive_int
 from ringjax.data.packing import (
@@ -62,14 +61,14 @@ class DocumentSource(Protocol):
   """
 
   @property
-  def lengths(self) -> Int[np.ndarray, " N"]: ...
+  def lengths(self) -> np.ndarray: ...
 
   @property
   def fingerprint(self) -> str: ...
 
   def read(
     self, document: int, start: int, stop: int
-  ) -> tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"] | None]:
+  ) -> tuple[np.ndarray, np.ndarray | None]:
     """Tokens `start` to `stop` of a document, or fewer, and their weights."""
     ...
 
@@ -81,12 +80,8 @@ class ExampleSource(Protocol):
   def example(
     self, rng: np.random.Generator
   ) -> (
-    tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"] | None]
-    | tuple[
-      Int[np.ndarray, " n"],
-      Float[np.ndarray, " n"] | None,
-      Int[np.ndarray, " n"],
-    ]
+    tuple[np.ndarray, np.ndarray | None]
+    | tuple[np.ndarray, np.ndarray | None, np.ndarray]
   ):
     """Makes an example, a function of `rng` alone.
 

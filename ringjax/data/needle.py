@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
 
 from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.data.documents import hide_all
@@ -189,9 +188,7 @@ class Task:
     first = set(list(named)[: len(example.wanted)])
     return len(first.intersection(example.wanted)) / len(example.wanted)
 
-  def training(
-    self, example: Example
-  ) -> tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]:
+  def training(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
     """Turns an example into ids and weights to train on.
 
     Returns:
@@ -595,9 +592,7 @@ class TaskExamples:
     if self.shortest is not None:
       integer("shortest", self.shortest, least=1, most=self.length)
 
-  def example(
-    self, rng: np.random.Generator
-  ) -> tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]:
+  def example(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Ids and weights of an example, at a random depth."""
     length = self.length
     if self.shortest is not None:

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
 
 from ringjax.checks import integer, number
 from ringjax.data.filler import Filler
@@ -62,9 +61,7 @@ class Recall:
     """Fewest tokens of a useful example."""
     return 32
 
-  def example(
-    self, rng: np.random.Generator
-  ) -> tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]:
+  def example(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Makes an example, a function of `rng` alone.
 
     Returns:

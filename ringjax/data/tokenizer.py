@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
 
 from ringjax import fetched_models
 from ringjax.data import isolated, stream
@@ -214,7 +213,7 @@ class Tokenizer:
     bos: bool = False,
     progress: Callable[[int, int], None] | None = None,
     enough: int | None = None,
-  ) -> Int[np.ndarray, " T"]:
+  ) -> np.ndarray:
     """Encodes a text.
 
     Args:
@@ -255,7 +254,7 @@ class Tokenizer:
 
   def encode_parts(
     self, parts: Sequence[str | int], *, enough: int | None = None
-  ) -> Int[np.ndarray, " T"]:
+  ) -> np.ndarray:
     """Encodes a sequence of texts and ids as one row.
 
     Args:
