@@ -665,7 +665,7 @@ def _check_overrides(flag: Any) -> None:
   """
   parse = flag.parse
 
-  def checked(argument: Any) -> None:
+  def checked(argument: object) -> None:
     if isinstance(argument, str):
       file, colon, overrides = os.path.expanduser(argument).partition(":")
       installed = pathlib.Path(__file__).parent / file
@@ -877,7 +877,7 @@ def _start(config: ConfigDict) -> Any:
   return _build(INITIALISATIONS[kind], entry, "start")
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> object:
   return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
@@ -1119,7 +1119,7 @@ def _summary_writer() -> Any:
     ) from None
 
 
-def _peak(dtype: str, mesh: Any) -> float | None:
+def _peak(dtype: str, mesh: Mesh) -> float | None:
   """Peak FLOP/s of a device of a mesh by its data sheet; None if unknown."""
   device = mesh.devices.flat[0]
   name = chips.machine_name(device.device_kind)

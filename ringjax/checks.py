@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Shaped
 
 from ringjax.errors import (
   DtypeError,
@@ -26,7 +27,7 @@ from ringjax.errors import (
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
-def as_array(name: str, x: object) -> jax.Array:
+def as_array(name: str, x: object) -> Shaped[Array, " ..."]:
   """Convert x to a JAX array, or raise an error that names it."""
   numeric = isinstance(x, jax.Array | np.ndarray | np.generic)
   if not numeric or (isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm"):

@@ -5,6 +5,10 @@
   H head dim (queries and keys)        J head dim of the values (H but in MLA)
   D embed            F feedforward     V vocabulary        L layers
   R ring size (shards of the sequence)
+  C channels         E I O experts, inputs and outputs of a map
+  M N rows and columns of a stored map
+  P pages, or contexts that are read apart, or probe heads of an index
+Small letters and `_` are sizes that only one signature knows.
 
 Inside `shard_map` ("Per shard:" in a docstring) T and S are local lengths.
 """

@@ -629,6 +629,108 @@ def test_arrays_without_shapes_are_seen():
   assert unshaped(path, "def _f(x: jax.Array): pass") == []
 
 
+def any_annotations(source: str) -> int:
+  """Annotations that are `Any`: of parameters, returns and variables."""
+
+  def is_any(annotation: ast.expr | None) -> bool:
+    return annotation is not None and ast.unparse(annotation) in (
+      "Any",
+      "Any | None",
+      "None | Any",
+    )
+
+  return sum(
+    is_any(getattr(node, "annotation", None))
+    + is_any(getattr(node, "returns", None))
+    for node in ast.walk(ast.parse(source))
+  )
+
+
+def array_returns(source: str) -> tuple[int, int]:
+  """Public functions that return arrays, and how many of them say a shape."""
+  counts = [0, 0]
+
+  def bare(node: ast.AST) -> bool:
+    if isinstance(node, ast.Subscript):
+      if ast.unparse(node.value).endswith("Callable"):
+        return False
+      axes = node.slice.elts[-1] if isinstance(node.slice, ast.Tuple) else None
+      if isinstance(axes, ast.Constant) and isinstance(
+        axes.value, str | types.EllipsisType
+      ):
+        return False
+    if isinstance(node, ast.Name | ast.Attribute):
+      name = node.id if isinstance(node, ast.Name) else node.attr
+      return name in ("Array", "ndarray")
+    return any(bare(child) for child in ast.iter_child_nodes(node))
+
+  def look(body: list[ast.stmt]) -> None:
+    for node in body:
+      name = getattr(node, "name", "_")
+      if name.startswith("_") and not name.endswith("__"):
+        continue
+      if isinstance(node, ast.ClassDef):
+        look(node.body)
+      if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        continue
+      if node.returns is None:
+        continue
+      text = re.sub(r"Callable\[.*", "", ast.unparse(node.returns))
+      if re.search(r"\b(Array|ndarray)\b", text):
+        counts[0] += 1
+        counts[1] += not bare(node.returns)
+
+  look(ast.parse(source).body)
+  return counts[0], counts[1]
+
+
+# What the tree has reached: lower the first and raise the second, never back.
+MOST_ANY_PER_1000_LINES = 7.75
+LEAST_SHARE_OF_SHAPED_RETURNS = 0.81
+
+
+def test_annotations_say_what_things_are():
+  texts = [(ROOT / path).read_text(encoding="utf-8") for path in sources()]
+  lines = sum(len(text.splitlines()) for text in texts)
+  rate = 1000 * sum(map(any_annotations, texts)) / lines
+  assert rate <= MOST_ANY_PER_1000_LINES, f"{rate:.2f} `Any` per 1,000 lines"
+  returns, shaped = map(sum, zip(*map(array_returns, texts), strict=True))
+  share = shaped / returns
+  assert share >= LEAST_SHARE_OF_SHAPED_RETURNS, f"{share:.3f} have a shape"
+
+
+@pytest.mark.parametrize(
+  ("source", "count"),
+  [
+    ("def f(x: Any, *y: Any, z: Any | None = None, **w: Any) -> Any: 0", 5),
+    ("x: Any = f()", 1),
+    ("class A:\n x: Any", 1),
+    ("def f(x: dict[str, Any]) -> list[Any]: 0", 0),
+  ],
+)
+def test_annotations_of_any_are_counted(source, count):
+  assert any_annotations(source) == count
+
+
+@pytest.mark.parametrize(
+  ("returned", "counts"),
+  [
+    ("jax.Array", (1, 0)),
+    ("np.ndarray | None", (1, 0)),
+    ('tuple[Float[Array, "B T"], jax.Array]', (1, 0)),
+    ('tuple[Float[Array, "B T"], int]', (1, 1)),
+    ("Float[Array, ...]", (1, 1)),
+    ('dict[str, Int[np.ndarray, " T"]]', (1, 1)),
+    ("Callable[[Array], Array]", (0, 0)),
+    ("int", (0, 0)),
+  ],
+)
+def test_returns_with_shapes_are_counted(returned, counts):
+  assert array_returns(f"def f() -> {returned}: 0") == counts
+  assert array_returns(f"class A:\n def f(self) -> {returned}: 0") == counts
+  assert array_returns(f"def _f() -> {returned}: 0") == (0, 0)
+
+
 def test_names_are_compared():
   files = {
     "ringjax/a/one.py": "class A:\n  class B: pass",

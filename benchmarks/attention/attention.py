@@ -28,6 +28,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
+from jaxtyping import Float
 
 from benchmarks.shared import harness
 from benchmarks.shared.harness import PASSES, Report, Row, Trial, option
@@ -307,7 +308,7 @@ class AttentionSettings(harness.BenchmarkSettings):
 
 def inputs(
   case: AttentionCase, kv_heads: int | None = None
-) -> list[np.ndarray]:
+) -> list[Float[np.ndarray, "1 T _ H"]]:
   """Draws q, k, v and the cotangent of the output, [1, T, N or K, H] each.
 
   Args:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Shaped
 
 from benchmarks.shared import harness
 from benchmarks.shared.harness import Contestant, Report, Row, Runnable, option
@@ -91,11 +92,15 @@ class DecodeCase:
     return f"{self.rows} rows, {self.shared:,} shared keys and {own_keys:,} own"
 
 
-def _attend(q: Any, views: Any, at: Coords, scale: float) -> jax.Array:
+def _attend(
+  q: Shaped[Array, " ..."], views: Any, at: Coords, scale: float
+) -> jax.Array:
   return ShardedDecode()(Scores(scale=scale), q, views, Terms(), at, Causal())
 
 
-def _queries(s: Any, rows: int, last: int) -> tuple[jax.Array, Coords]:
+def _queries(
+  s: DecodeSettings, rows: int, last: int
+) -> tuple[jax.Array, Coords]:
   draw = np.random.default_rng(1).standard_normal
   groups = s.heads // s.kv_heads
   q = draw((rows, s.kv_heads, groups, 1, s.head_dim), np.float32)
@@ -121,7 +126,9 @@ def _by_kind(name: str, case: DecodeCase, s: DecodeSettings) -> Runnable:
   )
 
   @functools.partial(jax.jit, donate_argnums=0)
-  def fill(cache: KVCache, k: Any, v: Any) -> KVCache:
+  def fill(
+    cache: KVCache, k: Shaped[Array, " ..."], v: Shaped[Array, " ..."]
+  ) -> KVCache:
     cache = cache.allocate(at, replicated=False, sees=False)
     layer = cache.layer(0, cache.slots[0], jnp.int32(0))
     return cache.updated((layer.append(k, v, at, Rotation()).slots,))
@@ -130,7 +137,7 @@ def _by_kind(name: str, case: DecodeCase, s: DecodeSettings) -> Runnable:
   q, q_at = _queries(s, 1, case.tokens)
 
   @jax.jit
-  def step(q: Any, cache: KVCache) -> jax.Array:
+  def step(q: Shaped[Array, " ..."], cache: KVCache) -> jax.Array:
     layer = cache.layer(0, cache.slots[0], jnp.int32(0))
     return _attend(q, (layer.view(Rotation()),), q_at, s.head_dim**-0.5)
 
@@ -178,7 +185,12 @@ def _by_sharing(name: str, case: DecodeCase, s: DecodeSettings) -> Runnable:
   table = jnp.asarray(table, jnp.int32)
 
   @jax.jit
-  def step(q: Any, k: Any, v: Any, plan: SharedTiles) -> jax.Array:
+  def step(
+    q: Shaped[Array, " ..."],
+    k: Shaped[Array, " ..."],
+    v: Shaped[Array, " ..."],
+    plan: SharedTiles,
+  ) -> jax.Array:
     view = PooledView(k, v, at, table, jnp.int32(0), shared=plan)
     return _attend(q, (view,), q_at, s.head_dim**-0.5)
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from benchmarks.shared import harness
 from benchmarks.shared.harness import Report, Row, option
@@ -42,7 +43,7 @@ class LayoutSettings(harness.BenchmarkSettings):
   q_block: int | None = option(None)
   kv_block: int | None = option(None)
 
-  def kinds(self, layout: Layout) -> np.ndarray:
+  def kinds(self, layout: Layout) -> Int[np.ndarray, "hops R rows columns"]:
     """Kind of each tile: skipped, masked or full."""
     return schedule.tile_schedule(
       layout, Causal(), self.shards, self.tokens, self.q_block, self.kv_block

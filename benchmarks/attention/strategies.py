@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Shaped
 
 from benchmarks.attention import attention
 from benchmarks.attention.attention import AttentionCase
@@ -391,7 +392,12 @@ def _compiled(
     put = lambda x: jax.device_put(layout.permute(x, shards=shards), over)
     back = lambda x: layout.restore(x, shards=shards)
 
-  def outputs_or_gradients(q: Any, k: Any, v: Any, do: Any) -> Any:
+  def outputs_or_gradients(
+    q: Shaped[Array, " ..."],
+    k: Shaped[Array, " ..."],
+    v: Shaped[Array, " ..."],
+    do: Shaped[Array, " ..."],
+  ) -> tuple[Shaped[Array, " ..."], ...]:
     if not case.backward:
       return (call(q, k, v),)
     out, pull = jax.vjp(call, q, k, v)

@@ -45,6 +45,8 @@ import numpy as np
 
 # `rj.models` and `rj.infer` import flax when they are first used, which the
 # other benchmarks don't need.
+from jaxtyping import Shaped
+
 import ringjax as rj
 from benchmarks.attention.layouts import LAYOUTS
 from benchmarks.model import inference_tables, model_contestants
@@ -181,7 +183,9 @@ class InferenceBenchmark(harness.Benchmark):
 
     return ModelInputs(folder, config, ids, (draw(), draw()))
 
-  def reference(self, case: ModelCase, given: ModelInputs) -> np.ndarray:
+  def reference(
+    self, case: ModelCase, given: ModelInputs
+  ) -> Shaped[np.ndarray, " ..."]:
     """Result that the contestants' results are compared with."""
     float32_case = dataclasses.replace(case, dtype="float32")
     if float32_case not in self._references:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
+from jaxtyping import PyTree
 
 import ringjax as rj
 from benchmarks.shared.harness import Contestant, Runnable, Trial, import_torch
@@ -177,7 +178,7 @@ def _load(case: ModelCase, inputs: ModelInputs) -> Runnable:
   return Runnable(run, check)
 
 
-def _digest(arrays: Any) -> np.ndarray:
+def _digest(arrays: PyTree) -> np.ndarray:
   """Sums that identify a set of weights in any order and shapes."""
   digest = np.zeros(3)
   for x in arrays:

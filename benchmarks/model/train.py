@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree
 
 from benchmarks.attention import attention
 from benchmarks.shared import harness
@@ -175,8 +176,12 @@ def _in_linen(f: Any, use: Any) -> Any:
 
 
 def _loss(
-  name: str, attend: Any, model: Any, batch: Any, dtype: DTypeLike | None = None
-) -> Any:
+  name: str,
+  attend: Any,
+  model: PyTree,
+  batch: PyTree,
+  dtype: DTypeLike | None = None,
+) -> Float[Array, ""]:
   from ringjax.train.objective import sums
 
   micro_batch = jax.tree.map(lambda x: x[0], batch)
@@ -206,7 +211,9 @@ def _program(
   """Compiles a step: (parameters, moments, batch) to new ones and the loss."""
   import optax
 
-  def step(params: Any, moments: Any, batch: Any) -> Any:
+  def step(
+    params: PyTree, moments: PyTree, batch: PyTree
+  ) -> tuple[PyTree, PyTree, Float[Array, ""]]:
     loss = functools.partial(_loss, name, attend, batch=batch, dtype=dtype)
     loss, grads = jax.value_and_grad(loss)(params)
     # Optimizers mix dtypes, which a strict JAX refuses.
@@ -230,7 +237,7 @@ def _placed(model: Any, attend: Any) -> Any:
   return checkpoint.place(model, attend.mesh, Rules(embed=attend.axis))
 
 
-def _shardings(params: Any, attend: Any) -> Any:
+def _shardings(params: PyTree, attend: Any) -> PyTree:
   """Shardings of a step's outputs; None on one device."""
   from ringjax.train import step
 
@@ -257,7 +264,7 @@ def _trial(
   batch = _rows(tokens, model.config.vocab, attend)
   program = _program(name, attend, _shardings(params, attend), dtype)
 
-  def work() -> Any:
+  def work() -> Float[Array, ""]:
     *buffers[:], loss = jax.block_until_ready(program(*buffers, batch))
     return loss
 
@@ -317,7 +324,7 @@ def _bytes(name: str, preset: Any, tokens: int, devices: int) -> int:
   return device_bytes * attend.size
 
 
-def _outputs(loss: Any, grads: Any) -> list[np.ndarray]:
+def _outputs(loss: Float[Array, ""], grads: PyTree) -> list[np.ndarray]:
   """The loss, and gradients that depend on every layer."""
   block = grads.stack.blocks[0][0]
   picked = (loss, grads.embed.weight[...], block.attention.q.weight[...])
@@ -453,7 +460,11 @@ class TrainBenchmark(harness.Benchmark):
     }
 
   def _single(
-    self, case: TrainCase, report: Report, build: Any, compare: Any
+    self,
+    case: TrainCase,
+    report: Report,
+    build: Callable[[str], Trial],
+    compare: Callable[[Any], tuple[float | None, bool]],
   ) -> Row:
     """Measures the only contestant of a case."""
     results, _ = self.measure([case.name], build, compare, report)

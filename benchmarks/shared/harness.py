@@ -28,7 +28,7 @@ from typing import Any, ClassVar, TextIO
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import PyTree, Shaped
 
 from ringjax import checks
 from ringjax.bench import one_device, timing
@@ -213,7 +213,7 @@ class Contestant:
     return built.run, built.check()
 
 
-def host_arrays(outputs: PyTree) -> tuple[np.ndarray, ...]:
+def host_arrays(outputs: PyTree) -> tuple[Shaped[np.ndarray, " ..."], ...]:
   """The arrays of a result as NumPy arrays."""
   return tuple(np.asarray(x) for x in jax.tree.leaves(outputs))
 

@@ -21,6 +21,7 @@ import numpy as np
 from absl import app, flags, logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from jaxtyping import Int
 
 from launch.shared import console, rendezvous
 from launch.shared.flag_helpers import FlagHelper, help_text
@@ -312,7 +313,7 @@ def measured(kind: CacheConfig) -> bool:
   return isinstance(kind.codec, Calibrated | Allocated)
 
 
-def share(make: Callable[[], np.ndarray]) -> np.ndarray:
+def share(make: Callable[[], np.ndarray]) -> Int[np.ndarray, " n"]:
   """Broadcasts the result of `make` in process 0, int32 [n], to every process.
 
   Raises:

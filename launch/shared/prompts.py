@@ -12,6 +12,7 @@ import sys
 
 import numpy as np
 from absl import flags
+from jaxtyping import Int
 
 from ringjax.data import ChatTemplate
 from ringjax.data.batches import texts
@@ -188,7 +189,7 @@ def encode(
   values: flags.FlagValues,
   tokenizer: AnyTokenizer,
   template: ChatTemplate | None,
-) -> np.ndarray:
+) -> Int[np.ndarray, " T"]:
   """Encodes a prompt; its text never becomes special tokens."""
   text = prompt.document + prompt.question
   if template is None:
@@ -199,7 +200,9 @@ def encode(
   return template.tokens(messages, tokenizer)
 
 
-def contexts(folder: str, tokenizer: AnyTokenizer) -> list[np.ndarray]:
+def contexts(
+  folder: str, tokenizer: AnyTokenizer
+) -> list[Int[np.ndarray, " _"]]:
   """Encodes the .txt files of a folder, in the order of their names.
 
   Raises:
@@ -219,7 +222,7 @@ def around_contexts(
   values: flags.FlagValues,
   tokenizer: AnyTokenizer,
   template: ChatTemplate | None,
-) -> tuple[tuple[int, ...], np.ndarray]:
+) -> tuple[tuple[int, ...], Int[np.ndarray, " _"]]:
   """Ids before all contexts, and ids of the question after them."""
   if template is None:
     first = tokenizer.encode("\n\n", bos=tokenizer.adds_bos)
@@ -233,7 +236,7 @@ def around_question(
   values: flags.FlagValues,
   tokenizer: AnyTokenizer,
   template: ChatTemplate | None,
-) -> tuple[tuple[int, ...], np.ndarray]:
+) -> tuple[tuple[int, ...], Int[np.ndarray, " _"]]:
   """Splits the ids of a prompt before the first id of the question's text."""
   ids = encode(prompt, values, tokenizer, template)
   # Ids that do not depend on the question: those before the first difference

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Shaped
 
 from ringjax.bench import timing
 from ringjax.checks import integer, positive_int
@@ -177,16 +178,16 @@ def _on_all(
   return lambda: run(operand)
 
 
-def _product(x: Any) -> Any:
+def _product(x: Shaped[Array, " ..."]) -> Shaped[Array, " ..."]:
   exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
   return jnp.matmul(x, x, precision=exact)
 
 
-def _attention(x: Any) -> Any:
+def _attention(x: Shaped[Array, " ..."]) -> Shaped[Array, " ..."]:
   return blockwise_attention(x, x, x)
 
 
-def _gradient(x: Any) -> Any:
+def _gradient(x: Shaped[Array, " ..."]) -> Shaped[Array, " ..."]:
   out, pull = jax.vjp(lambda q, k, v: blockwise_attention(q, k, v), x, x, x)
   dq, dk, dv = pull(out)
   return dq + dk + dv
@@ -204,8 +205,11 @@ _SENDS: dict[str, Callable[[Any, str], Any]] = {
 
 
 def _repeat(
-  send: Callable[[Any, str], Any], axis: str, times: int, x: Any
-) -> Any:
+  send: Callable[[Any, str], Any],
+  axis: str,
+  times: int,
+  x: Shaped[Array, " ..."],
+) -> Shaped[Array, " ..."]:
   """Runs `times` sends, each of the array that the previous one received."""
   return jax.lax.fori_loop(
     0, times, lambda _, a: collectives.vary(send(a, axis), (axis,)), x

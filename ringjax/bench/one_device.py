@@ -93,7 +93,7 @@ class OneDeviceProcess:
       self._process.join()
     self._process = self._connection = None
 
-  def _ask(self, *question: Any) -> Any:
+  def _ask(self, *question: object) -> Any:
     if self._connection is None:
       self._start()
     assert self._connection is not None

@@ -26,10 +26,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from ringjax.data.tasks.filler import Library
 from ringjax.data.tasks.recall import Questions
 from ringjax.data.tasks.recall_tasks import PASSAGE, PASSAGE_QUESTION, Records
+from ringjax.data.text.bytelevel import Bytes
+from ringjax.data.text.tokenizer import Tokenizer
 
 KINDS = ("chat", "translation", "summary", "questions", "math", "retrieval")
 # Text in which drafts find nothing to copy.
@@ -55,7 +58,9 @@ class _Words:
 _FILLER = _Words()
 
 
-def prompt(kind: str, tokenizer: Any, length: int, seed: int = 0) -> np.ndarray:
+def prompt(
+  kind: str, tokenizer: Tokenizer | Bytes, length: int, seed: int = 0
+) -> Int[np.ndarray, " T"]:
   """Creates a prompt of a kind, int32 [length].
 
   Args:
@@ -70,7 +75,7 @@ def prompt(kind: str, tokenizer: Any, length: int, seed: int = 0) -> np.ndarray:
 
 
 def _filled(
-  tokenizer: Any, rng: np.random.Generator, length: int, text: str
+  tokenizer: Tokenizer | Bytes, rng: np.random.Generator, length: int, text: str
 ) -> np.ndarray:
   """Puts lines of the library before a text, for `length` tokens or more."""
   end = tokenizer.encode(text, bos=False)
@@ -97,7 +102,9 @@ def _text(rng: np.random.Generator, characters: int) -> str:
   return "".join(unique_lines)
 
 
-def _chat(tokenizer: Any, rng: np.random.Generator, length: int) -> np.ndarray:
+def _chat(
+  tokenizer: Tokenizer | Bytes, rng: np.random.Generator, length: int
+) -> np.ndarray:
   source = Records(
     tokenizer=tokenizer,
     filler=_FILLER,
@@ -111,7 +118,7 @@ def _chat(tokenizer: Any, rng: np.random.Generator, length: int) -> np.ndarray:
 
 
 def _translation(
-  tokenizer: Any, rng: np.random.Generator, length: int
+  tokenizer: Tokenizer | Bytes, rng: np.random.Generator, length: int
 ) -> np.ndarray:
   """Pairs of a line and its translation; the last translation is missing."""
   text = _text(rng, 2 * _PASSAGE)
@@ -131,7 +138,7 @@ def _translation(
 
 
 def _summary(
-  tokenizer: Any, rng: np.random.Generator, length: int
+  tokenizer: Tokenizer | Bytes, rng: np.random.Generator, length: int
 ) -> np.ndarray:
   """Texts and their first lines as summaries; the last summary is missing."""
   examples = ""
@@ -144,7 +151,7 @@ def _summary(
 
 
 def _questions(
-  tokenizer: Any, rng: np.random.Generator, length: int
+  tokenizer: Tokenizer | Bytes, rng: np.random.Generator, length: int
 ) -> np.ndarray:
   source = Questions(
     tokenizer=tokenizer,
@@ -159,7 +166,9 @@ def _questions(
   return ids[: int(np.flatnonzero(weights)[0])]
 
 
-def _math(tokenizer: Any, rng: np.random.Generator, length: int) -> np.ndarray:
+def _math(
+  tokenizer: Tokenizer | Bytes, rng: np.random.Generator, length: int
+) -> np.ndarray:
   pairs = {tuple(pair) for pair in rng.integers(10, 1000, (12, 2)).tolist()}
   sums = [f"# {a} + {b} = {a + b}\n" for a, b in sorted(pairs)]
   order = rng.permutation(len(sums)).tolist()
@@ -170,7 +179,7 @@ def _math(tokenizer: Any, rng: np.random.Generator, length: int) -> np.ndarray:
 
 
 def _retrieval(
-  tokenizer: Any, rng: np.random.Generator, length: int
+  tokenizer: Tokenizer | Bytes, rng: np.random.Generator, length: int
 ) -> np.ndarray:
   names = [f"{letter}{rng.integers(10, 100)}" for letter in "KMR"]
   texts = [_text(rng, _PASSAGE) for _ in names]
@@ -189,7 +198,7 @@ def _prose(tokenizer: Any, rng: np.random.Generator, length: int) -> np.ndarray:
 
 
 def _document(
-  tokenizer: Any, rng: np.random.Generator, length: int
+  tokenizer: Tokenizer | Bytes, rng: np.random.Generator, length: int
 ) -> np.ndarray:
   passage = _text(rng, 1000)
   between = _text(rng, _BETWEEN)

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
+from jaxtyping import Array, Shaped
 
 from ringjax.bench.ways import NamedStrategy, way
 from ringjax.checks import one_of, positive_int
@@ -231,7 +232,12 @@ def attention(
   mask = None if window is None else Window(positive_int("window", window))
   ids = _spec(mesh, (batch, tokens), over)
 
-  def forward(q: Any, k: Any, v: Any, segments: Any = None) -> jax.Array:
+  def forward(
+    q: Shaped[Array, " ..."],
+    k: Shaped[Array, " ..."],
+    v: Shaped[Array, " ..."],
+    segments: Any = None,
+  ) -> jax.Array:
     return dot_product_attention(
       q, k, v, mask=mask, mesh=mesh, axis=axis, layout=named.layout,
       strategy=named.strategy, is_causal=causal, q_segment_ids=segments,

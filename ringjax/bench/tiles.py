@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, PyTree, Shaped
 
 from ringjax.checks import one_of
 from ringjax.kv.base import bytes_each
@@ -100,7 +101,10 @@ class FlashShape:
     )
 
     def forward_and_backward(
-      q: Any, k: Any, v: Any, do: Any
+      q: Shaped[Array, " ..."],
+      k: Shaped[Array, " ..."],
+      v: Shaped[Array, " ..."],
+      do: Shaped[Array, " ..."],
     ) -> tuple[jax.Array, Any]:
       out, pullback = jax.vjp(attend, q, k, v)
       return out, pullback(do)
@@ -259,7 +263,9 @@ def decode(
   number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=over)
   q, cache = dims.operands(mesh)
 
-  def attend(q: Any, cache: KVCache, at: Any, layer: Any) -> jax.Array:
+  def attend(
+    q: Shaped[Array, " ..."], cache: KVCache, at: PyTree, layer: Any
+  ) -> jax.Array:
     return resident(
       Scores(scale=dims.head_dim**-0.5),
       q,
@@ -304,7 +310,7 @@ def decode_tile(chip: str, *, local: str = "kernel", **shape: Any) -> int:
   dims = DecodeShape(**shape)
   tile_shapes: list[tuple[int, int]] = []
 
-  def record_tile(q: Any, cache: KVCache) -> None:
+  def record_tile(q: Shaped[Array, " ..."], cache: KVCache) -> None:
     stored = dims.view(cache, 0)
     kernel = dims.kernel(chip).tile(q, stored)
     loops = dims.kv_heads, tile_slots(stored, "tpu")
@@ -345,7 +351,14 @@ def code_book(
   at = lambda n: (operand("int32", 1, n),) * 2
   decoders = (Decoder(codec, dim, jnp.dtype("bfloat16")),) * 2
 
-  def attend(q: Any, k: Any, v: Any, levels: Any, at: Any, q_at: Any) -> Any:
+  def attend(
+    q: Shaped[Array, " ..."],
+    k: Any,
+    v: Any,
+    levels: PyTree,
+    at: PyTree,
+    q_at: PyTree,
+  ) -> Any:
     view = EncodedView(
       k, v, Coords(*at), jnp.int32(0), (levels[:1], levels[1:]), decoders
     )
@@ -444,14 +457,14 @@ def pool(devices: Sequence[Any], **shape: Any) -> Built:
   )
 
   def attend(
-    q: Any,
+    q: Shaped[Array, " ..."],
     k: Any,
     v: Any,
-    at: Any,
-    q_at: Any,
-    table: Any,
+    at: PyTree,
+    q_at: PyTree,
+    table: Shaped[Array, " ..."],
     layer: Any,
-    plan: Any,
+    plan: SharedTiles,
   ) -> Any:
     view = PooledView(k, v, Coords(*at), table, layer, shared=plan)
     context = Context(Coords(*q_at), view.at, Causal())

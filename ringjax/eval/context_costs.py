@@ -61,7 +61,7 @@ class ContextWay:
   begins: tuple[int, ...] = ()
   some: str = "all"
 
-  def rows(self, contexts: Sequence[np.ndarray]) -> list[np.ndarray]:
+  def rows(self, contexts: Sequence[np.ndarray]) -> list[Int[np.ndarray, " _"]]:
     """The contexts that are read, each with its first ids."""
     chosen = {"all": contexts, "last": contexts[-1:], "none": []}[self.some]
     begin = np.asarray(self.begins, np.int32)

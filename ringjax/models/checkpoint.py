@@ -398,7 +398,7 @@ def read_parameters(
   shardings: dict[str, Any],
   mesh: Mesh | None = None,
   to_host: Callable[[CheckpointTensor, tuple[Any, ...]], bool] | None = None,
-) -> dict[str, jax.Array]:
+) -> dict[str, Shaped[Array, " ..."]]:
   """Reads tensors into arrays of parameters, some at a time.
 
   A tensor that is all of a parameter, as it is stored, becomes its array: the

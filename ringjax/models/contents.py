@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+from jaxtyping import Array, Shaped
 
 from ringjax.errors import ConfigError
 from ringjax.models.families import FAMILIES, WRAPPERS, Family, Wrapper
@@ -253,7 +254,7 @@ class Contents:
   def read(
     self,
     targets: Callable[[CheckpointTensor], Mapping[str, jax.ShapeDtypeStruct]],
-  ) -> Iterator[tuple[CheckpointTensor, tuple[jax.Array, ...]]]:
+  ) -> Iterator[tuple[CheckpointTensor, tuple[Shaped[Array, " ..."], ...]]]:
     """Reads all tensors, some at a time.
 
     Args:

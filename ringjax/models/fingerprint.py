@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 from ringjax.models.grouping import STACK, looped, regrouped
 from ringjax.nn.weights.placed_layers import PlacedLayers
@@ -41,7 +41,7 @@ def fingerprint(model: Transformer, dtype: DTypeLike | None = None) -> str:
   return hasher.hexdigest()[:16]
 
 
-def corner(leaf: Shaped[Array, " ..."]) -> np.ndarray:
+def corner(leaf: Shaped[Array, " ..."]) -> Shaped[np.ndarray, " ..."]:
   """The first numbers of a weight along each axis."""
   on_host = all(d.platform == "cpu" for d in leaf.devices())
   weight = np.asarray(leaf) if on_host else leaf
@@ -81,7 +81,7 @@ def _corners(model: Transformer) -> Iterator[np.ndarray]:
 
 
 def _first_corners(
-  stack: Any, run: int, position: int, kind: PlacedLayers
+  stack: PyTree, run: int, position: int, kind: PlacedLayers
 ) -> list[np.ndarray]:
   """Corners of the weights of a kind's first layers, which are fetched."""
   fetch = jax.jit(lambda stack, n: stack.layer(run, position, n))

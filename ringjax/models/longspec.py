@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from ringjax import tree
 from ringjax.checks import integer, one_of, positive_int
@@ -325,7 +325,7 @@ class DraftTransformer(Transformer):
     places: Tokens,
     cache: CallCache,
     attend: ShardingContext,
-  ) -> tuple[jax.Array, Any]:
+  ) -> tuple[Float[Array, "B T D"], Any]:
     """Runs embedding, block and last norm: input of the head, [B, T, D].
 
     Returns:

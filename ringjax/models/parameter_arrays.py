@@ -43,7 +43,7 @@ def filled(
   return module
 
 
-def on_host(x: Shaped[Array, " ..."]) -> np.ndarray:
+def on_host(x: Shaped[Array, " ..."]) -> Shaped[np.ndarray, " ..."]:
   """Copies all of an array to the host, in all processes."""
   if not x.is_fully_addressable and not x.is_fully_replicated:
     from jax.experimental import multihost_utils

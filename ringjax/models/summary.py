@@ -57,7 +57,7 @@ def describe(model: Transformer) -> str:
   return "\n".join(lines) + "\n)"
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
   """A dataclass with the fields that differ from their defaults."""
   if not dataclasses.is_dataclass(value) or isinstance(value, type):
     return repr(value)

@@ -549,7 +549,7 @@ class Transformer(nnx.Module):
     places: Tokens,
     cache: CallCache,
     attend: ShardingContext,
-  ) -> tuple[jax.Array, Any]:
+  ) -> tuple[Float[Array, "B T D"], Any]:
     """Runs embedding, layers and last norm: input of the head, [B, T, D].
 
     Returns:
@@ -565,7 +565,7 @@ class Transformer(nnx.Module):
     cache: CallCache,
     attend: ShardingContext,
     x: Float[Array, "B T *D"] | None = None,
-  ) -> tuple[jax.Array, Any]:
+  ) -> tuple[Float[Array, "B T *D"], Any]:
     """Runs the layers, without the last norm and the head.
 
     Args:
@@ -682,7 +682,7 @@ def forward_layers(
   cache: CallCache,
   length: Lengths | None,
   x: Float[Array, "B T *D"] | None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[Float[Array, "B T ..."], Any]:
   """Runs the layers of a part of a model, see `models.layer_parts`.
 
   Args:

@@ -146,7 +146,7 @@ class Block(nnx.Module):
     attend: Attend,
     states: EncoderStates | None = None,
     number: Index = 0,
-  ) -> tuple[jax.Array, Any]:
+  ) -> tuple[Float[Array, "B T *D"], Any]:
     """[B, T, D] -> [B, T, D], or [B, T, A, D] of streams; the layer's cache.
 
     For a layer with several mixers the cache is a tuple of theirs. `states` are

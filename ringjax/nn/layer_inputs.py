@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -109,7 +108,7 @@ class LayerInputGate(nnx.Module):
     x: Float[Array, "B T D"],
     given: Float[Array, "B T P"],
     attend: Attend,
-  ) -> jax.Array:
+  ) -> Float[Array, "B T D"]:
     """Value that is added to x."""
     gated = ACTIVATIONS[self.act](attend.rows(self.gate, x)) * given
     return self.norm(attend.rows(self.projection, gated))

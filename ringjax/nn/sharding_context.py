@@ -75,7 +75,7 @@ class Extras:
 class RowwiseLayer(Protocol):
   """A layer that acts on each token independently."""
 
-  def row(self, x: Float[Array, "*batch D"]) -> jax.Array:
+  def row(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """Apply the layer to some tokens."""
     ...
 
@@ -249,19 +249,19 @@ class ShardingContext:
 
   def rowwise(
     self, f: Callable[[Array], Array], x: Shaped[Array, "B T *d"]
-  ) -> jax.Array:
+  ) -> Shaped[Array, "B T ..."]:
     """f(x) for an f with large intermediates: some tokens at a time."""
     return blockwise_feedforward(f, x, self.block * self.size)
 
   def summed(
     self, f: Callable[[Array], Array], x: Shaped[Array, "B T *d"]
-  ) -> jax.Array:
+  ) -> Shaped[Array, "B T ..."]:
     """f(x) for a map f whose inputs are heads: sharded heads are summed."""
     return self.rows(f, x)
 
   def summed_rowwise(
     self, layer: RowwiseLayer, x: Shaped[Array, "B T D"]
-  ) -> jax.Array:
+  ) -> Shaped[Array, "B T D"]:
     """`layer.row` with large intermediates, whose width may be sharded."""
     return self.rowwise(layer.row, x)
 
@@ -270,7 +270,7 @@ class ShardingContext:
     f: Callable[[Any, Array], Array],
     weights: PyTree,
     x: Shaped[Array, "B T D"],
-  ) -> jax.Array:
+  ) -> Shaped[Array, "B T D"]:
     """f(weights, tokens [n, D]) on each shard's own tokens of [B, T, D]."""
 
     def local(weights: PyTree, x: jax.Array) -> jax.Array:
@@ -319,7 +319,7 @@ class ContextParallel(ShardingContext):
     cache: LayerCache,
     mask: Mask,
     extras: Extras,
-  ) -> jax.Array:
+  ) -> Float[Array, "B T N J"]:
     """[B, T, N, J] from queries [B, T, N, H]."""
     assert cache.fresh is not None
     k, v, _ = cache.fresh
@@ -418,7 +418,7 @@ class ContextParallel(ShardingContext):
     v: Float[Array, "B S K H"],
     seg: Int[Array, "B S"],
     extras: Extras,
-  ) -> jax.Array:
+  ) -> Float[Array, "B T N H"]:
     """[B, T, N, H]: queries see all keys of segments other than 0.
 
     Neither has positions, so that they may be in any order on the shards.
@@ -444,7 +444,7 @@ class ContextParallel(ShardingContext):
     keys: KV,
     mask: Mask,
     extras: Extras,
-  ) -> jax.Array:
+  ) -> Float[Array, "B T N J"]:
     """[B, T, N, J]: queries see keys that have other coordinates.
 
     Args:
@@ -495,7 +495,7 @@ class ChainParallel(ContextParallel):
 
   def rowwise(
     self, f: Callable[[Array], Array], x: Shaped[Array, "B T *d"]
-  ) -> jax.Array:
+  ) -> Shaped[Array, "B T ..."]:
     return self.rows(f, x)
 
   def per_shard(
@@ -503,7 +503,7 @@ class ChainParallel(ContextParallel):
     f: Callable[[Any, Array], Array],
     weights: PyTree,
     x: Shaped[Array, "B T D"],
-  ) -> jax.Array:
+  ) -> Shaped[Array, "B T D"]:
     def flat(w: PyTree, x: jax.Array) -> jax.Array:
       return f(w, x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
@@ -583,7 +583,7 @@ class CachedAttention(ShardingContext):
     cache: LayerCache,
     mask: Mask,
     extras: Extras,
-  ) -> jax.Array:
+  ) -> Float[Array, "B T N J"]:
     """[B, T, N, J] from queries [B, T, N, H]."""
     draft_coords = tokens.tree
     views = cache.views(apart=draft_coords is not None)
@@ -605,7 +605,7 @@ class CachedAttention(ShardingContext):
     v: Float[Array, "B S K H"],
     seg: Int[Array, "B S"],
     extras: Extras,
-  ) -> jax.Array:
+  ) -> Float[Array, "B T N H"]:
     """[B, T, N, H]: queries see all keys of segments other than 0."""
     kv = KV(
       jnp.swapaxes(k, 1, 2),
@@ -623,7 +623,7 @@ class CachedAttention(ShardingContext):
     at: Coords,
     mask: Mask,
     extras: Extras,
-  ) -> jax.Array:
+  ) -> Float[Array, "B T N J"]:
     """[B, T, N, J]: queries see keys of views, merged as partial results.
 
     Args:

@@ -252,7 +252,7 @@ class Stack(nnx.Module):
     tokens: Tokens,
     cache: CallCache,
     attend: Attend,
-  ) -> tuple[jax.Array, Any]:
+  ) -> tuple[Float[Array, "B T *D"], Any]:
     """[B, T, D] -> [B, T, D], and the cache with this call's tokens.
 
     With several residual streams x is [B, T, A, D].
@@ -265,7 +265,7 @@ class Stack(nnx.Module):
     calls: Sequence[tuple[Float[Array, "_ _ *D"], Tokens, CallCache]],
     attend: Attend,
     hosted: Sequence[bool] = (),
-  ) -> list[tuple[jax.Array, Any]]:
+  ) -> list[tuple[Float[Array, "_ _ ..."], Any]]:
     """Run several calls through the stack; each layer's weights are read once.
 
     While a group or layer runs, the keys of the next one are fetched if they

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -130,7 +129,7 @@ class StreamMixer(nnx.Module):
     coefs = self.correction(self._modes(made)) + jnp.ones((), made.dtype)
     return x + coefs[..., None] * difference[:, :, None]
 
-  def active(self, x: Float[Array, "B T A D"]) -> jax.Array:
+  def active(self, x: Float[Array, "B T A D"]) -> Float[Array, "B T D"]:
     """Gate of a layer's input, [B, T, D]."""
     active = x[:, :, self.spec.active]
     if not self.spec.scaled:

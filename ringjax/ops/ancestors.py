@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from ringjax import tree
 from ringjax.ops.mask import Coords, Extent, Mask
@@ -30,11 +29,13 @@ MOST_DRAFTED = (1 << _BITS) - 1
 class Ancestors(Mask):
   """A query sees the keys whose range contains its place, see `tree_coords`."""
 
-  def allows(self, q: Coords, k: Coords) -> jax.Array:
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
     place, first, end = q.seg >> _BITS, k.seg >> _BITS, k.seg & MOST_DRAFTED
     return (first <= place) & (place < end)
 
-  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
     always = (q.first == q.first) & (k.first == k.first)
     return always, ~always
 
@@ -42,7 +43,7 @@ class Ancestors(Mask):
 tree.register(Ancestors, (), ())
 
 
-def ancestor_matrix(parents: Int[Array, "B T"]) -> jax.Array:
+def ancestor_matrix(parents: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
   """Whether the second token is the first or its ancestor, bool [B, T, T].
 
   Args:

@@ -143,7 +143,9 @@ class Steps:
     """Number of equal steps."""
     return self.inner // self.width
 
-  def cut(self, x: Array, axis: int) -> tuple[Array, Array | None]:
+  def cut(
+    self, x: Array, axis: int
+  ) -> tuple[Shaped[Array, " ..."], Shaped[Array, " ..."] | None]:
     """Split into stacked blocks of the equal steps, and a remainder or None."""
     full, remainder = self.count * self.width, None
     x = _split(x, axis, (self.rows, self.inner))

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax import tree
 from ringjax.checks import positive_int
@@ -115,11 +115,13 @@ class Mask(abc.ABC):
   """
 
   @abc.abstractmethod
-  def allows(self, q: Coords, k: Coords) -> jax.Array:
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
     """Whether query `q` may see key `k`; the fields broadcast."""
 
   @abc.abstractmethod
-  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
     """Return (some pair may be allowed, all pairs are); fields broadcast."""
 
   @property
@@ -152,7 +154,7 @@ def _mask(cls: type[M]) -> type[M]:
   return tree.register(data_class, data, meta)
 
 
-def _operand(mask: Any, operator: str) -> Mask:
+def _operand(mask: object, operator: str) -> Mask:
   if not isinstance(mask, Mask):
     raise OptionError(
       f"operand of {operator}",
@@ -171,10 +173,12 @@ def _true(q: jax.Array | np.ndarray, k: jax.Array | np.ndarray) -> jax.Array:
 class Everything(Mask):
   """Every query sees every key."""
 
-  def allows(self, q: Coords, k: Coords) -> jax.Array:
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
     return _true(q.pos, k.pos)
 
-  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
     always = _true(q.first, k.first)
     return always, always
 
@@ -183,10 +187,12 @@ class Everything(Mask):
 class Causal(Mask):
   """A query sees the keys at and before its position."""
 
-  def allows(self, q: Coords, k: Coords) -> jax.Array:
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
     return k.pos <= q.pos
 
-  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
     return k.first <= q.last, k.last <= q.first
 
   @property
@@ -228,13 +234,15 @@ class Window(Mask):
 
   # Positions are shifted and compared: their difference may overflow int32.
 
-  def allows(self, q: Coords, k: Coords) -> jax.Array:
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
     keys_before, keys_after = self._limits
     return (k.pos >= moved(q.pos, -keys_before)) & (
       k.pos <= moved(q.pos, keys_after)
     )
 
-  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
     keys_before, keys_after = self._limits
     any_allowed = k.last >= moved(q.first, -keys_before)
     any_allowed &= k.first <= moved(q.last, keys_after)
@@ -250,10 +258,12 @@ class SameSegment(Mask):
   def relates_segments(self) -> bool:
     return True
 
-  def allows(self, q: Coords, k: Coords) -> jax.Array:
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
     return q.seg == k.seg
 
-  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
     any_allowed = (k.first_seg <= q.last_seg) & (q.first_seg <= k.last_seg)
     single_segments = (q.first_seg == q.last_seg) & (k.first_seg == k.last_seg)
     return any_allowed, single_segments & (q.first_seg == k.first_seg)
@@ -286,10 +296,12 @@ class SeparateDocuments(Mask):
   def relates_segments(self) -> bool:
     return True
 
-  def allows(self, q: Coords, k: Coords) -> jax.Array:
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
     return (q.seg == READER) | (k.seg == SHARED_PREFIX) | (q.seg == k.seg)
 
-  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
     any_allowed, same_segment = SameSegment().bound(q, k)
     any_allowed |= q.first_seg <= READER
     any_allowed |= (k.first_seg <= SHARED_PREFIX) & (
@@ -318,10 +330,12 @@ class Prefix(Mask):
       return length
     return length.reshape(length.shape + (1,) * (like.ndim - 1))
 
-  def allows(self, q: Coords, k: Coords) -> jax.Array:
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
     return (k.pos < self._length(k.pos)) & _true(q.pos, k.pos)
 
-  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
     length = self._length(k.first)
     always = _true(q.first, k.first)
     return (k.first < length) & always, (k.last < length) & always
@@ -347,10 +361,12 @@ class Chunked(Mask):
   def reach(self) -> tuple[int | None, int | None]:
     return min(self.size - 1, _MOST), min(self.size - 1, _MOST)
 
-  def allows(self, q: Coords, k: Coords) -> jax.Array:
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
     return _chunk(q.pos, self.size) == _chunk(k.pos, self.size)
 
-  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
     q0, q1 = (_chunk(x, self.size) for x in (q.first, q.last))
     k0, k1 = (_chunk(x, self.size) for x in (k.first, k.last))
     return (k0 <= q1) & (q0 <= k1), (q0 == k1) & (q1 == k0)
@@ -369,10 +385,12 @@ class BlockCausal(Mask):
   def reach(self) -> tuple[int | None, int | None]:
     return None, min(self.size - 1, _MOST)
 
-  def allows(self, q: Coords, k: Coords) -> jax.Array:
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
     return _chunk(k.pos, self.size) <= _chunk(q.pos, self.size)
 
-  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
     q0, q1 = (_chunk(x, self.size) for x in (q.first, q.last))
     k0, k1 = (_chunk(x, self.size) for x in (k.first, k.last))
     return k0 <= q1, k1 <= q0
@@ -398,10 +416,12 @@ class And(Mask):
   def relates_segments(self) -> bool:
     return self.left.relates_segments or self.right.relates_segments
 
-  def allows(self, q: Coords, k: Coords) -> jax.Array:
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
     return self.left.allows(q, k) & self.right.allows(q, k)
 
-  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
     a, b = self.left.bound(q, k), self.right.bound(q, k)
     return a[0] & b[0], a[1] & b[1]
 
@@ -427,14 +447,16 @@ class Or(Mask):
   def relates_segments(self) -> bool:
     return self.left.relates_segments and self.right.relates_segments
 
-  def allows(self, q: Coords, k: Coords) -> jax.Array:
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
     return self.left.allows(q, k) | self.right.allows(q, k)
 
-  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
     a, b = self.left.bound(q, k), self.right.bound(q, k)
     return a[0] | b[0], a[1] | b[1]
 
 
-def visible(mask: Mask, q: Coords, k: Coords) -> jax.Array:
+def visible(mask: Mask, q: Coords, k: Coords) -> Bool[Array, " ..."]:
   """Evaluate `mask.allows` between real tokens; the fields broadcast."""
   return mask.allows(q, k) & (q.seg != 0) & (k.seg != 0)

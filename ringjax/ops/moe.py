@@ -37,7 +37,7 @@ def mix(
   count: int,
   *,
   scale_input: bool = False,
-) -> jax.Array:
+) -> Float[Array, "T D"]:
   """Sum the weighted outputs of each token's experts.
 
   Args:

@@ -16,7 +16,7 @@ def rms_norm(
   *,
   axes: int = 1,
   offset: float = 0.0,
-) -> jax.Array:
+) -> Float[Array, " *shape"]:
   """RMS norm x / rms(x) * (offset + weight) over the last `axes` axes.
 
   Args:

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax import tree
 from ringjax.ops import turns
@@ -56,7 +56,9 @@ class Unscaled:
     del length
     return 0
 
-  def scale(self, inverse: np.ndarray, theta: float) -> np.ndarray:
+  def scale(
+    self, inverse: np.ndarray, theta: float
+  ) -> Shaped[np.ndarray, " dims"]:
     """Scale radians per position, [dims/2]."""
     del theta
     return inverse
@@ -85,7 +87,9 @@ class Linear(Unscaled):
   factor: float
   original: int | None = None
 
-  def scale(self, inverse: np.ndarray, theta: float) -> np.ndarray:
+  def scale(
+    self, inverse: np.ndarray, theta: float
+  ) -> Shaped[np.ndarray, " dims"]:
     return inverse / self.factor
 
 
@@ -100,7 +104,9 @@ class Proportional(Unscaled):
   turning: int
   factor: float = 1.0
 
-  def scale(self, inverse: np.ndarray, theta: float) -> np.ndarray:
+  def scale(
+    self, inverse: np.ndarray, theta: float
+  ) -> Shaped[np.ndarray, " dims"]:
     turning = np.arange(inverse.size) < self.turning
     return np.where(turning, inverse, 0.0) / self.factor
 
@@ -145,7 +151,9 @@ class Llama3(Unscaled):
   high: float
   original: int
 
-  def scale(self, inverse: np.ndarray, theta: float) -> np.ndarray:
+  def scale(
+    self, inverse: np.ndarray, theta: float
+  ) -> Shaped[np.ndarray, " dims"]:
     turns_in_context = self.original * inverse / (2 * math.pi)
     if self.low == self.high:
       keep = np.where(turns_in_context >= self.low, 1.0, 0.0)
@@ -171,7 +179,9 @@ class Yarn(Unscaled):
   truncate: bool = True
   attention: float | None = None
 
-  def scale(self, inverse: np.ndarray, theta: float) -> np.ndarray:
+  def scale(
+    self, inverse: np.ndarray, theta: float
+  ) -> Shaped[np.ndarray, " dims"]:
     dims = 2 * inverse.size
 
     def dim_of(times: float) -> float:
@@ -289,7 +299,7 @@ class Rope:
     return frequencies.reversed() if self.reverse else frequencies
 
   @property
-  def pairs(self) -> np.ndarray:
+  def pairs(self) -> Int[np.ndarray, " turned"]:
     """Index of the frequency that rotates each of the first dims, [turned]."""
     indices = np.arange(self.dims // 2)
     per_dim = np.repeat(indices, 2) if self.interleaved else np.tile(indices, 2)

@@ -98,7 +98,9 @@ def add_sink(partial: Partial, sink: Float[Array, " ..."]) -> Partial:
   )
 
 
-def finalize(partial: Partial) -> tuple[jax.Array, jax.Array]:
+def finalize(
+  partial: Partial,
+) -> tuple[Float[Array, "... J"], Float[Array, " ..."]]:
   """Normalise to (attention output [..., J], log-sum-exp [...]).
 
   Where no key was seen the output is 0 and the log-sum-exp is -inf.

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src import core  # extend_axis_env_nd has no public name
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, Int, PyTree, Shaped
 
 Tree = TypeVar("Tree")
 
@@ -122,14 +122,16 @@ def out_type(
   return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=kind)
 
 
-def zeros(shape: Sequence[int], dtype: DTypeLike, like: PyTree) -> jax.Array:
+def zeros(
+  shape: Sequence[int], dtype: DTypeLike, like: PyTree
+) -> Shaped[Array, " ..."]:
   """Zeros for a loop carry next to `like` (with the same varying axes)."""
   return vary(jnp.zeros(shape, dtype), varying_axes(like))
 
 
 def full(
   shape: Sequence[int], value: ArrayLike, dtype: DTypeLike, like: PyTree
-) -> jax.Array:
+) -> Shaped[Array, " ..."]:
   """Array of `value` for a loop carry next to `like` (same varying axes)."""
   return vary(jnp.full(shape, value, dtype), varying_axes(like))
 
@@ -139,7 +141,7 @@ def axis_size(axis: Axis) -> int:
   return axis.size if isinstance(axis, Part) else lax.axis_size(axis)
 
 
-def axis_index(axis: Axis) -> jax.Array:
+def axis_index(axis: Axis) -> Int[Array, ""]:
   """Index of this shard along `axis`, int32."""
   if isinstance(axis, Part):
     return lax.axis_index(axis.axis) // axis.stride % axis.size
@@ -197,7 +199,7 @@ def rotate(tree: Tree, axis: Axis, shift: int) -> Tree:
   return jax.tree.map(lambda x: lax.ppermute(x, name, pairs), tree)
 
 
-def sum_by_sends(x: Shaped[Array, "T D"], axis: Axis) -> jax.Array:
+def sum_by_sends(x: Shaped[Array, "T D"], axis: Axis) -> Shaped[Array, "T D"]:
   """Sum over all shards, [T, D] on each of them, by point-to-point sends.
 
   Shard i adds up the i-th part of the rows, then sends it to all others: as
@@ -286,7 +288,7 @@ def largest(tree: Tree, axis: str | tuple[str, ...]) -> Tree:
 
 def exchange(
   x: Shaped[Array, " ..."], axis: Axis, split: int, concat: int
-) -> jax.Array:
+) -> Shaped[Array, " ..."]:
   """All-to-all: split `split` into R parts, join the received on `concat`."""
   name, groups = _grouped(axis)
   return lax.all_to_all(

@@ -64,7 +64,7 @@ class Layout(abc.ABC):
 
   def positions(
     self, index: Index, shards: int, local_length: int
-  ) -> jax.Array:
+  ) -> Int[Array, " T"]:
     """Positions of the tokens on shard `index`, int32 [local_length].
 
     Positions at or beyond the sequence's true length are padding.
@@ -73,7 +73,7 @@ class Layout(abc.ABC):
     shard: Any = index
     return self.position_of(shard, slots, shards, local_length)
 
-  def padded_order(self, length: int, shards: int) -> np.ndarray:
+  def padded_order(self, length: int, shards: int) -> Int[np.ndarray, " slots"]:
     """Position of each token in layout order, -1 for padding, [R * local]."""
     local = self.local_length(length, shards)
     shard, slot = np.arange(shards)[:, None], np.arange(local)
@@ -82,7 +82,7 @@ class Layout(abc.ABC):
     full = shards * local == length
     return order if full else np.where(order < length, order, -1)
 
-  def real_tokens(self, length: int, shards: int) -> np.ndarray:
+  def real_tokens(self, length: int, shards: int) -> Int[np.ndarray, " R"]:
     """Tokens of each shard, without the padding after them: int64 [R]."""
     local = self.local_length(length, shards)
     shard, low = np.arange(shards), np.zeros(shards, np.int64)
@@ -98,7 +98,7 @@ class Layout(abc.ABC):
   @abc.abstractmethod
   def reachable(
     self, shards: int, q_length: int, k_length: int, behind: int, ahead: int
-  ) -> np.ndarray:
+  ) -> Bool[np.ndarray, " R"]:
     """Mark the ring distances that a window needs: bool [R].
 
     Entry d says that some shard i has a query that may see a key of shard
@@ -106,12 +106,12 @@ class Layout(abc.ABC):
     Lengths are the padded ones of the whole sequence.
     """
 
-  def order(self, length: int, shards: int) -> np.ndarray:
+  def order(self, length: int, shards: int) -> Int[np.ndarray, " T"]:
     """Position of each token in layout order, [length]: a permutation."""
     order = self.padded_order(length, shards)
     return order[order >= 0]
 
-  def all_positions(self, length: int, shards: int) -> jax.Array:
+  def all_positions(self, length: int, shards: int) -> Int[Array, " T"]:
     """Return `order` for use in a program, int32 [length].
 
     Where every slot has a token the program computes it: a constant would make
@@ -184,12 +184,12 @@ class Dealt(Layout):
     """Number of tokens of one chunk of a sequence of `length` tokens."""
 
   @abc.abstractmethod
-  def owners(self, chunks: np.ndarray, shards: int) -> np.ndarray:
+  def owners(self, chunks: np.ndarray, shards: int) -> Int[np.ndarray, " ..."]:
     """Shard that holds each of the numbered `chunks`."""
 
   def reachable(
     self, shards: int, q_length: int, k_length: int, behind: int, ahead: int
-  ) -> np.ndarray:
+  ) -> Bool[np.ndarray, " R"]:
     q_chunk = self.chunk_length(q_length, shards)
     k_chunk = self.chunk_length(k_length, shards)
     chunks = np.arange(q_length // q_chunk)
@@ -222,7 +222,7 @@ class Contiguous(Dealt):
   def chunk_length(self, length: int, shards: int) -> int:
     return -(-length // shards)
 
-  def owners(self, chunks: np.ndarray, shards: int) -> np.ndarray:
+  def owners(self, chunks: np.ndarray, shards: int) -> Int[np.ndarray, " ..."]:
     return np.minimum(chunks, shards - 1)
 
   def local_length(self, length: int, shards: int) -> int:
@@ -260,7 +260,7 @@ class Striped(Dealt):
     del length, shards
     return self.block
 
-  def owners(self, chunks: np.ndarray, shards: int) -> np.ndarray:
+  def owners(self, chunks: np.ndarray, shards: int) -> Int[np.ndarray, " ..."]:
     return chunks % shards
 
   def local_length(self, length: int, shards: int) -> int:
@@ -279,7 +279,7 @@ class Striped(Dealt):
 
   def reachable(
     self, shards: int, q_length: int, k_length: int, behind: int, ahead: int
-  ) -> np.ndarray:
+  ) -> Bool[np.ndarray, " R"]:
     # Stripes repeat: a few periods cover all cases.
     period = self.block * shards
     if behind + ahead >= 2 * period:
@@ -300,7 +300,7 @@ class Zigzag(Dealt):
   def chunk_length(self, length: int, shards: int) -> int:
     return -(-length // (2 * shards))
 
-  def owners(self, chunks: np.ndarray, shards: int) -> np.ndarray:
+  def owners(self, chunks: np.ndarray, shards: int) -> Int[np.ndarray, " ..."]:
     return np.minimum(chunks, 2 * shards - 1 - chunks)
 
   def local_length(self, length: int, shards: int) -> int:
@@ -387,7 +387,7 @@ class Uneven(Layout):
 
   def reachable(
     self, shards: int, q_length: int, k_length: int, behind: int, ahead: int
-  ) -> np.ndarray:
+  ) -> Bool[np.ndarray, " R"]:
     self.local_length(q_length, shards)
     self.local_length(k_length, shards)
     first = np.asarray(self.starts)
@@ -426,7 +426,7 @@ def slots_of(layout: Layout, length: int, shards: int) -> Slots | None:
 
 def into_slots(
   x: Shaped[Array, " ..."], slots: Slots | None, axis: int
-) -> jax.Array:
+) -> Shaped[Array, " ..."]:
   """Insert the empty slots into `x`, in the layout's order along `axis`.
 
   By slices: XLA's partitioner splits a gather of rows wrongly where another
@@ -437,7 +437,9 @@ def into_slots(
   return _refit(x, axis, [(n, count, slots.local) for n, count in slots.runs])
 
 
-def out_of_slots(x: Shaped[Array, "B T ..."], slots: Slots) -> jax.Array:
+def out_of_slots(
+  x: Shaped[Array, "B T ..."], slots: Slots
+) -> Shaped[Array, "B _ ..."]:
   """Remove the empty slots along axis 1; undoes `into_slots`."""
   return _refit(x, 1, [(n, slots.local, count) for n, count in slots.runs])
 

@@ -116,7 +116,7 @@ def on_part(
 here = local_copy
 
 
-def move(x: Shaped[Array, " ..."], device: jax.Device) -> jax.Array:
+def move(x: Shaped[Array, " ..."], device: jax.Device) -> Shaped[Array, " ..."]:
   """Copy an array, wherever its shards are, whole to one device."""
   if not x.size:
     # JAX fails on arrays without bytes when it counts their shards.

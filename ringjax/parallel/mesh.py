@@ -141,7 +141,7 @@ def entering(mesh_of: Callable[..., Any]) -> Callable[[_F], _F]:
   return decorate
 
 
-def on_automatic(name: str, x: Shaped[Array, " ..."]) -> jax.Array:
+def on_automatic(name: str, x: Shaped[Array, " ..."]) -> Shaped[Array, " ..."]:
   """Move an array from explicit axes to automatic ones of the same mesh.
 
   Other arrays are returned as they are.

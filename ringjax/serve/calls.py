@@ -100,7 +100,7 @@ def compute_layers(
   pool: PagePool,
   call: CallArrays,
   x: Float[Array, "B T *D"] | None,
-) -> tuple[jax.Array, PagePool]:
+) -> tuple[Float[Array, "_ _ ..."], PagePool]:
   """Computes a part of the layers in a call for prompts.
 
   Args:

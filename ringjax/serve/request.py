@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Int
 
 from ringjax.checks import integer, number, positive_int
 from ringjax.data.text.special_tokens import TokenIds
@@ -255,7 +256,7 @@ class RequestResult:
   kept_tokens: int | None = None
 
   @property
-  def tokens(self) -> np.ndarray:
+  def tokens(self) -> Int[np.ndarray, " m"]:
     """Token ids of the first answer, int32 [m]."""
     return np.asarray(self.answers[0].tokens, np.int32)
 

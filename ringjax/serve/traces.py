@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from ringjax.checks import integer, number, positive_int
 from ringjax.errors import OptionError
@@ -54,7 +55,7 @@ class TraceRequest:
   block: int = _BLOCK
   cached: tuple[tuple[str, int], ...] = ()
 
-  def prompt(self, vocab: int | None = None) -> np.ndarray:
+  def prompt(self, vocab: int | None = None) -> Int[np.ndarray, " n"]:
     """Token ids, equal where the traced prompts were equal, int32 [n].
 
     Args:

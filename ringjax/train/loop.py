@@ -273,7 +273,7 @@ def _copied(state: TrainState) -> TrainState:
 
 
 @jax.jit
-def _differing(a: Any, b: Any) -> jax.Array:
+def _differing(a: PyTree, b: PyTree) -> jax.Array:
   """Number of numbers that differ in two trees; NaN equals NaN."""
   differ = lambda x, y: jnp.sum(
     (x != y) & ~((x != x) & (y != y)), dtype=jnp.int32
@@ -281,7 +281,7 @@ def _differing(a: Any, b: Any) -> jax.Array:
   return jax.tree.reduce(jnp.add, jax.tree.map(differ, a, b), jnp.int32(0))
 
 
-def _check_replay(step: int, first: Any, second: Any) -> None:
+def _check_replay(step: int, first: PyTree, second: PyTree) -> None:
   count = int(jax.device_get(_differing(first, second)))
   if count:
     raise ReplayError(
@@ -304,7 +304,7 @@ class _Saves:
     if self._checkpoints is not None:
       self._tolerate(self._checkpoints.poll)
 
-  def save(self, step: int, tree: Any, extra: Any, *, last: bool) -> None:
+  def save(self, step: int, tree: PyTree, extra: PyTree, *, last: bool) -> None:
     # Processes see a failure one step apart: after this wait all have seen it,
     # and no process saves before another knows.
     self._tolerate(self._checkpoints.wait)
@@ -421,14 +421,14 @@ class _Signals:
     for signum, handler in self._before.items():
       signal.signal(signum, handler)
 
-  def _record(self, signum: int, _: Any) -> None:
+  def _record(self, signum: int, _: object) -> None:
     if self.received is not None:
       # The second signal ends the process at once.
       signal.signal(signum, signal.SIG_DFL)
       signal.raise_signal(signum)
     self.received = signum
 
-  def _pass_on(self, signum: int, _: Any) -> None:
+  def _pass_on(self, signum: int, _: object) -> None:
     # With several processes JAX records SIGTERM, and agrees on a last step.
     self._own = signum
     signal.signal(signum, signal.SIG_DFL)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError
@@ -115,7 +116,7 @@ def sums(
 
 def each_token(
   model: Transformer, batch: Batch, attend: ShardingContext
-) -> jax.Array:
+) -> Float[Array, "B T"]:
   """Weighted negative log-likelihoods, float32 [B, T], in the layout's order.
 
   The arguments are those of `Objective.sums`.
@@ -130,7 +131,7 @@ def each_token_cached(
   attend: CachedAttention,
   cache: CallCache,
   length: Index,
-) -> tuple[jax.Array, Any]:
+) -> tuple[Float[Array, "B T"], Any]:
   """Losses as of `each_token`, for tokens that follow those in a cache.
 
   Args:

@@ -186,7 +186,7 @@ def decayed(params: PyTree) -> PyTree:
   head and feature is still a bias.
   """
 
-  def is_decayed(path: Any, x: Any) -> Any:
+  def is_decayed(path: tuple[Any, ...], x: Any) -> PyTree:
     if not isinstance(x, nnx.Variable):
       # Adapters are matrices.
       return jax.tree.map(lambda leaf: leaf.ndim > 1, x)
@@ -686,7 +686,7 @@ def _first_state(
   optimizer: Any,
   model: Any,
   attend: ContextParallel,
-  saved: Any,
+  saved: PyTree,
 ) -> tuple[steps.TrainState, Any]:
   """The first state, and the position of its data if it was restored."""
   mesh: Any = attend.mesh
@@ -728,7 +728,7 @@ def _check_memory(
   state: steps.TrainState,
   model: Any,
   attend: ContextParallel,
-  saved: Any,
+  saved: PyTree,
   *,
   resident: bool,
 ) -> None:

@@ -210,7 +210,7 @@ def make_step(
       return grad(params, frozen, jax.tree.map(lambda x: x[0], batch))
 
     def add_micro_batch(
-      accumulated: Any, micro_batch: Batch
+      accumulated: PyTree, micro_batch: Batch
     ) -> tuple[Any, None]:
       return jax.tree.map(
         jnp.add, accumulated, grad(params, frozen, micro_batch)

@@ -99,7 +99,7 @@ class PageBatch:
     return sum(n * k for n, k in zip(shards, devices, strict=True))
 
   @functools.cached_property
-  def on_host(self) -> tuple[np.ndarray, ...]:
+  def on_host(self) -> tuple[Shaped[np.ndarray, "P ..."], ...]:
     """Arrays [pages, ...] of each leaf, in the host's memory."""
     page_major = [
       np.moveaxis(leaf, self.axis, 0) for leaf in jax.device_get(self.leaves)

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped, UInt8
+from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 _Bytes: TypeAlias = UInt8[Array, "..."]
 # Codes or levels [*lead, block]; steps and least numbers [*lead, block/group].
@@ -59,7 +59,7 @@ class BlockType:
     codes, step, minima = self.parts(blocks)
     return rows(codes), rows(step), None if minima is None else rows(minima)
 
-  def levels_of(self, codes: Shaped[Array, "*lead I"]) -> jax.Array:
+  def levels_of(self, codes: Shaped[Array, "*lead I"]) -> Int[Array, "*lead I"]:
     """Levels int8 of codes."""
     if self.levels is None:
       return codes.astype(jnp.int8)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Array, Shaped
 
 from ringjax import fetched_models
 from ringjax.data.gguf.gguf_file import GgufFiles, is_gguf, open_gguf, package
@@ -77,7 +77,7 @@ class GgufFolder(Folder):
     targets: Mapping[str, jax.ShapeDtypeStruct],
     *,
     host_bytes: int = 256 << 20,
-  ) -> dict[str, jax.Array]:
+  ) -> dict[str, Shaped[Array, " ..."]]:
     """Dequantises tensors; see `Folder.read`."""
     del host_bytes
     wanted = {name: self._target(name, t) for name, t in targets.items()}

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from ringjax.errors import OptionError
 from ringjax.models.contents import Contents
@@ -77,7 +77,7 @@ class StoredForm(PackedForm):
       )
     )
 
-  def unpack(self, *x: Shaped[Array, " ..."]) -> jax.Array:
+  def unpack(self, *x: Shaped[Array, " ..."]) -> Float[Array, " ..."]:
     parts = [
       a.astype(jnp.float32) if kind in PLAIN else BLOCKS[kind].floats(a)
       for kind, a in zip(self.types, x, strict=True)

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax.models.hf.names import Form
 
@@ -101,7 +101,7 @@ class PackedForm:
     """Tensors on disk, in the order of `unpack`'s arguments."""
     raise NotImplementedError
 
-  def unpack(self, *x: Shaped[Array, " ..."]) -> jax.Array:
+  def unpack(self, *x: Shaped[Array, " ..."]) -> Float[Array, "M N"]:
     """The unpacked floats, float32 [M, N]."""
     raise NotImplementedError
 
@@ -146,7 +146,7 @@ class Scaled(PackedForm):
       tensors.append(StoredTensor(zero, self.scale_shape, jnp.int8, unsharded))
     return tuple(tensors)
 
-  def unpack(self, *x: Shaped[Array, " ..."]) -> jax.Array:
+  def unpack(self, *x: Shaped[Array, " ..."]) -> Float[Array, "M N"]:
     codes, *numbers = (y.astype(jnp.float32) for y in x)
     scales, *zeros = (self._per_code(y) for y in numbers)
     for zero in zeros:
@@ -197,7 +197,7 @@ class PackedRows(PackedForm):
       tensors.append(StoredTensor(f"{name}_g_idx", (n,), jnp.int32, (None,)))
     return tuple(tensors)
 
-  def unpack(self, *x: Shaped[Array, " ..."]) -> jax.Array:
+  def unpack(self, *x: Shaped[Array, " ..."]) -> Float[Array, "M N"]:
     (m, n), others = self.stored, list(x[2:])
     codes, scales = unpacked(x[0], self.bits, 1, n), x[1]
     half = jnp.int32(2 ** (self.bits - 1))
@@ -243,7 +243,7 @@ class Gptq(PackedForm):
       tensors.append(StoredTensor(f"{base}g_idx", (n,), jnp.int32, (None,)))
     return tuple(tensors)
 
-  def unpack(self, *x: Shaped[Array, " ..."]) -> jax.Array:
+  def unpack(self, *x: Shaped[Array, " ..."]) -> Float[Array, "M N"]:
     m, n = self.stored
     codes = unpacked(x[0], self.bits, 0, n)
     zeros = unpacked(x[1], self.bits, 1, m)
@@ -289,7 +289,7 @@ class Awq(PackedForm):
       for key, shape in shapes.items()
     )
 
-  def unpack(self, *x: Shaped[Array, " ..."]) -> jax.Array:
+  def unpack(self, *x: Shaped[Array, " ..."]) -> Float[Array, "M N"]:
     m, n = self.stored
     per_input = lambda y: spread(y, 0, n, self.size)
     zeros = self._codes(x[2], m) if self.zeros else jnp.full_like(x[1], 8)

@@ -497,12 +497,12 @@ class ConfigReader:
         raise self.error(key, self._config[key], "keys of this family", remedy)
 
 
-def _is_full(types: Any) -> bool:
+def _is_full(types: object) -> bool:
   """Whether layer types say nothing to a family that does not read them."""
   return isinstance(types, list) and all(x == "full_attention" for x in types)
 
 
-def _is_whole(x: Any) -> bool:
+def _is_whole(x: object) -> bool:
   """Whether it is an integer; True is not."""
   return isinstance(x, int) and not isinstance(x, bool)
 

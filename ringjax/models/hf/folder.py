@@ -28,7 +28,7 @@ from typing import Any, NoReturn, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Array, Shaped
 
 from ringjax.errors import CheckpointMismatchError, message
 from ringjax.models.hf import auxiliary_files
@@ -163,7 +163,7 @@ class Folder:
     targets: Mapping[str, jax.ShapeDtypeStruct],
     *,
     host_bytes: int = 256 << 20,
-  ) -> dict[str, jax.Array]:
+  ) -> dict[str, Shaped[Array, " ..."]]:
     """Reads tensors into the requested dtypes and shardings.
 
     In a run of several processes all of them make the same calls.

@@ -49,7 +49,7 @@ class Float8:
 
   def unpack(
     self, codes: Float[Array, " ..."], scales: Float[Array, " ..."]
-  ) -> jax.Array:
+  ) -> Float[Array, "M N"]:
     """The unpacked floats, float32 [M, N]."""
     for axis, (n, b) in enumerate(zip(codes.shape, self.block, strict=True)):
       scales = jnp.repeat(scales, b, axis)
@@ -112,7 +112,7 @@ class Float4:
 
   def unpack(
     self, codes: UInt8[Array, " ..."], scales: UInt8[Array, " ..."]
-  ) -> jax.Array:
+  ) -> Float[Array, "E I O"]:
     """The unpacked floats, bfloat16 [E, I, O]."""
     return self._rows(codes, scales).swapaxes(1, 2)
 

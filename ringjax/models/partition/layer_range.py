@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxtyping import Array, Shaped
 
 from ringjax import fetched_models
 from ringjax.checks import float_dtype, integer
@@ -55,7 +56,7 @@ class LayerRange:
     """Number of the layer after the last one."""
     return self.first + len(self.model.config.layers)
 
-  def weights(self) -> dict[str, jax.Array]:
+  def weights(self) -> dict[str, Shaped[Array, " ..."]]:
     """Weights by their paths in the whole model, those of each layer apart.
 
     A weight of layer 3 has the path "3.attention.q.weight", for instance.

@@ -26,6 +26,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxtyping import Shaped
 
 from ringjax.checks import float_dtype, integer, number
 from ringjax.errors import ConfigError, OptionError
@@ -486,7 +487,7 @@ class SharedModel(ModelShares):
     self._checked: set[tuple[str, ...]] = set()
     (self._embedding,) = self._module(None, "embed.weight").tensors
 
-  def embedding_rows(self, ids: Sequence[int]) -> np.ndarray:
+  def embedding_rows(self, ids: Sequence[int]) -> Shaped[np.ndarray, "_ D"]:
     """Reads rows of the embedding, [n, D] in the dtype of the computation.
 
     The embedding is never in memory as a whole.
@@ -499,7 +500,7 @@ class SharedModel(ModelShares):
     _check(part, out)
     return out.astype(self.dtype)
 
-  def read(self, part: ModulePart) -> list[np.ndarray]:
+  def read(self, part: ModulePart) -> list[Shaped[np.ndarray, " ..."]]:
     """Reads the arrays of a module's tensors, as they are stored.
 
     Raises:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
+from jaxtyping import Shaped
 from safetensors.numpy import save
 
 from ringjax.errors import CheckpointFormatError, OptionError
@@ -105,7 +106,7 @@ def write_tensors(
 
 def read_tensors(
   path: str | os.PathLike[str],
-) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+) -> tuple[dict[str, Shaped[np.ndarray, " ..."]], dict[str, str]]:
   """The arrays and the metadata of a safetensors file.
 
   Raises:
@@ -173,7 +174,7 @@ def for_kinds(calibration: Calibration, model: Transformer) -> Calibration:
 
 def in_file_order(
   arrays: Mapping[str, np.ndarray], model: Transformer
-) -> dict[str, np.ndarray]:
+) -> dict[str, Shaped[np.ndarray, " ..."]]:
   """Arrays of a calibration, by the kinds of layers that its files have.
 
   Args:

@@ -17,7 +17,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import OptionError
@@ -107,7 +107,7 @@ def _coded4(linear: Linear, group: int) -> nnx.Module:
 
 def rounded(
   linear: Linear, *, channels: bool = True
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Int[Array, " ..."], Float[Array, " ..."]]:
   """int8 codes of a map's weight, of its shape, and float32 scales of outputs.
 
   Args:

@@ -200,7 +200,7 @@ class GroupedQuery(nnx.Module):
     tokens: Tokens,
     cache: LayerCache,
     attend: Attend,
-  ) -> tuple[jax.Array, LayerCache]:
+  ) -> tuple[Float[Array, "B T D"], LayerCache]:
     """[B, T, D] and the layer's cache with this call's keys."""
     spec = self.spec
     if spec.reads:

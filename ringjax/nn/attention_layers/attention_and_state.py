@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -80,7 +79,7 @@ class BesideLayer(nnx.Module):
     tokens: Tokens,
     cache: tuple[LayerCache, StateCache],
     attend: Attend,
-  ) -> tuple[jax.Array, tuple[LayerCache, StateCache]]:
+  ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, StateCache]]:
     """[B, T, D] and the layer's caches, of attention and of the state."""
     spec, (keys, state) = self.spec, cache
     scaled = lambda y, scale: y * jnp.asarray(scale, y.dtype)

@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -98,7 +97,7 @@ class FunctionAttention(CachedAttention):
     at: Coords,
     mask: Mask,
     extras: Extras,
-  ) -> jax.Array:
+  ) -> Float[Array, "B T N J"]:
     single_view = len(views) == 1 and views[0].mask is None
     terms = extras.soft_cap, extras.sinks, extras.slopes, extras.selection
     if not single_view or any(x is not None for x in terms):

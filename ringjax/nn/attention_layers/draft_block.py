@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -103,7 +102,7 @@ class DraftBlock(nnx.Module):
     cache: LayerCache,
     attend: Attend,
     read: ReadTarget,
-  ) -> tuple[jax.Array, LayerCache]:
+  ) -> tuple[Float[Array, "B T D"], LayerCache]:
     """[B, T, D] -> [B, T, D], and its own cache."""
     mix: Any = self.attention
     narrow = part_dtype(self, x.dtype)

@@ -175,7 +175,7 @@ class LatentLayer(nnx.Module):
     tokens: Tokens,
     cache: LayerCache,
     attend: Attend,
-  ) -> tuple[jax.Array, LayerCache]:
+  ) -> tuple[Float[Array, "B T D"], LayerCache]:
     """[B, T, D] and the layer's cache with this call's latents."""
     spec = self.spec
     q, latent_and_shared, index = attend.rows(self._maps, x)

@@ -109,7 +109,7 @@ class Taps(nnx.Module):
     self.bias = param(rngs, shape[:-1], axes) if bias else None
 
   @property
-  def arrays(self) -> tuple[jax.Array, jax.Array | None]:
+  def arrays(self) -> tuple[Float[Array, "... W"], Float[Array, " ..."] | None]:
     """The weight, and the bias or None."""
     return self.weight[...], None if self.bias is None else self.bias[...]
 
@@ -159,7 +159,7 @@ class DeltaLayer(nnx.Module):
     tokens: Tokens,
     cache: StateCache,
     attend: Attend,
-  ) -> tuple[jax.Array, StateCache]:
+  ) -> tuple[Float[Array, "B T D"], StateCache]:
     """[B, T, D] and the layer's cache with the state after these tokens."""
     compute_dtype = wide_dtype(x.dtype)
     rate = jnp.exp(self.log_rate[...].astype(compute_dtype))
@@ -189,7 +189,7 @@ def convolved(
   x: RecurrentInputs,
   taps: Sequence[tuple[Float[Array, "_ _ _"], Float[Array, "_ _"] | None]],
   before: Tail,
-) -> list[jax.Array]:
+) -> list[Float[Array, "B T ..."]]:
   """Apply the convolutions to `x.qkv`, with biases if there are.
 
   Args:
@@ -295,7 +295,7 @@ def mix_delta(
   x: RecurrentInputs,
   state: State,
   axis: str | None,
-) -> tuple[jax.Array, State]:
+) -> tuple[Float[Array, "B T N J"], State]:
   """Apply the delta rule after convolutions, for `over_tokens`.
 
   Args:

@@ -138,7 +138,7 @@ class Mamba2Layer(nnx.Module):
     tokens: Tokens,
     cache: StateCache,
     attend: Attend,
-  ) -> tuple[jax.Array, StateCache]:
+  ) -> tuple[Float[Array, "B T D"], StateCache]:
     """[B, T, D] and the layer's cache with the state after these tokens."""
     spec, compute_dtype = self.spec, wide_dtype(x.dtype)
     head = lambda p: p[...].astype(compute_dtype)[None, None]

@@ -117,7 +117,7 @@ class Mamba1Layer(nnx.Module):
     tokens: Tokens,
     cache: StateCache,
     attend: Attend,
-  ) -> tuple[jax.Array, StateCache]:
+  ) -> tuple[Float[Array, "B T D"], StateCache]:
     """[B, T, D] and the layer's cache with the state after these tokens."""
     compute_dtype = wide_dtype(x.dtype)
     seg = jnp.broadcast_to(tokens.seg, x.shape[:2])

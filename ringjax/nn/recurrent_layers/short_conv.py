@@ -79,7 +79,7 @@ class ShortConvLayer(nnx.Module):
     tokens: Tokens,
     cache: StateCache,
     attend: Attend,
-  ) -> tuple[jax.Array, StateCache]:
+  ) -> tuple[Float[Array, "B T D"], StateCache]:
     """[B, T, D] and the layer's cache with the last of these tokens."""
     gated = self.before(x) * self.x(x)
     seg = jnp.broadcast_to(tokens.seg, x.shape[:2])

@@ -94,7 +94,7 @@ class DiskLayers:
     after: Shaped[Array, " ..."],
     mesh: Mesh | None,
     spec: P,
-  ) -> list[jax.Array]:
+  ) -> list[Shaped[Array, " ..."]]:
     """Read the parameters of a layer.
 
     Args:
@@ -232,7 +232,7 @@ class PlacedLayers:
     after: Shaped[Array, " ..."],
     spec: P,
     within: range | None = None,
-  ) -> list[jax.Array]:
+  ) -> list[Shaped[Array, " ..."]]:
     """Fetch the parameters of one layer, in the order of `paths`.
 
     Args:

@@ -431,7 +431,7 @@ def attention(
   strategy: Strategy,
   *,
   scale: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "B T N J"], Float[Array, "B T N"]]:
   """Attend per shard, between tokens whose coordinates are given.
 
   The building block of the other functions, for custom ones. `strategy` comes

@@ -42,6 +42,7 @@ from ringjax.ops.mask import (
 )
 from ringjax.parallel.call_sharding import CallSharding
 from ringjax.parallel.layout import Contiguous, Layout, Slots, into_slots
+from ringjax.typing import Keys, Queries, Values
 
 # The leading dimensions of each array: A stands for the keys of all shards,
 # which no mesh axis shards; ? marks one that may be 1 to broadcast.
@@ -212,7 +213,7 @@ class AttentionArgs:
     )
 
   @property
-  def operands(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+  def operands(self) -> tuple[Queries, Keys, Values]:
     """Queries, keys and values."""
     return self.q, self.k, self.v
 
@@ -461,7 +462,7 @@ def coords(
 
 def kept_keys(
   keep: Bool[Array | np.ndarray, "*B S *K"], x: AttentionArgs
-) -> jax.Array:
+) -> Bool[Array, "B S _"]:
   """Check a set of the keys of a call, bool [B, S, K or 1].
 
   Raises:

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from ringjax.errors import OptionError
 from ringjax.ops.attention.blockwise import (
@@ -75,7 +75,7 @@ class Algorithm(Protocol):
 
 def attend(
   algorithm: Any, scores: Scores, x: Local, terms: Terms, context: Context
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "B K G T J"], Float[Array, "B K G T"]]:
   """Return out [B, K, G, T, J] in q's dtype, and lse [B, K, G, T]."""
   axes = collectives.varying_axes(x, terms, context) | {*algorithm.axes}
   x, terms, context = collectives.vary((x, terms, context), axes)

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int8, Shaped
+from jaxtyping import Array, Float, Int, Int8, Shaped
 
 from ringjax.checks import boolean, positive_int
 from ringjax.ops.attention.scores import (
@@ -185,7 +185,7 @@ def tile_kinds(
   k_block: int,
   *,
   by_keys: bool = False,
-) -> jax.Array:
+) -> Int[Array, "_ _"]:
   """Classify tiles: 0 none, 1 some, 2 all pairs of a tile are allowed.
 
   The result is int8 [T/q_block, S/k_block]. Bounds, not pairs, decide: a tile
@@ -559,7 +559,7 @@ def loop(
 
 def product(
   equation: str, a: Shaped[Array, " ..."], b: Shaped[Array, " ..."]
-) -> jax.Array:
+) -> Float[Array, " ..."]:
   """Einsum that accumulates in float32 and never casts its operands."""
   exact = a.dtype in (jnp.float32, jnp.float64)
   return jnp.einsum(
@@ -580,12 +580,14 @@ def _in_memory(x: jax.Array) -> jax.Array:
   return lax.optimization_barrier(x)
 
 
-def cleaned(x: Shaped[Array, " ..."]) -> jax.Array:
+def cleaned(x: Shaped[Array, " ..."]) -> Shaped[Array, " ..."]:
   """Replace non-finite elements by 0."""
   return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
-def finite_flag(x: Shaped[Array, " ..."], dtype: DTypeLike) -> jax.Array:
+def finite_flag(
+  x: Shaped[Array, " ..."], dtype: DTypeLike
+) -> Float[Array, " ..."]:
   """Flag each vector: 0 if all of its numbers are finite, else NaN."""
   is_finite = jnp.all(jnp.isfinite(x), -1)
   return jnp.where(
@@ -618,7 +620,9 @@ def _even(length: int, block: int) -> int:
   return block if parts == 1 else -(-block // 8) * 8
 
 
-def pad_axis(x: Shaped[Array, " ..."], axis: int, length: int) -> jax.Array:
+def pad_axis(
+  x: Shaped[Array, " ..."], axis: int, length: int
+) -> Shaped[Array, " ..."]:
   """Pad dimension `axis` with zeros at its end, up to `length`."""
   if x.shape[axis] == length:
     return x

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 from ringjax.checks import boolean
 from ringjax.errors import MeshError, OptionError, ShapeError
@@ -213,7 +214,7 @@ def _per_shard(
 
 def attend_shard(
   x: AttentionArgs, context: Context, strategy: Strategy
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "B T N J"], Float[Array, "B T N"]]:
   """Attend per shard: (output, log-sum-exp) in the caller's order of axes."""
   b, t, n, h = x.q.shape
   kv_heads = x.k.shape[2]

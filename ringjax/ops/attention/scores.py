@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped, UInt
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt
 
 from ringjax.ops.mask import Coords, Mask, distance, visible
 from ringjax.typing import Index
@@ -108,36 +108,36 @@ class Orientation:
 
   keys_first: bool
 
-  def query(self, x: Shaped[Array, "B q"]) -> jax.Array:
+  def query(self, x: Shaped[Array, "B q"]) -> Shaped[Array, "_ _ _ _ _"]:
     """Expand [B, q] to broadcast with the tile."""
     return (
       x[:, None, None, None] if self.keys_first else x[:, None, None, :, None]
     )
 
-  def key(self, x: Shaped[Array, "B k"]) -> jax.Array:
+  def key(self, x: Shaped[Array, "B k"]) -> Shaped[Array, "_ _ _ _ _"]:
     """Expand [B, k] to broadcast with the tile."""
     return (
       x[:, None, :, None, None] if self.keys_first else x[:, None, None, None]
     )
 
-  def head_key(self, x: Shaped[Array, "B K k"]) -> jax.Array:
+  def head_key(self, x: Shaped[Array, "B K k"]) -> Shaped[Array, "_ _ _ _ _"]:
     """Expand [B, K, k] to broadcast with the tile."""
     return x[:, :, :, None, None] if self.keys_first else x[:, :, None, None]
 
-  def head(self, x: Shaped[Array, "*B K G"]) -> jax.Array:
+  def head(self, x: Shaped[Array, "*B K G"]) -> Shaped[Array, "_ _ _ _ _"]:
     """Expand [K, G] or [B, K, G] to broadcast with the tile."""
     x = x[None] if x.ndim == 2 else x
     return x[:, :, None, :, None] if self.keys_first else x[..., None, None]
 
-  def row(self, x: Shaped[Array, "B K G q"]) -> jax.Array:
+  def row(self, x: Shaped[Array, "B K G q"]) -> Shaped[Array, "_ _ _ _ _"]:
     """Expand [B, K, G, q] to broadcast with the tile."""
     return x[:, :, None] if self.keys_first else x[..., None]
 
-  def pair(self, x: Shaped[Array, "B K G q k"]) -> jax.Array:
+  def pair(self, x: Shaped[Array, "B K G q k"]) -> Shaped[Array, "B K _ _ _"]:
     """Transpose [B, K, G, q, k] to the tile's order of axes."""
     return jnp.transpose(x, (0, 1, 4, 2, 3)) if self.keys_first else x
 
-  def unpair(self, x: Shaped[Array, " ..."]) -> jax.Array:
+  def unpair(self, x: Shaped[Array, " ..."]) -> Shaped[Array, "_ _ _ _ _"]:
     """Transpose the tile's order of axes to [B, K, G, q, k]."""
     return jnp.transpose(x, (0, 1, 3, 4, 2)) if self.keys_first else x
 
@@ -173,15 +173,17 @@ class ScoreTile:
   def k_block(self) -> int:
     return self.k_at.pos.shape[1]
 
-  def cut_q(self, x: Shaped[Array, " ..."], axis: int) -> jax.Array:
+  def cut_q(self, x: Shaped[Array, " ..."], axis: int) -> Shaped[Array, " ..."]:
     """Slice this tile's queries, which are dimension `axis`."""
     return lax.dynamic_slice_in_dim(x, self.q_start, self.q_block, axis)
 
-  def cut_k(self, x: Shaped[Array, " ..."], axis: int) -> jax.Array:
+  def cut_k(self, x: Shaped[Array, " ..."], axis: int) -> Shaped[Array, " ..."]:
     """Slice this tile's keys, which are dimension `axis`."""
     return lax.dynamic_slice_in_dim(x, self.k_start, self.k_block, axis)
 
-  def corner(self, pair: Shaped[Array, "B K G T S"]) -> tuple[jax.Array, ...]:
+  def corner(
+    self, pair: Shaped[Array, "B K G T S"]
+  ) -> tuple[Int[Array, ""], ...]:
     """Start indices of this tile in a [B|1, K|1, G|1, T|1, S|1] array."""
     start = (0, 0, 0, self.q_start, self.args.column + self.k_start)
     return tuple(
@@ -189,7 +191,9 @@ class ScoreTile:
       for axis, (n, first) in enumerate(zip(pair.shape, start, strict=True))
     )
 
-  def cut_pair(self, pair: Shaped[Array, "B K G T S"]) -> jax.Array:
+  def cut_pair(
+    self, pair: Shaped[Array, "B K G T S"]
+  ) -> Shaped[Array, "B K G _ _"]:
     """Slice this tile from such an array."""
     *leading, rows, columns = pair.shape
     sizes = (
@@ -201,7 +205,7 @@ class ScoreTile:
 
   def scores_of(
     self, dot: Float[Array, " ..."]
-  ) -> tuple[jax.Array, jax.Array | None]:
+  ) -> tuple[Float[Array, " ..."], Float[Array, " ..."] | None]:
     """Compute (scores, tanh of the soft cap or None) from dot products."""
     scores, terms = self.args.scores, self.args.terms
     s, tanh = dot * _const(scores.scale, dot), None
@@ -215,12 +219,12 @@ class ScoreTile:
       s = s + self.way.pair(self.cut_pair(terms.bias)).astype(s.dtype)
     return s, tanh
 
-  def distance(self, dtype: DTypeLike) -> jax.Array:
+  def distance(self, dtype: DTypeLike) -> Shaped[Array, " ..."]:
     """Distance of the positions of q and k, broadcastable to the tile."""
     way = self.way
     return distance(way.query(self.q_at.pos), way.key(self.k_at.pos), dtype)
 
-  def allowed(self) -> jax.Array:
+  def allowed(self) -> Bool[Array, " ..."]:
     """Mark the pairs of the tile that count; broadcastable to the tile."""
     context, way = self.args.context, self.way
     expand = lambda f, at: Coords(f(at.pos), f(at.seg))
@@ -230,7 +234,7 @@ class ScoreTile:
       allowed_pairs = allowed_pairs & way.pair(self.cut_pair(context.allow))
     return allowed_pairs
 
-  def dropout_weight(self, dtype: DTypeLike) -> jax.Array:
+  def dropout_weight(self, dtype: DTypeLike) -> Float[Array, " ..."]:
     """Dropout weight of each pair of the tile: 0 or 1 / (1 - rate)."""
     context, way = self.args.context, self.way
     assert context.seed is not None and context.heads is not None
@@ -251,7 +255,7 @@ def dropout_weights(
   row: UInt[Array, " ..."],
   column: UInt[Array, " ..."],
   dtype: DTypeLike,
-) -> jax.Array:
+) -> Float[Array, " ..."]:
   """Draw 0 or 1 / (1 - rate), from uint32 that broadcast to the tile."""
   # Odd constants, so that seed, head and position 0 are not special.
   seed = _mix(seed + jnp.uint32(0x9E3779B9))

@@ -71,7 +71,7 @@ def delta_rule(
   correct: bool = True,
   axis: str | None = None,
   chunk: int = 64,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "B T N J"], Float[Array, "B N H J"]]:
   """Run the rule over a sequence.
 
   Args:

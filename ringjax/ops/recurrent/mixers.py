@@ -43,7 +43,7 @@ def causal_conv(
   mesh: Mesh | AbstractMesh | None = None,
   axis: str | None = None,
   layout: Layout | None = None,
-) -> jax.Array:
+) -> Float[Array, "B T C"]:
   """Convolve each channel with its own W taps, over all shards.
 
   y_t = bias + sum_j weight[:, j] x_{t - (W - 1) + j} over tokens of t's
@@ -145,7 +145,12 @@ class _Conv:
 
 
 def _tail_before(
-  shards: Shards, x: jax.Array, seg: Any, given_seg: Any, before: Any, n: int
+  shards: Shards,
+  x: jax.Array,
+  seg: Int[Array, "B T"],
+  given_seg: Int[Array, "B T"] | None,
+  before: Float[Array, "B n C"] | None,
+  n: int,
 ) -> Tail:
   """Tail of the n tokens that precede this shard's."""
   if before is None:
@@ -202,7 +207,7 @@ def gated_delta_rule(
   mesh: Mesh | AbstractMesh | None = None,
   axis: str | None = None,
   layout: Layout | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "B T N J"], Float[Array, "B N H J"]]:
   """The gated delta rule (Yang et al. 2024, arXiv 2412.06464), over shards.
 
   For each head, with the state S [H, J], g = `decay` and b = `beta`:

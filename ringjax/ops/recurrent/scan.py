@@ -109,7 +109,7 @@ def linear_recurrence(
   mesh: Mesh | AbstractMesh | None = None,
   axis: str | None = None,
   layout: Layout | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "B T ..."], Float[Array, "B ..."]]:
   """Linear recurrence h_t = a_t h_{t-1} + b_t, elementwise, over shards.
 
   The recurrence of diagonal state-space layers (Gu and Dao 2023, arXiv

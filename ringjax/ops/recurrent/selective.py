@@ -39,7 +39,7 @@ def selective_scan(
   *,
   axis: str | None = None,
   chunk: int = 64,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "B T C"], Float[Array, "B C H"]]:
   """Run the recurrence over a sequence.
 
   Args:

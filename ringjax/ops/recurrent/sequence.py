@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ringjax.checks import FLOATS, as_array
 from ringjax.errors import (
@@ -83,12 +83,12 @@ class Shards:
     return 0 if self.axis is None else collectives.axis_index(self.axis)
 
   @property
-  def positions(self) -> jax.Array:
+  def positions(self) -> Int[Array, " T"]:
     """Positions of this shard's slots, int32 [local]."""
     return self.layout.positions(self.index, self.size, self.local)
 
   @property
-  def counts(self) -> np.ndarray:
+  def counts(self) -> Int[np.ndarray, " R"]:
     """Number of tokens of each shard, [R], if it holds consecutive ones."""
     if isinstance(self.layout, Uneven):
       return np.asarray(self.layout.counts)
@@ -96,7 +96,7 @@ class Shards:
     return np.clip(self.length - first, 0, self.local)
 
   @property
-  def real(self) -> jax.Array | None:
+  def real(self) -> Bool[Array, " T"] | None:
     """Slots that are not padding, bool [local]; None if all are tokens."""
     if self.length == self.size * self.local:
       return None
@@ -110,7 +110,7 @@ def run(
   x: Sequence[Shaped[Array, " ..."] | None],
   dims: Sequence[str],
   outs: Sequence[str],
-) -> tuple[jax.Array, ...]:
+) -> tuple[Shaped[Array, " ..."], ...]:
   """Call f(shards, *x) where the tokens are.
 
   Args:
@@ -346,7 +346,7 @@ def in_order(layout: Layout) -> bool:
 
 def tokens(
   name: str, x: Shaped[Array, "B T ..."], rank: int | None = None
-) -> jax.Array:
+) -> Shaped[Array, "B T ..."]:
   """Convert x to an array [B, T, ...] of at least one token, or raise."""
   x = as_array(name, x)
   if x.ndim < 2 or x.shape[1] < 1 or (rank is not None and x.ndim != rank):
@@ -362,7 +362,7 @@ def tokens(
 
 def check_shape(
   name: str, x: Shaped[Array, " ..."], want: tuple[int, ...]
-) -> jax.Array:
+) -> Shaped[Array, " ..."]:
   """Return x, or raise if its shape is not `want`."""
   if x.shape != want:
     raise ShapeError(
@@ -371,7 +371,7 @@ def check_shape(
   return x
 
 
-def floats(name: str, x: Shaped[Array, " ..."]) -> jax.Array:
+def floats(name: str, x: Shaped[Array, " ..."]) -> Float[Array, " ..."]:
   """Return x, or raise if it holds no floats."""
   if x.dtype.name not in FLOATS:
     raise DtypeError(
@@ -408,7 +408,7 @@ def called(name: str, f: object) -> None:
 def beside(
   mask: Bool[Array, " T"] | Bool[Array, "#B T"],
   x: Shaped[Array, "#B T ..."],
-) -> jax.Array:
+) -> Bool[Array, "_ ..."]:
   """Expand a mask [L] or [B, L] to the rank of x [B, L, ...]."""
   mask = mask[None] if mask.ndim == 1 else mask
   return mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax.checks import as_array
 from ringjax.errors import DtypeError, OptionError, ShapeError
@@ -41,7 +41,7 @@ def token_shift(
   mesh: Mesh | AbstractMesh | None = None,
   axis: str | None = None,
   layout: Layout | None = None,
-) -> jax.Array:
+) -> Shaped[Array, "B T ..."]:
   """Shift a sequence by `by` tokens, over all its shards.
 
   With by=1 a token sees the one before it (token shift, RWKV: Peng et al.
@@ -128,7 +128,7 @@ def shifted(
   x: Shaped[Array, "B T ..."],
   by: int,
   seg: Int[Array, "B T"] | None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Shaped[Array, "B T ..."], Bool[Array, " T"] | Bool[Array, "B T"]]:
   """Shift per shard: x_{t - by} [B, L, ...], and whether the token exists.
 
   Where it does not, by bool [L] or [B, L], the value is undefined.

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from jaxtyping import Bool
 
 from ringjax.data.text.tokenizer import AnyTokenizer
 from ringjax.errors import OptionError
@@ -141,7 +142,7 @@ class GrammarMask:
     self._known: list[tuple[tuple[int, ...], Any]] = []
     self._most = answers
 
-  def __call__(self, tokens: np.ndarray) -> np.ndarray:
+  def __call__(self, tokens: np.ndarray) -> Bool[np.ndarray, " V"]:
     """Allowed next tokens, bool [V], for the tokens of an answer, int32 [m]."""
     wanted = tuple(tokens.tolist())
     prefixes = [x for x in self._known if wanted[: len(x[0])] == x[0]]

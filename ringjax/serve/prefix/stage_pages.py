@@ -205,7 +205,7 @@ class StagePages:
     blocks: Sequence[
       tuple[Shaped[np.ndarray, "K n H"], Shaped[np.ndarray, "K n H"]]
     ],
-  ) -> list[tuple[np.ndarray, ...]]:
+  ) -> list[tuple[Shaped[np.ndarray, " ..."], ...]]:
     """Cuts keys and values of each layer into whole pages.
 
     Returns:

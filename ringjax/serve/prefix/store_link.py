@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int, Shaped, UInt
 
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.kv.storage.page_pool import PagePool
@@ -72,7 +72,7 @@ def _write_pages(
 @jax.jit
 def checksums(
   leaves: dict[str, Shaped[Array, " ..."]],
-) -> dict[str, jax.Array]:
+) -> dict[str, UInt[Array, " ..."]]:
   """Checksum over all bits of each array, by path; of each layer [L]."""
 
   def checksum(x: jax.Array) -> jax.Array:

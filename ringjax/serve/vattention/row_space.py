@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Int
 
 from ringjax.checks import boolean, integer, positive_int
 from ringjax.errors import OptionError
@@ -408,7 +409,7 @@ class DoublingSpace(RowSpace):
       moves, self._moves = self._moves, []
     return moves
 
-  def place(self, pages: np.ndarray, slot: int) -> np.ndarray:
+  def place(self, pages: np.ndarray, slot: int) -> Int[np.ndarray, "R m"]:
     """Translate pages of a slot, int32 [R, m], to its extent; -1 remains."""
     delta = self.base[slot] - slot * self.each
     return pages + (pages >= 0) * delta

@@ -259,7 +259,9 @@ class StoredNode:
     flat = np.frombuffer(payload, self._dtypes[part])
     return flat.reshape(heads, -1, size)
 
-  def probe_keys(self, layer: int, count: ImpressCounters) -> np.ndarray:
+  def probe_keys(
+    self, layer: int, count: ImpressCounters
+  ) -> Shaped[np.ndarray, "P m H"]:
     """Keys of the probe heads, [P, m, H]."""
     self.store.request(self._fixed(layer))
     keys = self._get(layer, "probe", 0, self.probes)
@@ -276,7 +278,7 @@ class StoredNode:
     count: ImpressCounters,
     *,
     counted: int | None = None,
-  ) -> np.ndarray:
+  ) -> Shaped[np.ndarray, "K _ H"]:
     """Read keys ("k") or values ("v") of tokens of each head, [K, k, H].
 
     Args:
@@ -394,7 +396,9 @@ class NodeChain:
     self.probes, self.probe_heads = first.probes, first.probe_heads
     self.tokens = sum(node.tokens for node in nodes)
 
-  def probe_keys(self, layer: int, count: ImpressCounters) -> np.ndarray:
+  def probe_keys(
+    self, layer: int, count: ImpressCounters
+  ) -> Shaped[np.ndarray, "P m H"]:
     """Keys of the probe heads, [P, m, H]."""
     return np.concatenate([x.probe_keys(layer, count) for x in self.nodes], 1)
 
@@ -406,7 +410,7 @@ class NodeChain:
     count: ImpressCounters,
     *,
     counted: int | None = None,
-  ) -> np.ndarray:
+  ) -> Shaped[np.ndarray, "K _ H"]:
     """Read keys or values as `StoredNode.read`, for rising tokens of a head."""
     start, result = 0, None
     for node in self.nodes:
@@ -482,7 +486,7 @@ class Impress:
     *,
     scale: int | float | None = None,
     real: int | None = None,
-  ) -> tuple[jax.Array, KeptTokens]:
+  ) -> tuple[Float[Array, "T N J"], KeptTokens]:
     """Attend from new tokens to the prefix's kept tokens and themselves.
 
     Args:
@@ -563,7 +567,7 @@ class Impress:
 
 def heads_of_layers(
   probes: int | Int[np.ndarray, "L P"], layers: int, heads: int
-) -> np.ndarray:
+) -> Int[np.ndarray, "L P"]:
   """Probe heads of each layer, int64 [L, P], rising.
 
   Args:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree, Shaped
 
 from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
@@ -69,7 +69,7 @@ class Lora:
 
   def start(
     self, model: Transformer, *, seed: int = 0, dtype: DTypeLike = jnp.float32
-  ) -> dict[str, dict[str, jax.Array]]:
+  ) -> dict[str, dict[str, Shaped[Array, " ..."]]]:
     """Makes new adapters, by a map's path.
 
     An adapter is `{"a": [R, *in, r], "b": [R, r, *out]}`, where R is the number
@@ -138,7 +138,7 @@ class Lora:
         *lead, *into, *out
       ) * jnp.asarray(scale, a.dtype)
 
-    def add(path: Any, p: Any) -> Any:
+    def add(path: tuple[Any, ...], p: Any) -> Any:
       if not isinstance(p, nnx.Variable):
         # Weights of layers in the host's memory are constants in any case.
         return p

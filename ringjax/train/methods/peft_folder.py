@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
 from ringjax.errors import (
   CheckpointFormatError,
@@ -187,7 +188,7 @@ def save_adapter(
 
 def load_adapter(
   path: str | os.PathLike[str], model: Transformer
-) -> tuple[Lora, dict[str, dict[str, np.ndarray]]]:
+) -> tuple[Lora, dict[str, dict[str, Float[np.ndarray, " ..."]]]]:
   """Reads adapters of a folder that PEFT or `save_adapter` wrote.
 
   Args:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError, PromptError, ShapeError
@@ -210,7 +210,7 @@ def _trained(
   steps = epochs * (len(x) // batch)
   optimizer = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
 
-  def loss(parts: Any, x: Array, active: Array) -> jax.Array:
+  def loss(parts: PyTree, x: Array, active: Array) -> jax.Array:
     logits = jnp.matmul(x @ parts["down"], parts["up"]) + parts["bias"][None]
     losses = optax.sigmoid_binary_cross_entropy(
       logits, active.astype(jnp.float32)
@@ -221,7 +221,9 @@ def _trained(
     return jnp.mean(losses * weight)
 
   @jax.jit
-  def step(parts: Any, state: Any, x: Array, active: Array) -> tuple[Any, Any]:
+  def step(
+    parts: PyTree, state: PyTree, x: Array, active: Array
+  ) -> tuple[Any, Any]:
     gradient = jax.grad(loss)(parts, x, active)
     # optax counts steps in integers, and multiplies with them.
     with jax.numpy_dtype_promotion("standard"):

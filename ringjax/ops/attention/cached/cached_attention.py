@@ -99,7 +99,7 @@ class ShardedDecode:
     q_at: Coords,
     mask: Mask,
     selection: KeySelection | None = None,
-  ) -> jax.Array:
+  ) -> Float[Array, "B K G T J"]:
     """Attend: [B, K, G, T, J] in q's dtype from queries [B, K, G, T, H].
 
     With a `selection` they read the keys of one head that it chooses.

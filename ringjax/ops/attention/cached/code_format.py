@@ -65,7 +65,7 @@ def token_axis(x: Shaped[ArrayLeaf, " ..."]) -> int:
   return x.ndim - (1 if x.ndim == 2 or x.dtype == jnp.int8 else 2)
 
 
-def row_major(x: Shaped[Array, " ..."]) -> jax.Array:
+def row_major(x: Shaped[Array, " ..."]) -> Shaped[Array, " ..."]:
   """Store an array in memory in the order of its axes, the last one fastest.
 
   TPU's compiler would store slots as it suits the write of one token, or the

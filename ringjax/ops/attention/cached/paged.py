@@ -113,7 +113,9 @@ class PagedView(StoredView):
       bounds=None if self.bounds is None else pool,
     )
 
-  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(
+    self, start: Index, size: int
+  ) -> tuple[Float[Array, "B K n H"], Float[Array, "B K n J"]]:
     slots = self.k.shape[1]
     first = jnp.asarray(start, jnp.int32) // slots
     page = lax.dynamic_slice_in_dim(self.table, first, size // slots, 2)
@@ -251,7 +253,7 @@ def read_by_query(
 
 def heads_as_examples(
   q: Float[Array, "B K G T H"], context: Context, terms: Terms
-) -> tuple[jax.Array, Context, Terms]:
+) -> tuple[Float[Array, "B*K 1 G T H"], Context, Terms]:
   """Reshape queries to [B K, 1, G, T, H], and their context and terms."""
   b, heads = q.shape[:2]
   # Arrays that all examples share are not repeated.

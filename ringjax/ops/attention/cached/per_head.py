@@ -115,7 +115,9 @@ class PerHeadView(StoredView):
     del keys
     return Aligned(self, q)
 
-  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(
+    self, start: Index, size: int
+  ) -> tuple[Float[Array, "B K n H"], Float[Array, "B K n J"]]:
     read_tile = lambda view: view.tile(start, size)
     k, v = self._of_groups(
       lambda view, _: read_tile(view), jnp.int32(0) * self.way

@@ -163,7 +163,9 @@ class PooledView(StoredView):
       shared=None,
     )
 
-  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(
+    self, start: Index, size: int
+  ) -> tuple[Float[Array, "B K n H"], Float[Array, "B K n J"]]:
     first = jnp.asarray(start, jnp.int32) // self.page
     page = lax.dynamic_slice_in_dim(self.table, first, size // self.page, 1)
     page = jnp.maximum(page, 0)

@@ -205,7 +205,7 @@ class SelectedView(_Wrapped):
 
   def chosen(
     self, other: Float[Array, "B K G T"], visit: CacheVisit
-  ) -> jax.Array:
+  ) -> Bool[Array, "B P _ _ _"]:
     """Mark the contexts that are read, bool [B, P, K, G, T]; 1 where shared.
 
     Args:

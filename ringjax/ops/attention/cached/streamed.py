@@ -90,7 +90,7 @@ class HostView(StoredView):
       rotation=self.rotation and self.rotation.specs(batch),
     )
 
-  def fetch(self, start: Index) -> tuple[jax.Array, ...]:
+  def fetch(self, start: Index) -> tuple[Shaped[Array, "_ ..."], ...]:
     """Copy the block of slot `start` to the device: keys, maybe values."""
     block = jnp.asarray(start, jnp.int32) // self.block
     blocks_per_layer = self.k.shape[0] // self.layers
@@ -104,7 +104,9 @@ class HostView(StoredView):
       return (fetch_block(self.k),)
     return fetch_block(self.k), fetch_block(self.v)
 
-  def opened(self, stored: PyTree, start: Index) -> tuple[jax.Array, jax.Array]:
+  def opened(
+    self, stored: PyTree, start: Index
+  ) -> tuple[Float[Array, "B K n H"], Float[Array, "B K n J"]]:
     """Decode a fetched block to rotated keys and values [B, K, P, ...]."""
     at = cut_coords(self.at, start, self.block)
     k = v = stored[0]
@@ -117,7 +119,9 @@ class HostView(StoredView):
       view = UnrotatedView(view, self.rotation)
     return view.tile(jnp.int32(0), self.block)
 
-  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(
+    self, start: Index, size: int
+  ) -> tuple[Float[Array, "B K n H"], Float[Array, "B K n J"]]:
     assert size == self.block
     return self.opened(self.fetch(start), start)
 

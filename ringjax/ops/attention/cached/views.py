@@ -104,7 +104,9 @@ class KVView(Protocol):
     """Use the keys as the values, too."""
     ...
 
-  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(
+    self, start: Index, size: int
+  ) -> tuple[Float[Array, "B K n H"], Float[Array, "B K n J"]]:
     """Read rotated keys and values [B, K, size, ...] of slots from `start`."""
     ...
 
@@ -133,7 +135,9 @@ class StreamedView(KVView, Protocol):
     """Fetch the stored bytes of the tile from `start` to the device."""
     ...
 
-  def opened(self, stored: PyTree, start: Index) -> tuple[jax.Array, jax.Array]:
+  def opened(
+    self, stored: PyTree, start: Index
+  ) -> tuple[Float[Array, "B K n H"], Float[Array, "B K n J"]]:
     """Decode what `fetch` returned into the keys and values of `tile`."""
     ...
 
@@ -274,7 +278,9 @@ class ContiguousView:
       queries=Coords(*(x + 0 for x in drafted)),
     )
 
-  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(
+    self, start: Index, size: int
+  ) -> tuple[Float[Array, "B K n H"], Float[Array, "B K n J"]]:
     zero = jnp.int32(0)
     corner = (jnp.asarray(self.layer, jnp.int32), zero, zero, start, zero)
 
@@ -404,7 +410,9 @@ class EncodedView(StoredView):
       constants=jax.tree.map(lambda _: P(heads), self.constants),
     )
 
-  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(
+    self, start: Index, size: int
+  ) -> tuple[Float[Array, "B K n H"], Float[Array, "B K n J"]]:
     zero, layer = jnp.int32(0), jnp.asarray(self.layer, jnp.int32)
 
     def decode_tile(x: jax.Array, n: int) -> jax.Array:
@@ -488,7 +496,9 @@ class UnrotatedView(NamedTuple):
   def keys_alone(self) -> UnrotatedView:
     return self._replace(stored=self.stored.keys_alone())
 
-  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(
+    self, start: Index, size: int
+  ) -> tuple[Float[Array, "B K n H"], Float[Array, "B K n J"]]:
     k, v = self.stored.tile(start, size)
     at = cut_coords(self.at, start, size)
     return self.rotation.anywhere(k, at.pos), v
@@ -639,7 +649,9 @@ def tiled(at: Coords, block: int) -> Coords:
   )
 
 
-def in_tiles(x: Shaped[Array, "*rows S"], block: int) -> jax.Array:
+def in_tiles(
+  x: Shaped[Array, "*rows S"], block: int
+) -> Shaped[Array, "*rows _"]:
   """Rearrange slots [..., S] into full tiles as in `tiled`."""
   length = x.shape[-1]
   if not length % block:

@@ -223,14 +223,14 @@ class CostTerms:
     )
 
   @functools.cached_property
-  def pairs(self) -> np.ndarray:
+  def pairs(self) -> Float[np.ndarray, "R R"]:
     """Pair counts by shards of queries and of keys, [R, R]."""
     c = self.call
     return pair_counts.pairs(
       self.layout, c.seen, self.size, (c.queries, c.keys), self.blocks, c.offset
     )
 
-  def by_hop(self, hops: Sequence[int]) -> np.ndarray:
+  def by_hop(self, hops: Sequence[int]) -> Float[np.ndarray, "_ R"]:
     """Pairs of each shard with the keys `hops` places before it, [hops, R]."""
     i = np.arange(self.size)
     return self.pairs[i, (i - np.asarray(hops)[:, None]) % self.size]
@@ -262,7 +262,7 @@ class CostTerms:
     heads: float | None = None,
     taken: float,
     put: float,
-  ) -> np.ndarray:
+  ) -> Float[np.ndarray, " ..."]:
     """Seconds of a call of the local algorithm that computes `pairs`.
 
     Args:
@@ -289,7 +289,7 @@ class CostTerms:
 
   def hop_s(
     self, pairs: Float[np.ndarray, " ..."], backward: bool
-  ) -> np.ndarray:
+  ) -> Float[np.ndarray, " ..."]:
     """Seconds of hops in which keys move and queries stay."""
     read_bytes = self.query_bytes(backward) + self.kv_bytes
     return self.seconds(
@@ -402,7 +402,7 @@ class CostTerms:
 
 def turn(
   compute: np.ndarray, sends: Sequence[float], *, ways: tuple[int, ...] = (1,)
-) -> np.ndarray:
+) -> Float[np.ndarray, "... R"]:
   """Time at which each shard has finished a ring: seconds [..., R].
 
   Args:

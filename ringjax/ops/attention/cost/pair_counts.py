@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Bool, Float
 
 from ringjax.ops.mask import And, Everything, Extent, Mask, Or, Prefix
 from ringjax.parallel.layout import Layout, Striped
@@ -35,7 +36,7 @@ def pairs(
   lengths: tuple[int, int],
   blocks: tuple[int, int],
   offset: int = 0,
-) -> np.ndarray:
+) -> Float[np.ndarray, "R R"]:
   """Count pairs in the tiles that count, of shards with shards: float64 [R, R].
 
   Entry [i, j] is of the queries of shard i and the keys of shard j. A tile that
@@ -163,7 +164,9 @@ def _count(
     cells = tuple(c[real] for c in joined)
 
 
-def bound(mask: Mask, q: Extent, k: Extent) -> tuple[np.ndarray, np.ndarray]:
+def bound(
+  mask: Mask, q: Extent, k: Extent
+) -> tuple[Bool[np.ndarray, " ..."], Bool[np.ndarray, " ..."]]:
   """Evaluate `mask.bound` on NumPy arrays, also while JAX traces."""
   if isinstance(mask, And | Or):
     left_bounds, right_bounds = bound(mask.left, q, k), bound(mask.right, q, k)

@@ -11,11 +11,11 @@ mask's reach does not need are skipped by the ring; here they are rows of zeros.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from ringjax.checks import positive_int
 from ringjax.ops.attention.blockwise import Blockwise, tile_kinds
@@ -30,7 +30,7 @@ def tile_schedule(
   length: int,
   q_block: int | None = None,
   k_block: int | None = None,
-) -> np.ndarray:
+) -> Int[np.ndarray, "hops R rows columns"]:
   """Classify every tile: int8 [hops, shards, T/q_block, S/k_block].
 
   0: no pair is allowed, the tile is skipped; 1: some are, a masked tile; 2: all
@@ -65,7 +65,7 @@ def tile_counts(
   length: int,
   q_block: int | None = None,
   k_block: int | None = None,
-) -> np.ndarray:
+) -> Int[np.ndarray, "hops R"]:
   """Count the tiles of each shard in each hop: int64 [hops, shards]."""
   kinds = tile_schedule(layout, mask, shards, length, q_block, k_block)
   return np.count_nonzero(kinds, axis=(2, 3))
@@ -91,7 +91,7 @@ def _padded(pos: np.ndarray, seg: np.ndarray, block: int) -> Coords:
 @functools.partial(jax.jit, static_argnums=3)
 def _all_kinds(
   mask: Mask, q: Coords, k: Coords, blocks: tuple[int, int]
-) -> Any:
+) -> Int[Array, "_ _ _ _"]:
   """Kinds of tiles, [q shard, k shard, T/q_block, S/k_block]."""
 
   def kinds(q: Coords, k: Coords) -> jax.Array:

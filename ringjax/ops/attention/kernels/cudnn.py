@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Float
 
 from ringjax.ops.attention.blockwise import (
   Blockwise,
@@ -162,7 +163,7 @@ class CuDNN(LocalAlgorithm):
 
   def outputs(
     self, x: Local, scale: float, causal: bool
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[Float[Array, "B K G T J"], Float[Array, "B K G T"]]:
     """Output and log-sum-exp, see `hop_kinds.VendorKernel`."""
 
     def call(
@@ -177,7 +178,9 @@ class CuDNN(LocalAlgorithm):
 
   def gradients(
     self, x: Local, rows: hop_kinds.Rows, scale: float, causal: bool
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+  ) -> tuple[
+    Float[Array, "B K G T H"], Float[Array, "B K S H"], Float[Array, "B K S J"]
+  ]:
     """Gradients of a hop, see `hop_kinds.VendorKernel`."""
 
     def call(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -584,7 +584,9 @@ class QueryRows(NamedTuple):
   def total(self) -> int:
     return self.copies * self.each
 
-  def spread(self, x: Shaped[Array, " ..."], axis: int) -> jax.Array:
+  def spread(
+    self, x: Shaped[Array, " ..."], axis: int
+  ) -> Shaped[Array, " ..."]:
     """Pad rows of queries to a copy's size and repeat them for each copy."""
     return jnp.concatenate([pad_axis(x, axis, self.each)] * self.copies, axis)
 
@@ -743,7 +745,7 @@ class Scales(NamedTuple):
       outliers.append((place, value / scale))
     return cls(scale, zero, tuple(outliers), near_sink)
 
-  def cleaned(self) -> tuple[Scales, jax.Array]:
+  def cleaned(self) -> tuple[Scales, Float[Array, " ..."]]:
     """Replace non-finite scales by 0, and mark them: NaN there, else 0.
 
     The marker has the shape of `scale`.
@@ -891,13 +893,17 @@ class Codes(NamedTuple):
     spots = tuple(Spot.of(form, table, *outlier) for outlier in outliers)
     return cls(words, table, form, spots=spots)
 
-  def numbers(self, head: int, lanes: slice, dtype: DTypeLike) -> jax.Array:
+  def numbers(
+    self, head: int, lanes: slice, dtype: DTypeLike
+  ) -> Shaped[Array, "_ _"]:
     """Decode elements of a head, unscaled and with the bias, [E, keys]."""
     if self.form.looked_up:
       return _levels(self, head, lanes, dtype)
     return _integers(self, head, lanes, dtype)
 
-  def load(self, head: int, first: int, words: int, lanes: slice) -> jax.Array:
+  def load(
+    self, head: int, first: int, words: int, lanes: slice
+  ) -> Int[Array, "_ _"]:
     """Load words of a head."""
     packed = self.words[0, 0, head, first : first + words, lanes]
     # A register of bytes has two rows of words. The casts make registers of
@@ -1062,7 +1068,7 @@ class Spot(NamedTuple):
 
   def put(
     self, form: CodeFormat, field: int, both: Int[Array, "R S"]
-  ) -> jax.Array:
+  ) -> Int[Array, "R S"]:
     """Replace the level of pairs of bfloat16 by the outlier where it is."""
     first = int(
       arrangement(form).dims.reshape(-1, both.shape[0], 2)[field, 0, 0]

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from ringjax.ops.attention.blockwise import (
   Gradients,
@@ -73,13 +73,15 @@ class VendorKernel(Protocol):
 
   def outputs(
     self, x: Local, scale: float, causal: bool
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[Float[Array, "B K G T J"], Float[Array, "B K G T"]]:
     """Return out [B, K, G, T, J] and log-sum-exp, float32 [B, K, G, T]."""
     ...
 
   def gradients(
     self, x: Local, rows: Rows, scale: float, causal: bool
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+  ) -> tuple[
+    Float[Array, "B K G T H"], Float[Array, "B K S H"], Float[Array, "B K S J"]
+  ]:
     """Return (dq [B, K, G, T, H], dk [B, K, S, H], dv [B, K, S, J]).
 
     Gradients of p = exp(score - lse) and ds = p (do v - sum(do out)), for any
@@ -117,7 +119,7 @@ def has_known_kinds(mask: Mask) -> bool:
 
 def kinds(
   mask: Mask, q: Coords, k: Coords, rows: int = 1, columns: int = 1
-) -> jax.Array:
+) -> Int[Array, "{rows} {columns}"]:
   """Classify each of `rows` x `columns` equal pieces, int32.
 
   Examples of the batch share the answer: pieces of several kinds are `OTHER`.
@@ -338,7 +340,7 @@ def stand_in(
   do: Shaped[Array, "B K G T J"],
   delta: Float[Array, "B K G T"],
   lse: Float[Array, "B K G T"],
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "B K G T J"], Bool[Array, ""]]:
   """Return (out, right): an `out` that reproduces `delta`, and if it does.
 
   A kernel computes sum(do * out) itself and accepts any `out`: the multiple of

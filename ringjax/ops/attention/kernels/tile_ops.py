@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Int8, Shaped
+from jaxtyping import Array, Bool, Float, Int, Int8, Shaped
 
 from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
@@ -87,7 +87,7 @@ def lanes(n: int) -> int:
   return -(-n // LANES) * LANES
 
 
-def widened(x: Shaped[Array, "M 128"], size: int) -> jax.Array:
+def widened(x: Shaped[Array, "M 128"], size: int) -> Shaped[Array, "M _"]:
   """Repeat rows of equal numbers to [M, size]."""
   if size % LANES:
     return jnp.broadcast_to(x[:, :1], (x.shape[0], size))
@@ -147,7 +147,7 @@ def by_row(at: Coords, shape: tuple[int, ...]) -> Coords:
   return Coords(*tiled)
 
 
-def slopes_by_row(slopes: Float[Array, "K G"], t: int) -> jax.Array:
+def slopes_by_row(slopes: Float[Array, "K G"], t: int) -> Float[Array, "K _"]:
   """Repeat ALiBi slopes [K, G] for the rows of `by_row`: [K, G * T]."""
   return jnp.repeat(slopes.astype(jnp.float32), t, 1)
 
@@ -157,7 +157,7 @@ def score(
   dot: Float[Array, " ..."],
   slope: Float[Array, "_ _"] | Float[Array, ""] | None,
   far: Callable[[], Array],
-) -> tuple[jax.Array, Any]:
+) -> tuple[Float[Array, " ..."], Float[Array, " ..."] | None]:
   """Scores, and tanh of the soft cap or None, from query-key products.
 
   Args:
@@ -178,7 +178,7 @@ def power(
   dot: Float[Array, " ..."],
   slope: Float[Array, "_ _"] | Float[Array, ""] | None,
   far: Callable[[], Array],
-) -> tuple[jax.Array, float]:
+) -> tuple[Float[Array, " ..."], float]:
   """Factor scores as (x, c): exp(score) is 2 ** (c * x), c above 0.
 
   Plain scores are a multiple of the products, which saves a pass over them.
@@ -188,11 +188,11 @@ def power(
   return score(scores, dot, slope, far)[0], LOG2_E
 
 
-def row_of(word: Int[Array, " ..."]) -> jax.Array:
+def row_of(word: Int[Array, " ..."]) -> Int[Array, " ..."]:
   return word >> (4 + COLUMN_BITS)
 
 
-def column_of(word: Int[Array, " ..."]) -> jax.Array:
+def column_of(word: Int[Array, " ..."]) -> Int[Array, " ..."]:
   return (word >> 4) & ((1 << COLUMN_BITS) - 1)
 
 
@@ -238,7 +238,7 @@ def dot(
     tuple[tuple[int, ...], tuple[int, ...]],
     tuple[tuple[int, ...], tuple[int, ...]],
   ],
-) -> jax.Array:
+) -> Float[Array, "_ _"]:
   """Multiply two matrices, `NT` or `NN`, with float32 accumulation."""
   exact = a.dtype == jnp.float32
   return lax.dot_general(
@@ -250,12 +250,14 @@ def dot(
   )
 
 
-def finite(x: Shaped[Array, " ..."]) -> jax.Array:
+def finite(x: Shaped[Array, " ..."]) -> Bool[Array, " ..."]:
   """Mark the elements that are neither infinite nor NaN."""
   return jnp.abs(x.astype(jnp.float32)) < jnp.inf
 
 
-def cleaned(v: Shaped[Array, "k J"]) -> tuple[jax.Array, jax.Array]:
+def cleaned(
+  v: Shaped[Array, "k J"],
+) -> tuple[Shaped[Array, "k J"], Float[Array, "1 k"]]:
   """Replace non-finite values by 0; a row [1, k] of marks is NaN for such keys.
 
   A product transposes the column of marks into the row.
@@ -268,12 +270,12 @@ def cleaned(v: Shaped[Array, "k J"]) -> tuple[jax.Array, jax.Array]:
   return jnp.where(nonfinite, jnp.zeros_like(v), v), flag
 
 
-def clean(x: Shaped[Array, " ..."]) -> jax.Array:
+def clean(x: Shaped[Array, " ..."]) -> Shaped[Array, " ..."]:
   """Replace non-finite elements by 0."""
   return jnp.where(finite(x), x, jnp.zeros_like(x))
 
 
-def pair(at: Coords, batch: int) -> jax.Array:
+def pair(at: Coords, batch: int) -> Int[Array, "{batch} 2 T"]:
   """Stack coordinates of every example to [B, 2, T]: a token is a lane.
 
   One token per row would take a whole register row of memory each.

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from ringjax.errors import OptionError
 from ringjax.ops.attention.blockwise import (
@@ -93,7 +93,7 @@ class Halo(KVStrategy):
 
   def attend(
     self, scores: Scores, x: Local, terms: Terms, context: Context
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[Float[Array, "B K G T J"], Float[Array, "B K G T"]]:
     if self.axis is not None:
       # Columns for the slots before the first token and after the last.
       edges = self._edges(x.k.shape[2])

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import (
@@ -78,7 +78,7 @@ class RingQ(RingStrategy):
 
   def attend(
     self, scores: Scores, x: Local, terms: Terms, context: Context
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[Float[Array, "B K G T J"], Float[Array, "B K G T"]]:
     if self.axis is not None:
       axes = collectives.varying_axes(x, terms, context) | {*self.axes}
       x, terms, context = collectives.vary((x, terms, context), axes)

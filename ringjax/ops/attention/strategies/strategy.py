@@ -6,9 +6,9 @@ import dataclasses
 from types import UnionType
 from typing import Any, ClassVar
 
-import jax
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float
 
 from ringjax.errors import OptionError
 from ringjax.ops.attention.attend import attend
@@ -71,7 +71,7 @@ class Strategy:
 
   def attend(
     self, scores: Scores, x: Local, terms: Terms, context: Context
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[Float[Array, "B K G T J"], Float[Array, "B K G T"]]:
     """Attend per shard by this strategy, see `attend.attend`."""
     return attend(self, scores, x, terms, context)
 

@@ -23,6 +23,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from ringjax.ops.attention.blockwise import Local, pad_axis
 from ringjax.ops.attention.scores import Context, Scores, Terms
@@ -50,7 +51,7 @@ class Ulysses(Strategy):
 
   def attend(
     self, scores: Scores, x: Local, terms: Terms, context: Context
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[Float[Array, "B K G T J"], Float[Array, "B K G T"]]:
     nested = hasattr(self.local, "attend")
     shard_strategy = self.local if nested else Gather(self.local)
     if self.axis is None:

@@ -55,7 +55,7 @@ class Wire(Protocol):
     sent: PyTree,
     k: Shaped[Array, "B K _ H"],
     v: Shaped[Array, "B K _ J"],
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[Shaped[Array, "B K _ H"], Shaped[Array, "B K _ J"]]:
     """Decode to keys and values with the dtypes and head dims of k and v."""
     ...
 
@@ -110,7 +110,7 @@ class WireFormat:
     )
     positive_int("wire block", self.block)
 
-  def encode(self, x: Shaped[Array, "... H"]) -> Array | Coded:
+  def encode(self, x: Shaped[Array, "... H"]) -> Shaped[Array, "... H"] | Coded:
     """Encode [..., H] for sending."""
     if self.dtype in _CASTS:
       return x.astype(self.dtype)
@@ -130,7 +130,7 @@ class WireFormat:
 
   def decode(
     self, sent: Array | Coded, like: Shaped[Array, "... H"]
-  ) -> jax.Array:
+  ) -> Shaped[Array, "... H"]:
     """Decode to the dtype and the head dim of `like`."""
     if not isinstance(sent, Coded):
       return sent.astype(like.dtype)
@@ -157,7 +157,7 @@ class WireFormat:
     sent: PyTree,
     k: Shaped[Array, "B K _ H"],
     v: Shaped[Array, "B K _ J"],
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[Shaped[Array, "B K _ H"], Shaped[Array, "B K _ J"]]:
     if token_axis(k, v) == 3:
       return unpack(self.decode(sent, k))
     return self.decode(sent[0], k), self.decode(sent[1], v)
@@ -171,12 +171,16 @@ _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
 def pack(
   a: Shaped[Array, " ..."], b: Shaped[Array, " ..."]
-) -> Array | tuple[Array, Array]:
+) -> (
+  Shaped[Array, "2 ..."] | tuple[Shaped[Array, " ..."], Shaped[Array, " ..."]]
+):
   """Stack two arrays to send one if their shapes agree, else pair them."""
   return jnp.stack([a, b]) if a.shape == b.shape else (a, b)
 
 
-def unpack(packed: Array | tuple[Array, Array]) -> tuple[jax.Array, jax.Array]:
+def unpack(
+  packed: Array | tuple[Array, Array],
+) -> tuple[Shaped[Array, " ..."], Shaped[Array, " ..."]]:
   return packed[0], packed[1]
 
 
