@@ -59,7 +59,7 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch import answering, common, console
+from launch import answering, common, console, model_flags
 from launch.flag_helpers import FlagHelper
 from launch.group import Group
 from ringjax.bench import timing
@@ -216,6 +216,7 @@ def define(values: flags.FlagValues) -> None:
   new.output("plot", None, "PNG to draw (needs matplotlib).")
   new.output("out", None, "File for all figures, JSON.")
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
+  new.path("adapter", None, "Low-rank adapter to add: a folder of PEFT.")
   common.define(values)
 
 
@@ -308,6 +309,7 @@ def _uses(word: str, name: str, asks: bool) -> bool:
           "cache": ("caches", "needle", "contexts"),
           "prefill": ("needle", "perplexity"),
           "chunk": ("needle", "perplexity"), "log": ("curves",), "families": (),
+          "adapter": ("needle", "perplexity", "caches", "contexts", "entropy"),
           "cache_dtype": ("needle", "perplexity"), "splits": ("entropy",),
           "context": ("entropy",), "query": ("entropy",), "draft": (),
           "combine": ("entropy",),
@@ -383,6 +385,7 @@ class _Evaluation:
     return {
       "model": str(values.model or default_model),
       "text": values.folder or "held-out files of Python's library",
+      **({} if values.adapter is None else {"adapter": str(values.adapter)}),
     }
 
   def _known_cells(
@@ -436,6 +439,8 @@ class _Evaluation:
     values, screen = self._values, self._screen
     kinds = [kind_text.parse(text, "--cache") for text in values.cache or ()]
     codes = codes and not any(map(common.measured, kinds))
+    # Low-rank products are added to floats, not to codes.
+    codes = codes and values.adapter is None
     self._start()
     screen.begin("loading the model")
     mesh = common.mesh(values.mesh)
@@ -444,6 +449,8 @@ class _Evaluation:
     self._note = note
     if note is not None:
       screen.say(note)
+    if values.adapter is not None:
+      model = model_flags.adapted(model, values.adapter)
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
     reading = dict(
       mesh=mesh,
