@@ -59,7 +59,7 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch.shared import answering, common, console
+from launch.shared import answering, common, console, model_flags
 from launch.shared.flag_helpers import FlagHelper, option_values
 from launch.shared.group import Group
 from ringjax.bench import timing
@@ -208,6 +208,7 @@ def define(values: flags.FlagValues) -> None:
   new.output("plot", None, "PNG to draw (needs matplotlib).")
   new.output("out", None, "File for all figures, JSON.")
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
+  new.path("adapter", None, "Low-rank adapter to add: a folder of PEFT.")
   common.define(values)
 
 
@@ -300,6 +301,7 @@ def _uses(word: str, name: str, asks: bool) -> bool:
           "cache": ("caches", "needle", "contexts"),
           "prefill": ("needle", "perplexity"),
           "chunk": ("needle", "perplexity"), "log": ("curves",), "families": (),
+          "adapter": ("needle", "perplexity", "caches", "contexts", "entropy"),
           "cache_dtype": ("needle", "perplexity"), "splits": ("entropy",),
           "context": ("entropy",), "query": ("entropy",), "draft": (),
           "combine": ("entropy",),
@@ -375,6 +377,7 @@ class _Evaluation:
     return {
       "model": str(values.model or default_model),
       "text": values.folder or "held-out files of Python's library",
+      **({} if values.adapter is None else {"adapter": str(values.adapter)}),
     }
 
   def _known_cells(
@@ -428,6 +431,8 @@ class _Evaluation:
     values, screen = self._values, self._screen
     kinds = [kind_text.parse(text, "--cache") for text in values.cache or ()]
     codes = codes and not any(map(common.measured, kinds))
+    # Low-rank products are added to floats, not to codes.
+    codes = codes and values.adapter is None
     options = ("prefill", "chunk", "cache_dtype")
     reading = option_values(values, GenerateConfig, options)
     # Refused here, before the model is loaded.
@@ -440,6 +445,8 @@ class _Evaluation:
     self._note = note
     if note is not None:
       screen.say(note)
+    if values.adapter is not None:
+      model = model_flags.adapted(model, values.adapter)
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
     return model, tokenizer, reading | {"mesh": mesh}
 

@@ -784,7 +784,7 @@ def _held_out(config: ConfigDict) -> dict[str, Any]:
       "held_out",
       "it with a draft, whose loss is no perplexity",
       "a model that is trained",
-      "leave it out",
+      "leave it out, and measure the draft: python -m launch.evaluate drafts",
     )
   entries = {**defaults, **config_entries}
   for name in ("every", "rows", "length"):

@@ -314,7 +314,12 @@ def _adapted(model: Transformer, values: flags.FlagValues) -> Transformer:
       "weights that the adapter is added to",
       "leave --flash, --integer and --weights out",
     )
-  lora, params = rj.train.load_adapter(values.adapter, model)
+  return adapted(model, values.adapter)
+
+
+def adapted(model: Transformer, folder: str) -> Transformer:
+  """Adds the low-rank adapter of a PEFT folder to the weights of a model."""
+  lora, params = rj.train.load_adapter(folder, model)
   return lora.merged(params, model)
 
 

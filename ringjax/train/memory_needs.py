@@ -22,12 +22,13 @@ from ringjax.models.transformer import TransformerConfig
 from ringjax.train.step import TrainState
 
 _REMEDY = (
-  "shard the parameters (rules with embed= an axis of the mesh), use fewer "
-  "devices of a CPU, or train adapters"
+  "shard over more devices (mesh= and Rules(embed=AXIS); --mesh), or train "
+  "adapters (Recipe(lora=); --config.lora.rank=16)"
 )
 _SMALLER = (
-  "shorten the rows, raise accumulate, pass remat='nothing', or shard over "
-  "more devices"
+  "shorten the rows or raise accumulate (Stage(length=, accumulate=); "
+  "--config.stages), keep fewer activations (Recipe(remat='nothing'); "
+  "--config.remat=nothing), or shard over more devices (mesh=; --mesh)"
 )
 
 
@@ -135,8 +136,8 @@ def check_memory(
   if state > free:
     raise MemoryEstimateError(
       "training",
-      f"{_short(state)} more on {devices_text} ({listed})",
-      f"at most the {_short(free)} that are free on each",
+      f"{_short(state)} more on {devices_text}",
+      f"at most the {_short(free)} that are free on each; bytes are {listed}",
       _REMEDY,
     )
   warnings.warn(

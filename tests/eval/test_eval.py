@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -531,6 +532,46 @@ def test_perplexity_by_script(tmp_path):
   assert 0.3 < long["mean"] < 4
   assert long["nll"][0] > long["nll"][-1]
   assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.long
+def test_figures_with_an_adapter_are_those_of_its_merged_model(tmp_path):
+  model = rj.models.load(tiny.path())
+  lora = rj.train.Lora(rank=2, targets=("q", "v"))
+  draw = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: 0.3 * draw.normal(size=x.shape).astype(np.float32),
+    lora.start(model),
+  )
+  rj.train.save_adapter(tmp_path / "adapter", model, lora, params)
+  rj.models.save(lora.merged(params, model), tmp_path / "merged")
+  for name in ("tokenizer.json", "tokenizer_config.json"):
+    if (tiny.path() / name).exists():
+      shutil.copy(tiny.path() / name, tmp_path / "merged")
+
+  def figures(key, *argv):
+    status, out, err = run(*argv, "--mesh=seq:1", "--json")
+    assert status == 0, err
+    return json.loads(out)[key]
+
+  adapter, merged = (
+    f"--{x}={tmp_path / y}"
+    for x, y in (("adapter", "adapter"), ("model", "merged"))
+  )
+  cases = {
+    "curves": ("perplexity", "--lengths=64", "--rows=1"),
+    "kinds": ("caches", "--cache=int8", "--lengths=128", "--rows=1"),
+    "cells": ("needle", "--lengths=300", "--depths=0", "--trials=1"),
+  }
+  for key, argv in cases.items():
+    got = figures(key, *argv, adapter)
+    assert got == figures(key, *argv, merged)
+    if key != "cells":
+      assert got != figures(key, *argv)
+  status, _, err = run(*cases["curves"], f"--adapter={tmp_path / 'merged'}")
+  assert status == 2 and "adapter_config.json" in err
+  status, _, err = run("families", adapter)
+  assert status == 2 and "--adapter with families" in err
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])

@@ -151,6 +151,13 @@ def test_a_store_of_which_a_part_is_read(tmp_path, chat_folder):
     with serving(chat_folder, *store, *options) as (process, port):
       with post(port, body) as link:
         answers.append(json.loads(link.getresponse().read()))
+      if options:
+        # A request cannot ask for another part: it is refused by name.
+        for name, value in (("exact", True), ("important", 1)):
+          with post(port, body | {name: value}) as link:
+            response = link.getresponse()
+            error = json.loads(response.read())["error"]
+            assert response.status == 400 and error["param"] == name
       if len(answers) == 3:
         assert metric(port, "ringjax_important_rows_total") == 1
         assert metric(port, "ringjax_important_tokens_total") == 512

@@ -350,6 +350,10 @@ def test_what_a_held_out_text_must_have(small):
     config.held_out = {name: int(value)}
     with pytest.raises(OptionError, match=words):
       train.recipe_of(config)
+  config = overridden(small)
+  config.draft, config.held_out = {"window": 16}, {"every": 1}
+  with pytest.raises(OptionError, match=r"draft.*launch\.evaluate drafts"):
+    train.recipe_of(config)
 
 
 @pytest.mark.long

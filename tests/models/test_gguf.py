@@ -444,6 +444,50 @@ def test_numbers_are_those_of_the_package(tmp_path, kind):
   np.testing.assert_allclose(got, x, atol=0.6)
 
 
+# Where a block has float16 scales, by ggml's names of the types.
+_HALVES = {
+  "Q2_K": (80, 82), "Q3_K": (108,), "Q4_1": (0, 2), "Q4_K": (0, 2),
+  "Q5_1": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "TQ1_0": (52,),
+  "TQ2_0": (64,), "BF16": (), "F32": (), "IQ1_M": (), "MXFP4": (),
+  "NVFP4": (), "I8": (),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  "kind", gguf.GGMLQuantizationType, ids=lambda x: x.name
+)
+def test_a_type_is_dequantised_as_the_package_does_or_refused(tmp_path, kind):
+  """Random bytes of each type that the package lists."""
+  size, nbytes = gguf.GGML_QUANT_SIZES[kind]
+  rng = np.random.default_rng(int(kind))
+  raw = rng.integers(0, 256, (3, 2, nbytes), np.uint8)
+  for at in _HALVES.get(kind.name, (0,)):
+    scale = rng.uniform(0.01, 2, (3, 2)).astype(np.float16)
+    raw[..., at : at + 2] = scale[..., None].view(np.uint8)
+  if kind.name == "IQ1_M":
+    # A float16 in the highest four bits of four numbers: 0x3000 to 0x3fff.
+    raw[..., 49:56:2] &= 15
+    raw[..., 55] |= 0x30
+  elif kind.name in ("BF16", "F32"):
+    raw[..., -1] = 0x3F
+  path = tmp_path / "m.gguf"
+  info = _info(b"x", [2 * size, 3], int(kind), 0)
+  path.write_bytes(_file([info], data=raw.tobytes()))
+  try:
+    want = gguf.dequantize(raw.reshape(3, -1), kind)
+  except NotImplementedError:
+    with pytest.raises(
+      rj.errors.CheckpointFormatError, match=f"{kind.name}.*Q8_0"
+    ):
+      open_gguf(path)
+    return
+  assert np.isfinite(want).all() and want.shape == (3, 2 * size)
+  assert len(np.unique(want)) > 3
+  files = open_gguf(path)
+  np.testing.assert_array_equal(files.floats("x"), want)
+  np.testing.assert_array_equal(files.floats("x", 1), want[1])
+
+
 @pytest.mark.long
 def test_layers_are_read_without_the_others(tmp_path):
   config, tensors = _small(tmp_path, "llama")

@@ -71,6 +71,10 @@ def test_a_tokenizer_is_that_of_transformers(real_model, name):
   ids = tokenizer.encode(make.TEXT, bos=name == GEMMA)
   assert ids.tolist() == FACTS[name]["ids"]
   assert tokenizer.decode(tokenizer.encode(make.TEXT, bos=False)) == make.TEXT
+  if (chat := FACTS[name]["chat"]) is None:
+    assert tokenizer.chat_template is None
+  else:
+    assert rj.data.ChatTemplate.of(tokenizer).text(make.CHAT) == chat
 
 
 def test_a_conversation_over_http(real_model):

@@ -373,13 +373,15 @@ def _info(c: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def _nbytes(label: str, name: str, shape: tuple[int, ...], kind: int) -> int:
   """Bytes of a tensor, of a type that can be dequantised."""
   gguf = package()
+  label_of_type = f"type {kind}"
   try:
     ggml_type = gguf.GGMLQuantizationType(kind)
+    label_of_type += f", {ggml_type.name}"
     block, size = gguf.GGML_QUANT_SIZES[ggml_type]
     gguf.dequantize(np.zeros((1, size), np.uint8), ggml_type)
   except (ValueError, KeyError, NotImplementedError):
     fault(
-      label, f"{shown(name)} of type {kind}",
+      label, f"{shown(name)} of {label_of_type}",
       "a type that the package gguf dequantises", "convert it to Q8_0 or BF16",
     )  # fmt: skip
   if shape[-1] % block:
