@@ -90,7 +90,7 @@ def define(
   )
   for name, parameter in PARAMETERS.items():
     if name != "seed":
-      make = new.whole if parameter.whole else new.number
+      make = new.whole if parameter.is_integer else new.number
       make(name, None, parameter.meaning, None)
   flags.DEFINE_multi_string(
     "stop", [], "Text that ends the answer; repeatable.", flag_values=values

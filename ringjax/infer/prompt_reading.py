@@ -292,7 +292,7 @@ def read_prompts(
         jnp.asarray(total),
       )
       for row, prompt in enumerate(prompts):
-        session.heard(row, prompt[: call.done], int(start[row]))
+        session.heard(row, prompt[: call.read_tokens], int(start[row]))
       # Rows whose prompt has ended are not flushed.
       session.make_room(np.asarray(call.seg.any(1)), call.ends)
       ends = jnp.asarray(call.ends)[:, None]
@@ -301,7 +301,7 @@ def read_prompts(
       )
       if progress is not None:
         jax.block_until_ready(logits)
-        progress(call.done)
+        progress(call.read_tokens)
     if asked is not None:
       session.cache = repeat(
         model, session.cache, prompts, start == 0, asked, total

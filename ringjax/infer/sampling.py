@@ -78,7 +78,7 @@ class Parameter(NamedTuple):
   draws: bool = True
 
   @property
-  def whole(self) -> bool:
+  def is_integer(self) -> bool:
     """Whether the number is an int."""
     return self.leaf is not np.float32
 
@@ -89,7 +89,7 @@ class Parameter(NamedTuple):
       SamplingError: If it is out of range.
     """
     rule: Any = dict(most=self.most, error=SamplingError, remedy=self.remedy)
-    if self.whole:
+    if self.is_integer:
       minimum: Any = self.least
       return integer(name, value, least=minimum, **rule)
     checked = number(name, value, least=self.least, above=self.above, **rule)

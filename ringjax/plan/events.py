@@ -171,7 +171,7 @@ class _Stock:
   """
 
   pool: Pool
-  left: Number
+  free: Number
   short: set[int] = dataclasses.field(default_factory=set)
 
 
@@ -188,7 +188,7 @@ class _State:
   release_s: Number
   take: list[tuple[_Stock, Number]]
   give: list[tuple[_Stock, Number]]
-  then: Callable[[Span], None] | None
+  on_end: Callable[[Span], None] | None
   latency_s: Number = 0.0
   nbytes: Number = 0.0
   missing: int = 0
@@ -449,11 +449,11 @@ class Simulator:
 
   def _finish(self, state: _State) -> None:
     for stock, amount in state.give:
-      stock.left += amount
-      if stock.left > stock.pool.size:
+      stock.free += amount
+      if stock.free > stock.pool.size:
         raise OptionError(
           "give",
-          f"{stock.left} in {stock.pool.name}",
+          f"{stock.free} in {stock.pool.name}",
           f"{stock.pool.size} at most",
           "give back only what was taken",
         )
@@ -467,8 +467,8 @@ class Simulator:
       dependent.missing -= 1
       if not dependent.missing:
         self._release(dependent)
-    if state.then is not None:
-      state.then(state.span)
+    if state.on_end is not None:
+      state.on_end(state.span)
 
   def _start_all(self) -> None:
     while self._changed:
@@ -482,14 +482,14 @@ class Simulator:
     while queue.ready and queue.free >= 1:
       entry = heapq.heappop(queue.ready)
       state = entry[2]
-      lacking = [stock for stock, amount in state.take if stock.left < amount]
+      lacking = [stock for stock, amount in state.take if stock.free < amount]
       if lacking:
         for stock in lacking:
           stock.short.add(queue.index)
         skipped.append(entry)
         continue
       for stock, amount in state.take:
-        stock.left -= amount
+        stock.free -= amount
       self._begin(state)
     for entry in skipped:
       heapq.heappush(queue.ready, entry)

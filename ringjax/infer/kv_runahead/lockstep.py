@@ -196,7 +196,7 @@ class LockstepPrefill:
         peers.tick(layer.number + 1)
       start_s = 0.0 if recorder is None else recorder.now()
       weights = programs.weights(layer)
-      x, fresh = programs.whole(layer.spec, weights, x, pos, seg, ids.size)
+      x, fresh = programs.full_layer(layer.spec, weights, x, pos, seg, ids.size)
       keys_values.append((fresh.k, fresh.v))
       jax.block_until_ready(x)
       if recorder is not None:

@@ -113,14 +113,16 @@ def verify(
   outcome = concluded(VERIFIERS[rule](sampler, nodes), nodes, left, stops)
   if snapshot is None:
     # Without drafted tokens there is only the root, which stays.
-    target_cache = target_cache.keep(outcome.kept) if count else target_cache
+    target_cache = (
+      target_cache.keep(outcome.kept_nodes) if count else target_cache
+    )
   else:
     # The draft is a chain, and its first tokens stay.
     reread = lambda cache_after: read(
-      cache_after.restore(snapshot), outcome.kept
+      cache_after.restore(snapshot), outcome.kept_nodes
     )[1]
     target_cache = lax.cond(
-      jnp.all(outcome.kept == real), lambda x: x, reread, target_cache
+      jnp.all(outcome.kept_nodes == real), lambda x: x, reread, target_cache
     )
   last = jnp.maximum(outcome.count - 1, 0)[:, None]
   token = jnp.take_along_axis(outcome.new, last, 1)[:, 0]
@@ -422,7 +424,9 @@ def speculated(
         session.keep_slack(slack)
         budget, used = session.cache.steps(), np.zeros(batch, int)
         continue
-      draft_limits = np.minimum(paces.most(), np.maximum(remaining - 1, 0))
+      draft_limits = np.minimum(
+        paces.draft_lengths(), np.maximum(remaining - 1, 0)
+      )
       draft_limits[[*undrafted.at]] = 0
       began, steps = clock(), max(1, paces.pause)
       draft = _nothing(batch)

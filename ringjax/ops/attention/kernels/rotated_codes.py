@@ -70,12 +70,12 @@ class RotatedRows(NamedTuple):
   """Elements of a vector and their frequencies, row by row.
 
   Fields:
-    turns: Plan of the rotation.
+    plan: Plan of the rotation.
     dims: Element of the vector that each row holds, int [pieces, R].
     pairs: Frequency that each row of the tables has, int [count]; -1: none.
   """
 
-  turns: Turns
+  plan: Turns
   dims: np.ndarray
   pairs: np.ndarray
 
@@ -109,10 +109,12 @@ class RotatedRows(NamedTuple):
     frequencies = frequencies.rearranged(
       lambda x: jnp.pad(x, (0, 1))[self.pairs]
     )
-    words = jnp.stack([frequencies.units, as_words(frequencies.rest)])
+    words = jnp.stack([frequencies.units, as_words(frequencies.fractions)])
     return jnp.broadcast_to(words[..., None], (*words.shape, tile_ops.LANES))
 
-  def each(self, rotation: Rotation | None, dim: int) -> Frequencies:
+  def element_frequencies(
+    self, rotation: Rotation | None, dim: int
+  ) -> Frequencies:
     """Frequencies of a vector's elements, [H]; 0 without rotation."""
     zeros = Frequencies(jnp.zeros(dim, jnp.int32), jnp.zeros(dim, jnp.float32))
     if rotation is None or rotation.rope is None:
@@ -152,7 +154,7 @@ class RotatedRows(NamedTuple):
     straight, across = (x * per_head(scale) for x in (straight_q, crossed))
     parts, unrotated = [], np.zeros((1, 1, 1, q.shape[3]), np.float32)
     to_tables = np.zeros((q.shape[3], self.pairs.size), np.float32)
-    for slot, dims in zip(self.turns.slots, self.dims, strict=True):
+    for slot, dims in zip(self.plan.slots, self.dims, strict=True):
       parts.append(straight[..., dims])
       if slot is None:
         unrotated[..., dims] = 1
