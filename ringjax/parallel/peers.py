@@ -282,9 +282,9 @@ class Peers:
       PeerError: If a rank failed meanwhile.
     """
     with self.doing(WAITING):
-      self.rest(until)
+      self.wait_idle(until)
 
-  def rest(self, until: Callable[[], bool]) -> None:
+  def wait_idle(self, until: Callable[[], bool]) -> None:
     """Wait in a thread other than the working one: the rank's state stays."""
     with self._news:
       while not until():

@@ -83,7 +83,7 @@ class Span:
   Attributes:
     name: Name of the operation.
     kind: Group of the operation, for pictures and sums.
-    where: Name of the device or link; "" for neither.
+    resource: Name of the device or link; "" for neither.
     ready_s: Time when its dependencies and its release time were met.
     start_s: Start time.
     end_s: Time when its slot was free again.
@@ -94,7 +94,7 @@ class Span:
 
   name: str
   kind: str
-  where: str
+  resource: str
   ready_s: Number
   start_s: Number
   end_s: Number
@@ -126,7 +126,7 @@ class Timeline:
 
   def of(self, where: str) -> tuple[Span, ...]:
     """Spans of a device or link, in the order of their start."""
-    spans = (span for span in self.spans if span.where == where)
+    spans = (span for span in self.spans if span.resource == where)
     return tuple(sorted(spans, key=lambda span: (span.start_s, span.end_s)))
 
   def busy_s(self, where: str) -> float:
@@ -144,8 +144,8 @@ class Timeline:
     bytes_by_link: dict[str, Number] = {}
     for span in self.spans:
       if span.nbytes:
-        bytes_by_link[span.where] = (
-          bytes_by_link.get(span.where, 0.0) + span.nbytes
+        bytes_by_link[span.resource] = (
+          bytes_by_link.get(span.resource, 0.0) + span.nbytes
         )
     return bytes_by_link
 

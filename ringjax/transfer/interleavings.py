@@ -289,7 +289,7 @@ class _Explorer:
     if closed and num_ended < self.scenario.readers:
       raise _Fault("early: the ticket is closed while a reader wants it")
 
-  def _returns_at_the_end(self, publisher: Any, held: Any) -> Any:
+  def _returns_at_the_end(self, publisher: Any, unreleased: Any) -> Any:
     """Pages that are still held when everything else has ended."""
     p = self.p
     events = [p.ReadEnded(request) for request in publisher.reads]
@@ -298,10 +298,10 @@ class _Explorer:
       publisher, actions = self._publisher(publisher, event)
       for action in actions:
         if isinstance(action, p.ReleasePages):
-          if not held.issuperset(action.pages):
+          if not unreleased.issuperset(action.pages):
             raise _Fault(f"once: {action.pages} are released twice")
-          held = held - set(action.pages)
-    return held
+          unreleased = unreleased - set(action.pages)
+    return unreleased
 
 
 def explore(

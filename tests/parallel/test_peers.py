@@ -130,7 +130,7 @@ def test_one_that_is_stuck(how):
           p.tick()
           p.check()
           time.sleep(0.01)
-      p.rest(lambda: False)
+      p.wait_idle(lambda: False)
 
   with group(3, timeout_s=1.0) as made:
     calls = []

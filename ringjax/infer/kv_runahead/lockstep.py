@@ -242,7 +242,7 @@ def interruptible(peers: Peers, work: Callable[[], Any]) -> Any:
     peers.wake()
 
   threading.Thread(target=target, daemon=True).start()
-  peers.rest(lambda: bool(outcome))
+  peers.wait_idle(lambda: bool(outcome))
   value, error = outcome[0]
   if error is None:
     return value

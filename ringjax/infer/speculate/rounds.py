@@ -514,13 +514,13 @@ class _Rows:
     return new_tokens
 
   def add(
-    self, new: np.ndarray, count: np.ndarray, done: np.ndarray
+    self, new: np.ndarray, count: np.ndarray, stopped: np.ndarray
   ) -> np.ndarray:
     """Adds new tokens; returns the rows that the caller then ends, bool [B]."""
     last = new[np.arange(len(count)), np.maximum(count - 1, 0)]
     at = self._pos + self.sizes + count - 1
     not_finite = self._marked.note(last, at, count > 0)
-    count, done = count - not_finite, done | not_finite
+    count, stopped = count - not_finite, stopped | not_finite
     for n in range(int(count.max())):
       rows = n < count
       at = self.sizes[rows] + n
@@ -528,7 +528,7 @@ class _Rows:
       token = np.where(rows, new[:, n], 0)
       self._session.say(token, self._pos + self.sizes + n, rows)
     self.sizes += count.astype(np.int32)
-    self.live &= ~done & (self.sizes < self._count)
+    self.live &= ~stopped & (self.sizes < self._count)
     ended_by_caller = np.zeros(len(count), bool)
     if self._ending.watches:
       sizes_before = self.sizes.copy()

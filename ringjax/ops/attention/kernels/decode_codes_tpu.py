@@ -490,7 +490,9 @@ def _channel_operands(
     )
     channel_queries = channel_queries._replace(
       zeros=jnp.concatenate([channel_queries.zeros, sink_queries.zeros], 2),
-      rest=jnp.concatenate([channel_queries.rest, sink_queries.rest], 3),
+      unrotated_products=jnp.concatenate(
+        [channel_queries.unrotated_products, sink_queries.unrotated_products], 3
+      ),
     )
   frequencies = zeros = queries = channels = None
   if rotated_rows.plan.count:
@@ -518,7 +520,7 @@ def _channel_operands(
     channels = pad_axis(jnp.swapaxes(stacked, 1, 2), 3, lanes)
   return (
     channel_queries.rows,
-    channel_queries.rest,
+    channel_queries.unrotated_products,
     _ChannelOperands(frequencies, zeros, queries, channels),
   )
 

@@ -187,14 +187,15 @@ class ChannelQueries(NamedTuple):
       queries' dtype.
     zeros: Left operand for the cosines and sines alone, [B, K, R, 2 count], in
       the queries' dtype.
-    rest: Products with the zeros of unrotated elements, float32 [B, K, R, 1].
+    unrotated_products: Products with the zeros of unrotated elements, float32
+      [B, K, R, 1].
     straight: Factors of the cosines of a key's elements, float32 [B, K, R, H].
     crossed: Factors of their sines, float32 [B, K, R, H].
   """
 
   rows: Float[Array, "B K R E"]
   zeros: Float[Array, "B K R _"]
-  rest: Float[Array, "B K R 1"]
+  unrotated_products: Float[Array, "B K R 1"]
   straight: Float[Array, "B K R H"]
   crossed: Float[Array, "B K R H"]
 

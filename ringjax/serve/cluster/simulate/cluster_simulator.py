@@ -338,7 +338,7 @@ class _Running:
   # Load as routers see it.
 
   def view(self) -> InstanceView:
-    now_s = self.cluster.now
+    now_s = self.cluster.now_s
     rows = len(self.rows)
     cached = self.cached
     if self.decoding:
@@ -415,7 +415,7 @@ class _Running:
   def interrupt(self) -> None:
     """Let the run of decode steps end with the current step."""
     if self.decoding:
-      steps = max(1, self._steps_until(self.cluster.now, up=True))
+      steps = max(1, self._steps_until(self.cluster.now_s, up=True))
       if steps < self.steps:
         self.steps = steps
         self._post_round(self._steps_end_s(steps))
@@ -423,7 +423,7 @@ class _Running:
   def _stepped(self, number: int) -> None:
     if number != self.round:
       return
-    now_s, rows = self.cluster.now, len(self.rows)
+    now_s, rows = self.cluster.now_s, len(self.rows)
     self.decoding = False
     self.step_start_s, self.step_end_s = (
       self._steps_end_s(self.steps - 1),
@@ -447,14 +447,14 @@ class _Running:
       work = heapq.heappop(self.rows)[2]
       self.cached -= work.need
       self.free(work.reserved)
-      work.served.last_token_s = self.cluster.now
+      work.served.last_token_s = self.cluster.now_s
       self.cluster.freed()
 
   def answer(self, work: _RoutedWork) -> None:
     """Add an answer whose prompt cache is on this instance."""
     if work.request.new_tokens == 1:
       work.served.last_token_s = max(
-        work.served.first_token_s, self.cluster.now
+        work.served.first_token_s, self.cluster.now_s
       )
       self.cluster.reserve(-work.reserved)
       self.free(work.reserved)
@@ -489,7 +489,7 @@ class _Running:
 
   def enqueue(self, work: _RoutedWork) -> None:
     """Add a prompt whose prefix has arrived."""
-    work.ready_s = self.cluster.now
+    work.ready_s = self.cluster.now_s
     self.queue.append(work)
     self.interrupt()
     self.wake()
@@ -498,11 +498,11 @@ class _Running:
     """Schedule a search for work after all events of this time."""
     if not self.woken:
       self.woken = True
-      self.cluster.at(self.cluster.now, self._start_work)
+      self.cluster.at(self.cluster.now_s, self._start_work)
 
   def _start_work(self) -> None:
     self.woken = False
-    now_s = self.cluster.now
+    now_s = self.cluster.now_s
     if not self.decoding and self.stage_free[0] <= now_s:
       self._join()
       if self.role == "both":
@@ -566,7 +566,7 @@ class _Running:
 
   def _start(self, work: _RoutedWork) -> None:
     """Look up the cached prefix of a prompt when its prefill begins."""
-    now_s = self.cluster.now
+    now_s = self.cluster.now_s
     if math.isnan(work.served.prefill_start_s):
       work.served.prefill_start_s = now_s
       cached_tokens = max(
@@ -611,7 +611,7 @@ class _Running:
 
   def _planned_s(self) -> float:
     """Latest arrival of a prompt that the current step can include."""
-    if self.spec.share != "ahead" or self.step_end_s < self.cluster.now:
+    if self.spec.share != "ahead" or self.step_end_s < self.cluster.now_s:
       return math.inf
     # An idle instance plans with all prompts that have arrived.
     if not self.rows and self.queue[0].ready_s > self.step_start_s:
@@ -628,7 +628,7 @@ class _Running:
 
   def _read(self, batch: list[tuple[_RoutedWork, int]]) -> None:
     """Prefill whole prompts through all stages."""
-    now_s, stages = self.cluster.now, self.spec.stages
+    now_s, stages = self.cluster.now_s, self.spec.stages
     seconds = self.spec.times.prefill_s(self._pieces(batch)) / stages
     seconds += self.spec.stage_s
     entry = self._entry_s(batch)
@@ -680,7 +680,7 @@ class _Running:
 
   def _finish_prompt(self, work: _RoutedWork) -> None:
     self.queued -= 1
-    work.served.first_token_s = self.cluster.now
+    work.served.first_token_s = self.cluster.now_s
     if work.blocks:
       self.prefixes.keep(work.blocks, work.block)
     if work.decode is self:
@@ -692,7 +692,7 @@ class _Running:
 
   def _mix(self, batch: list[tuple[_RoutedWork, int]]) -> None:
     """Run one step with chunks of prompts and all decoding answers."""
-    now_s, rows = self.cluster.now, len(self.rows)
+    now_s, rows = self.cluster.now_s, len(self.rows)
     times, stages = self.spec.times, self.spec.stages
     seconds = times.prefill_s(self._pieces(batch)) + self.spec.stage_s * stages
     seconds += self._entry_s(batch)
@@ -862,7 +862,7 @@ class _TakingTurns(_Running):
         self.rows.remove((0, work.request.number, work))
         self.cached -= work.need
         self.free(work.reserved)
-        work.served.last_token_s = self.cluster.now
+        work.served.last_token_s = self.cluster.now_s
         self.cluster.freed()
 
   def _occupy(
@@ -874,7 +874,7 @@ class _TakingTurns(_Running):
     finish: Callable[[], None],
   ) -> None:
     """Occupy a stage for some seconds, then call `finish`."""
-    stage, now_s = self.pipeline[index], self.cluster.now
+    stage, now_s = self.pipeline[index], self.cluster.now_s
     stage.busy, self.stage_free[index] = True, now_s + seconds
 
     def release_stage() -> None:
@@ -921,7 +921,7 @@ class _ClusterRun:
     self.planned: TrafficSummary | None = None
 
   @property
-  def now(self) -> float:
+  def now_s(self) -> float:
     return float(self.events.now_s)
 
   def run(self) -> ClusterResult:
@@ -965,7 +965,7 @@ class _ClusterRun:
     if self.spec.timeline:
       transfers = (span for span in timeline.spans if span.nbytes)
       spans = sorted(
-        (*self.spans, *transfers), key=lambda s: (s.start_s, s.where, s.name)
+        (*self.spans, *transfers), key=lambda s: (s.start_s, s.resource, s.name)
       )
       result.timeline = Timeline(tuple(spans))
       result.loads = self.loads
@@ -979,7 +979,7 @@ class _ClusterRun:
 
   def _arrive(self) -> None:
     """Route all requests of this time, and schedule the next arrival."""
-    trace, now_s = self.trace, self.now
+    trace, now_s = self.trace, self.now_s
     while self._next < len(trace) and trace[self._next].arrival <= now_s:
       n, self._next = self._next, self._next + 1
       self._route(trace[n], self.result.served[n])
@@ -1005,12 +1005,12 @@ class _ClusterRun:
       if instance.role != role:
         instance.role = role
         self.result.role_changes.append(
-          RoleChange(time_s=self.now, name=name, role=role, why=decision.why)
+          RoleChange(time_s=self.now_s, name=name, role=role, why=decision.why)
         )
     # With new roles, waiting prompts may have room elsewhere.
     self.freed()
     if self._next < len(self.trace):
-      self.at(self.now + float(planner.window_s), self._plan_roles)
+      self.at(self.now_s + float(planner.window_s), self._plan_roles)
 
   def _route(self, request: TraceRequest, served: ServedRequest) -> None:
     # An id names a whole prefix; the last block may be incomplete.
@@ -1040,7 +1040,7 @@ class _ClusterRun:
       cached_tokens=cached,
     )
     work = _RoutedWork(served, routed_request, full_blocks, request.block)
-    route = self.policy.route(routed_request, self.views(), self.now)
+    route = self.policy.route(routed_request, self.views(), self.now_s)
     if isinstance(route, Rejected):
       served.rejected = route.reason or "rejected"
       return
@@ -1074,11 +1074,11 @@ class _ClusterRun:
     target = work.prefill
     assert target is not None
     source = self._instance(str(route.fetch_from))
-    start_s = self.now
+    start_s = self.now_s
 
     def on_fetched() -> None:
       work.fetched = route.fetch_tokens
-      work.served.moved_s += self.now - start_s
+      work.served.moved_s += self.now_s - start_s
       target.enqueue(work)
 
     self.send(
@@ -1146,7 +1146,7 @@ class _ClusterRun:
 
   def choose(self, work: _RoutedWork) -> _Running | None:
     """Ask the policy for a decode instance."""
-    choice = self.policy.decode_instance(work.request, self.views(), self.now)
+    choice = self.policy.decode_instance(work.request, self.views(), self.now_s)
     if isinstance(choice, Rejected):
       work.served.rejected = choice.reason or "rejected"
       return None
@@ -1239,12 +1239,12 @@ class _ClusterRun:
 
   def _move(self, work: _RoutedWork) -> None:
     """Send the cache of a prompt to its decode instance."""
-    source, target, start_s = work.prefill, work.decode, self.now
+    source, target, start_s = work.prefill, work.decode, self.now_s
     assert source is not None
     assert target is not None
 
     def on_moved() -> None:
-      work.served.moved_s += self.now - start_s
+      work.served.moved_s += self.now_s - start_s
       self._release(work)
       target.answer(work)
 
@@ -1269,7 +1269,7 @@ class _ClusterRun:
     """Wake the work that waits for room, once for all events of this time."""
     if (self.finished or self.waiting) and not self.retrying:
       self.retrying = True
-      self.at(self.now, self._retry)
+      self.at(self.now_s, self._retry)
 
   def _retry(self) -> None:
     self.retrying = False
@@ -1285,7 +1285,7 @@ class _ClusterRun:
 
   def reserve(self, tokens: int) -> None:
     """Count tokens reserved for answers that have not begun."""
-    now_s = self.now
+    now_s = self.now_s
     self.result.reserved_token_s += self.reserved * (now_s - self.reserved_at)
     self.reserved += tokens
     self.reserved_at = now_s
@@ -1310,7 +1310,7 @@ class _ClusterRun:
       on_arrival()
       return
     nbytes = tokens * self.spec.kv_token_bytes
-    start_s = max(self.now, self.link_free.get(channel.name, 0.0))
+    start_s = max(self.now_s, self.link_free.get(channel.name, 0.0))
     sent_s = start_s + nbytes / channel.link.bandwidth
     self.link_free[channel.name] = sent_s
     self.at(sent_s, self.freed)
@@ -1319,7 +1319,7 @@ class _ClusterRun:
       channel,
       nbytes,
       kind=kind,
-      release_s=self.now,
+      release_s=self.now_s,
       then=lambda span: on_arrival(),
     )
 
@@ -1328,7 +1328,7 @@ class _ClusterRun:
     links, width = self.spec.links, self.spec.kv_token_bytes
     if not isinstance(links, Link) or not width:
       return 0
-    busy_s = self.link_free.get(f"{name} out", 0.0) - self.now
+    busy_s = self.link_free.get(f"{name} out", 0.0) - self.now_s
     return max(0, round(busy_s * links.bandwidth / width))
 
   def _busy(self, source: str, target: str) -> bool:
@@ -1336,7 +1336,7 @@ class _ClusterRun:
     channel = self._channel(source, target)
     if channel is None:
       return False
-    return self.link_free.get(channel.name, 0.0) > self.now
+    return self.link_free.get(channel.name, 0.0) > self.now_s
 
   def _channel(self, source: str, target: str) -> Channel | None:
     links = self.spec.links
@@ -1374,7 +1374,7 @@ class _ClusterRun:
     if self.spec.timeline:
       self.loads[instance.name].append(
         LoadPoint(
-          time_s=self.now,
+          time_s=self.now_s,
           queued_requests=instance.queued,
           running_requests=len(instance.rows) + len(instance.joining),
           used_tokens=instance.used,
