@@ -266,7 +266,7 @@ def shared(rj):
     allclose = np.allclose(got[row], want / p.sum(-1)[..., None], atol=1e-5)
     assert allclose, "allclose"
   # Three tiles are read for nine.
-  assert (plan.count[0], plan.done.sum()) == (3, 9), "allclose"
+  assert (plan.count[0], plan.shared_counts.sum()) == (3, 9), "allclose"
 
 
 CHECKS = {

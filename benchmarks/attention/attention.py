@@ -331,7 +331,7 @@ class AttentionBenchmark(harness.Benchmark):
 
   Attributes:
     case: Class of its cases.
-    several: Name of the setting that holds the values of a case's field.
+    listed_settings: Name of the setting with the values of a case's field.
     digits: Number of digits of times in milliseconds.
   """
 
@@ -343,7 +343,7 @@ class AttentionBenchmark(harness.Benchmark):
   contestants = CONTESTANTS
   columns = ("dtype", "heads", "head_dim", "tokens", "pass")
   case: ClassVar[type[AttentionCase]] = AttentionCase
-  several: ClassVar[Mapping[str, str]] = {
+  listed_settings: ClassVar[Mapping[str, str]] = {
     "dtype": "dtypes",
     "head_dim": "head_dims",
     "tokens": "tokens",
@@ -353,7 +353,9 @@ class AttentionBenchmark(harness.Benchmark):
 
   @property
   def cases(self) -> list[Any]:
-    return harness.combinations(self.case, self.settings, **self.several)
+    return harness.combinations(
+      self.case, self.settings, **self.listed_settings
+    )
 
   def weight(self, case: AttentionCase) -> float:
     return case.flops

@@ -245,7 +245,7 @@ class KernelBenchmark(AttentionBenchmark):
   parts = _KINDS
   files = ("json", "append")
   case = HopCase
-  several: ClassVar[Mapping[str, str]] = {
+  listed_settings: ClassVar[Mapping[str, str]] = {
     "dtype": "dtypes",
     "head_dim": "head_dims",
     "tokens": "tokens",

@@ -141,7 +141,7 @@ class StrategyBenchmark(harness.Benchmark):
     return make_mesh((len(devices),), ("seq",), devices=devices)
 
   @functools.cached_property
-  def known(self) -> Machine:
+  def machine(self) -> Machine:
     """The machine for which times are predicted."""
     return self._stated or machine.measure(
       self.mesh, name="measured", dtype=self.settings.dtype
@@ -154,7 +154,7 @@ class StrategyBenchmark(harness.Benchmark):
     )
 
   def facts(self) -> Row:
-    return {"predicted_on": self.known.record()}
+    return {"predicted_on": self.machine.record()}
 
   def devices(self, name: str) -> int:
     return self.settings.devices
@@ -207,7 +207,7 @@ class StrategyBenchmark(harness.Benchmark):
       layout=layout_of(name),
       mask=case.mask,
       dtype=case.dtype,
-      machine=self.known,
+      machine=self.machine,
       backward=case.backward,
       among=(kind,),
       show=False,

@@ -66,8 +66,8 @@ def option(
     flag: Name of the flag; "" for the field's name, None for no flag.
     several: Whether it takes several values, as every tuple does.
   """
-  several = several or isinstance(default, tuple)
-  facts = {"choices": choices, "flag": flag, "several": several}
+  is_list = several or isinstance(default, tuple)
+  facts = {"choices": choices, "flag": flag, "several": is_list}
   return dataclasses.field(default=default, metadata=facts)
 
 

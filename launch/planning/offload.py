@@ -120,7 +120,7 @@ def offloaded(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   strategies.put(values, stdout, record, list(_lines(plan)))
   if values.plot is not None:
     draw.tiers(
-      {tier: dict(x) for tier, x in plan.estimate.held.items()},
+      {tier: dict(x) for tier, x in plan.estimate.final_bytes.items()},
       dict(plan.estimate.peak),
       dict(plan.estimate.limit),
       {"prefill": dict(plan.estimate.prefill),
@@ -221,7 +221,7 @@ def _lines(plan: offload.OffloadPlan) -> Iterator[str]:
   for i, tier in enumerate(TIERS):
     shares = (f"{100 * getattr(policy, kind)[i]:.1f} %" for kind in KINDS)
     rows.append((tier, *shares,
-                 console.nbytes(sum(estimate.held[tier].values())),
+                 console.nbytes(sum(estimate.final_bytes[tier].values())),
                  console.nbytes(estimate.peak[tier]),
                  console.nbytes(estimate.limit[tier])))  # fmt: skip
   yield from strategies.markdown(

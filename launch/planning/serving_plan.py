@@ -63,7 +63,7 @@ class _Service:
   cluster: GpuCluster
   trace: list[TraceRequest]
   limits: Limits
-  each: bool
+  separate_limits: bool
   transfer: bool
   source: str
   context: int
@@ -86,7 +86,7 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       service.cluster,
       service.trace,
       service.limits,
-      each=service.each,
+      each=service.separate_limits,
       stream=values.stream,
       progress=screen.at,
     )
@@ -203,7 +203,7 @@ def _parse_service(values: flags.FlagValues) -> _Service:
     ),
     trace=trace,
     limits=limits_of(values.slo),
-    each=distserve_rules,
+    separate_limits=distserve_rules,
     transfer=not distserve_rules,
     source=source,
     context=_context(names[0]),
@@ -398,7 +398,7 @@ def _replanned(
   ) -> ServingPlacement | None:
     search = PlacementSearch(
       service.model, service.cluster, requests, service.limits,
-      each=service.each, near=0.05, stream=values.stream,
+      each=service.separate_limits, near=0.05, stream=values.stream,
     )  # fmt: skip
     candidates = [
       search.high_affinity(summary.rate[0]),
@@ -462,7 +462,7 @@ def _roles(
   trace = _arrivals(values, service)
   results = [simulator.run(trace) for simulator in (fixed, drifting)]
   met = [
-    share_met(result.served, service.limits, each=service.each)
+    share_met(result.served, service.limits, each=service.separate_limits)
     for result in results
   ]
   return {

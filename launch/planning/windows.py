@@ -368,7 +368,7 @@ def _blocks(
           load_s=load_s,
           step_s=step_s,
           first_s=first_s,
-          retained=k in layout.kept,
+          retained=k in layout.kept_blocks,
         )
       )
     # The head is on rank 0 alone.
@@ -460,7 +460,7 @@ def _rows(
       "cache_bytes": cache,
       "all_bytes": sum(layout.nbytes) + cache,
       "block_bytes": list(layout.nbytes),
-      "kept": sorted(layout.kept),
+      "kept": sorted(layout.kept_blocks),
       "pass_bytes": layout.pass_bytes,
     }
 

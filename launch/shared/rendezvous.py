@@ -141,12 +141,12 @@ class _Caller:
 
   Attributes:
     socket: Socket of the connection.
-    said: Bytes received so far.
+    received: Bytes received so far.
     number: Number of the process, once it has been received.
   """
 
   socket: socket.socket
-  said: bytes = b""
+  received: bytes = b""
   number: int | None = None
 
 
@@ -225,8 +225,8 @@ class _Attendance:
       return True
     except OSError:
       received = b""
-    caller.said += received
-    if received and len(caller.said) <= _LONGEST:
+    caller.received += received
+    if received and len(caller.received) <= _LONGEST:
       return True
     self._drop(caller)
     return False
@@ -239,10 +239,10 @@ class _Attendance:
 
   def _note(self, caller: _Caller) -> str | None:
     """Registers a process once its number is complete; returns a fault."""
-    if caller.number is not None or not caller.said.endswith(b"\n"):
+    if caller.number is not None or not caller.received.endswith(b"\n"):
       return None
     try:
-      message = json.loads(caller.said)
+      message = json.loads(caller.received)
       number, count = message["number"], message["processes"]
     except (ValueError, KeyError, TypeError, RecursionError):
       number = count = None

@@ -132,8 +132,8 @@ def measure(
     size = mesh.shape[axis]
     links[axis] = machines.LinkTimes(
       size=size,
-      one=sends(axis, "one", 1.0),
-      both=sends(axis, "both", 1.0),
+      one_way=sends(axis, "one", 1.0),
+      two_way=sends(axis, "both", 1.0),
       # Each device already holds its part of the gathered array.
       gather=sends(axis, "gather", (size - 1) / size),
       exchange=sends(axis, "exchange", (size - 1) / size),

@@ -28,7 +28,7 @@ class CompiledInstruction(hlo.HloInstruction):
     return self.all_bytes
 
   @property
-  def rest(self) -> str:
+  def line_text(self) -> str:
     """Text of the line, with its attributes."""
     return self.text
 

@@ -257,7 +257,7 @@ def decode(
   }
   one_of("local", local, algorithms)
   resident = ShardedDecode(
-    mesh=mesh, axis="seq", whole=True, local=algorithms[local]
+    mesh=mesh, axis="seq", fully_manual=True, local=algorithms[local]
   )
   over = NamedSharding(mesh, P())
   number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=over)

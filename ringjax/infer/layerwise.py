@@ -613,7 +613,7 @@ class LayerPrograms:
     return block(x, tokens, _StoredKeys(self.kind), attend)[0]
 
   @_program(static_argnums=(0,))
-  def whole(
+  def full_layer(
     self,
     spec: Layer,
     weights: PyTree,
@@ -742,13 +742,13 @@ class _StoredKeys(NamedTuple):
 
   Fields:
     kind: Kind of cache, which says whether keys are stored rotated.
-    given: (layer's cache, keys, values) to append in place of the call's.
+    appended: (layer's cache, keys, values) to append in place of the call's.
     fresh: Captured keys and values of the call, as they would be stored.
     slots: Empty.
   """
 
   kind: CacheConfig
-  given: Any = None
+  appended: Any = None
   fresh: Any = None
   slots: Any = ()
 
@@ -756,10 +756,10 @@ class _StoredKeys(NamedTuple):
     self, k: jax.Array, v: jax.Array, at: Coords, rotation: Rotation
   ) -> Any:
     unrotated = self.kind.layout.unrotated
-    if self.given is None:
+    if self.appended is None:
       stored = k if unrotated else rotation.own(k)
       return self._replace(fresh=KV(stored, v, at))
-    part, k, v = self.given
+    part, k, v = self.appended
     return part.append(k, v, at, rotation if unrotated else Rotation())
 
   def observe(

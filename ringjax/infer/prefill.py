@@ -79,7 +79,8 @@ class PromptCall(NamedTuple):
     seg: Segments, int32 [B, T], 0 for padding.
     rows: Index of each prompt's last token among the T, int32 [B].
     ends: Whether a prompt's last token is among the T, bool [B].
-    done: Number of tokens of the longest prompt that are read after this call.
+    read_tokens: Number of tokens of the longest prompt that are read after this
+      call.
   """
 
   tokens: np.ndarray
@@ -87,7 +88,7 @@ class PromptCall(NamedTuple):
   seg: np.ndarray
   rows: np.ndarray
   ends: np.ndarray
-  done: int
+  read_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,7 @@ class Prefill:
         seg=seg.astype(np.int32),
         rows=column_of[np.clip(last, 0, order.size - 1)],
         ends=(last >= 0) & (last < order.size),
-        done=min(first + order.size, longest),
+        read_tokens=min(first + order.size, longest),
       )
 
   def _orders(self) -> Iterator[tuple[int, np.ndarray]]:

@@ -123,7 +123,7 @@ def planned(
   model: Transformer,
   session: Session | None,
   options: PrefillConfig,
-  own: dict[str, Any],
+  session_options: dict[str, Any],
   start: np.ndarray,
   lengths: np.ndarray,
   count: int,
@@ -141,22 +141,26 @@ def planned(
   """
   longest, batch = int(lengths.max()), lengths.size
   attention_fn = (
-    own.get("attention_fn") if session is None else session.attention_fn
+    session_options.get("attention_fn")
+    if session is None
+    else session.attention_fn
   )
   if attention_fn is not None:
     options = _by_chunks(options)
   if session is None:
-    placement = place_of(own["mesh"], own["axis"], model)
-    if own["cache_kind"] is None:
-      own = own | {"cache_kind": kinds.WINDOWED}
-    kind = own["cache_kind"]
+    placement = place_of(
+      session_options["mesh"], session_options["axis"], model
+    )
+    if session_options["cache_kind"] is None:
+      session_options = session_options | {"cache_kind": kinds.WINDOWED}
+    kind = session_options["cache_kind"]
     plan = options.plan(longest, model, *placement, kind=kind)
     _check_alone(options, plan, lengths, kind, start)
     _check_scores(model, plan, batch)
     # A shard's last slot may stay empty after an uneven prompt.
     shards = plan.attend.size
     capacity = plan.slots * shards + count + spare + shards
-    session = Session(model, capacity, batch=batch, **own)
+    session = Session(model, capacity, batch=batch, **session_options)
     if attention_fn is not None:
       plan = dataclasses.replace(plan, attend=session.attend(replicated=False))
     return session, plan, _rotated_by(model, lengths)
@@ -289,7 +293,7 @@ def read_prompts(
         jnp.asarray(total),
       )
       for row, prompt in enumerate(prompts):
-        session.heard(row, prompt[: call.done], int(start[row]))
+        session.heard(row, prompt[: call.read_tokens], int(start[row]))
       # Rows whose prompt has ended are not flushed.
       session.make_room(np.asarray(call.seg.any(1)), call.ends)
       ends = jnp.asarray(call.ends)[:, None]
@@ -298,7 +302,7 @@ def read_prompts(
       )
       if progress is not None:
         jax.block_until_ready(logits)
-        progress(call.done)
+        progress(call.read_tokens)
     if asked is not None:
       session.cache = repeat(
         model, session.cache, prompts, start == 0, asked, total
@@ -326,7 +330,10 @@ def asked_repetition(
 
 
 def check_session(
-  session: Session, model: Transformer, batch: int, own: dict[str, Any]
+  session: Session,
+  model: Transformer,
+  batch: int,
+  session_options: dict[str, Any],
 ) -> None:
   """Refuses a session that does not fit, and options that it already fixes."""
   if not isinstance(session, Session):
@@ -337,11 +344,11 @@ def check_session(
       "make one with rj.infer.Session(model, capacity)",
     )
   session.check()
-  if own.get("attention_fn") is session.attention_fn:
-    own = own | {"attention_fn": None}
-  if own["cache_kind"] == session.cache.kind:
-    own = own | {"cache_kind": None}
-  for name, value in own.items():
+  if session_options.get("attention_fn") is session.attention_fn:
+    session_options = session_options | {"attention_fn": None}
+  if session_options["cache_kind"] == session.cache.kind:
+    session_options = session_options | {"cache_kind": None}
+  for name, value in session_options.items():
     if value is not None:
       raise OptionError(
         "cache_dtype" if name == "dtype" else name,

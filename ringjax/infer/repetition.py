@@ -46,12 +46,13 @@ class Instructions(NamedTuple):
 
   Fields:
     first: Request for the first chunk.
-    later: Request for the others; the last tokens of the chunk before follow.
+    later_chunks: Request for the others; the last tokens of the chunk before
+      follow.
     suffix: Text that a chat template writes before an answer.
   """
 
   first: np.ndarray
-  later: np.ndarray
+  later_chunks: np.ndarray
   suffix: np.ndarray
 
   @classmethod
@@ -91,7 +92,10 @@ class Instructions(NamedTuple):
       end = min(start + chunk, prompt.size)
       request = [self.first]
       if start > prefix:
-        request = [self.later, prompt[start - min(chunk, _BEFORE) : start]]
+        request = [
+          self.later_chunks,
+          prompt[start - min(chunk, _BEFORE) : start],
+        ]
       text = np.concatenate([*request, self.suffix, prompt[start:end]])
       texts.append((start, end, text.astype(np.int32)))
     return texts
@@ -107,7 +111,7 @@ def check_repetition(
   """
   chunk = np.minimum(policy.chunk, lengths)
   request_tokens = (
-    max(asked.first.size, asked.later.size + _BEFORE) + asked.suffix.size
+    max(asked.first.size, asked.later_chunks.size + _BEFORE) + asked.suffix.size
   )
   total, limit = (
     int((lengths + chunk).max()) + request_tokens,

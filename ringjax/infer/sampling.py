@@ -78,7 +78,7 @@ class Parameter(NamedTuple):
   draws: bool = True
 
   @property
-  def whole(self) -> bool:
+  def is_integer(self) -> bool:
     """Whether the number is an int."""
     return self.leaf is not np.float32
 
@@ -89,7 +89,7 @@ class Parameter(NamedTuple):
       SamplingError: If it is out of range.
     """
     rule: Any = dict(most=self.most, error=SamplingError, remedy=self.remedy)
-    if self.whole:
+    if self.is_integer:
       minimum: Any = self.least
       return integer(name, value, least=minimum, **rule)
     checked = number(name, value, least=self.least, above=self.above, **rule)
@@ -596,29 +596,29 @@ def from_names(
       raise OptionError(
         name, repr(given[name]), "an argument of generate", remedy
       )
-  given = {name: value for name, value in given.items() if value is not None}
-  if (end := given.pop("eos_token_id", None)) is not None:
+  options = {name: value for name, value in given.items() if value is not None}
+  if (end := options.pop("eos_token_id", None)) is not None:
     if stop is not None:
       raise _clash("eos_token_id", "stop=", "put the id into stop=")
     stop = end
-  names = ", ".join(given)
+  names = ", ".join(options)
   if sampler is not None:
-    if given:
+    if options:
       remedy = "pass rj.infer.Sample(...) with all of it"
       raise _clash(names, "sampler=", remedy)
     return sampler, stop
-  draws = given.pop("do_sample", None)
+  draws = options.pop("do_sample", None)
   remedy = "pass do_sample=True to draw, or leave it out"
   one_of("do_sample", draws, (None, True, False), remedy=remedy)
-  if given.get("temperature") == 0 and not draws:
+  if options.get("temperature") == 0 and not draws:
     draws = False
-    del given["temperature"]
-  filters = any(PARAMETERS[name].draws for name in given)
+    del options["temperature"]
+  filters = any(PARAMETERS[name].draws for name in options)
   if draws or (draws is None and filters):
-    return Sample(**given), stop
-  if filters or "seed" in given:
+    return Sample(**options), stop
+  if filters or "seed" in options:
     raise _clash(names, "greedy choice", "pass do_sample=True, or leave it out")
-  return Greedy(**given), stop
+  return Greedy(**options), stop
 
 
 def _clash(name: str, beside: str, remedy: str) -> OptionError:

@@ -721,7 +721,7 @@ def save(
     (t.name, t.form.join(tuple(value(*target) for target in t.targets)))
     for t in tensors
   )
-  origin_tensors = origin.kept(arrays)
+  origin_tensors = origin.kept_tensors(arrays)
 
   def write_other_files(folder: pathlib.Path) -> None:
     origin.copy_files(folder, pathlib.Path(path))

@@ -188,7 +188,7 @@ def _text_model(text: Mapping[str, Any], wrapper: Wrapper) -> TextModel:
     texts = [
       TextModel(type=x, architecture=wrapper.architecture) for x in types
     ]
-  by_kind = {x.said or x.type: x for x in texts}
+  by_kind = {x.text_model_type or x.type: x for x in texts}
   kind = text.get("model_type") or next(iter(by_kind))
   if not isinstance(kind, str) or kind not in by_kind:
     raise error(
@@ -326,7 +326,7 @@ def contents(
     if shift is not None:
       _log.info(
         "%s: names of tensors begin with %r in place of %r",
-        folder.path, shift.there, shift.ours,
+        folder.path, shift.folder_prefix, shift.ours,
       )  # fmt: skip
       spellings_before = spellings
       spellings = lambda name: (*shift.spellings(name), *spellings_before(name))
@@ -399,24 +399,24 @@ class _Beginning:
 
   Attributes:
     ours: Prefix of the family's names, which may be empty.
-    there: Prefix of the folder's names, which may be empty.
+    folder_prefix: Prefix of the folder's names, which may be empty.
   """
 
   ours: str
-  there: str
+  folder_prefix: str
 
   def spellings(self, name: str) -> tuple[str, ...]:
     """Names that a tensor of the family may have in the folder."""
     if not name.startswith(self.ours):
       # A head has no common prefix, or an additional one.
-      return (name, self.there + name)
-    return (self.there + name.removeprefix(self.ours),)
+      return (name, self.folder_prefix + name)
+    return (self.folder_prefix + name.removeprefix(self.ours),)
 
   def ours_of(self, name: str) -> str:
     """Name that the family has for a tensor in the folder."""
-    if not name.startswith(self.there):
+    if not name.startswith(self.folder_prefix):
       return name
-    return self.ours + name.removeprefix(self.there)
+    return self.ours + name.removeprefix(self.folder_prefix)
 
 
 def _beginning(

@@ -74,7 +74,7 @@ class Origin:
     """The tensors to copy, if all others are unchanged."""
     return {} if self.lost else self.unread
 
-  def kept(
+  def kept_tensors(
     self, tensors: Callable[[], Iterable[tuple[str, AnyArray]]]
   ) -> dict[str, str]:
     """The tensors to copy, the name in the folder by the name to save.

@@ -643,7 +643,7 @@ class CachedAttention(ShardingContext):
       axis=self.of_mesh,
       batch_axes=shares.get("batch_axis", ()),
       head_axes=shares.get("head_axis", ()),
-      whole=bool(shares),
+      fully_manual=bool(shares),
       sharded=self.sharded,
       masters=self.masters,
       local=self.local,

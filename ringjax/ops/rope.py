@@ -237,7 +237,7 @@ class LongRope(Unscaled):
     )
     return Frequencies(
       jnp.where(is_long, long.units, short.units),
-      jnp.where(is_long, long.rest, short.rest),
+      jnp.where(is_long, long.fractions, short.fractions),
     )
 
   @property

@@ -45,11 +45,11 @@ class Frequencies(NamedTuple):
 
   Fields:
     units: Whole units, modulo a turn, int32 [*N, pairs].
-    rest: Fractions of a unit, at most a half, float32 [*N, pairs].
+    fractions: Fractions of a unit, at most a half, float32 [*N, pairs].
   """
 
   units: Int[Array, "*N pairs"]
-  rest: Float[Array, "*N pairs"]
+  fractions: Float[Array, "*N pairs"]
 
   @classmethod
   def of(cls, radians: Shaped[np.ndarray, " pairs"]) -> Frequencies:
@@ -66,7 +66,7 @@ class Frequencies(NamedTuple):
 
   def rearranged(self, change: Callable[[Array], Array]) -> Frequencies:
     """Rearrange both fields alike."""
-    return Frequencies(change(self.units), change(self.rest))
+    return Frequencies(change(self.units), change(self.fractions))
 
   def with_axes(self, axes: int) -> Frequencies:
     """Insert `axes` leading axes of length 1."""
@@ -74,7 +74,7 @@ class Frequencies(NamedTuple):
 
   def reversed(self) -> Frequencies:
     """Frequencies that rotate the other way."""
-    return Frequencies(-self.units, -self.rest)
+    return Frequencies(-self.units, -self.fractions)
 
   def phase(
     self, positions: Int[Array, "*M"]
@@ -83,7 +83,7 @@ class Frequencies(NamedTuple):
 
     Positions and frequencies broadcast.
     """
-    fraction = positions.astype(jnp.float32) * self.rest
+    fraction = positions.astype(jnp.float32) * self.fractions
     whole_units = jnp.floor(fraction)
     units = positions.astype(jnp.int32) * self.units + whole_units.astype(
       jnp.int32

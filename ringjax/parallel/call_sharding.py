@@ -73,8 +73,8 @@ class CallSharding:
     size: Number of shards, 1 without an axis.
     batch: Mesh axes over which the batch is sharded, where that is known.
     heads: Mesh axes over which the heads are sharded, where that is known.
-    whole: Whether no other axis shards an operand, so that XLA has nothing to
-      partition.
+    fully_manual: Whether no other axis shards an operand, so that XLA has
+      nothing to partition.
   """
 
   axis: str | tuple[str, ...] | None = None
@@ -83,7 +83,7 @@ class CallSharding:
   size: int = 1
   batch: tuple[str, ...] = ()
   heads: tuple[str, ...] = ()
-  whole: bool = False
+  fully_manual: bool = False
 
   @property
   def names(self) -> tuple[str, ...]:
@@ -276,7 +276,7 @@ def locate(
     size=math.prod(call_mesh.shape[name] for name in collectives.names(axis)),
     batch=batch,
     heads=heads,
-    whole=bool(named_axes),
+    fully_manual=bool(named_axes),
   )
 
 

@@ -68,7 +68,7 @@ class _Peer:
   doing: str = STARTING
   ticks: int = 0
   step: int = 0
-  left: bool = False
+  has_left: bool = False
   buffer: bytearray = dataclasses.field(default_factory=bytearray)
   lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -268,7 +268,7 @@ class Peers:
       for r, peer in self._peers.items():
         if (call, r) in self._values:
           values[r] = self._values.pop((call, r))
-        elif r not in values and peer.left:
+        elif r not in values and peer.has_left:
           raise PeerError(f"rank {r} has left the others", rank=r)
       return len(values) == self.size
 
@@ -282,9 +282,9 @@ class Peers:
       PeerError: If a rank failed meanwhile.
     """
     with self.doing(WAITING):
-      self.rest(until)
+      self.wait_idle(until)
 
-  def rest(self, until: Callable[[], bool]) -> None:
+  def wait_idle(self, until: Callable[[], bool]) -> None:
     """Wait in a thread other than the working one: the rank's state stays."""
     with self._news:
       while not until():
@@ -397,7 +397,7 @@ class Peers:
     except OSError:
       data = b""
     if not data:
-      if not peer.left:
+      if not peer.has_left:
         self._fail(rank, "is gone: its connection closed")
       return False
     peer.heard_s = time.monotonic()
@@ -431,7 +431,7 @@ class Peers:
       self._pongs[message["n"]] = message["at"]
       self.wake()
     elif kind == "bye":
-      peer.left = True
+      peer.has_left = True
       self.wake()
     elif kind == "fail":
       reason = message["why"]
@@ -442,7 +442,7 @@ class Peers:
   def _check_peers(self, now_s: float) -> None:
     """Report ranks that are silent or stuck as failed."""
     for rank, peer in self._peers.items():
-      if peer.left or self.failure is not None:
+      if peer.has_left or self.failure is not None:
         continue
       if now_s - peer.heard_s > self.timeout_s:
         self._fail(rank, f"has said nothing for {self.timeout_s:g} s")
@@ -484,7 +484,7 @@ class Peers:
 
   def _tell_all(self, message: dict[str, Any]) -> None:
     for rank, peer in self._peers.items():
-      if not peer.left:
+      if not peer.has_left:
         self._tell(rank, message)
 
   def _tell(self, rank: int, message: dict[str, Any]) -> None:

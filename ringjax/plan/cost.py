@@ -345,15 +345,15 @@ def pairs_behind(
   before: Quantity, c: Quantity, window: int | None, kernel: str
 ) -> Any:
   """Number of pairs of `c` queries after `before` keys, elementwise."""
-  before, c = np.asarray(before, np.float64), np.asarray(c, np.float64)
+  earlier, c = np.asarray(before, np.float64), np.asarray(c, np.float64)
   if kernel == "dense":
-    earlier_keys = before if window is None else np.minimum(before, window - 1)
-    return c * (earlier_keys + c)
+    seen = earlier if window is None else np.minimum(earlier, window - 1)
+    return c * (seen + c)
   if window is None:
-    return c * (before + c / 2)
+    return c * (earlier + c / 2)
   # Query number x of the c sees min(before + x, window) keys.
-  rising = np.clip(window - before, 0.0, c)
-  return rising * (before + rising / 2) + (c - rising) * window
+  rising = np.clip(window - earlier, 0.0, c)
+  return rising * (earlier + rising / 2) + (c - rising) * window
 
 
 def compute_s(

@@ -140,7 +140,7 @@ def timeline(ax: Any, found: Timeline, lanes: Sequence[str]) -> None:
   """Draw spans into matplotlib axes, a lane for each device or link."""
   spans = [span for span in found.spans if span.end_s > span.start_s]
   bars = [
-    (span.where, span.kind, span.start_s, span.end_s - span.start_s)
+    (span.resource, span.kind, span.start_s, span.end_s - span.start_s)
     for span in spans
   ]
   # Edges would cover short bars.
@@ -262,7 +262,7 @@ def cluster(
     path: Path of the PNG.
     title: Title of the picture.
   """
-  names = sorted({span.where for span in found.spans})
+  names = sorted({span.resource for span in found.spans})
   heights = [0.6 + 0.25 * len(names), *([1.6] * len(loads))]
   image, grid = figure(
     10, 1.2 + sum(heights), len(heights), 1, sharex=True, squeeze=False,
@@ -271,7 +271,7 @@ def cluster(
   first, *load_axes = grid[:, 0]
   spans = [span for span in found.spans if span.end_s > span.start_s]
   bars = [
-    (span.where, span.kind, span.start_s, span.end_s - span.start_s)
+    (span.resource, span.kind, span.start_s, span.end_s - span.start_s)
     for span in spans
   ]
   _lanes(first, names, bars, _CLUSTER, linewidth=0)

@@ -83,7 +83,7 @@ class Span:
   Attributes:
     name: Name of the operation.
     kind: Group of the operation, for pictures and sums.
-    where: Name of the device or link; "" for neither.
+    resource: Name of the device or link; "" for neither.
     ready_s: Time when its dependencies and its release time were met.
     start_s: Start time.
     end_s: Time when its slot was free again.
@@ -94,7 +94,7 @@ class Span:
 
   name: str
   kind: str
-  where: str
+  resource: str
   ready_s: Number
   start_s: Number
   end_s: Number
@@ -126,7 +126,7 @@ class Timeline:
 
   def of(self, where: str) -> tuple[Span, ...]:
     """Spans of a device or link, in the order of their start."""
-    spans = (span for span in self.spans if span.where == where)
+    spans = (span for span in self.spans if span.resource == where)
     return tuple(sorted(spans, key=lambda span: (span.start_s, span.end_s)))
 
   def busy_s(self, where: str) -> float:
@@ -144,8 +144,8 @@ class Timeline:
     bytes_by_link: dict[str, Number] = {}
     for span in self.spans:
       if span.nbytes:
-        bytes_by_link[span.where] = (
-          bytes_by_link.get(span.where, 0.0) + span.nbytes
+        bytes_by_link[span.resource] = (
+          bytes_by_link.get(span.resource, 0.0) + span.nbytes
         )
     return bytes_by_link
 
@@ -171,7 +171,7 @@ class _Stock:
   """
 
   pool: Pool
-  left: Number
+  free: Number
   short: set[int] = dataclasses.field(default_factory=set)
 
 
@@ -188,7 +188,7 @@ class _State:
   release_s: Number
   take: list[tuple[_Stock, Number]]
   give: list[tuple[_Stock, Number]]
-  then: Callable[[Span], None] | None
+  on_end: Callable[[Span], None] | None
   latency_s: Number = 0.0
   nbytes: Number = 0.0
   missing: int = 0
@@ -449,11 +449,11 @@ class Simulator:
 
   def _finish(self, state: _State) -> None:
     for stock, amount in state.give:
-      stock.left += amount
-      if stock.left > stock.pool.size:
+      stock.free += amount
+      if stock.free > stock.pool.size:
         raise OptionError(
           "give",
-          f"{stock.left} in {stock.pool.name}",
+          f"{stock.free} in {stock.pool.name}",
           f"{stock.pool.size} at most",
           "give back only what was taken",
         )
@@ -467,8 +467,8 @@ class Simulator:
       dependent.missing -= 1
       if not dependent.missing:
         self._release(dependent)
-    if state.then is not None:
-      state.then(state.span)
+    if state.on_end is not None:
+      state.on_end(state.span)
 
   def _start_all(self) -> None:
     while self._changed:
@@ -482,14 +482,14 @@ class Simulator:
     while queue.ready and queue.free >= 1:
       entry = heapq.heappop(queue.ready)
       state = entry[2]
-      lacking = [stock for stock, amount in state.take if stock.left < amount]
+      lacking = [stock for stock, amount in state.take if stock.free < amount]
       if lacking:
         for stock in lacking:
           stock.short.add(queue.index)
         skipped.append(entry)
         continue
       for stock, amount in state.take:
-        stock.left -= amount
+        stock.free -= amount
       self._begin(state)
     for entry in skipped:
       heapq.heappush(queue.ready, entry)

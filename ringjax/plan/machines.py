@@ -107,16 +107,16 @@ class LinkTimes:
 
   Attributes:
     size: Number of devices along the axis.
-    one: Sends to the next device.
-    both: Sends to both neighbours at once, bytes of each.
+    one_way: Sends to the next device.
+    two_way: Sends to both neighbours at once, bytes of each.
     gather: All-gathers, bytes received from other devices.
     exchange: All-to-alls, bytes sent to other devices.
     noise_s: Error bound of all times, in seconds.
   """
 
   size: int
-  one: Samples
-  both: Samples
+  one_way: Samples
+  two_way: Samples
   gather: Samples
   exchange: Samples
   noise_s: float = 0.0
@@ -128,8 +128,8 @@ def link_of(times: LinkTimes) -> Link:
   An all-gather that is much faster than sends to one neighbour uses several
   links; if sends to both neighbours take as long as two, there is one port.
   """
-  latency, per_byte = line(times.one, times.noise_s)
-  _, both_per_byte = line(times.both, times.noise_s)
+  latency, per_byte = line(times.one_way, times.noise_s)
+  _, both_per_byte = line(times.two_way, times.noise_s)
   _, gather_per_byte = line(times.gather, times.noise_s)
   full_duplex = both_per_byte < _APART * per_byte
   ways = per_byte / gather_per_byte

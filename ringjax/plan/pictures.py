@@ -57,14 +57,14 @@ class Transfer(NamedTuple):
   Fields:
     source: Number of the sending device.
     target: Number of the receiving device.
-    what: "keys" (and values), "queries" (and their sums), "heads" (all that is
+    kind: "keys" (and values), "queries" (and their sums), "heads" (all that is
       exchanged for tokens) or "slow link" (keys that cross to another group,
       in flight while that group rotates once).
   """
 
   source: int
   target: int
-  what: str = "keys"
+  kind: str = "keys"
 
 
 class DeviceShards(NamedTuple):
@@ -470,7 +470,7 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
         xytext=(x + 1.0, send.source + 0.5),
         arrowprops={
           "arrowstyle": "-|>,head_length=0.25,head_width=0.12",
-          "color": _TRANSFERS[send.what][0],
+          "color": _TRANSFERS[send.kind][0],
           "linewidth": 0.7,
           "shrinkA": 0,
           "shrinkB": 0,
@@ -520,7 +520,7 @@ def _handles(panel_list: Sequence[Panel], shards: int) -> list[Any]:
   lines = importlib.import_module("matplotlib.lines")
   light = 0.45 * np.array(_rgb("#606060")) + 0.55
   kinds_sent = {
-    send.what
+    send.kind
     for panel in panel_list
     for step in panel.steps
     for send in step.sends

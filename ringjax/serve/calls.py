@@ -67,7 +67,7 @@ class CallArrays(NamedTuple):
     fresh: Whether a row begins, bool [B].
     last: Index of the row's last token among the T, int32 [B].
     chooses: Whether a token is chosen, bool [B].
-    how: Sampling settings of the rows.
+    sampling: Sampling settings of the rows.
     shared: Tiles that rows share, for each group; None for prompts.
     adapter: Adapter number of each row, int32 [B], 0 for none; or None.
     parents: Index of the earlier token that each follows, -1 for the first,
@@ -85,7 +85,7 @@ class CallArrays(NamedTuple):
   fresh: Bool[ArrayLeaf, " B"]
   last: Int[ArrayLeaf, " B"]
   chooses: Bool[ArrayLeaf, " B"]
-  how: RowNumbers
+  sampling: RowNumbers
   shared: tuple[SharedTiles, ...] | None = None
   adapter: Int[ArrayLeaf, " B"] | None = None
   parents: Int[ArrayLeaf, "B T"] | None = None
@@ -141,7 +141,7 @@ def compute(
   logits = logits[:, 0]
   choice = choose(
     logits,
-    call.how,
+    call.sampling,
     call.ends,
     board.seen[inside],
     board.counts[inside],
@@ -241,7 +241,7 @@ def check_drafts(
   row_of_token = np.repeat(np.arange(batch), width)
   choice = choose(
     flat(logits),
-    call.how.of(row_of_token),
+    call.sampling.of(row_of_token),
     flat(call.pos + 1),
     flat(seen),
     flat(counts),
@@ -397,7 +397,7 @@ class CallBuilder:
     """Sampling settings of all rows, by slot."""
     return self._how.of(np.arange(self._scheduler.limits.rows))
 
-  def held(self, pool: PagePool) -> PooledRows:
+  def row_pages(self, pool: PagePool) -> PooledRows:
     """Pages of the rows that decode, by slot.
 
     Call it once all pending moves of pages are done.
@@ -408,7 +408,7 @@ class CallBuilder:
         self._row(call, slot, row, slot, row.computed)
     return pool.rows(call.tables, call.ends)
 
-  def turns(
+  def answer_call(
     self, turns: tuple[DecodeTurn, ...], checks: bool = True
   ) -> CallArrays:
     """Build a call for answers, in which the index of a row is its slot.
@@ -435,7 +435,7 @@ class CallBuilder:
       call.chooses[slot] = turn.chooses
       self._row(call, slot, turn.row, slot, turn.end)
     return call._replace(
-      how=self._how.of(call.slots),
+      sampling=self._how.of(call.slots),
       shared=self._common(turns),
       parents=parents,
     )
@@ -453,7 +453,7 @@ class CallBuilder:
       call.fresh[n] = piece.start == 0
       call.last[n], call.chooses[n] = piece.count - 1, piece.chooses
       self._row(call, n, row, row.slot, end)
-    return call._replace(how=self._how.of(call.slots))
+    return call._replace(sampling=self._how.of(call.slots))
 
   def _row(
     self, call: CallArrays, n: int, row: ServedRow, slot: int, end: int
@@ -486,7 +486,7 @@ class CallBuilder:
       fresh=no(),
       last=zeros(batch),
       chooses=no(),
-      how=self._how.of(slots),
+      sampling=self._how.of(slots),
       adapter=zeros(batch) if len(self._adapters) > 1 else None,
       prompts=zeros(batch),
     )
@@ -509,6 +509,8 @@ class CallBuilder:
       self.plans += 1
       self.saved = 0
       if tiles:
-        self.saved = int(tiles[0].done.sum() - tiles[0].count.sum()) * tile
+        self.saved = (
+          int(tiles[0].shared_counts.sum() - tiles[0].count.sum()) * tile
+        )
       self._shared = key, jax.tree.map(jnp.asarray, tiles)
     return self._shared[1]

@@ -206,14 +206,14 @@ class _Flight(NamedTuple):
     plan: Plan of the step.
     checks: Whether its call for answers checks drafts.
     timing: Facts for the choice of steps that have drafts, or None.
-    turns: Choices of the call for answers, or None.
+    answer_turns: Choices of the call for answers, or None.
     pieces: Choices of the call for prompts, or None.
   """
 
   plan: StepPlan
   checks: bool
   timing: StepTiming | None
-  turns: Any
+  answer_turns: Any
   pieces: Any
 
 
@@ -968,7 +968,7 @@ class Engine:
     for end in self._reaches or (0,):
       for width in sorted(self._widths(drafted)):
         # Calls of padding alone, as long as a row of this reach.
-        decode_call = self._calls.turns((), width > 1)
+        decode_call = self._calls.answer_call((), width > 1)
         decode_call.ends[:] = end
         work = check_drafts if width > 1 else compute
         jax.device_get(self._computed(decode_call, [], work))
@@ -1151,12 +1151,12 @@ class Engine:
     if self._rows is not None:
       # The look-ahead may have moved some.
       self._pool = self._rows.moved(self._pool)
-    return self._calls.held(self._pool)
+    return self._calls.row_pages(self._pool)
 
   def _settle(self) -> None:
     """Waits for the calls that are in flight."""
     if self._flying is not None:
-      jax.block_until_ready((self._flying.turns, self._flying.pieces))
+      jax.block_until_ready((self._flying.answer_turns, self._flying.pieces))
 
   def _collect(self) -> None:
     """Reads the tokens of the step that is in flight."""
@@ -1209,7 +1209,7 @@ class Engine:
     checks = self._drafts is not None and (
       self._paces is None or any(turn.draft.tokens for turn in plan.turns)
     )
-    decode = calls.turns(plan.turns, checks) if plan.turns else None
+    decode = calls.answer_call(plan.turns, checks) if plan.turns else None
     pieces = calls.pieces(plan.pieces) if plan.pieces else None
     # A mask may end rows, so both calls are built (with their pages) first.
     if decode is not None:
@@ -1339,7 +1339,9 @@ class Engine:
   def _read(self, flight: _Flight) -> None:
     """Appends the tokens that a step chose to their rows."""
     plan = flight.plan
-    decode_choices, pieces = jax.device_get((flight.turns, flight.pieces))
+    decode_choices, pieces = jax.device_get(
+      (flight.answer_turns, flight.pieces)
+    )
     raise_fault(self.model.stack.faults)
     if self._paces is not None and flight.timing is not None:
       count = decode_choices.count if flight.checks and plan.turns else None

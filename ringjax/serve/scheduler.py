@@ -843,8 +843,8 @@ class Scheduler:
       return RowDraft()
     start = row.computed + 1
     # A tree may have more tokens than its longest path.
-    most = min(most, self.limits.blocks * self.tree.page - start)
-    draft = self.drafts(row, path).first(most)
+    max_tokens = min(most, self.limits.blocks * self.tree.page - start)
+    draft = self.drafts(row, path).first(max_tokens)
     for number, group in self._missing(row, start, len(draft.tokens)):
       if not self._allocate(row, number, group):
         return draft.first(max(0, number * self.tree.page - start))

@@ -66,7 +66,7 @@ class TenantShares:
     self._tenants, self._most = tenants, most
     self._taken: collections.Counter[str] = collections.Counter()
 
-  def taken(self, tenant: str) -> int:
+  def in_flight(self, tenant: str) -> int:
     """Number of answers that a tenant has in flight."""
     return self._taken[tenant]
 

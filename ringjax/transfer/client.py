@@ -432,7 +432,7 @@ class _Puller:
     beside: dict[str, Any],
   ) -> int:
     """Receive the bytes of a read into their rows; return their number."""
-    expected = reply.number < state.asked and reply.number not in state.came
+    expected = reply.number < state.requested and reply.number not in state.came
     if not expected or reply.pages != state.reads[reply.number]:
       raise HostileMessageError(f"{self.wire.name} sent pages unasked")
     run = self.runs[reply.number]

@@ -79,17 +79,17 @@ class ProtocolReport:
 class _World:
   """A publisher, its readers, the network and the memory of the pages.
 
-  `stale`: pages that were written since the first ticket; `held`: published
-  pages; `sending`: reads in flight, and whether all bytes were right when they
-  began; `sent`: messages, as bits; `taken_back`: whether the first ticket
-  expired or was withdrawn.
+  `stale`: pages that were written since the first ticket; `published`: pages
+  that readers may read; `sending`: reads in flight, and whether all bytes were
+  right when they began; `sent`: messages, as bits; `taken_back`: whether the
+  first ticket expired or was withdrawn.
   """
 
   publisher: Any
   pulls: tuple[Any, ...]
   sent: int
   stale: frozenset[int]
-  held: frozenset[int]
+  published: frozenset[int]
   sending: frozenset[tuple[Any, Any, bool]]
   lives: int = 1
   seconds: int = 0
@@ -99,7 +99,7 @@ class _World:
   def _hash(self) -> int:
     parts = (self.publisher, self.pulls, self.sent, self.stale)
     progress = self.lives, self.seconds, self.taken_back
-    return hash((parts, self.held, self.sending, progress))
+    return hash((parts, self.published, self.sending, progress))
 
   def __hash__(self) -> int:
     return self._hash
@@ -204,7 +204,7 @@ class _Explorer:
     next_state, actions = self._publisher(world.publisher, event)
     if next_state is world.publisher and not actions:
       return world
-    sent, stale, published = world.sent, world.stale, world.held
+    sent, stale, published = world.sent, world.stale, world.published
     sending = world.sending
     for action in actions:
       if isinstance(action, p.SendMessage):
@@ -225,7 +225,7 @@ class _Explorer:
       publisher=next_state,
       sent=sent,
       stale=stale,
-      held=published,
+      published=published,
       sending=sending,
     )
 
@@ -247,7 +247,7 @@ class _Explorer:
       dataclasses.replace(
         world,
         publisher=p.start_publisher(1),
-        held=frozenset(),
+        published=frozenset(),
         stale=frozenset((*scenario.pages, *scenario.second)),
         sending=frozenset(),
         lives=2,
@@ -277,7 +277,7 @@ class _Explorer:
 
   def check(self, world: _World) -> None:
     """Raise if a page would be held for ever."""
-    held_for_ever = self._returns(world.publisher, world.held)
+    held_for_ever = self._returns(world.publisher, world.published)
     if held_for_ever:
       raise _Fault(f"back: pages {sorted(held_for_ever)} never return")
     num_done = sum(pull.phase == "done" for pull in world.pulls)
@@ -289,7 +289,7 @@ class _Explorer:
     if closed and num_ended < self.scenario.readers:
       raise _Fault("early: the ticket is closed while a reader wants it")
 
-  def _returns_at_the_end(self, publisher: Any, held: Any) -> Any:
+  def _returns_at_the_end(self, publisher: Any, unreleased: Any) -> Any:
     """Pages that are still held when everything else has ended."""
     p = self.p
     events = [p.ReadEnded(request) for request in publisher.reads]
@@ -298,10 +298,10 @@ class _Explorer:
       publisher, actions = self._publisher(publisher, event)
       for action in actions:
         if isinstance(action, p.ReleasePages):
-          if not held.issuperset(action.pages):
+          if not unreleased.issuperset(action.pages):
             raise _Fault(f"once: {action.pages} are released twice")
-          held = held - set(action.pages)
-    return held
+          unreleased = unreleased - set(action.pages)
+    return unreleased
 
 
 def explore(

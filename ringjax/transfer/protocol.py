@@ -411,7 +411,7 @@ class PullState:
     reader: Name of this reader.
     reads: Runs of pages, each page with its generation.
     window: Maximum number of reads in flight.
-    asked: Number of reads that were requested.
+    requested: Number of reads that were requested.
     came: Numbers of the reads whose bytes have arrived.
     phase: "reads", "completes", "done" or "failed".
     why: Reason of a failure.
@@ -422,7 +422,7 @@ class PullState:
   reader: str
   reads: tuple[tuple[PageKey, ...], ...]
   window: int
-  asked: int = 0
+  requested: int = 0
   came: frozenset[int] = frozenset()
   phase: str = "reads"
   why: str = dataclasses.field(default="", compare=False)
@@ -500,8 +500,10 @@ def _reply(
 def _ask(state: PullState) -> tuple[PullState, tuple[SendMessage, ...]]:
   """Request further reads, up to the window."""
   end = min(len(state.reads), len(state.came) + state.window)
-  new = tuple(SendMessage(_request(state, n)) for n in range(state.asked, end))
-  return dataclasses.replace(state, asked=max(end, state.asked)), new
+  new = tuple(
+    SendMessage(_request(state, n)) for n in range(state.requested, end)
+  )
+  return dataclasses.replace(state, requested=max(end, state.requested)), new
 
 
 def _request(state: PullState, number: int) -> ReadRequest:

@@ -191,7 +191,7 @@ def test_drafts_in_decoding_are_those_of_one_call_over_the_text(
     return np.full(3, 0 if len(calls) % (pause + 1) else 3)
 
   if pause:
-    monkeypatch.setattr(Paces, "most", most)
+    monkeypatch.setattr(Paces, "draft_lengths", most)
   draft, prompts = _draft(model), prompts_of(model)
   said = []
 

@@ -34,7 +34,7 @@ def _spent(
   paces = paces or Paces(drafter(count=4, adapt=adapt), 1)
   at, lag, total, rounds = 0, 0, 0.0, 0
   while at < tokens:
-    most = paces.most()
+    most = paces.draft_lengths()
     length = int(most[0])
     seconds, came = PLAIN_S, 1
     if length:
@@ -87,7 +87,7 @@ def test_costly_drafts_from_the_text_are_tried_again():
 def test_drafts_that_are_often_empty_may_pay():
   paces, n = Paces(PromptLookup(count=4), 1), 0
   for n in range(200):
-    most = paces.most()
+    most = paces.draft_lengths()
     # Every third draft there is one, and it is right.
     drafted = most * (n % 3 == 0)
     seconds = 2.0 if drafted.any() else 1.05 if most.any() else PLAIN_S
@@ -101,7 +101,7 @@ def test_plain_steps_are_timed_anew_where_rounds_take_less():
   for n in range(400):
     if n == 200:
       plain_s, rounds = 2.0, 0
-    most = paces.most()
+    most = paces.draft_lengths()
     rounds += most.any()
     # Half of it does not depend on the text.
     seconds = plain_s + 4.0 * most.any()
@@ -130,20 +130,22 @@ def test_reading_that_costs_more_than_a_step_may_is_not_tried_again():
 
 def test_the_first_draft_of_a_model_is_short():
   """Of text it costs next to nothing, and may be long."""
-  assert Paces(EarlyExit(count=4), 1).most().tolist() == [1]
-  assert Paces(PromptLookup(count=4), 1).most().tolist() == [4]
-  assert Paces(EarlyExit(count=4, adapt=False), 1).most().tolist() == [4]
-  assert Paces(EarlyExit(widths=(2, 2)), 1).most().tolist() == [4]
+  assert Paces(EarlyExit(count=4), 1).draft_lengths().tolist() == [1]
+  assert Paces(PromptLookup(count=4), 1).draft_lengths().tolist() == [4]
+  assert Paces(EarlyExit(count=4, adapt=False), 1).draft_lengths().tolist() == [
+    4
+  ]
+  assert Paces(EarlyExit(widths=(2, 2)), 1).draft_lengths().tolist() == [4]
 
 
 def test_rounds_that_compile_are_not_measured():
   paces, full = Paces(PromptLookup(count=4), 1), np.full(1, 4)
-  assert paces.most().tolist() == [4]
+  assert paces.draft_lengths().tolist() == [4]
   paces.add(full, full, np.array([1]), None)
   assert paces.cost_s == 0 and paces.rounds == 1
-  assert paces.most().tolist() == [4]
+  assert paces.draft_lengths().tolist() == [4]
   paces.add(full, full, np.array([1]), 3.0)
   none = np.zeros(1, int)
-  while not paces.most().any() and paces.steps < 3:
+  while not paces.draft_lengths().any() and paces.steps < 3:
     paces.add(none, none, np.array([1]), None if paces.steps == 0 else 1.0)
   assert paces.cost_s == pytest.approx(2.0)

@@ -535,7 +535,7 @@ def test_a_draft_model_catches_up_behind_steps_without_drafts(
     # Two rounds, and forty steps without drafts.
     return np.full(2, 4 if len(calls) % 42 < 2 else 0)
 
-  monkeypatch.setattr(Paces, "most", most)
+  monkeypatch.setattr(Paces, "draft_lengths", most)
   found = same(
     model, speculate.DraftModel(model=model), count=100, lengths=(9, 23)
   )

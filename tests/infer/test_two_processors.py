@@ -82,12 +82,12 @@ def test_integers_on_one_and_outliers_on_the_other(uneven, prune):
   want = made(prompt)[:, -1]
   np.testing.assert_allclose(got.logits, want, atol=2e-4, rtol=1e-4)
   # Beside three parts of a layer, that of the feedforward twice.
-  shadows = sum(x.where == "shadow" for x in got.timeline.spans)
+  shadows = sum(x.resource == "shadow" for x in got.timeline.spans)
   assert shadows == 3 * 3 * 4 if not prune else 0 < shadows < 3 * 3 * 4
   # Without them it would be another result.
   clipped = rj.infer.integer_model(uneven, ranges, shadow=4, prune=1.0)
   plain = rj.infer.read_on_two(clipped, prompt, devices=two, chunk=16)
-  assert all(x.where != "shadow" for x in plain.timeline.spans)
+  assert all(x.resource != "shadow" for x in plain.timeline.spans)
   assert np.abs(plain.logits - want).max() > 1e-2
 
 

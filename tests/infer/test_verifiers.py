@@ -233,7 +233,7 @@ def test_a_sibling_has_all_that_a_rejected_one_left():
     probs=wide(np.array([[0.4, 0.4, 0.2]] * 2, np.float32)),
     seen=None,
   )
-  kept = verifiers.rejection(traced(Sample(seed=5)), nodes).kept
+  kept = verifiers.rejection(traced(Sample(seed=5)), nodes).accepted_nodes
   np.testing.assert_array_equal(kept, wide([True, False, True]))
 
 
@@ -247,7 +247,7 @@ def from_q(sampler, nodes):
   found = verifiers.rejection(sampler, nodes)
   rows = jnp.arange(len(nodes.tokens))
   q = jnp.concatenate([nodes.probs[:, :1], nodes.probs], 1)
-  last = jnp.sum(found.kept, 1) - 1
+  last = jnp.sum(found.accepted_nodes, 1) - 1
   mine = q[rows, last]
   gumbel = noise(sampler, rows, last + 50, V, stream=3)
   token = jnp.argmax(jnp.log(mine) + gumbel, 1).astype(jnp.int32)
@@ -258,7 +258,12 @@ def from_p(sampler, nodes):
   """Behind a rejection the target's law is drawn from, not its rest."""
   found = verifiers.rejection(sampler, nodes)
   rows = jnp.arange(len(nodes.tokens))
-  last = jnp.max(jnp.where(found.kept, jnp.arange(found.kept.shape[1]), 0), 1)
+  last = jnp.max(
+    jnp.where(
+      found.accepted_nodes, jnp.arange(found.accepted_nodes.shape[1]), 0
+    ),
+    1,
+  )
   mine = law(sampler, nodes.logits[rows, last], None)
   gumbel = noise(sampler, rows, last + 50, V, stream=3)
   token = jnp.argmax(jnp.log(mine) + gumbel, 1).astype(jnp.int32)

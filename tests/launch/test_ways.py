@@ -205,8 +205,8 @@ def test_a_link_is_told_by_its_times(link):
   share = (size - 1) / size
   times = machines.LinkTimes(
     size=size,
-    one=[(n, link.send_s(n)) for n in sizes],
-    both=[(n, link.both_s(link.send_s(n), link.send_s(n))) for n in sizes],
+    one_way=[(n, link.send_s(n)) for n in sizes],
+    two_way=[(n, link.both_s(link.send_s(n), link.send_s(n))) for n in sizes],
     gather=[(share * n, link.gather_s(share * n, size)) for n in sizes],
     exchange=[(share * n, link.exchange_s(share * n, size)) for n in sizes],
   )

@@ -92,7 +92,7 @@ def test_arrays_over_a_link():
 def test_who_leaves_is_not_missed():
   with group(3) as made:
     made[2].close()
-    made[0].wait(lambda: made[0]._peers[2].left)
+    made[0].wait(lambda: made[0]._peers[2].has_left)
     assert made[0].failure is None
     found = each(made[:2], lambda p: p.gather(p.rank))
   assert all(isinstance(f, PeerError) and f.rank == 2 for f in found)
@@ -130,7 +130,7 @@ def test_one_that_is_stuck(how):
           p.tick()
           p.check()
           time.sleep(0.01)
-      p.rest(lambda: False)
+      p.wait_idle(lambda: False)
 
   with group(3, timeout_s=1.0) as made:
     calls = []

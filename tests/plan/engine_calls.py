@@ -72,7 +72,7 @@ def call(devices, *, model, name, kind, page, tokens):
     fresh=no,
     last=zeros(batch),
     chooses=no,
-    how=RowNumbers.empty(ROWS, vocab).of(np.zeros(batch, np.int32)),
+    sampling=RowNumbers.empty(ROWS, vocab).of(np.zeros(batch, np.int32)),
     prompts=zeros(batch),
   )
   if batch == ROWS:

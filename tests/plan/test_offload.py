@@ -319,7 +319,7 @@ def test_what_is_kept_adds_up():
   policy = OffloadPolicy.parse("3x2:25/50,10/20,40/0")
   made = estimate(SMALL, machine(), task, policy)
   total = {
-    kind: sum(made.held[tier][kind] for tier in offload_tiers.TIERS)
+    kind: sum(made.final_bytes[tier][kind] for tier in offload_tiers.TIERS)
     for kind in offload_costs.KINDS
   }
   # Half a byte of a number, and four bytes of each group of 64.
@@ -328,7 +328,7 @@ def test_what_is_kept_adds_up():
   assert total["cache"] == pytest.approx(14 * 6 * 3 * 32 * 2)
   assert total["hidden"] == pytest.approx(6 * 64 * 2)
   for tier in offload_tiers.TIERS:
-    assert made.peak[tier] >= sum(made.held[tier].values()) * (1 - 1e-9)
+    assert made.peak[tier] >= sum(made.final_bytes[tier].values()) * (1 - 1e-9)
 
 
 def test_attention_without_the_host():

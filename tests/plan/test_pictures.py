@@ -106,7 +106,7 @@ def test_nobody_has_keys_that_were_not_sent(drawn):
       for send in before.sends if before else ():
         assert send.source != send.target
         for which in (0, 1):
-          if send.what == "heads" or moves[send.what] == which:
+          if send.kind == "heads" or moves[send.kind] == which:
             came[send.target][which].update(had[send.source][which])
       for old, new in zip(had, came, strict=True):
         for which in (0, 1):

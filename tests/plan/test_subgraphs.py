@@ -38,11 +38,11 @@ def test_any_moment_of_being_done(rule):
     while not plan.finished:
       for where in draw.sample(["integer", "float"], 2):
         if where not in running and (part := plan.take(where)) is not None:
-          assert part.where == where
+          assert part.processor == where
           running[where] = part
           order.append(part)
       assert running, "nothing runs and something is left"
-      plan.done(running.pop(draw.choice(sorted(running))))
+      plan.finish(running.pop(draw.choice(sorted(running))))
     check_order(order, chunks, layers)
 
 
@@ -96,5 +96,5 @@ def test_bad_input():
   )
   plan = Dispatcher(1, 1)
   part = plan.take("float")
-  plan.done(part)
-  refused(OptionError, lambda: plan.done(part), "once")
+  plan.finish(part)
+  refused(OptionError, lambda: plan.finish(part), "once")

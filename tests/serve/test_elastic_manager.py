@@ -104,7 +104,7 @@ class Cluster:
       at = 0
       for row in call.rows:
         size, first = len(call.members), 0
-        for m, count in row.kept:
+        for m, count in row.tokens_by_instance:
           kept = range(first, first + count)
           first += count
           if m == n and not call.striped:
@@ -142,7 +142,9 @@ class Cluster:
       each = {n: self.holds[n].get(row.request, set()) for n in call.members}
       there = sorted(p for held in each.values() for p in held)
       assert there == [*range(row.tokens - 1)]
-      assert dict(row.kept) == {n: len(x) for n, x in each.items() if x}
+      assert dict(row.tokens_by_instance) == {
+        n: len(x) for n, x in each.items() if x
+      }
 
   def kill(self, instance):
     if instance in self.holds:

@@ -642,18 +642,21 @@ def test_counted_reads(loaded):
   ready = np.full(32, 1024 + 64)
   plan = shared_tiles(table, ready, 16, 128, 100)
   shared = int(plan.count[0]) * 128
-  own = int((ready - plan.done[0] * 128).sum())
+  own = int((ready - plan.shared_counts[0] * 128).sum())
   assert (shared, own) == (1024, 32 * 64)
   assert shared + own == 3072
   # With pages of its own each row reads all that it looks at.
   apart = np.arange(table.size, dtype=np.int32).reshape(table.shape)
   plan = shared_tiles(apart, ready, 16, 128, 100)
   assert not plan.count.any() and not plan.cover.any()
-  assert int((ready - plan.done[0] * 128).sum()) == 34_816
+  assert int((ready - plan.shared_counts[0] * 128).sum()) == 34_816
   # A tile that differs ends what is shared, whatever follows.
   table[3, 0, 8] = 999
   plan = shared_tiles(table, ready, 16, 128, 100)
-  assert plan.done[0, 3] == 1 and (np.delete(plan.done[0], 3) == 8).all()
+  assert (
+    plan.shared_counts[0, 3] == 1
+    and (np.delete(plan.shared_counts[0], 3) == 8).all()
+  )
   assert not plan.cover[0, 1:8, 3].any()
 
 
@@ -663,9 +666,9 @@ def test_a_page_that_is_not_ready_is_not_read_together():
 
   table = np.array([[[4, 7]], [[4, 7]]], np.int32)
   plan = shared_tiles(table, np.array([4, 3]), 2, 2, 9)
-  assert plan.count.tolist() == [1] and plan.done.tolist() == [[1, 1]]
+  assert plan.count.tolist() == [1] and plan.shared_counts.tolist() == [[1, 1]]
   plan = shared_tiles(table, np.array([4, 4]), 2, 2, 9)
-  assert plan.count.tolist() == [2] and plan.done.tolist() == [[2, 2]]
+  assert plan.count.tolist() == [2] and plan.shared_counts.tolist() == [[2, 2]]
 
 
 @pytest.mark.slow

@@ -387,7 +387,7 @@ def test_bodies_with_tokens_that_may_not_come(engine, chat):
     TokenLogprobs(token=98, logprob=never, top=((97, never), (98, never))),
   ]
   handle.answers[0].finish = "length"
-  found = strict(json_text(model.whole(call, [handle])))
+  found = strict(json_text(model.complete_body(call, [handle])))
   logprobs = found["choices"][0]["logprobs"]
   if chat:
     own = [x["logprob"] for x in logprobs["content"]]
@@ -977,7 +977,7 @@ def test_shares_of_tenants():
   assert shares.take("b", 2) and not shares.take("b", 1)
   shares.give("a", 4)
   assert shares.take("b", 4) and not shares.take("a", 1)
-  assert (shares.taken("a"), shares.taken("b")) == (6, 6)
+  assert (shares.in_flight("a"), shares.in_flight("b")) == (6, 6)
   # More tenants than places: each may still ask for one answer.
   many = TenantShares(100, lambda: 4)
   assert all(many.take(str(n), 1) for n in range(100))

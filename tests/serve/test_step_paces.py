@@ -203,7 +203,7 @@ def test_drafts_of_few_rows_are_no_matter_of_those_of_many():
   for n in range(3000):
     size, live = (0, 1) if n % 2 else (3, ROWS)
     rows = np.arange(ROWS) < live
-    most = paces.most(size, rows=rows, live=live)
+    most = paces.draft_lengths(size, rows=rows, live=live)
     drafts[size] += bool(most.any())
     seconds = (1.2 if size == 0 else 4.0) if most.any() else PLAIN_S
     came = np.where(rows, 1 + np.minimum(most, 1), 0)
@@ -335,7 +335,7 @@ def test_pauses_at_any_time_change_no_token(
   def most(self, size=0, *, rows, **_):
     return 2 * rows * bool(draw.integers(0, 3) == 0)
 
-  monkeypatch.setattr(Paces, "most", most)
+  monkeypatch.setattr(Paces, "draft_lengths", most)
   at = check(
     model, mesh, np.random.default_rng(devices), 10, speculate=how, **options
   )
@@ -353,7 +353,7 @@ def test_a_draft_model_that_pauses_reads_what_it_missed(loaded, monkeypatch):
     # Two steps with drafts, and forty without.
     return 3 * rows * (len(calls) % 42 < 2)
 
-  monkeypatch.setattr(Paces, "most", most)
+  monkeypatch.setattr(Paces, "draft_lengths", most)
   at = engine(
     model,
     capacity=512,

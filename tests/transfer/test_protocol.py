@@ -75,7 +75,7 @@ BUGS = [
     (
       (
         "  if len(state.came) < len(state.reads):\n    return _ask(state)\n",
-        "  if state.asked < len(state.reads):\n    return _ask(state)\n",
+        "  if state.requested < len(state.reads):\n    return _ask(state)\n",
       ),
     ),
     "behind",

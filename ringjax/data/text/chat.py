@@ -216,11 +216,11 @@ class ChatTemplate:
   ) -> str:
     """The rendered text, with marks on what could form special tokens."""
     # All renderings have the same time.
-    now = now or datetime.datetime.now()
+    time = now or datetime.datetime.now()
     find = tokenizer.specials.pattern.findall
     # None where the template failed.
     specials = lambda text: find(text) if isinstance(text, str) else None
-    rendered = self._render([marks.plain(chat), marks.all(chat)], now)
+    rendered = self._render([marks.plain(chat), marks.all(chat)], time)
     plain, text = _text(rendered["texts"][0]), rendered["texts"][1]
     wanted = marks.unmark(plain)
     unmarks_to_wanted = lambda text: (
@@ -231,14 +231,14 @@ class ChatTemplate:
       # The template looks for words in the messages, which are left unmarked.
       variant = marks.all(chat, keep=rendered["literals"])
       first_specials = specials(text)
-      text = self._render([variant], now)["texts"][0]
+      text = self._render([variant], time)["texts"][0]
       safe = unmarks_to_wanted(text) and first_specials in (
         None,
         specials(text),
       )
     words = marks.words(chat)
     if safe and words is not None:
-      rendered_words = self._render([words], now)["texts"][0]
+      rendered_words = self._render([words], time)["texts"][0]
       safe = specials(rendered_words) == specials(text)
     if not safe:
       raise TemplateError(

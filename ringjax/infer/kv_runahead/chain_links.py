@@ -207,7 +207,7 @@ class Sender(LinkEnd):
     link = self.peers.link(self.neighbour)
     grant = np.zeros(1, np.uint8)
     for _ in self.layers:
-      self.peers.rest(lambda: bool(self.ready))
+      self.peers.wait_idle(lambda: bool(self.ready))
       layer, blocks = self.ready.popleft()
       first = layer.first_needed(self.end)
       parts = rows(blocks, first)

@@ -196,7 +196,7 @@ class LockstepPrefill:
         peers.tick(layer.number + 1)
       start_s = 0.0 if recorder is None else recorder.now()
       weights = programs.weights(layer)
-      x, fresh = programs.whole(layer.spec, weights, x, pos, seg, ids.size)
+      x, fresh = programs.full_layer(layer.spec, weights, x, pos, seg, ids.size)
       keys_values.append((fresh.k, fresh.v))
       jax.block_until_ready(x)
       if recorder is not None:
@@ -242,7 +242,7 @@ def interruptible(peers: Peers, work: Callable[[], Any]) -> Any:
     peers.wake()
 
   threading.Thread(target=target, daemon=True).start()
-  peers.rest(lambda: bool(outcome))
+  peers.wait_idle(lambda: bool(outcome))
   value, error = outcome[0]
   if error is None:
     return value

@@ -65,7 +65,7 @@ def measured(
         Span(
           name=f"{kind} {rank}.{layer}",
           kind=kind,
-          where=f"{rank}-{rank + 1}" if kind == "send" else device,
+          resource=f"{rank}-{rank + 1}" if kind == "send" else device,
           ready_s=start_s,
           start_s=start_s,
           end_s=end_s,

@@ -271,7 +271,7 @@ class _Reader:
           self.records.append(
             Span(name, part.name, device, begin_s, begin_s, end_s, end_s)
           )
-          self.plan.done(part)
+          self.plan.finish(part)
           self.changed.notify_all()
     except BaseException as error:
       with self.changed:

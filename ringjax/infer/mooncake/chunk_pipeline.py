@@ -660,7 +660,7 @@ class _ActivationSender(LinkEnd):
   def work(self) -> None:
     link = self.peers.link(self.neighbour)
     while True:
-      self.peers.rest(lambda: bool(self.ready) or self.over)
+      self.peers.wait_idle(lambda: bool(self.ready) or self.over)
       if not self.ready:
         break
       item = self.ready.popleft()
@@ -787,7 +787,7 @@ class _Worker:
   def _run(self) -> None:
     try:
       while True:
-        self.peers.rest(lambda: bool(self._ready))
+        self.peers.wait_idle(lambda: bool(self._ready))
         item = self._ready.popleft()
         if not item:
           return

@@ -215,7 +215,7 @@ class Paces:
     self._looked[row] = _PRIOR
     self._filled[row] = self._asked[row] = 1.0
 
-  def most(
+  def draft_lengths(
     self,
     size: int = 0,
     *,
@@ -303,7 +303,7 @@ class Paces:
       came: Number of new tokens, int [B].
       seconds: Duration; None if something was compiled meanwhile, so that the
         time predicts nothing.
-      size: Index of the group of steps, see `most`.
+      size: Index of the group of steps, see `draft_lengths`.
       behind: Number of tokens that a draft model had to read first; None for
         the tokens of the steps since the last draft.
       timed: Whether the seconds were measured; otherwise they are an estimate
@@ -362,7 +362,7 @@ class Paces:
     """Seconds of a round, or of an empty draft; None if unknown.
 
     Args:
-      size: Index of the group of steps, see `most`.
+      size: Index of the group of steps, see `draft_lengths`.
       empty: Whether to return the time of an empty draft.
     """
     times = self._sizes.get(size)

@@ -113,14 +113,16 @@ def verify(
   outcome = concluded(VERIFIERS[rule](sampler, nodes), nodes, left, stops)
   if snapshot is None:
     # Without drafted tokens there is only the root, which stays.
-    target_cache = target_cache.keep(outcome.kept) if count else target_cache
+    target_cache = (
+      target_cache.keep(outcome.kept_nodes) if count else target_cache
+    )
   else:
     # The draft is a chain, and its first tokens stay.
     reread = lambda cache_after: read(
-      cache_after.restore(snapshot), outcome.kept
+      cache_after.restore(snapshot), outcome.kept_nodes
     )[1]
     target_cache = lax.cond(
-      jnp.all(outcome.kept == real), lambda x: x, reread, target_cache
+      jnp.all(outcome.kept_nodes == real), lambda x: x, reread, target_cache
     )
   last = jnp.maximum(outcome.count - 1, 0)[:, None]
   token = jnp.take_along_axis(outcome.new, last, 1)[:, 0]
@@ -422,7 +424,9 @@ def speculated(
         session.keep_slack(slack)
         budget, used = session.cache.steps(), np.zeros(batch, int)
         continue
-      draft_limits = np.minimum(paces.most(), np.maximum(remaining - 1, 0))
+      draft_limits = np.minimum(
+        paces.draft_lengths(), np.maximum(remaining - 1, 0)
+      )
       draft_limits[[*undrafted.at]] = 0
       began, steps = clock(), max(1, paces.pause)
       draft = _nothing(batch)
@@ -510,13 +514,13 @@ class _Rows:
     return new_tokens
 
   def add(
-    self, new: np.ndarray, count: np.ndarray, done: np.ndarray
+    self, new: np.ndarray, count: np.ndarray, stopped: np.ndarray
   ) -> np.ndarray:
     """Adds new tokens; returns the rows that the caller then ends, bool [B]."""
     last = new[np.arange(len(count)), np.maximum(count - 1, 0)]
     at = self._pos + self.sizes + count - 1
     not_finite = self._marked.note(last, at, count > 0)
-    count, done = count - not_finite, done | not_finite
+    count, stopped = count - not_finite, stopped | not_finite
     for n in range(int(count.max())):
       rows = n < count
       at = self.sizes[rows] + n
@@ -524,7 +528,7 @@ class _Rows:
       token = np.where(rows, new[:, n], 0)
       self._session.say(token, self._pos + self.sizes + n, rows)
     self.sizes += count.astype(np.int32)
-    self.live &= ~done & (self.sizes < self._count)
+    self.live &= ~stopped & (self.sizes < self._count)
     ended_by_caller = np.zeros(len(count), bool)
     if self._ending.watches:
       sizes_before = self.sizes.copy()

@@ -71,12 +71,12 @@ class Verdict(NamedTuple):
   """Decision of an acceptance rule.
 
   Fields:
-    kept: Path of accepted nodes from the root on, bool [B, N].
+    accepted_nodes: Path of accepted nodes from the root on, bool [B, N].
     chosen: The target's own token after the last of these, or `NOT_FINITE`,
       int32 [B].
   """
 
-  kept: Bool[Array, "B N"]
+  accepted_nodes: Bool[Array, "B N"]
   chosen: Int[Array, " B"]
 
 
@@ -174,13 +174,13 @@ class Round(NamedTuple):
   Fields:
     new: New tokens in order, int32 [B, N]; the last may be `NOT_FINITE`.
     count: Number of new tokens, int32 [B].
-    kept: Nodes that stay in the cache, bool [B, N].
+    kept_nodes: Nodes that stay in the cache, bool [B, N].
     stopped: Whether the last new token is a stop id or `NOT_FINITE`, bool [B].
   """
 
   new: Int[Array, "B N"]
   count: Int[Array, " B"]
-  kept: Bool[Array, "B N"]
+  kept_nodes: Bool[Array, "B N"]
   stopped: Bool[Array, " B"]
 
 
@@ -191,7 +191,7 @@ def concluded(
   stops: Int[Array, " n"],
 ) -> Round:
   """New tokens of a verdict up to a stop id, at most `left`."""
-  kept_nodes = verdict.kept & nodes.real
+  kept_nodes = verdict.accepted_nodes & nodes.real
   batch, width = kept_nodes.shape
   rank = jnp.cumsum(kept_nodes, 1, dtype=jnp.int32) - 1
   total = rank[:, -1:] + 1

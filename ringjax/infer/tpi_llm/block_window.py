@@ -116,7 +116,7 @@ class BlockWindow:
     """
     self.window = layout.window
     self._read, self._nbytes, self._times = read, layout.nbytes, times
-    self._order, self._kept = layout.order, layout.kept
+    self._order, self._kept = layout.order, layout.kept_blocks
     self._changed = threading.Condition()
     self._ready: dict[int, Any] = {}
     self._held: collections.Counter[int] = collections.Counter()

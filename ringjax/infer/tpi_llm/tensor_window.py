@@ -419,7 +419,7 @@ class _RankBlocks:
       sent_bytes=sent_bytes,
       rss_bytes=_peak_rss_bytes(),
       block_names=tuple(block.name for block in self.blocks),
-      kept=tuple(sorted(self.layout.kept)),
+      kept=tuple(sorted(self.layout.kept_blocks)),
       pass_bytes=self.layout.pass_bytes,
       reads_s=times.means("read", blocks),
       disk_s=times.means("disk", blocks),

@@ -25,7 +25,7 @@ class TextModel:
   Attributes:
     type: The `model_type` of a text model with the same computation.
     architecture: Name of that model's class in transformers.
-    said: The `model_type` that `text_config` has; default: `type`.
+    text_model_type: The `model_type` that `text_config` has; default: `type`.
     defaults: Values of keys that a `text_config` leaves out.
     renamed: A key of `text_config` -> the keys of the other model for it.
     fixed: Values that hold whatever the `text_config` says.
@@ -38,7 +38,7 @@ class TextModel:
 
   type: str
   architecture: str
-  said: str = ""
+  text_model_type: str = ""
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   renamed: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)

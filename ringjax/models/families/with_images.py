@@ -187,7 +187,7 @@ _SMOL = dataclasses.replace(
 )
 _EMU3 = TextModel(
   type="llama",
-  said="emu3_text_model",
+  text_model_type="emu3_text_model",
   architecture="LlamaForCausalLM",
   defaults=_sizes(
     184622,
@@ -204,7 +204,7 @@ _EMU3 = TextModel(
 # Layers that attend to images do not run without an image.
 _MLLAMA = TextModel(
   type="llama",
-  said="mllama_text_model",
+  text_model_type="mllama_text_model",
   architecture="LlamaForCausalLM",
   defaults=_sizes(
     128256,
@@ -250,7 +250,7 @@ _QWEN2_VL = dataclasses.replace(
 )
 _QWEN2_5_OMNI = dataclasses.replace(
   _QWEN2,
-  said="qwen2_5_omni_text",
+  text_model_type="qwen2_5_omni_text",
   defaults=_sizes(
     152064, 3584, 18944, 28, 28, 32768, num_key_value_heads=4, rope_theta=1e6
   ),
@@ -262,12 +262,12 @@ _QWEN3 = TextModel(
 )
 _QWEN3_VL = dataclasses.replace(
   _QWEN3,
-  said="qwen3_vl_text",
+  text_model_type="qwen3_vl_text",
   defaults=_sizes(151936, 4096, 22016, 32, 32, 128000, rope_theta=5e5),
 )
 _QWEN3_VL_MOE = TextModel(
   type="qwen3_moe",
-  said="qwen3_vl_moe_text",
+  text_model_type="qwen3_vl_moe_text",
   architecture="Qwen3MoeForCausalLM",
   defaults=_sizes(
     151936,
@@ -300,7 +300,7 @@ _QWEN3_VL_MOE = TextModel(
 )
 _QWEN3_OMNI = TextModel(
   type="qwen3_moe",
-  said="qwen3_omni_moe_text",
+  text_model_type="qwen3_omni_moe_text",
   architecture="Qwen3MoeForCausalLM",
   defaults=_sizes(
     3584,
@@ -341,7 +341,7 @@ _GEMMA2 = dataclasses.replace(
 )
 _GEMMA4_UNIFIED = TextModel(
   type="gemma4_text",
-  said="gemma4_unified_text",
+  text_model_type="gemma4_unified_text",
   architecture="Gemma4ForCausalLM",
   defaults=_sizes(
     262144,
@@ -359,13 +359,13 @@ _GEMMA4_UNIFIED = TextModel(
 )
 _GRANITE4 = TextModel(
   type="granite",
-  said="granite4_vision_text",
+  text_model_type="granite4_vision_text",
   architecture="GraniteForCausalLM",
   defaults=_sizes(32000, 4096, 11008, 32, 32, 2048),
 )
 _GRANITE_DOCLING = dataclasses.replace(
   _GRANITE4,
-  said="granite_docling_text",
+  text_model_type="granite_docling_text",
   defaults=_sizes(
     133800,
     1024,
@@ -383,11 +383,11 @@ _GRANITE_DOCLING = dataclasses.replace(
 )
 # The head is not the text model's own: its logits are not divided.
 _GRANITE_UNDIVIDED = dataclasses.replace(
-  _GRANITE4, said="granite", fixed={"logits_scaling": 1.0}
+  _GRANITE4, text_model_type="granite", fixed={"logits_scaling": 1.0}
 )
 _GLM4V = TextModel(
   type="glm4",
-  said="glm4v_text",
+  text_model_type="glm4v_text",
   architecture="Glm4ForCausalLM",
   defaults=_sizes(
     151552,
@@ -405,7 +405,7 @@ _GLM4V = TextModel(
 )
 _GLM_OCR = dataclasses.replace(
   _GLM4V,
-  said="glm_ocr_text",
+  text_model_type="glm_ocr_text",
   defaults={
     **_GLM4V.defaults,
     **_sizes(59392, 1024, 4096, 16, 16, 131072, num_key_value_heads=8),
@@ -414,7 +414,7 @@ _GLM_OCR = dataclasses.replace(
 )
 _GLM4V_MOE = TextModel(
   type="glm4_moe",
-  said="glm4v_moe_text",
+  text_model_type="glm4v_moe_text",
   architecture="Glm4MoeForCausalLM",
   defaults=_sizes(
     151424,
@@ -437,14 +437,14 @@ _GLM4V_MOE = TextModel(
 )
 _HUNYUAN = TextModel(
   type="hunyuan_v1_dense",
-  said="hunyuan_vl_text",
+  text_model_type="hunyuan_vl_text",
   architecture="HunYuanDenseV1ForCausalLM",
   defaults=_sizes(290943, 4096, 11008, 32, 32, 2048),
 )
 # An ERNIE 4.5 whose rotation pairs dims of two halves, as Llama's does.
 _PADDLE = TextModel(
   type="llama",
-  said="paddleocr_vl_text",
+  text_model_type="paddleocr_vl_text",
   architecture="LlamaForCausalLM",
   defaults=_sizes(
     103424,
@@ -490,7 +490,8 @@ def _qwen2_vl(kind: str) -> Wrapper:
   """Qwen2-VL's models; files of 2024 are flat, and their text has that type."""
   text_types = (f"{kind}_text", kind)
   texts = (
-    dataclasses.replace(_QWEN2_VL, said=text_type) for text_type in text_types
+    dataclasses.replace(_QWEN2_VL, text_model_type=text_type)
+    for text_type in text_types
   )
   return _around(kind, *texts, flat=True)
 

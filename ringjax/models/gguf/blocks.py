@@ -34,7 +34,7 @@ class BlockType:
     group: Numbers that share a step.
     levels: Level of each code of 4 bits; None: codes are levels, of 8 bits.
     step: Narrowest dtype that holds every step.
-    least: Narrowest dtype that holds every least number; None: without them.
+    minimum: Narrowest dtype that holds every least number; None: without them.
     parts: Function of the bytes of blocks that returns their codes, steps and
       least numbers.
   """
@@ -45,7 +45,7 @@ class BlockType:
   group: int
   levels: tuple[int, ...] | None
   step: str
-  least: str | None
+  minimum: str | None
   parts: Callable[[_Bytes], _Parts]
 
   def split(self, raw: UInt8[Array, "*lead bytes"]) -> _Parts:
@@ -227,7 +227,7 @@ def _type(
 ) -> BlockType:
   return BlockType(
     name=name, size=size, nbytes=nbytes, group=group, levels=levels, step=step,
-    least=least, parts=parts,
+    minimum=least, parts=parts,
   )  # fmt: skip
 
 

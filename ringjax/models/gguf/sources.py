@@ -104,31 +104,35 @@ class Source:
     shape: Shape of the resulting tensor.
     index: Index in the first axis of the file's tensor, or None.
     change: Change of the numbers, before they are reshaped; or None.
-    other: A tensor whose last axis alternates with that of the first one, or
-      None.
+    interleaved: A tensor whose last axis alternates with that of the first one,
+      or None.
   """
 
   name: str
   shape: tuple[int, ...]
   index: int | None = None
   change: Change | None = None
-  other: str | None = None
+  interleaved: str | None = None
 
   @property
   def names(self) -> tuple[str, ...]:
     """Names of the file's tensors that it is made of."""
-    return (self.name,) if self.other is None else (self.name, self.other)
+    return (
+      (self.name,)
+      if self.interleaved is None
+      else (self.name, self.interleaved)
+    )
 
   def floats(self, files: GgufFiles) -> Float[np.ndarray, ...]:
     """The numbers, float32."""
-    return self.made([files.floats(x, self.index) for x in self.names])
+    return self.assemble([files.floats(x, self.index) for x in self.names])
 
-  def made(self, parts: list[Any]) -> Any:
+  def assemble(self, parts: list[Any]) -> Any:
     """The tensor, from the numbers of its parts, on the host or on devices."""
     xp = np if isinstance(parts[0], np.ndarray) else jnp
     if self.change is not None:
       parts = [self.change(x) for x in parts]
-    x = parts[0] if self.other is None else xp.stack(parts, -1)
+    x = parts[0] if self.interleaved is None else xp.stack(parts, -1)
     return x.reshape(self.shape)
 
 

@@ -195,9 +195,9 @@ def _laid_out(
   groups = inner // layout.group
   per_group = lambda x: jnp.repeat(x, splits, -1).swapaxes(-1, -2)
   flat = [codes, per_group(step).astype(layout.step)]
-  if layout.least is not None:
+  if layout.minimum is not None:
     zeros = jnp.zeros_like(step) if minima is None else minima
-    flat.append(per_group(zeros).astype(layout.least))
+    flat.append(per_group(zeros).astype(layout.minimum))
   return [
     x.reshape(*lead, groups, *x.shape[len(lead) + 1 : -1], *outputs)
     for x in flat
@@ -209,13 +209,13 @@ def _layout(kinds: Iterable[BlockType]) -> BlockLayout:
   kinds = list(kinds)
   levels = {kind.levels for kind in kinds}
   steps = {kind.step for kind in kinds}
-  minimum_types = {kind.least for kind in kinds} - {None}
+  minimum_types = {kind.minimum for kind in kinds} - {None}
   common_dtype = lambda names: names.pop() if len(names) == 1 else "float32"
   return BlockLayout(
     group=min(kind.group for kind in kinds),
     levels=levels.pop() if len(levels) == 1 else None,
     step=common_dtype(steps),
-    least=common_dtype(minimum_types) if minimum_types else None,
+    minimum=common_dtype(minimum_types) if minimum_types else None,
   )
 
 
@@ -376,7 +376,7 @@ def _coded(
 
 
 def _parts(layout: BlockLayout) -> tuple[str, ...]:
-  return ("codes", "step") if layout.least is None else (
+  return ("codes", "step") if layout.minimum is None else (
     "codes", "step", "least",
   )  # fmt: skip
 
@@ -390,7 +390,7 @@ def _module(linear: Linear, layout: BlockLayout) -> BlockCodesLinear:
   groups = math.prod(inputs) // layout.group
   make: Any = jax.ShapeDtypeStruct
   lead = (*shape[:first], groups)
-  least_dtype = layout.least
+  least_dtype = layout.minimum
   return BlockCodesLinear(
     linear,
     layout,

@@ -81,16 +81,16 @@ class StoredPart:
   wanted: DTypeLike | None = None
 
   @property
-  def whole(self) -> tuple[int, ...]:
+  def full_shape(self) -> tuple[int, ...]:
     """Shape of the unsharded array."""
     return (len(self.names), *self.shape) if self.stacked else self.shape
 
   def local(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Shape of a shard, by the sizes of the mesh's axes."""
-    cuts = self.cuts or (None,) * len(self.whole)
+    cuts = self.cuts or (None,) * len(self.full_shape)
     return tuple(
       n if cut is None else n // sizes[cut]
-      for n, cut in zip(self.whole, cuts, strict=True)
+      for n, cut in zip(self.full_shape, cuts, strict=True)
     )
 
   @property
@@ -106,7 +106,7 @@ class _Entry:
   nbytes: int
   arrays: tuple[np.ndarray, ...] | None = None
   error: Exception | None = None
-  done: bool = False
+  finished: bool = False
   dropped: bool = False
   used: int = 0
 
@@ -206,7 +206,7 @@ class LayerReader:
       if is_new:
         self._fill(key, entry, demanded=True)
       with self._changed:
-        while not entry.done:
+        while not entry.finished:
           if not self._changed.wait(1.0) and self.waiting is not None:
             waited = time.monotonic() - start
             self.waiting(f"layer {number} from disk for {waited:.0f} s so far")
@@ -244,7 +244,7 @@ class LayerReader:
     with self._changed:
       self._wanted.clear()
       for key, entry in list(self._entries.items()):
-        if entry.done:
+        if entry.finished:
           del self._entries[key]
 
   def _ahead(self) -> bool:
@@ -280,7 +280,7 @@ class LayerReader:
       entry.error = error
       self._count(-entry.nbytes)
     with self._changed:
-      entry.done = True
+      entry.finished = True
       self._changed.notify_all()
 
   def _room(self, key: Any, entry: _Entry, *, demanded: bool) -> bool:
@@ -288,7 +288,7 @@ class LayerReader:
     start = time.monotonic()
     with self._changed:
       while self.held_bytes + entry.nbytes > self.limit_bytes:
-        ready = [k for k, x in self._entries.items() if x.done]
+        ready = [k for k, x in self._entries.items() if x.finished]
         used_up = [k for k in ready if self._entries[k].used >= self.users]
         dropped = next(iter(used_up + (ready if demanded else [])), None)
         if dropped is not None:
@@ -298,7 +298,7 @@ class LayerReader:
         if not demanded and (ready or not waiting):
           # Layers that others have read ahead stay until they are used.
           del self._entries[key]
-          entry.done = entry.dropped = True
+          entry.finished = entry.dropped = True
           self._changed.notify_all()
           return False
         if not waiting:
@@ -341,12 +341,12 @@ class LayerReader:
   ) -> None:
     """Reads a shard of a part."""
     place = dict(zip(self.sizes, at, strict=True))
-    cuts = part.cuts or (None,) * len(part.whole)
+    cuts = part.cuts or (None,) * len(part.full_shape)
     box = [
       slice(0, n)
       if cut is None
       else slice(place[cut] * m, (place[cut] + 1) * m)
-      for n, m, cut in zip(part.whole, out.shape, cuts, strict=True)
+      for n, m, cut in zip(part.full_shape, out.shape, cuts, strict=True)
     ]
     if not part.stacked:
       self._boxes.read(part.names[0], out, box)

@@ -155,15 +155,15 @@ class SwappedAxes:
 
 @dataclasses.dataclass(frozen=True)
 class FirstRows:
-  """A form whose tensor has `more` extra rows at its end: zeros when joined."""
+  """A form whose tensor has `extra_rows` more at its end: zeros when joined."""
 
   form: Reshape
-  more: int
+  extra_rows: int
 
   @property
   def stored(self) -> tuple[int, ...]:
     rows, *row_shape = self.form.stored
-    return (rows + self.more, *row_shape)
+    return (rows + self.extra_rows, *row_shape)
 
   def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
     return self.form.split(x[: self.form.stored[0]])
@@ -171,7 +171,7 @@ class FirstRows:
   def join(self, parts: tuple[Any, ...]) -> Any:
     x = self.form.join(parts)
     xp = np if isinstance(x, np.ndarray) else jnp
-    padding = xp.zeros((self.more, *self.form.stored[1:]), x.dtype)
+    padding = xp.zeros((self.extra_rows, *self.form.stored[1:]), x.dtype)
     return _concatenate([x, padding], 0)
 
   def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -119,7 +119,7 @@ class WindowLayout:
     return tuple(k for k, n in enumerate(self.nbytes) if n)
 
   @property
-  def kept(self) -> frozenset[int]:
+  def kept_blocks(self) -> frozenset[int]:
     """The blocks that stay once they are read."""
     passing = [k for k in self.order if k not in self.beside]
     if self.window is None or len(passing) <= self.window:
@@ -129,5 +129,5 @@ class WindowLayout:
   @property
   def pass_bytes(self) -> int:
     """Bytes that each pass reads, after the first one."""
-    resident = self.kept
+    resident = self.kept_blocks
     return sum(n for k, n in enumerate(self.nbytes) if k not in resident)

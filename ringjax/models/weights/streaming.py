@@ -183,7 +183,7 @@ class _Group:
       self.form,
       self.paths,
       self.specs,
-      tuple((x.whole, x.dtype, x.stacked) for x in self.pieces),
+      tuple((x.full_shape, x.dtype, x.stacked) for x in self.pieces),
     )
 
   def parts(self, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

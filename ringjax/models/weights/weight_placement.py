@@ -108,13 +108,13 @@ def as_bytes(given: object, name: str = "memory") -> int:
   Raises:
     OptionError: If it is not a positive number of bytes.
   """
-  if isinstance(given, int | np.integer) and not isinstance(given, bool):
-    given = f"{given}"
-  match = _SIZE.fullmatch(given.strip()) if isinstance(given, str) else None
+  is_int = isinstance(given, int | np.integer) and not isinstance(given, bool)
+  text = f"{given}" if is_int else given
+  match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
   unit = match[2].lower() if match else ""
   if match is None or (match[3] and not unit) or not float(match[1]):
     raise OptionError(
-      name, repr(given), "a number of bytes", f'write {name}="6GiB"'
+      name, repr(text), "a number of bytes", f'write {name}="6GiB"'
     )
   scale = _BINARY[unit] if match[3] else _UNITS[unit]
   return max(1, int(fractions.Fraction(match[1]) * scale))

@@ -276,7 +276,7 @@ class LatentLayer(nnx.Module):
     # A value is the first part of its key: weighing whole keys and slicing
     # the sum avoids a copy of all keys.
     views = cache.views(apart=tokens.tree is not None)
-    keys = _Keys(found=tuple(view.keys_alone() for view in views))
+    keys = _Keys(key_views=tuple(view.keys_alone() for view in views))
     q = self._row_queries(q_plain, q_turned)
     attended = attend(q, tokens, keys, spec.mask, extras)[..., : spec.latent]
     return jnp.einsum(
@@ -289,7 +289,7 @@ class _Keys:
   """Keys and values derived from those of the call, or of its cache."""
 
   fresh: Any = None
-  found: tuple[KVView, ...] = ()
+  key_views: tuple[KVView, ...] = ()
   slots: Any = ()
 
   def append(self, k: jax.Array, v: jax.Array, at: Any, rotation: Any) -> _Keys:
@@ -300,4 +300,4 @@ class _Keys:
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
     del apart
-    return self.found
+    return self.key_views

@@ -40,13 +40,13 @@ class BlockLayout:
     levels: Number that each code of 4 bits stands for, 16 of them in -127 to
       127; None: codes are these numbers, of 8 bits.
     step: Dtype of steps.
-    least: Dtype of the number that is added to a group, None for none.
+    minimum: Dtype of the number that is added to a group, None for none.
   """
 
   group: int
   levels: tuple[int, ...] | None
   step: str
-  least: str | None = None
+  minimum: str | None = None
 
   @property
   def rows(self) -> int:

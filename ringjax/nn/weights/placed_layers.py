@@ -104,7 +104,7 @@ class DiskLayers:
       mesh: Mesh of the weights, or None.
       spec: Sharding of `after` over the mesh.
     """
-    after = lax.stop_gradient(after)
+    barrier = lax.stop_gradient(after)
     fill_nan = mesh is not None
 
     def call(which: Any, at: Any, _: Any) -> tuple[Any, ...]:
@@ -137,16 +137,16 @@ class DiskLayers:
         vmap_method="sequential",
       )
 
-    which = jnp.asarray(which, jnp.int32)
+    index = jnp.asarray(which, jnp.int32)
     if mesh is None:
-      return self.weights(local(which, after))
+      return self.weights(local(index, barrier))
     arrays = jax.shard_map(
       local,
       mesh=mesh,
       in_specs=(P(), spec),
       out_specs=self.specs,
       check_vma=False,
-    )(which, after)
+    )(index, barrier)
     return self.weights(arrays)
 
 

@@ -334,7 +334,7 @@ def _jitted_on_mesh(
   # An axis of one device shards nothing, and kernels need all axes manual.
   single = {name for name, size in mesh.shape.items() if size == 1}
   names = explicit | single | {*place.names, *place.batch, *place.heads}
-  if place.whole:
+  if place.fully_manual:
     names |= {*mesh.axis_names} - collectives.manual_axes()
   out, lse = jax.shard_map(
     lambda x: _per_shard(x, place, strategy, lengths),

@@ -51,7 +51,7 @@ class Tail(NamedTuple):
 
     return cls(jax.tree.map(pick, x), pick(seg))
 
-  def then(self, other: Tail) -> Tail:
+  def append(self, other: Tail) -> Tail:
     """Append the tokens of a later tail and keep the last n."""
     n = self.seg.shape[1]
     joined = jax.tree.map(
@@ -77,7 +77,7 @@ def tails(
   n = before.seg.shape[1]
   own_tail = Tail.of(x, seg, n)
   if axis is None:
-    return before, before.then(own_tail)
+    return before, before.append(own_tail)
   all_tails = collectives.gather(own_tail, axis, 1)
   shard_index = collectives.axis_index(axis)
   if n <= (seg.shape[1] if least is None else least):
@@ -92,10 +92,10 @@ def tails(
     earlier = Tail.of(
       all_tails.x, jnp.where(shard < shard_index, all_tails.seg, 0), n
     )
-  final_tail = before.then(Tail.of(*all_tails, n))
+  final_tail = before.append(Tail.of(*all_tails, n))
   first = lambda x: jnp.where(shard_index == 0, x, jnp.zeros_like(x))
   return (
-    before.then(earlier),
+    before.append(earlier),
     collectives.total(jax.tree.map(first, final_tail), axis),
   )
 

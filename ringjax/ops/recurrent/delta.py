@@ -154,7 +154,7 @@ class _Chunks(NamedTuple):
   Fields:
     k: Keys, [c, B, C, K, H]; with decays by row, keys times their decay up to
       the end of the chunk, [c, B, K, G, C, H].
-    kept: Decays D, [c, B, K, G, C, C]; None with decays by row.
+    decays: Decays D, [c, B, K, G, C, C]; None with decays by row.
     fade: Decay of the state before the chunk, [c, B, K, G, C], or [c, B, K, G,
       C, H].
     values: T beta V, [c, B, K, G, C, J]; beta V without correction.
@@ -162,7 +162,7 @@ class _Chunks(NamedTuple):
   """
 
   k: jax.Array
-  kept: jax.Array | None
+  decays: jax.Array | None
   fade: jax.Array
   values: jax.Array
   keys: jax.Array | None
@@ -307,10 +307,10 @@ def _advance(
   A state may have more columns than values: their values are 0.
   """
   extra_columns = state.shape[-1] - x.values.shape[-1]
-  if x.kept is None:
+  if x.decays is None:
     decays, fade = None, x.fade[..., -1, :]
   else:
-    decays, fade = x.kept[..., -1, :, None], x.fade[..., -1, None]
+    decays, fade = x.decays[..., -1, :, None], x.fade[..., -1, None]
 
   def step(state: jax.Array, chunk: tuple) -> tuple[jax.Array, Any]:
     k, chunk_decays, fade, values, keys = chunk
@@ -334,7 +334,7 @@ def _block(
   """State after a block, and its outputs [c, B, K, G, C, J]."""
   chunks = _prepare(x, correct)
   state, (states_before, u) = _advance(state, chunks)
-  if chunks.kept is None:
+  if chunks.decays is None:
     decay = jnp.moveaxis(x.decay, 2, 4)
     q, k = (_per_head(a, decay.dtype) for a in (x.q, x.k))
     weights = _decayed_products(*jnp.broadcast_arrays(q, k, decay))
@@ -345,7 +345,7 @@ def _block(
     return state, (within_chunk + from_state).astype(x.v.dtype)
   query_products = product("cbtkh,cbskh->cbkts", x.q, x.k)[:, :, :, None]
   within_chunk = product(
-    "cbkgts,cbkgsj->cbkgtj", query_products * chunks.kept, u
+    "cbkgts,cbkgsj->cbkgtj", query_products * chunks.decays, u
   )
   from_state = product(
     "cbtkh,cbkghj->cbkgtj", x.q.astype(states_before.dtype), states_before

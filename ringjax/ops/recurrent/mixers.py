@@ -86,15 +86,16 @@ def causal_conv(
     bias = sequence.floats("bias", as_array("bias", bias))
     sequence.check_shape("bias", bias, (channels,))
   taps = weight.shape[1]
+  previous = None
   if before is not None:
-    before = sequence.floats("before", as_array("before", before))
-    sequence.check_shape("before", before, (x.shape[0], taps - 1, channels))
+    previous = sequence.floats("before", as_array("before", before))
+    sequence.check_shape("before", previous, (x.shape[0], taps - 1, channels))
   seg = sequence.documents(segment_ids, x)
   split_operands = (x,) if seg is None else (x, seg)
   place, layout = sequence.sharding_and_layout(
     split_operands, "x", mesh, axis, layout, False
   )
-  if before is not None and place.size > 1 and not sequence.in_order(layout):
+  if previous is not None and place.size > 1 and not sequence.in_order(layout):
     raise OptionError(
       "before",
       f"tokens that precede, in the layout {layout}",
@@ -102,7 +103,7 @@ def causal_conv(
       "leave it out for sequences that begin here",
     )
   (y,) = sequence.run(
-    _Conv(), place, layout, (x, weight, bias, seg, before),
+    _Conv(), place, layout, (x, weight, bias, seg, previous),
     ("btc", "cW", "c", "bt", "bWc"), ("btc",),
   )  # fmt: skip
   return y
@@ -153,15 +154,18 @@ def _tail_before(
   n: int,
 ) -> Tail:
   """Tail of the n tokens that precede this shard's."""
+  previous = before
   if before is None:
-    before = collectives.zeros((x.shape[0], n, x.shape[2]), x.dtype, x)
+    previous = collectives.zeros((x.shape[0], n, x.shape[2]), x.dtype, x)
     first = jnp.zeros_like(seg[:, :1])
   elif given_seg is None:
     first = jnp.ones_like(seg[:, :1])
   else:
     first = _first_document(seg, shards.axis)
   axes = collectives.varying_axes(x, seg)
-  tail = Tail(before.astype(x.dtype), jnp.broadcast_to(first, before.shape[:2]))
+  tail = Tail(
+    previous.astype(x.dtype), jnp.broadcast_to(first, previous.shape[:2])
+  )
   tail = collectives.vary(tail, axes)
   # Only shards that others follow have to hold enough tokens.
   counts = shards.counts[: int(np.flatnonzero(shards.counts)[-1])]

@@ -345,7 +345,7 @@ class _Recurrence:
 
   reverse: bool
   gathered: bool
-  wide: str
+  state_dtype: str
 
   def __call__(
     self,
@@ -368,11 +368,13 @@ class _Recurrence:
       a = jnp.where(sequence.beside(real, a), a, 1)
       b = jnp.where(sequence.beside(real, b), b, 0)
     if initial is None:
-      initial = jnp.zeros((b.shape[0], *b.shape[2:]), self.wide)
-    start = initial.astype(self.wide)[:, None]
+      initial = jnp.zeros((b.shape[0], *b.shape[2:]), self.state_dtype)
+    start = initial.astype(self.state_dtype)[:, None]
     axes = collectives.varying_axes(a, b, start)
     a, b, start = collectives.vary((a, b, start), axes)
-    rule = _Rule(axis, shards.size, self.reverse, self.gathered, self.wide)
+    rule = _Rule(
+      axis, shards.size, self.reverse, self.gathered, self.state_dtype
+    )
     h, end = _recur(rule, a, b, start)
     if real is not None:
       h = jnp.where(sequence.beside(real, h), h, 0)
@@ -391,7 +393,7 @@ class _Rule:
   size: int
   reverse: bool
   gathered: bool
-  wide: str
+  state_dtype: str
 
   @property
   def first(self) -> Any:
@@ -414,7 +416,7 @@ def _recur_fwd(
   rule: _Rule, a: jax.Array, b: jax.Array, start: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
   h, arrived = _scan_tokens(
-    rule, a.astype(rule.wide), b.astype(rule.wide), start
+    rule, a.astype(rule.state_dtype), b.astype(rule.state_dtype), start
   )
   narrow = h.astype(b.dtype)
   return (narrow, _last_h(h, rule.reverse)), (a, narrow, arrived)
@@ -425,7 +427,7 @@ def _recur_bwd(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   a, h, h_before = saved
   dh, dend = cotangents
-  widen = lambda x: x.astype(rule.wide)
+  widen = lambda x: x.astype(rule.state_dtype)
   reversed_rule = dataclasses.replace(rule, reverse=not rule.reverse)
   # m_t = a_t (dh_t + m_{t+1}) is passed on to the token before; the gradient of
   # a token's h is dh_t + m_{t+1}.

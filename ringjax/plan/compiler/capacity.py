@@ -93,18 +93,20 @@ def largest(
         low, min(round_down(min(guess, 0.95 * num_tokens)), num_tokens - unit)
       )
       continue
-    least = best_fit[0] + unit
-    if not failures or failures[-1][0] <= max(best_fit[0] * (1 + part), least):
+    min_tokens = best_fit[0] + unit
+    if not failures or failures[-1][0] <= max(
+      best_fit[0] * (1 + part), min_tokens
+    ):
       break
     # Between the fit and the failure, by the line through both.
     bound, need_bound = failures[-1]
-    num_tokens = max(round_down(best_fit[0] * (1 + part)), least)
+    num_tokens = max(round_down(best_fit[0] * (1 + part)), min_tokens)
     if need_bound > best_fit[1]:
       room = (limit - best_fit[1]) / (need_bound - best_fit[1])
       line = best_fit[0] + room * (bound - best_fit[0])
       num_tokens = max(num_tokens, round_down(line / math.sqrt(1 + part)))
     if num_tokens >= bound:
-      num_tokens = max(round_down(math.sqrt(best_fit[0] * bound)), least)
+      num_tokens = max(round_down(math.sqrt(best_fit[0] * bound)), min_tokens)
   return LargestContext(
     tokens=best_fit[0],
     needed_bytes=best_fit[1],

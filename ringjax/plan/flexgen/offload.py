@@ -344,7 +344,7 @@ def _too_large(
   """Make the error that says what does not fit of the smallest block."""
   affine_forms = offload_costs.forms(shape, machine, task, rows, batches)
   limit = machine.tier_bytes()
-  need, room = sum(affine_forms.kept.values()), sum(limit.values())
+  need, room = sum(affine_forms.final_bytes.values()), sum(limit.values())
   got = f"{_size(need)} of weights, cache and hidden states"
   want = f"{_size(room)} in all tiers"
   if need <= room:

@@ -234,12 +234,12 @@ class OffloadForms:
     times: Seconds by phase ("prefill", "decode", "head") and part: of a layer
       over all rows of a block, for the prompt and for a token; of the head.
     peaks: (tier, phase, step, form): bytes that must be there at once.
-    kept: Total bytes at the end by kind, in all tiers.
+    final_bytes: Total bytes at the end by kind, in all tiers.
   """
 
   times: Mapping[str, Mapping[str, Affine]]
   peaks: tuple[tuple[str, str, str, Affine], ...]
-  kept: Mapping[str, float]
+  final_bytes: Mapping[str, float]
 
 
 def forms(
@@ -522,8 +522,8 @@ class OffloadEstimate:
     prefill: Seconds of a layer by part, for prompts.
     decode: Seconds of a layer by part, for a token of each row.
     binds: Limiting parts of each phase, "prefill" and "decode".
-    held: Bytes by tier and kind at the end, with hidden states of one token of
-      each row.
+    final_bytes: Bytes by tier and kind at the end, with hidden states of one
+      token of each row.
     peak: Largest bytes by tier.
     limit: Bytes that may be filled, by tier.
   """
@@ -534,7 +534,7 @@ class OffloadEstimate:
   prefill: Mapping[str, float]
   decode: Mapping[str, float]
   binds: Mapping[str, str]
-  held: Mapping[str, Mapping[str, float]]
+  final_bytes: Mapping[str, Mapping[str, float]]
   peak: Mapping[str, float]
   limit: Mapping[str, float]
 
@@ -601,9 +601,9 @@ def estimate(
     prefill=parts["prefill"],
     decode=parts["decode"],
     binds={phase: binds[phase] for phase in ("prefill", "decode")},
-    held={
+    final_bytes={
       tier: {
-        kind: affine_forms.kept[kind] * getattr(policy, kind)[i]
+        kind: affine_forms.final_bytes[kind] * getattr(policy, kind)[i]
         for kind in KINDS
       }
       for i, tier in enumerate(TIERS)

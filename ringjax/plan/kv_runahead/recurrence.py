@@ -52,7 +52,7 @@ class Operation(NamedTuple):
   Fields:
     name: Unique name; "{}" in it stands for the layer's number.
     kind: Group, for pictures and sums.
-    where: Device or link; "" for neither.
+    resource: Device or link; "" for neither.
     seconds: Duration.
     after: Operations whose results it needs.
     behind: Operations that free a buffer for it.
@@ -63,7 +63,7 @@ class Operation(NamedTuple):
 
   name: str
   kind: str
-  where: str = ""
+  resource: str = ""
   seconds: Numbers = 0.0
   after: tuple[Edge, ...] = ()
   behind: tuple[Edge, ...] = ()
@@ -107,13 +107,13 @@ def solve(
       for name, back in operation.behind:
         if back <= layer:
           time = np.maximum(time, done_by_layer[back][name])
-      start = np.maximum(time, free_at.get(operation.where, 0.0))
+      start = np.maximum(time, free_at.get(operation.resource, 0.0))
       seconds = operation.seconds
       if operation.slowdown:
         seconds = seconds * operation.slowdown[layer]
       end = start + seconds
-      if operation.where:
-        free_at[operation.where] = end
+      if operation.resource:
+        free_at[operation.resource] = end
       latency_s = operation.link.latency_s if operation.link else 0.0
       done_by_layer[0][operation.name] = end + latency_s if latency_s else end
       if spans is not None:
@@ -126,7 +126,7 @@ def solve(
         )
         name = operation.name.format(layer)
         spans.append(
-          Span(name, operation.kind, operation.where, *map(float, times))
+          Span(name, operation.kind, operation.resource, *map(float, times))
         )
   return done_by_layer[0]
 
@@ -138,7 +138,7 @@ def simulate(operations: Sequence[Operation], layers: int) -> Timeline:
   ops: dict[tuple[str, int], Op] = {}
   for layer in range(layers):
     for operation in operations:
-      name, place = operation.name.format(layer), operation.where
+      name, place = operation.name.format(layer), operation.resource
       edges = [
         edge
         for edge in operation.after + operation.behind

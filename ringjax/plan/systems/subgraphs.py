@@ -58,7 +58,7 @@ class Subgraph:
     return tuple(STEPS)[self.step]
 
   @property
-  def where(self) -> str:
+  def processor(self) -> str:
     """Processor that runs it."""
     return STEPS[self.name]
 
@@ -112,7 +112,7 @@ class Dispatcher:
   def take(self, where: str) -> Subgraph | None:
     """Next subgraph for the free processor `where`; None if it has to wait."""
     candidates = [
-      subgraph for subgraph in self._ready if subgraph.where == where
+      subgraph for subgraph in self._ready if subgraph.processor == where
     ]
     if self.rule == "serial":
       # Chunk by chunk: none overtakes an earlier chunk.
@@ -139,7 +139,7 @@ class Dispatcher:
     self._given.add(chosen)
     return chosen
 
-  def done(self, part: Subgraph) -> None:
+  def finish(self, part: Subgraph) -> None:
     """Record that a subgraph is done.
 
     Raises:
@@ -201,7 +201,7 @@ class Dispatcher:
     unblocked = [
       dependent
       for dependent in self._dependents(part)
-      if dependent.where != part.where
+      if dependent.processor != part.processor
       and dependent not in self._done
       and all(
         required == part or required in self._done
@@ -209,7 +209,7 @@ class Dispatcher:
       )
     ]
     total = math.fsum(self.seconds[dependent.name] for dependent in unblocked)
-    return total if part.where == FLOAT else -total
+    return total if part.processor == FLOAT else -total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,8 +278,8 @@ def simulated(
   def run(part: Subgraph, device: Device) -> None:
     def finish(span: Span) -> None:
       del span
-      plan.done(part)
-      free[part.where] = device
+      plan.finish(part)
+      free[part.processor] = device
       simulator.at(simulator.now_s, begin)
 
     growth = growing * part.chunk if part.name == "attend" else 0

@@ -17,12 +17,12 @@ class _Job(NamedTuple):
   """A call that waits for a thread.
 
   Fields:
-    done: The future of its result, cancelled if the client is gone.
+    future: The future of its result, cancelled if the client is gone.
     call: The function.
     args: The arguments of the function.
   """
 
-  done: asyncio.Future[Any]
+  future: asyncio.Future[Any]
   call: Callable[..., Any]
   args: tuple[Any, ...]
 
@@ -73,7 +73,7 @@ class FairThreads:
       job = jobs.popleft()
       if jobs:
         self._waiting[client] = jobs
-      if job.done.cancelled():
+      if job.future.cancelled():
         continue
       self._idle -= 1
       work = loop.run_in_executor(self._pool, job.call, *job.args)
@@ -83,12 +83,12 @@ class FairThreads:
     self._idle += 1
     self._start()
     if work.cancelled():
-      job.done.cancel()
+      job.future.cancel()
       return
     error = work.exception()
-    if job.done.cancelled():
+    if job.future.cancelled():
       return
     if error is not None:
-      job.done.set_exception(error)
+      job.future.set_exception(error)
     else:
-      job.done.set_result(work.result())
+      job.future.set_result(work.result())

@@ -521,7 +521,7 @@ class OpenAIApp:
         return
       while not all(handle.done for handle in handles):
         await client.wait()
-      await client.json(200, self._model.whole(call, handles))
+      await client.json(200, self._model.complete_body(call, handles))
     finally:
       self._answering.difference_update(handles)
       self.metrics.ended(handles, client.tenant)
@@ -544,7 +544,7 @@ class OpenAIApp:
           loop.call_soon_threadsafe(changed.set)
 
     # Tenants with fewer answers in flight come first.
-    priority = self._shares.taken(client.tenant) // max(1, self.engine.rows)
+    priority = self._shares.in_flight(client.tenant) // max(1, self.engine.rows)
 
     def submit() -> None:
       for request in call.requests:
@@ -639,7 +639,7 @@ class _Place:
       ApiError: If the queue is full.
     """
     if not self._shares.take(self._tenant, more):
-      has = self._shares.taken(self._tenant)
+      has = self._shares.in_flight(self._tenant)
       raise ApiError(
         429,
         f"the queue is full: {has} answers under way; try again later",

@@ -587,7 +587,9 @@ class ApiModel:
       "max_model_len": self._longest,
     }
 
-  def whole(self, call: ApiCall, handles: Sequence[Handle]) -> dict[str, Any]:
+  def complete_body(
+    self, call: ApiCall, handles: Sequence[Handle]
+  ) -> dict[str, Any]:
     """Body of an answer that is complete.
 
     Raises:

@@ -150,7 +150,7 @@ class _Heard:
   epoch: int
   next_number: int = 0
   keys: set[Hashable] = dataclasses.field(default_factory=set)
-  early: dict[int, BlockEvent] = dataclasses.field(default_factory=dict)
+  early_events: dict[int, BlockEvent] = dataclasses.field(default_factory=dict)
 
 
 class BlockIndex:
@@ -180,17 +180,17 @@ class BlockIndex:
         return True
       if event.kind == "all":
         # It includes the effect of all earlier events.
-        heard.early = {
+        heard.early_events = {
           n: early_event
-          for n, early_event in heard.early.items()
+          for n, early_event in heard.early_events.items()
           if n > event.number
         }
         heard.next_number = event.number
-      heard.early[event.number] = event
-      while heard.next_number in heard.early:
-        self._apply_event(heard, heard.early.pop(heard.next_number))
+      heard.early_events[event.number] = event
+      while heard.next_number in heard.early_events:
+        self._apply_event(heard, heard.early_events.pop(heard.next_number))
         heard.next_number += 1
-      return not heard.early
+      return not heard.early_events
 
   def behind(self) -> dict[str, int]:
     """Number of the first missing event, by instance with later events."""
@@ -198,7 +198,7 @@ class BlockIndex:
       return {
         name: heard.next_number
         for name, heard in self._heard.items()
-        if heard.early
+        if heard.early_events
       }
 
   def catch_up(self, log: BlockLog) -> None:

@@ -301,7 +301,7 @@ class RoutedState:
       instance prefills the rest.
     read_task: Task number at the reader.
     tickets: Tickets of the pages at the reader, in the order of the prompt.
-    more: Whether prefill continues, and further tickets will come.
+    prefill_continues: Whether prefill continues, and further tickets will come.
     decoder: Decode instance, current or planned by the route.
     task: Task number at the decoder.
     source: Instance from which the reader first fetches a prefix, or None.
@@ -311,7 +311,7 @@ class RoutedState:
     alone_since: Time since which no instance could take it; None if one can.
     alone_for: Work that no instance could do then, "prefills" or "decodes".
     why: Reason of the last restart.
-    whole: Whether the decode instance also prefills, as the route says.
+    decoder_prefills: Whether the decode instance also prefills, by the route.
     fetch_tokens: Prompt tokens that the reader has after fetching.
     expected: Prompt tokens that should be cached at the instance that was sent
       the request last.
@@ -331,7 +331,7 @@ class RoutedState:
   lends: bool = False
   read_task: int = -1
   tickets: list[str] = dataclasses.field(default_factory=list)
-  more: bool = False
+  prefill_continues: bool = False
   decoder: ClusterInstance | None = None
   task: int = -1
   source: ClusterInstance | None = None
@@ -341,7 +341,7 @@ class RoutedState:
   alone_since: float | None = None
   alone_for: str = ""
   why: str = ""
-  whole: bool = False
+  decoder_prefills: bool = False
   fetch_tokens: int = 0
   expected: int = 0
   cached: int | None = None
@@ -1008,7 +1008,11 @@ class ClusterRouter:
           self._drop_source(state)
           if state.stage == "fetching" and state.reader is not instance:
             self._begin_reading(state)
-        pulls = answers and state.decoder is not instance and not state.more
+        pulls = (
+          answers
+          and state.decoder is not instance
+          and not state.prefill_continues
+        )
         if state.reader is instance and pulls:
           # The decode instance pulls now, or reports that it could not.
           self._release_reader(state)
@@ -1206,7 +1210,7 @@ class ClusterRouter:
       # A request that waits for room is not overtaken.
       stage_before = state.stage
       waits = stage_before == "read" or (
-        state.more and stage_before == "reading"
+        state.prefill_continues and stage_before == "reading"
       )
       if waits and full:
         # An instance exists and is full: the patience for a missing one ends.
@@ -1341,8 +1345,8 @@ class ClusterRouter:
       # Only the first time: a restart must not depend on a third instance.
       source = self._named(str(route.fetch_from))
     state.attempts += 1
-    state.whole = decoder is reader
-    state.lends = state.whole and source is not None
+    state.decoder_prefills = decoder is reader
+    state.lends = state.decoder_prefills and source is not None
     state.fetch_tokens = int(route.fetch_tokens)
     if decoder is reader:
       if source is None:
@@ -1377,7 +1381,7 @@ class ClusterRouter:
   ) -> None:
     """Handle newly published pages of a prompt."""
     state.tickets += _ticket_list(ticket)
-    state.more = not last
+    state.prefill_continues = not last
     if state.stage == "answering" and state.decoder is not None:
       # The decode instance pulls already.
       state.decoder.link.tell(t="part", id=state.task, ticket=ticket, last=last)
@@ -1404,14 +1408,14 @@ class ClusterRouter:
     """Choose a decode instance for a request and send the request there."""
     decoder = state.decoder
     alive = decoder is not None and self._instances.get(decoder.name) is decoder
-    if state.more and decoder is state.reader:
+    if state.prefill_continues and decoder is state.reader:
       return  # The pages will be where they are needed when prefill ends.
     if decoder is not None and alive and not decoder.leaving:
       self._answer(state, decoder)
       return
     state.decoder = None
     views = self._fitting(state, "decodes")
-    if state.more:
+    if state.prefill_continues:
       # Until prefill has ended, a missing decode instance does no harm.
       state.alone_since = None
     if not views:
@@ -1422,7 +1426,7 @@ class ClusterRouter:
       self._reject(state, name)
     elif name is not None:
       chosen = self._named(name)
-      if chosen is not state.reader or not state.more:
+      if chosen is not state.reader or not state.prefill_continues:
         self._answer(state, chosen)
 
   def _named(self, name: str) -> ClusterInstance:
@@ -1473,13 +1477,13 @@ class ClusterRouter:
     if reads:
       fields["stream"] = self._stream if request.share else 0
     else:
-      fields["more"] = state.more
+      fields["more"] = state.prefill_continues
     fields["address"] = owner and owner.address
     self._tasks[task] = state
     instance.sent += 1
     new = 1 if reads else state.routed.new_tokens
     size, queued = state.routed.prompt_tokens, None
-    reads = reads or state.whole
+    reads = reads or state.decoder_prefills
     state.expected = self._cached(state)(instance.name)
     if state.tickets:
       moved = state.fetch_tokens if reads else size
@@ -1496,7 +1500,7 @@ class ClusterRouter:
     self._tasks.pop(state.read_task, None)
     if state.reader is not None and state.read_task >= 0:
       state.reader.link.tell(t="cancel", id=state.read_task)
-    state.reader, state.tickets, state.more = None, [], False
+    state.reader, state.tickets, state.prefill_continues = None, [], False
     state.read_task = -1
 
   def _restart(self, state: RoutedState, why: str) -> None:
@@ -1522,11 +1526,11 @@ class ClusterRouter:
     alive = reader and self._instances.get(reader.name) is reader
     if alive and state.tickets and answered:
       # Its pages are still there, or will come.
-      state.stage = "reading" if state.more else "read"
+      state.stage = "reading" if state.prefill_continues else "read"
       state.attempts += 1
       return
     self._release_reader(state)
-    state.stage, state.cached, state.whole = "new", None, False
+    state.stage, state.cached, state.decoder_prefills = "new", None, False
 
   def _reject(self, state: RoutedState, why: Rejected) -> None:
     self.counters.rejected += 1

@@ -125,7 +125,7 @@ class WorkerTask:
     offers: Whether the task only publishes pages that are cached already.
     link: Connection to the router that sent the task.
     tickets: Tickets of pages to pull before decode, in the prompt's order.
-    more: Whether further tickets will come, of a prompt still in prefill.
+    more_tickets: Whether further tickets of a prompt in prefill will come.
     pulled: Number of pulled pages, of their publisher's size, and their bytes.
     pulling: Whether a thread is pulling.
     address: Address of the pages' publisher.
@@ -138,10 +138,10 @@ class WorkerTask:
     copying: Whether a part is about to be published.
     begun: Number of pages after these whose layers are sent in the step that
       computes them; 0 for none.
-    early: Copies of such layers that are not yet published.
+    unpublished: Copies of such layers that are not yet published.
     layered: (pages, layer): number of such pages, and the layer up to which
       they are published.
-    waits: Whether a thread is about to publish `early`.
+    waits: Whether a thread is about to publish `unpublished`.
     parts: Received pages of some layers.
     publishes: Lock held while pages are published, to keep their order.
     published: Whether all pages were copied, or could not be.
@@ -159,7 +159,7 @@ class WorkerTask:
   tickets: collections.deque[Ticket] = dataclasses.field(
     default_factory=collections.deque
   )
-  more: bool = False
+  more_tickets: bool = False
   pulled: tuple[int, int] = (0, 0)
   pulling: bool = False
   address: Address = ("", 0)
@@ -170,7 +170,7 @@ class WorkerTask:
   pages: int = 0
   copying: bool = False
   begun: int = 0
-  early: collections.deque[LayerCopies] = dataclasses.field(
+  unpublished: collections.deque[LayerCopies] = dataclasses.field(
     default_factory=collections.deque
   )
   layered: tuple[int, int] = (0, 0)
@@ -574,7 +574,7 @@ class ClusterWorker:
       host, port = fields["address"]
       task.tickets.extend(map(Ticket.from_json, fields["tickets"]))
       task.address = str(host), int(port)
-      task.more = bool(fields.get("more", False))
+      task.more_tickets = bool(fields.get("more", False))
     with self._work:
       if self._membership.closed:
         link.close("it is leaving")
@@ -665,7 +665,7 @@ class ClusterWorker:
       if copies is None:
         task.begun = 0
         continue
-      task.early.append(copies)
+      task.unpublished.append(copies)
       with self._work:
         submits, task.waits = not task.waits, True
       if submits:
@@ -767,8 +767,8 @@ class ClusterWorker:
 
   def _offer_layers(self, task: WorkerTask) -> None:
     """Publish the copied layers of a task; the lock `publishes` is held."""
-    while task.early:
-      copies = task.early.popleft()
+    while task.unpublished:
+      copies = task.unpublished.popleft()
       first, end = copies.layers
       published_before = (copies.count, first) if first else (0, 0)
       if first == 0:
@@ -895,7 +895,7 @@ class ClusterWorker:
         return
       if fields["ticket"] is not None:
         task.tickets.append(Ticket.from_json(fields["ticket"]))
-      task.more = not fields["last"]
+      task.more_tickets = not fields["last"]
       begins = task.admitted and not task.pulling
       task.pulling |= begins
     if begins:
@@ -934,7 +934,7 @@ class ClusterWorker:
         with self._work:
           if not task.tickets:
             task.pulling = False
-            if task.more:
+            if task.more_tickets:
               return
             break
           ticket = task.tickets.popleft()

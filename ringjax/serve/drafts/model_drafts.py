@@ -56,7 +56,7 @@ class _RowChooser(NamedTuple):
   Drafted tokens count for the repetition penalty alone.
   """
 
-  how: RowNumbers
+  sampling: RowNumbers
   counts: Int[Array, "B V"]
   allowed: Bool[Array, "B V"]
 
@@ -66,7 +66,7 @@ class _RowChooser(NamedTuple):
     pos: Int[Array, " B"],
     seen: Bool[Array, "B V"],
   ) -> Int[Array, " B"]:
-    choice = choose(logits, self.how, pos, seen, self.counts, self.allowed)
+    choice = choose(logits, self.sampling, pos, seen, self.counts, self.allowed)
     return choice.token
 
   def ranked(
@@ -75,7 +75,7 @@ class _RowChooser(NamedTuple):
     pos: Int[Array, " B"],
     seen: Bool[Array, "B V"],
   ) -> Float[Array, "B V"]:
-    return ranked(logits, self.how, pos, seen, self.counts, self.allowed)
+    return ranked(logits, self.sampling, pos, seen, self.counts, self.allowed)
 
 
 class ModelRowDrafts:

@@ -124,7 +124,7 @@ class StepPaces:
     if not rows.any():
       return False
     self._unread, self._most = unread(), self._count * rows
-    self._lengths = self._paces.most(
+    self._lengths = self._paces.draft_lengths(
       self._size, rows=rows, live=live, behind=self._unread, timed=not beside
     )
     return bool(self._lengths.any())

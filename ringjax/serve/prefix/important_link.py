@@ -244,8 +244,8 @@ class ImportantLink(StoreLink):
   ) -> list[bytes]:
     """Names of the first segments of a prompt, up to `most` pages."""
     names, at = [], root.digest
-    most -= most % self._pages_each
-    for n, piece in enumerate(self._tree.pieces(prompt, most), 1):
+    num_pages = most - most % self._pages_each
+    for n, piece in enumerate(self._tree.pieces(prompt, num_pages), 1):
       at = next_digest(at, piece)
       if n % self._pages_each == 0:
         names.append(hashlib.sha256(b"segment" + self._names[0] + at).digest())

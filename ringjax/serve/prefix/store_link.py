@@ -98,14 +98,14 @@ class RowSearch:
 
   Attributes:
     digests: Digests of its prompt's full blocks.
-    found: Payloads found, by (number, group).
+    payloads: Payloads found, by (number, group).
     missing: Pairs (number, group) that are not in the store.
     fetch: Fetch in flight, or None.
     wanted: Pairs (number, group) that it fetches.
   """
 
   digests: list[bytes]
-  found: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
+  payloads: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
   missing: set[tuple[int, int]] = dataclasses.field(default_factory=set)
   fetch: StoreFetch | None = None
   wanted: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -311,9 +311,9 @@ class StoreLink:
         : next((n for n, b in enumerate(chain) if not b.ready), None)
       ]
       total, needed = self._longest(state, chain, count, most)
-      wanted = [x for x in needed if x not in state.found]
+      wanted = [x for x in needed if x not in state.payloads]
       if not wanted:
-        payloads = {x: state.found[x] for x in needed}
+        payloads = {x: state.payloads[x] for x in needed}
         return StoredPrefix(count=total, payloads=payloads)
       keys = [self._key(g, state.digests[n]) for n, g in wanted]
       state.wanted, state.fetch = wanted, self.store.fetch(keys)
@@ -330,7 +330,7 @@ class StoreLink:
       if payload is None or len(payload) != self._bytes[group]:
         state.missing.add((n, group))
         return
-      state.found[n, group] = payload
+      state.payloads[n, group] = payload
 
   def _longest(
     self,
@@ -352,7 +352,7 @@ class StoreLink:
         available[at] = cached(n, group) or (
           at not in state.missing
           and (
-            at in state.found
+            at in state.payloads
             or self._key(group, state.digests[n]) in self.store
           )
         )

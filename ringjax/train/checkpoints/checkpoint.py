@@ -199,7 +199,7 @@ class Checkpoints:
     leaves = _leaves(values)
     for name, x in values.items():
       leaves_lib.check_alive(name, x)
-    self._group.same(f"save of step {step}", [step, extra, leaves])
+    self._group.check_equal(f"save of step {step}", [step, extra, leaves])
     newer = [x for x in self.steps() if x > step and x not in self._damaged]
     if newer and self._group.rank == 0:
       warnings.warn(
@@ -465,7 +465,7 @@ class Checkpoints:
     if step is not None:
       _check_known(step, numbers)
       numbers = [step]
-    self._group.same("restore", [numbers, verify])
+    self._group.check_equal("restore", [numbers, verify])
     if not numbers:
       return None
     faults: list[CheckpointCorruptError] = []

@@ -119,7 +119,7 @@ class ProcessGroup:
       )
     return [answer_of_rank["value"] for answer_of_rank in answers]
 
-  def same(self, what: str, value: object) -> None:
+  def check_equal(self, what: str, value: object) -> None:
     """Checks that all processes pass the same value.
 
     Raises:

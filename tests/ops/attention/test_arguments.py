@@ -17,7 +17,7 @@ pytestmark = pytest.mark.smoke
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
 PLACE = CallSharding(
-  axis="seq", size=4, batch=("data",), heads=("model",), whole=True
+  axis="seq", size=4, batch=("data",), heads=("model",), fully_manual=True
 )
 
 

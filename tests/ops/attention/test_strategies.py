@@ -586,7 +586,7 @@ def ways(program):
   found = {}
   for _, i, times in program.sends():
     ((dtype, dims),) = i.shapes
-    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", i.rest)[1]
+    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", i.line_text)[1]
     first, second = map(int, re.findall(r"\d+", pairs)[:2])
     if dtype != "s32":
       key = dims, dtype, (second - first) % 8

@@ -70,8 +70,8 @@ class ShardedDecode:
     batch_axes: Mesh axes over which the examples are sharded.
     head_axes: Mesh axes over which the heads are sharded; with a single kv head
       each device has a copy of it.
-    whole: Whether all sharding is over these axes: then XLA partitions nothing,
-      which could not partition a kernel.
+    fully_manual: Whether all sharding is over these axes: then XLA partitions
+      nothing, which could not partition a kernel.
     sharded: Whether the queries are sharded over `axis` too.
     masters: Whether the queries' rows are sharded over it, in equal parts; rows
       after the cache's rows are empty.
@@ -84,7 +84,7 @@ class ShardedDecode:
   axis: str | None = None
   batch_axes: tuple[str, ...] = ()
   head_axes: tuple[str, ...] = ()
-  whole: bool = False
+  fully_manual: bool = False
   sharded: bool = False
   masters: bool = False
   few: int = 16
@@ -106,7 +106,7 @@ class ShardedDecode:
     """
     views = tuple(views)
     manual = {*collectives.names(self.axis)}
-    if self.whole and self.mesh is not None:
+    if self.fully_manual and self.mesh is not None:
       manual = {*self.mesh.axis_names}
     # An array that occurs twice stays one array inside: kernels read it once.
     leaves, structure = jax.tree.flatten(views)
@@ -116,8 +116,8 @@ class ShardedDecode:
       structure, [arrays[index_of[id(x)]] for x in leaves]
     )
     local, decoder, platform = self._on_device(manual, q, leaves[0])
-    batch = self.batch_axes if self.whole else ()
-    heads = self.head_axes if self.whole else ()
+    batch = self.batch_axes if self.fully_manual else ()
+    heads = self.head_axes if self.fully_manual else ()
     visit = functools.partial(
       CacheVisit,
       local=local,

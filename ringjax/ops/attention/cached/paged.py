@@ -57,9 +57,9 @@ class PagedView(StoredView):
     axes: Mesh axes that shard the pool: those of the batch, heads and tokens.
     bounds: Least and largest element of a page's keys in each dim, [N, 2, H];
       or None.
-    most: Number of pages that a query reads of a head with 0, 1, ... M pages
-      on a device, if there are bounds. It reads those whose bounds allow the
-      largest products with the queries of its group. Empty: all pages.
+    pages_read: Number of pages that a query reads of a head with 0, 1, ... M
+      pages on a device, if there are bounds. It reads those whose bounds allow
+      the largest products with the queries of its group. Empty: all pages.
   """
 
   k: Shaped[Array, "N P _"]
@@ -71,7 +71,7 @@ class PagedView(StoredView):
   decoders: tuple[Decoder, Decoder] | None = None
   axes: tuple[str, ...] = ()
   bounds: Float[Array, "N 2 H"] | None = None
-  most: tuple[int, ...] = ()
+  pages_read: tuple[int, ...] = ()
 
   @property
   def at(self) -> Coords:
@@ -142,7 +142,7 @@ class PagedView(StoredView):
   @property
   def selects(self) -> bool:
     """Whether a query reads some pages and not all."""
-    return bool(self.most) and self.bounds is not None
+    return bool(self.pages_read) and self.bounds is not None
 
   def _ranked(
     self, q: Float[Array, "B K G T H"]
@@ -158,10 +158,10 @@ class PagedView(StoredView):
     )
     best, has_page = jnp.max(upper_bounds, 2), self.table >= 0
     best = jnp.where(has_page[:, :, None], best, -jnp.inf)
-    places = lax.top_k(best, max(self.most))[1]
+    places = lax.top_k(best, max(self.pages_read))[1]
     # The number of pages of a head depends on its row alone, not on the width
     # of the table.
-    num_read = jnp.asarray(self.most, jnp.int32)[jnp.sum(has_page, 2)]
+    num_read = jnp.asarray(self.pages_read, jnp.int32)[jnp.sum(has_page, 2)]
     rank = lax.broadcasted_iota(jnp.int32, places.shape, 3)
     return places, rank < num_read[:, :, None, None]
 
@@ -196,14 +196,14 @@ class PagedView(StoredView):
       table=table,
       constants=jax.tree.map(repeat, self.constants),
       bounds=None,
-      most=(),
+      pages_read=(),
     )
 
 
 tree.register(
   PagedView,
   ("k", "v", "pos", "seg", "table", "constants", "bounds"),
-  ("decoders", "axes", "most"),
+  ("decoders", "axes", "pages_read"),
 )
 
 

@@ -226,14 +226,14 @@ class SharedTiles(NamedTuple):
       ascending.
     cover: Rows that have the tile, bool [R, n, B].
     count: Number of the n entries in use, int32 [R].
-    done: Number of a row's tiles that are shared, int32 [R, B].
+    shared_counts: Number of a row's tiles that are shared, int32 [R, B].
   """
 
   row: Int[Array | np.ndarray, "R n"]
   tile: Int[Array | np.ndarray, "R n"]
   cover: Bool[Array | np.ndarray, "R n B"]
   count: Int[Array | np.ndarray, " R"]
-  done: Int[Array | np.ndarray, "R B"]
+  shared_counts: Int[Array | np.ndarray, "R B"]
 
   def specs(self, batch: MeshAxes, tokens: MeshAxes) -> SharedTiles:
     """Return the same tree of PartitionSpecs; devices share no tiles."""
@@ -318,7 +318,7 @@ def decode_pool(
   shared_partial = loop(plan.count[0], fold_shared, start)
   kinds = tile_kinds(context.mask, context.q, context.k, queries, block)
   tile_index = jnp.arange(kinds.shape[1], dtype=jnp.int32)
-  unshared = (kinds[0] > 0) & (tile_index >= jnp.min(plan.done[0]))
+  unshared = (kinds[0] > 0) & (tile_index >= jnp.min(plan.shared_counts[0]))
   lists = tile_lists(unshared[None].astype(jnp.int8), masked=True)
 
   def fold_unshared(n: Index, carry: Partial) -> Partial:
@@ -332,7 +332,7 @@ def decode_pool(
       acc = _weighted_sum("bktn,bktj->bknj", p, v, product_dtype)
       return acc.reshape(batch, heads, groups, queries, -1)
 
-    unfinished = (tile >= plan.done[0])[:, None, None, None, None]
+    unfinished = (tile >= plan.shared_counts[0])[:, None, None, None, None]
     return fold(tile_args, s, v, carry, weigh, unfinished)
 
   return loop(lists.masked_count[0], fold_unshared, shared_partial)

@@ -120,7 +120,7 @@ class Arrangement(NamedTuple):
   dims: np.ndarray
 
   @property
-  def many(self) -> int:
+  def rows_per_element(self) -> int:
     """Number of rows that sum to one element."""
     return self.dims.size // np.unique(self.dims).size
 
@@ -193,7 +193,7 @@ class DecodeCodesTPU(DecoderTPU):
     # Cosines and sines of positions, and products with them.
     tables = 0
     if k_format.by_channel:
-      rotation_plan = _rotated_rows(k_format, rotation).turns
+      rotation_plan = _rotated_rows(k_format, rotation).plan
       tables = 4 * 3 * rotation_plan.count * kb + 4 * heads * rows * kb
       numbers += 4 * _PIECE * rotation_plan.products
     return in_flight + scratch + numbers + scores + tables
@@ -257,7 +257,7 @@ class DecodeCodesTPU(DecoderTPU):
     flat = q.reshape(b, kv, g * t, -1)
     rotation_plan, channel_operands, angles = None, _ChannelOperands(), []
     if k_format.by_channel:
-      rotation_plan = _rotated_rows(k_format, rotation).turns
+      rotation_plan = _rotated_rows(k_format, rotation).plan
       if rotation_plan.count:
         angles = [pltpu.VMEM((2 * rotation_plan.count, kb), jnp.float32)]
       by_group, sums, channel_operands = _channel_operands(
@@ -490,10 +490,12 @@ def _channel_operands(
     )
     channel_queries = channel_queries._replace(
       zeros=jnp.concatenate([channel_queries.zeros, sink_queries.zeros], 2),
-      rest=jnp.concatenate([channel_queries.rest, sink_queries.rest], 3),
+      unrotated_products=jnp.concatenate(
+        [channel_queries.unrotated_products, sink_queries.unrotated_products], 3
+      ),
     )
   frequencies = zeros = queries = channels = None
-  if rotated_rows.turns.count:
+  if rotated_rows.plan.count:
     assert rotation is not None
     frequencies = rotated_rows.frequencies(rotation)
     zeros = channel_queries.zeros
@@ -503,7 +505,7 @@ def _channel_operands(
       [channel_queries.straight, channel_queries.crossed], 2
     )
     queries = pad_axis(cos_sin_queries, 4, lanes)
-    units, fractions = rotated_rows.each(rotation, form.dim)
+    units, fractions = rotated_rows.element_frequencies(rotation, form.dim)
     level = rotated_codes.as_words(levels[:, :1] * scale + zero)
     turn = (units, rotated_codes.as_words(fractions))
     turn = (jnp.broadcast_to(x[None], zero.shape) for x in turn)
@@ -518,7 +520,7 @@ def _channel_operands(
     channels = pad_axis(jnp.swapaxes(stacked, 1, 2), 3, lanes)
   return (
     channel_queries.rows,
-    channel_queries.rest,
+    channel_queries.unrotated_products,
     _ChannelOperands(frequencies, zeros, queries, channels),
   )
 
@@ -563,11 +565,11 @@ class QueryRows(NamedTuple):
 
   Fields:
     copies: Number of copies, that of the groups of keys or of values.
-    each: Number of rows of a copy.
+    copy_rows: Number of rows of a copy.
   """
 
   copies: int
-  each: int
+  copy_rows: int
 
   @classmethod
   def of(
@@ -582,19 +584,21 @@ class QueryRows(NamedTuple):
 
   @property
   def total(self) -> int:
-    return self.copies * self.each
+    return self.copies * self.copy_rows
 
   def spread(
     self, x: Shaped[Array, " ..."], axis: int
   ) -> Shaped[Array, " ..."]:
     """Pad rows of queries to a copy's size and repeat them for each copy."""
-    return jnp.concatenate([pad_axis(x, axis, self.each)] * self.copies, axis)
+    return jnp.concatenate(
+      [pad_axis(x, axis, self.copy_rows)] * self.copies, axis
+    )
 
   def merged(self, x: Float[Array, "N S"]) -> Float[Array, "N S"]:
     """Sum the copies; each copy gets the sum of all."""
     total = x
     for n in range(1, self.copies):
-      total = total + pltpu.roll(x, n * self.each, 0)
+      total = total + pltpu.roll(x, n * self.copy_rows, 0)
     return total
 
 
@@ -615,7 +619,7 @@ def _queries(
     group_q = q[..., n * form.group : (n + 1) * form.group].astype(jnp.float32)
     sums.append(jnp.sum(group_q, -1, keepdims=True))
   stack = lambda x: jnp.concatenate(
-    [pad_axis(part, 2, rows.each) for part in x], 2
+    [pad_axis(part, 2, rows.copy_rows) for part in x], 2
   )
   return stack(parts), stack(sums)
 
@@ -630,7 +634,7 @@ def _element_sums(
   """Sums of values in element order, from the sums of codes and of zeros."""
   dims = arrangement(form).dims
   split_copies = lambda x: x.reshape(
-    *x.shape[:2], rows.copies, rows.each, x.shape[3]
+    *x.shape[:2], rows.copies, rows.copy_rows, x.shape[3]
   )
   acc, zeros = split_copies(acc), split_copies(zeros)
   sums = acc[..., : dims.size]
@@ -638,7 +642,7 @@ def _element_sums(
     sums = sums - acc[..., dims.size : dims.size + 1]
   order = np.argsort(dims, kind="stable")
   order = order[dims[order] < form.dim]
-  rows_per_element = arrangement(form).many
+  rows_per_element = arrangement(form).rows_per_element
   sums = jnp.take(sums, order, axis=4)
   sums = (
     jnp.sum(sums.reshape(*sums.shape[:4], form.dim, rows_per_element), -1)
@@ -662,13 +666,14 @@ class Scales(NamedTuple):
     outliers: Place, int32 [heads, keys], and value, float32, of each outlier;
       the value less the zero, in units of the scale. For per-channel scales see
       `of`.
-    near: Whether a vector is coded from the sink, bool [heads, keys]; or None.
+    near_sink: Whether a vector is coded from the sink, bool [heads, keys]; or
+      None.
   """
 
   scale: Float[Array, "_ keys"] | None
   zero: jax.Array | None
   outliers: tuple[tuple[jax.Array, jax.Array], ...] = ()
-  near: jax.Array | None = None
+  near_sink: jax.Array | None = None
 
   @classmethod
   def of(
@@ -767,7 +772,7 @@ def _rows_of_head(
 ) -> Float[Array, "N S"]:
   """One head's rows of an array of all heads and groups, once per query."""
   row_groups = [head * groups + min(n, groups - 1) for n in range(rows.copies)]
-  return _take_rows(x, [n for n in row_groups for _ in range(rows.each)])
+  return _take_rows(x, [n for n in row_groups for _ in range(rows.copy_rows)])
 
 
 def _take_rows(x: Shaped[Array, "M S"], index: list[int]) -> jax.Array:
@@ -1027,12 +1032,12 @@ class Spot(NamedTuple):
   """An outlier of each vector, to be placed into pairs of bfloat16.
 
   Fields:
-    where: The number of its field times 256, plus its row there, int32 [heads,
+    place: The number of its field times 256, plus its row there, int32 [heads,
       keys].
     bits: Bits that differ from level 0, its code's, int32 [heads, keys].
   """
 
-  where: jax.Array
+  place: jax.Array
   bits: jax.Array
 
   @classmethod
@@ -1076,7 +1081,7 @@ class Spot(NamedTuple):
     width = form.parts[0].width
     field_number = 2 * (first // width) + first % width
     row = lax.broadcasted_iota(jnp.int32, both.shape, 0) | field_number << 8
-    return both ^ jnp.where(row == self.where, self.bits, jnp.int32(0))
+    return both ^ jnp.where(row == self.place, self.bits, jnp.int32(0))
 
 
 def _nibbles(codes: Codes, head: int, lanes: slice) -> list[jax.Array]:
@@ -1191,7 +1196,7 @@ def _kernel(
       None if channels is None else channel_row(0),
       channel_row(3) if k_format.sinks else None,
     )
-    near_sink: Any = k_scales.near
+    near_sink: Any = k_scales.near_sink
     factors: Any = None
     if k_format.sinks:
       factors = jnp.where(near_sink, channel_row(4)[:, :1], np.float32(1))
@@ -1207,7 +1212,9 @@ def _kernel(
     k_zero = k_scales.zero
     if _bias(k_format, dtype):
       assert k_zero is not None and k_scales.scale is not None
-      k_zero = k_zero - k_scales.scale * (_BIAS * arrangement(k_format).many)
+      k_zero = k_zero - k_scales.scale * (
+        _BIAS * arrangement(k_format).rows_per_element
+      )
     rotated_zeros: Any = None
     if frequencies is not None:
       for lanes in pieces:

@@ -293,7 +293,7 @@ class _PoolCall:
     visible_slots = visible(context.mask, q_at, k_at)
     needed = jnp.any(visible_slots.reshape(b, columns, self.block), 2)
     tile_index = jnp.arange(columns, dtype=jnp.int32)[None]
-    needed = needed & (tile_index >= plan.done[0][:, None])
+    needed = needed & (tile_index >= plan.shared_counts[0][:, None])
     steps = tile_ops.TileSteps.of(needed.astype(jnp.int8))
     words = steps.words
     row, column = tile_ops.row_of(words), tile_ops.column_of(words)

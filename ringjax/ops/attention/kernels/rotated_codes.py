@@ -70,12 +70,12 @@ class RotatedRows(NamedTuple):
   """Elements of a vector and their frequencies, row by row.
 
   Fields:
-    turns: Plan of the rotation.
+    plan: Plan of the rotation.
     dims: Element of the vector that each row holds, int [pieces, R].
     pairs: Frequency that each row of the tables has, int [count]; -1: none.
   """
 
-  turns: Turns
+  plan: Turns
   dims: np.ndarray
   pairs: np.ndarray
 
@@ -109,10 +109,12 @@ class RotatedRows(NamedTuple):
     frequencies = frequencies.rearranged(
       lambda x: jnp.pad(x, (0, 1))[self.pairs]
     )
-    words = jnp.stack([frequencies.units, as_words(frequencies.rest)])
+    words = jnp.stack([frequencies.units, as_words(frequencies.fractions)])
     return jnp.broadcast_to(words[..., None], (*words.shape, tile_ops.LANES))
 
-  def each(self, rotation: Rotation | None, dim: int) -> Frequencies:
+  def element_frequencies(
+    self, rotation: Rotation | None, dim: int
+  ) -> Frequencies:
     """Frequencies of a vector's elements, [H]; 0 without rotation."""
     zeros = Frequencies(jnp.zeros(dim, jnp.int32), jnp.zeros(dim, jnp.float32))
     if rotation is None or rotation.rope is None:
@@ -152,7 +154,7 @@ class RotatedRows(NamedTuple):
     straight, across = (x * per_head(scale) for x in (straight_q, crossed))
     parts, unrotated = [], np.zeros((1, 1, 1, q.shape[3]), np.float32)
     to_tables = np.zeros((q.shape[3], self.pairs.size), np.float32)
-    for slot, dims in zip(self.turns.slots, self.dims, strict=True):
+    for slot, dims in zip(self.plan.slots, self.dims, strict=True):
       parts.append(straight[..., dims])
       if slot is None:
         unrotated[..., dims] = 1
@@ -185,14 +187,15 @@ class ChannelQueries(NamedTuple):
       queries' dtype.
     zeros: Left operand for the cosines and sines alone, [B, K, R, 2 count], in
       the queries' dtype.
-    rest: Products with the zeros of unrotated elements, float32 [B, K, R, 1].
+    unrotated_products: Products with the zeros of unrotated elements, float32
+      [B, K, R, 1].
     straight: Factors of the cosines of a key's elements, float32 [B, K, R, H].
     crossed: Factors of their sines, float32 [B, K, R, H].
   """
 
   rows: Float[Array, "B K R E"]
   zeros: Float[Array, "B K R _"]
-  rest: Float[Array, "B K R 1"]
+  unrotated_products: Float[Array, "B K R 1"]
   straight: Float[Array, "B K R H"]
   crossed: Float[Array, "B K R H"]
 

@@ -130,7 +130,7 @@ class RingStrategy(Strategy):
   """
 
   # Shift by which queries meet the keys before them.
-  behind: ClassVar[int] = 1
+  query_shift: ClassVar[int] = 1
 
   hops: tuple[int, int] | None = None
   unroll: int = 2
@@ -169,7 +169,9 @@ class RingStrategy(Strategy):
 
   def _lanes(self) -> list[Lane]:
     """Lane of the shard's own block, and of each direction with hops."""
-    lanes = zip((self.behind, -self.behind), self._hops(), strict=True)
+    lanes = zip(
+      (self.query_shift, -self.query_shift), self._hops(), strict=True
+    )
     return [OWN, *(Lane(shift, 1, n) for shift, n in lanes if n)]
 
   def _walk(

@@ -74,7 +74,7 @@ class RingQ(RingStrategy):
     unroll: Number of hops in the loop's body.
   """
 
-  behind = -1
+  query_shift = -1
 
   def attend(
     self, scores: Scores, x: Local, terms: Terms, context: Context

@@ -45,14 +45,15 @@ class LiveRow:
 
   request: Number of the request.
   tokens: Length of its prompt plus its answer so far, in tokens.
-  kept: (instance, tokens): for prefill, the tokens that each instance is to
-    keep, in the order of the text; for other calls, those that it holds.
+  tokens_by_instance: (instance, tokens): for prefill, the tokens that each
+    instance is to keep, in the order of the text; for other calls, those that
+    it holds.
   master: Instance that computes the row's decode steps; -1 for other calls.
   """
 
   request: int
   tokens: int
-  kept: tuple[tuple[int, int], ...]
+  tokens_by_instance: tuple[tuple[int, int], ...]
   master: int = -1
 
 
@@ -66,8 +67,8 @@ class LiveCall:
     members: Numbers of the instances; of a ring in its order.
     rows: Requests that are prefilled or decoded.
     striped: Whether each member of a ring keeps what it computes, instead of
-      following `kept`: token t of the call belongs to member t modulo their
-      number.
+      following `tokens_by_instance`: token t of the call belongs to member t
+      modulo their number.
     steps: Number of tokens that each row gets.
     parts: For a move, (target, request, tokens); the source is the first
       member.
@@ -425,7 +426,7 @@ class ElasticManager:
         LiveRow(
           request=request.number,
           tokens=text.text_tokens,
-          kept=tuple(request.kept.items()),
+          tokens_by_instance=tuple(request.kept.items()),
         )
       )
     self._begin(
@@ -530,7 +531,7 @@ class ElasticManager:
       LiveRow(
         request=request.number,
         tokens=self.answers[request.number].text_tokens,
-        kept=tuple(request.kept.items()),
+        tokens_by_instance=tuple(request.kept.items()),
         master=n,
       )
       for request, n in zip(group.requests, masters, strict=True)

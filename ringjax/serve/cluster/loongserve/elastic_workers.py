@@ -555,12 +555,12 @@ def _message(
     if call.striped:
       owners = int32(call.members)[np.arange(tokens.size) % len(call.members)]
     else:
-      pairs = [pair for row in call.rows for pair in row.kept]
+      pairs = [pair for row in call.rows for pair in row.tokens_by_instance]
       owners = np.repeat(*map(int32, zip(*pairs, strict=True)))
     return fields, [requests, lengths, tokens, int32(owners)]
   fields["steps"] = call.steps
   holds = [
-    [int(dict(row.kept).get(n, 0) > 0) for n in call.members]
+    [int(dict(row.tokens_by_instance).get(n, 0) > 0) for n in call.members]
     for row in call.rows
   ]
   return fields, [

@@ -238,7 +238,7 @@ class _RoutedWork:
   """A request in flight."""
 
   served: ServedRequest
-  asked: RoutedRequest
+  request: RoutedRequest
   blocks: tuple[int, ...]
   block: int
   # Time at which prefill could begin.
@@ -250,11 +250,11 @@ class _RoutedWork:
   cached: int = 0
   fetched: int = 0
   # Prompt tokens left to prefill.
-  left: int = 0
+  tokens_left: int = 0
   # Seconds to prefill the remaining tokens alone, as counted in a queue.
   alone_s: float = 0.0
   # Tokens that the prefill and the decode instance hold for it.
-  held: int = 0
+  prefill_tokens: int = 0
   reserved: int = 0
   end_step: int = 0
   # Parts of its cache that are in flight or will be sent during prefill.
@@ -264,7 +264,7 @@ class _RoutedWork:
 
   @property
   def need(self) -> int:
-    return self.asked.prompt_tokens + self.asked.new_tokens
+    return self.request.prompt_tokens + self.request.new_tokens
 
 
 class _PrefixBlocks:
@@ -338,7 +338,7 @@ class _Running:
   # Load as routers see it.
 
   def view(self) -> InstanceView:
-    now_s = self.cluster.now
+    now_s = self.cluster.now_s
     rows = len(self.rows)
     cached = self.cached
     if self.decoding:
@@ -415,7 +415,7 @@ class _Running:
   def interrupt(self) -> None:
     """Let the run of decode steps end with the current step."""
     if self.decoding:
-      steps = max(1, self._steps_until(self.cluster.now, up=True))
+      steps = max(1, self._steps_until(self.cluster.now_s, up=True))
       if steps < self.steps:
         self.steps = steps
         self._post_round(self._steps_end_s(steps))
@@ -423,7 +423,7 @@ class _Running:
   def _stepped(self, number: int) -> None:
     if number != self.round:
       return
-    now_s, rows = self.cluster.now, len(self.rows)
+    now_s, rows = self.cluster.now_s, len(self.rows)
     self.decoding = False
     self.step_start_s, self.step_end_s = (
       self._steps_end_s(self.steps - 1),
@@ -447,21 +447,21 @@ class _Running:
       work = heapq.heappop(self.rows)[2]
       self.cached -= work.need
       self.free(work.reserved)
-      work.served.last_token_s = self.cluster.now
+      work.served.last_token_s = self.cluster.now_s
       self.cluster.freed()
 
   def answer(self, work: _RoutedWork) -> None:
     """Add an answer whose prompt cache is on this instance."""
-    if work.asked.new_tokens == 1:
+    if work.request.new_tokens == 1:
       work.served.last_token_s = max(
-        work.served.first_token_s, self.cluster.now
+        work.served.first_token_s, self.cluster.now_s
       )
       self.cluster.reserve(-work.reserved)
       self.free(work.reserved)
       self.cluster.freed()
       return
     self.joining.append(work)
-    self.joining_tokens += work.asked.prompt_tokens
+    self.joining_tokens += work.request.prompt_tokens
     self.interrupt()
     self.wake()
 
@@ -469,7 +469,7 @@ class _Running:
     max_cached = self.spec.max_decode_tokens
     while self.joining and len(self.rows) < self.spec.max_rows:
       work = self.joining[0]
-      cached = work.asked.prompt_tokens + 1
+      cached = work.request.prompt_tokens + 1
       if (
         max_cached is not None
         and self.rows
@@ -477,19 +477,19 @@ class _Running:
       ):
         break
       self.joining.popleft()
-      self.joining_tokens -= work.asked.prompt_tokens
+      self.joining_tokens -= work.request.prompt_tokens
       self.cluster.reserve(-work.reserved)
       # The first token came with the prompt.
-      work.end_step = self.step + work.asked.new_tokens - 1
+      work.end_step = self.step + work.request.new_tokens - 1
       self.cached += cached
-      heapq.heappush(self.rows, (work.end_step, work.asked.number, work))
+      heapq.heappush(self.rows, (work.end_step, work.request.number, work))
     self.counters.peak_rows = max(self.counters.peak_rows, len(self.rows))
 
   # Prefill.
 
   def enqueue(self, work: _RoutedWork) -> None:
     """Add a prompt whose prefix has arrived."""
-    work.ready_s = self.cluster.now
+    work.ready_s = self.cluster.now_s
     self.queue.append(work)
     self.interrupt()
     self.wake()
@@ -498,11 +498,11 @@ class _Running:
     """Schedule a search for work after all events of this time."""
     if not self.woken:
       self.woken = True
-      self.cluster.at(self.cluster.now, self._start_work)
+      self.cluster.at(self.cluster.now_s, self._start_work)
 
   def _start_work(self) -> None:
     self.woken = False
-    now_s = self.cluster.now
+    now_s = self.cluster.now_s
     if not self.decoding and self.stage_free[0] <= now_s:
       self._join()
       if self.role == "both":
@@ -528,7 +528,7 @@ class _Running:
 
   def _admit(self, work: _RoutedWork) -> bool:
     """Reserve room for a prompt; return whether there was enough."""
-    if work.held:
+    if work.prefill_tokens:
       return True
     if self.cluster.push and work.decode is None:
       target = self.cluster.choose(work)
@@ -536,7 +536,7 @@ class _Running:
         self.cluster.wait_for_room(self)
         return False
     decodes_here = work.decode is self
-    need = work.need if decodes_here else work.asked.prompt_tokens
+    need = work.need if decodes_here else work.request.prompt_tokens
     if self.used + need > self.spec.capacity_tokens:
       return False
     if self.cluster.push and not decodes_here and work.decode is not None:
@@ -548,12 +548,12 @@ class _Running:
       work.reserved = work.need
       self.cluster.reserve(work.need)
     self.take(need)
-    work.held = need
+    work.prefill_tokens = need
     return True
 
   def wait_for(self, work: _RoutedWork, num_cached: int) -> None:
     """Add to the queue the seconds of a prompt with some cached tokens."""
-    prompt_alone = QueuedPrompts.of(work.asked.prompt_tokens, num_cached)
+    prompt_alone = QueuedPrompts.of(work.request.prompt_tokens, num_cached)
     work.alone_s = reading_s(self.spec.times, [prompt_alone])
     self.queued_s += work.alone_s
 
@@ -561,20 +561,20 @@ class _Running:
     """Remove a waiting prompt that was rejected."""
     self.queue.remove(work)
     self.queued -= 1
-    self.queued_tokens -= work.asked.prompt_tokens
+    self.queued_tokens -= work.request.prompt_tokens
     self.queued_s -= work.alone_s
 
   def _start(self, work: _RoutedWork) -> None:
     """Look up the cached prefix of a prompt when its prefill begins."""
-    now_s = self.cluster.now
+    now_s = self.cluster.now_s
     if math.isnan(work.served.prefill_start_s):
       work.served.prefill_start_s = now_s
       cached_tokens = max(
         work.fetched, self.prefixes.match(work.blocks, work.block)
       )
       # The last token is always computed: its output is needed.
-      work.cached = min(cached_tokens, work.asked.prompt_tokens - 1)
-      work.left = work.asked.prompt_tokens - work.cached
+      work.cached = min(cached_tokens, work.request.prompt_tokens - 1)
+      work.tokens_left = work.request.prompt_tokens - work.cached
       work.served.cached_tokens = work.cached
       self.counters.cached_tokens += work.cached
 
@@ -592,8 +592,8 @@ class _Running:
       answers = len(self.rows) + len(self.joining) + len(batch)
       if work.decode is self and answers >= self.spec.max_rows:
         break
-      if not work.held:
-        tokens_left = work.asked.prompt_tokens - self.prefixes.match(
+      if not work.prefill_tokens:
+        tokens_left = work.request.prompt_tokens - self.prefixes.match(
           work.blocks, work.block
         )
         if batch and not mixed and tokens_left > room:
@@ -604,14 +604,14 @@ class _Running:
             continue
           break
       self._start(work)
-      count = min(work.left, room) if mixed else work.left
+      count = min(work.tokens_left, room) if mixed else work.tokens_left
       batch.append((work, count))
       room -= count
     return batch
 
   def _planned_s(self) -> float:
     """Latest arrival of a prompt that the current step can include."""
-    if self.spec.share != "ahead" or self.step_end_s < self.cluster.now:
+    if self.spec.share != "ahead" or self.step_end_s < self.cluster.now_s:
       return math.inf
     # An idle instance plans with all prompts that have arrived.
     if not self.rows and self.queue[0].ready_s > self.step_start_s:
@@ -622,12 +622,13 @@ class _Running:
     self, batch: Sequence[tuple[_RoutedWork, int]]
   ) -> list[tuple[int, int]]:
     return [
-      (count, work.asked.prompt_tokens - work.left) for work, count in batch
+      (count, work.request.prompt_tokens - work.tokens_left)
+      for work, count in batch
     ]
 
   def _read(self, batch: list[tuple[_RoutedWork, int]]) -> None:
     """Prefill whole prompts through all stages."""
-    now_s, stages = self.cluster.now, self.spec.stages
+    now_s, stages = self.cluster.now_s, self.spec.stages
     seconds = self.spec.times.prefill_s(self._pieces(batch)) / stages
     seconds += self.spec.stage_s
     entry = self._entry_s(batch)
@@ -656,11 +657,11 @@ class _Running:
     self.counters.prefill_calls += 1
     self.counters.prefill_busy_s += seconds
     for work, count in batch:
-      work.left -= count
+      work.tokens_left -= count
       self.counters.prefill_tokens += count
       self.queued_s -= work.alone_s
-      if work.left:
-        self.wait_for(work, work.asked.prompt_tokens - work.left)
+      if work.tokens_left:
+        self.wait_for(work, work.request.prompt_tokens - work.tokens_left)
       else:
         # Prompts are prefilled in the order of the queue.
         self.queue.popleft()
@@ -668,22 +669,22 @@ class _Running:
   def _count_passed(self, batch: Iterable[tuple[_RoutedWork, int]]) -> None:
     """Remove tokens from the queue that others no longer wait for."""
     for work, count in batch:
-      self.queued_tokens -= count + (0 if work.left else work.cached)
+      self.queued_tokens -= count + (0 if work.tokens_left else work.cached)
     self.wake()
 
   def _on_prefilled(self, batch: Iterable[tuple[_RoutedWork, int]]) -> None:
     for work, _ in batch:
-      if not work.left:
+      if not work.tokens_left:
         self._finish_prompt(work)
     self.wake()
 
   def _finish_prompt(self, work: _RoutedWork) -> None:
     self.queued -= 1
-    work.served.first_token_s = self.cluster.now
+    work.served.first_token_s = self.cluster.now_s
     if work.blocks:
       self.prefixes.keep(work.blocks, work.block)
     if work.decode is self:
-      work.reserved = work.held
+      work.reserved = work.prefill_tokens
       self.cluster.reserve(work.reserved)
       self.answer(work)
     else:
@@ -691,7 +692,7 @@ class _Running:
 
   def _mix(self, batch: list[tuple[_RoutedWork, int]]) -> None:
     """Run one step with chunks of prompts and all decoding answers."""
-    now_s, rows = self.cluster.now, len(self.rows)
+    now_s, rows = self.cluster.now_s, len(self.rows)
     times, stages = self.spec.times, self.spec.stages
     seconds = times.prefill_s(self._pieces(batch)) + self.spec.stage_s * stages
     seconds += self._entry_s(batch)
@@ -726,7 +727,7 @@ class _TurningRow:
   @property
   def tokens(self) -> int:
     """Number of cached tokens that its next step reads."""
-    return self.work.asked.prompt_tokens + self.steps + 1
+    return self.work.request.prompt_tokens + self.steps + 1
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -767,13 +768,13 @@ class _TakingTurns(_Running):
 
   def answer(self, work: _RoutedWork) -> None:
     """Add an answer whose prompt cache is on this instance."""
-    if work.asked.new_tokens == 1:
+    if work.request.new_tokens == 1:
       super().answer(work)
       return
     self.cluster.reserve(-work.reserved)
     self.pipeline[0].rows.append(_TurningRow(work))
-    self.rows.append((0, work.asked.number, work))
-    self.cached += work.asked.prompt_tokens + 1
+    self.rows.append((0, work.request.number, work))
+    self.cached += work.request.prompt_tokens + 1
     self.counters.peak_rows = max(self.counters.peak_rows, len(self.rows))
     self.wake()
 
@@ -844,7 +845,7 @@ class _TakingTurns(_Running):
       if last:
         self._count_step(rows)
       following.extend(
-        row for row in rows if row.steps + 1 < row.work.asked.new_tokens
+        row for row in rows if row.steps + 1 < row.work.request.new_tokens
       )
 
     self._occupy(index, spent, f"decode {count} x 1", "decode", finish_stage)
@@ -857,11 +858,11 @@ class _TakingTurns(_Running):
     for row in rows:
       work = row.work
       row.steps += 1
-      if row.steps + 1 == work.asked.new_tokens:
-        self.rows.remove((0, work.asked.number, work))
+      if row.steps + 1 == work.request.new_tokens:
+        self.rows.remove((0, work.request.number, work))
         self.cached -= work.need
         self.free(work.reserved)
-        work.served.last_token_s = self.cluster.now
+        work.served.last_token_s = self.cluster.now_s
         self.cluster.freed()
 
   def _occupy(
@@ -873,7 +874,7 @@ class _TakingTurns(_Running):
     finish: Callable[[], None],
   ) -> None:
     """Occupy a stage for some seconds, then call `finish`."""
-    stage, now_s = self.pipeline[index], self.cluster.now
+    stage, now_s = self.pipeline[index], self.cluster.now_s
     stage.busy, self.stage_free[index] = True, now_s + seconds
 
     def release_stage() -> None:
@@ -920,7 +921,7 @@ class _ClusterRun:
     self.planned: TrafficSummary | None = None
 
   @property
-  def now(self) -> float:
+  def now_s(self) -> float:
     return float(self.events.now_s)
 
   def run(self) -> ClusterResult:
@@ -964,7 +965,7 @@ class _ClusterRun:
     if self.spec.timeline:
       transfers = (span for span in timeline.spans if span.nbytes)
       spans = sorted(
-        (*self.spans, *transfers), key=lambda s: (s.start_s, s.where, s.name)
+        (*self.spans, *transfers), key=lambda s: (s.start_s, s.resource, s.name)
       )
       result.timeline = Timeline(tuple(spans))
       result.loads = self.loads
@@ -978,7 +979,7 @@ class _ClusterRun:
 
   def _arrive(self) -> None:
     """Route all requests of this time, and schedule the next arrival."""
-    trace, now_s = self.trace, self.now
+    trace, now_s = self.trace, self.now_s
     while self._next < len(trace) and trace[self._next].arrival <= now_s:
       n, self._next = self._next, self._next + 1
       self._route(trace[n], self.result.served[n])
@@ -1004,12 +1005,12 @@ class _ClusterRun:
       if instance.role != role:
         instance.role = role
         self.result.role_changes.append(
-          RoleChange(time_s=self.now, name=name, role=role, why=decision.why)
+          RoleChange(time_s=self.now_s, name=name, role=role, why=decision.why)
         )
     # With new roles, waiting prompts may have room elsewhere.
     self.freed()
     if self._next < len(self.trace):
-      self.at(self.now + float(planner.window_s), self._plan_roles)
+      self.at(self.now_s + float(planner.window_s), self._plan_roles)
 
   def _route(self, request: TraceRequest, served: ServedRequest) -> None:
     # An id names a whole prefix; the last block may be incomplete.
@@ -1039,7 +1040,7 @@ class _ClusterRun:
       cached_tokens=cached,
     )
     work = _RoutedWork(served, routed_request, full_blocks, request.block)
-    route = self.policy.route(routed_request, self.views(), self.now)
+    route = self.policy.route(routed_request, self.views(), self.now_s)
     if isinstance(route, Rejected):
       served.rejected = route.reason or "rejected"
       return
@@ -1055,7 +1056,7 @@ class _ClusterRun:
       served.rejected = why
       return
     cached_here = cached(target.name)
-    work.left = request.prompt_tokens
+    work.tokens_left = request.prompt_tokens
     tokens_after_fetch = max(
       cached_here, route.fetch_tokens if route.fetch_from else 0
     )
@@ -1073,11 +1074,11 @@ class _ClusterRun:
     target = work.prefill
     assert target is not None
     source = self._instance(str(route.fetch_from))
-    start_s = self.now
+    start_s = self.now_s
 
     def on_fetched() -> None:
       work.fetched = route.fetch_tokens
-      work.served.moved_s += self.now - start_s
+      work.served.moved_s += self.now_s - start_s
       target.enqueue(work)
 
     self.send(
@@ -1118,7 +1119,7 @@ class _ClusterRun:
 
   def _too_long(self, work: _RoutedWork) -> str:
     """Reason why no instance can hold a request, or ""."""
-    request, prefill = work.asked, work.prefill
+    request, prefill = work.request, work.prefill
     assert prefill is not None
     if request.prompt_tokens > prefill.spec.capacity_tokens:
       return f"{request.prompt_tokens} tokens, more than {prefill.name} holds"
@@ -1145,7 +1146,7 @@ class _ClusterRun:
 
   def choose(self, work: _RoutedWork) -> _Running | None:
     """Ask the policy for a decode instance."""
-    choice = self.policy.decode_instance(work.asked, self.views(), self.now)
+    choice = self.policy.decode_instance(work.request, self.views(), self.now_s)
     if isinstance(choice, Rejected):
       work.served.rejected = choice.reason or "rejected"
       return None
@@ -1179,7 +1180,7 @@ class _ClusterRun:
         if not work.parts and work.come is not None:
           work.come()
 
-      tokens = work.asked.prompt_tokens / parts
+      tokens = work.request.prompt_tokens / parts
       send = functools.partial(
         self.send, "stream", work, source, target, tokens, on_part_sent
       )
@@ -1222,7 +1223,7 @@ class _ClusterRun:
           work.decode = None
         continue
       # An instance that prefilled the prompt itself has its cache already.
-      need = work.need - (work.held if target is prefill else 0)
+      need = work.need - (work.prefill_tokens if target is prefill else 0)
       if target.used + need > target.spec.capacity_tokens:
         break
       self.finished.popleft()
@@ -1230,7 +1231,7 @@ class _ClusterRun:
       work.reserved = work.need
       self.reserve(work.need)
       if target is prefill:
-        work.held = 0
+        work.prefill_tokens = 0
         target.answer(work)
       else:
         self._move(work)
@@ -1238,12 +1239,12 @@ class _ClusterRun:
 
   def _move(self, work: _RoutedWork) -> None:
     """Send the cache of a prompt to its decode instance."""
-    source, target, start_s = work.prefill, work.decode, self.now
+    source, target, start_s = work.prefill, work.decode, self.now_s
     assert source is not None
     assert target is not None
 
     def on_moved() -> None:
-      work.served.moved_s += self.now - start_s
+      work.served.moved_s += self.now_s - start_s
       self._release(work)
       target.answer(work)
 
@@ -1253,14 +1254,14 @@ class _ClusterRun:
       on_moved()
     else:
       self.send(
-        "move", work, source, target, work.asked.prompt_tokens, on_moved
+        "move", work, source, target, work.request.prompt_tokens, on_moved
       )
 
   def _release(self, work: _RoutedWork) -> None:
     """Free the tokens that the prefill instance held."""
     assert work.prefill is not None
-    work.prefill.free(work.held)
-    work.held = 0
+    work.prefill.free(work.prefill_tokens)
+    work.prefill_tokens = 0
     work.prefill.wake()
     self.freed()
 
@@ -1268,7 +1269,7 @@ class _ClusterRun:
     """Wake the work that waits for room, once for all events of this time."""
     if (self.finished or self.waiting) and not self.retrying:
       self.retrying = True
-      self.at(self.now, self._retry)
+      self.at(self.now_s, self._retry)
 
   def _retry(self) -> None:
     self.retrying = False
@@ -1284,7 +1285,7 @@ class _ClusterRun:
 
   def reserve(self, tokens: int) -> None:
     """Count tokens reserved for answers that have not begun."""
-    now_s = self.now
+    now_s = self.now_s
     self.result.reserved_token_s += self.reserved * (now_s - self.reserved_at)
     self.reserved += tokens
     self.reserved_at = now_s
@@ -1309,16 +1310,16 @@ class _ClusterRun:
       on_arrival()
       return
     nbytes = tokens * self.spec.kv_token_bytes
-    start_s = max(self.now, self.link_free.get(channel.name, 0.0))
+    start_s = max(self.now_s, self.link_free.get(channel.name, 0.0))
     sent_s = start_s + nbytes / channel.link.bandwidth
     self.link_free[channel.name] = sent_s
     self.at(sent_s, self.freed)
     self.events.send(
-      f"{kind} {work.asked.number}",
+      f"{kind} {work.request.number}",
       channel,
       nbytes,
       kind=kind,
-      release_s=self.now,
+      release_s=self.now_s,
       then=lambda span: on_arrival(),
     )
 
@@ -1327,7 +1328,7 @@ class _ClusterRun:
     links, width = self.spec.links, self.spec.kv_token_bytes
     if not isinstance(links, Link) or not width:
       return 0
-    busy_s = self.link_free.get(f"{name} out", 0.0) - self.now
+    busy_s = self.link_free.get(f"{name} out", 0.0) - self.now_s
     return max(0, round(busy_s * links.bandwidth / width))
 
   def _busy(self, source: str, target: str) -> bool:
@@ -1335,7 +1336,7 @@ class _ClusterRun:
     channel = self._channel(source, target)
     if channel is None:
       return False
-    return self.link_free.get(channel.name, 0.0) > self.now
+    return self.link_free.get(channel.name, 0.0) > self.now_s
 
   def _channel(self, source: str, target: str) -> Channel | None:
     links = self.spec.links
@@ -1373,7 +1374,7 @@ class _ClusterRun:
     if self.spec.timeline:
       self.loads[instance.name].append(
         LoadPoint(
-          time_s=self.now,
+          time_s=self.now_s,
           queued_requests=instance.queued,
           running_requests=len(instance.rows) + len(instance.joining),
           used_tokens=instance.used,

@@ -574,7 +574,7 @@ def simulate_stages(
   busy = dict.fromkeys((WEIGHTS, WORKERS), 0.0)
   for op in counted:
     span = timeline[op]
-    busy[span.where] += span.end_s - span.start_s
+    busy[span.resource] += span.end_s - span.start_s
   return StageOutcome(
     seconds=spent,
     tokens=num_tokens,

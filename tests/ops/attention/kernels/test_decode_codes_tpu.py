@@ -334,7 +334,7 @@ def test_rows_of_a_tile_are_the_numbers():
     Hadamard(bits=3).code_format(128),
   ):
     dims = arrangement(form).dims
-    many = arrangement(form).many
+    many = arrangement(form).rows_per_element
     assert sorted(dims) == sorted([*range(form.dim)] * many)
   assert [part.width for part in parts(128, 3)] == [32, 16]
 
