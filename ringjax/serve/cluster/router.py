@@ -49,7 +49,7 @@ from ringjax.serve.cluster.dispatch.counters import (
   RouterCounters,
   router_figures,
 )
-from ringjax.serve.cluster.dispatch.dispatcher import Dispatcher
+from ringjax.serve.cluster.dispatch.dispatcher import RequestDispatcher
 from ringjax.serve.cluster.dispatch.instances import (
   DOES,
   ClusterInstance,
@@ -159,7 +159,7 @@ class ClusterRouter:
     self._copies = PrefixCopies(
       self._instances, self._requests, self.counters, clock
     )
-    self._dispatcher = Dispatcher(
+    self._dispatcher = RequestDispatcher(
       self._work,
       self._instances,
       self._requests,

@@ -38,7 +38,7 @@ from ringjax.serve.cluster.routing import (
 )
 
 
-class Dispatcher:
+class RequestDispatcher:
   """Sends requests to instances; its user holds the router's lock.
 
   Attributes:
