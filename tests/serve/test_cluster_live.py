@@ -301,7 +301,7 @@ def test_pages_beyond_the_bytes_for_them_leave_the_devices(model, alone):
     prompts = [np.arange(n, dtype=np.int32) for n in (40, 90)]
     for prompt, arrays in zip(prompts, (0, 1), strict=True):
       # Copies of 2 and of 5 pages are arrays of 16.
-      worker._device_bytes = (15 + arrays) * worker._layout.nbytes
+      worker._offers.device_bytes = (15 + arrays) * worker._layout.nbytes
       request = Request(prompt=prompt, max_new_tokens=5)
       assert found(live.submit(request)) == alone(request)
       assert worker.publisher.counters.array_reads == arrays
