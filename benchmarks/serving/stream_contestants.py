@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 import ringjax as rj
 from ringjax.serve import cluster
-from ringjax.serve.cluster.worker import WorkerTask
+from ringjax.serve.cluster.worker_task import WorkerTask
 
 _KEY = bytes(range(32))
 _PATIENCE_S = 600

@@ -301,7 +301,7 @@ def test_pages_beyond_the_bytes_for_them_leave_the_devices(model, alone):
     prompts = [np.arange(n, dtype=np.int32) for n in (40, 90)]
     for prompt, arrays in zip(prompts, (0, 1), strict=True):
       # Copies of 2 and of 5 pages are arrays of 16.
-      worker._device_bytes = (15 + arrays) * worker._layout.nbytes
+      worker._offers.device_bytes = (15 + arrays) * worker._layout.nbytes
       request = Request(prompt=prompt, max_new_tokens=5)
       assert found(live.submit(request)) == alone(request)
       assert worker.publisher.counters.array_reads == arrays
@@ -407,7 +407,9 @@ def test_requests_wait_for_the_only_instance_of_a_role(model, alone, role):
     until(lambda: live.router.counters.lost == 2)
     handle = live.submit(wanted[0])
     does = {"prefill": "reads prompts", "decode": "answers"}[role]
-    until(lambda: any(x.alone_since for x in live.router._requests.values()))
+    until(
+      lambda: any(x.alone_since for x in live.router._requests.states.values())
+    )
     live.later(WAIT_S + 1)
     with pytest.raises(rj.PeerError, match=f"no instance that {does}"):
       handle.result()
@@ -600,7 +602,7 @@ def test_what_can_not_be_served_is_named(model, alone):
     assert handle.result().finish == "deadline"
     assert found(live.submit(request)) == alone(request)
     # One that kills whoever serves it does not kill all of them.
-    live.router._attempts = 1
+    live.router._dispatcher.attempts = 1
     live.join("other", "decode")
 
     def kill(answer):
@@ -659,8 +661,8 @@ def test_pages_return_by_their_lease_when_the_router_is_gone(model):
     # Renewed as long as the router wants them.
     time.sleep(1.0)
     assert worker.publisher.offered and not worker.publisher.counters.expired
-    live.router._server.shutdown(socket.SHUT_RDWR)
-    for one in list(live.router._instances.values()):
+    live.router._admission._server.shutdown(socket.SHUT_RDWR)
+    for one in list(live.router._instances.alive.values()):
       one.link._wire.close()
     until(lambda: not worker.publisher.offered)
     assert worker.publisher.counters.expired == 1
@@ -775,11 +777,11 @@ def test_a_hot_prefix_is_copied_to_another_instance(model, alone):
     # Its first owner is lost: nothing of the prefix is computed again.
     live.kill(names[owner])
     until(lambda: counters.lost == 1)
-    live.router._policy = cluster.ShortestQueue()
+    live.router._dispatcher.policy = cluster.ShortestQueue()
     assert found(live.submit(third)) == alone(third)
     assert other.prompt_tokens == 1 + 67 + 5 - 64
     assert counters.copied == 1 and counters.failed == 0
-    assert not live.router._copies
+    assert not live.router._copies.tasks
 
 
 @pytest.mark.parametrize("how", ["gone", "evicted", "lost", "target"])
@@ -815,7 +817,7 @@ def test_a_copy_that_does_not_come_costs_no_request(how):
     a.tell("read", id=reading, ticket=None, cached=48)
     c.answer(c.hear("answer")["id"], cached=48)
     assert handle.result().finish
-    until(lambda: not live.router._copies)
+    until(lambda: not live.router._copies.tasks)
     counters = live.router.counters
     assert counters.copied == counters.copied_bytes == counters.failed == 0
 
@@ -844,7 +846,7 @@ def test_a_router_says_what_a_card_has_to_send(model, alone):
       assert found(handle) == alone(ask(n))
     assert seen[0] == seen[1] == dict.fromkeys(names, 0)
     assert seen[2] == dict.fromkeys(names, 0) | {names[owner]: 64}
-    assert live.router._sending() == {}
+    assert live.router._dispatcher.sending() == {}
 
 
 class Scripted:
@@ -943,7 +945,7 @@ def test_patience_begins_when_a_prompt_has_been_read():
     assert task["stream"] == 64
     # Who answers comes late.
     reader.tell("part", id=task["id"], ticket="a part")
-    (state,) = live.router._requests.values()
+    (state,) = live.router._requests.states.values()
     until(lambda: state.tickets)
     live.later(WAIT_S + 1)
     assert not handle.done
@@ -968,7 +970,7 @@ def test_requests_that_wait_for_room_do_not_wait_for_an_instance():
     decoder = Scripted(live, "b", "decode")
     decoder.hear("answer")
     live.later(WAIT_S - 5)
-    states = list(live.router._requests.values())
+    states = list(live.router._requests.states.values())
     assert [state.alone_since for state in states] == [None] * 8
     assert any(state.stage == "read" for state in states)
     assert not any(handle.done for handle in handles)
@@ -977,6 +979,21 @@ def test_requests_that_wait_for_room_do_not_wait_for_an_instance():
     until(lambda: live.router.counters.lost == 1)
     live.later(WAIT_S - 5)
     assert not any(handle.done for handle in handles)
+
+
+@pytest.mark.parametrize("again", ["part", "read"])
+def test_pages_after_the_last_ones_of_a_prompt_are_refused(again):
+  with Live(None) as live:
+    reader = Scripted(live, "a", "prefill")
+    handle = live.submit(Request(prompt=[7] * 60, max_new_tokens=1))
+    task = reader.hear("read")["id"]
+    reader.tell("read", id=task, ticket="a ticket", cached=0)
+    until(lambda: live.figure("requests_read") == 1)
+    reader.tell(again, id=task, ticket="a ticket", cached=0)
+    # Nobody could say any more which pages there are: they are read again.
+    until(lambda: live.router.counters.lost == 1)
+    assert live.figure("requests_new") == 1
+    assert not handle.done
 
 
 class Looking(cluster.ShortestQueue):
@@ -1033,7 +1050,7 @@ def test_a_live_queue_is_predicted_as_a_simulated_one():
     a.wire.tell_object({"t": "blocks"} | event)
     until(lambda: live.router.blocks.match(keys) == {"a": 2})
     for prompt in prompts[1:-1]:
-      live.router._policy = To("a")
+      live.router._dispatcher.policy = To("a")
       live.submit(Request(prompt=prompt, max_new_tokens=1))
     tasks = [a.hear("read")["id"] for _ in sizes]
     seen = lambda: live.router.instances()[0]
@@ -1070,7 +1087,7 @@ def test_a_live_queue_is_predicted_as_a_simulated_one():
       [sizes[0] - 32, 32, 1], [50, 0, 3]
     ]  # fmt: skip
     # One that reads and answers has the prompt in its queue too.
-    live.router._policy = To("b", "b")
+    live.router._dispatcher.policy = To("b", "b")
     live.submit(Request(prompt=prompts[1], max_new_tokens=1))
     b.hear("answer")
     both = live.router.instances()[1]

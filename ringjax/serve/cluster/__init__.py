@@ -27,6 +27,7 @@ from ringjax.serve.cluster.conductor import (
   routing_policy,
 )
 from ringjax.serve.cluster.control_link import ask_router
+from ringjax.serve.cluster.dispatch.counters import RouterCounters
 from ringjax.serve.cluster.loongserve.elastic_batches import (
   batch_cost,
   best_batches,
@@ -79,7 +80,7 @@ from ringjax.serve.cluster.role_planner import (
   RolePlanner,
   TrafficSummary,
 )
-from ringjax.serve.cluster.router import ClusterRouter, RouterCounters
+from ringjax.serve.cluster.router import ClusterRouter
 from ringjax.serve.cluster.routing import (
   ChosenReader,
   InstanceView,

@@ -34,8 +34,6 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
-
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import (
   InputTypeError,
@@ -43,7 +41,6 @@ from ringjax.errors import (
   RingjaxError,
 )
 from ringjax.infer import inputs
-from ringjax.kv.storage.page_pool import PagePool
 from ringjax.serve.api.grammar import GrammarCompiler
 from ringjax.serve.cluster.block_index import (
   BlockEvent,
@@ -60,33 +57,23 @@ from ringjax.serve.cluster.membership import (
   load_report,
   tell_failure,
 )
+from ringjax.serve.cluster.page_offers import PageOffers
 from ringjax.serve.cluster.request_fields import request_of
 from ringjax.serve.cluster.routing import ROLES
 from ringjax.serve.cluster.simulate.fitted_times import instance_times
 from ringjax.serve.cluster.simulate.phase_times import QuadraticTimes
+from ringjax.serve.cluster.worker_task import WorkerTask
 from ringjax.serve.engine import Engine
 from ringjax.serve.prefix.prefix_transfer import (
-  ExportedPrefix,
-  LayerCopies,
   LayerParts,
-  PrefixHashes,
-  begin_layers,
-  copied_pages,
-  export_prefix,
   import_prefix,
   prefix_layout,
 )
-from ringjax.serve.prefix.prefix_tree import OutOfPages
-from ringjax.serve.request import Answer, Handle, Request
-from ringjax.serve.scheduler import PromptPiece
+from ringjax.serve.request import Answer, Request
 from ringjax.transfer import DeviceServer, Ticket, pull
 from ringjax.transfer.client import Address
 
 _COPIES = 4
-# Limit of published copies, in multiples of the engine's pool.
-_PUBLISHED = 4
-# Parts of a prompt are multiples of this, to be whole pages of any size.
-_PART = 128
 
 
 def check_engine(engine: object) -> None:
@@ -111,81 +98,6 @@ def check_engine(engine: object) -> None:
       "one whose pages are those of whole prefixes",
       "leave important out",
     )
-
-
-@dataclasses.dataclass(eq=False)
-class WorkerTask:
-  """A task of the router: a prompt to prefill, or a request to decode.
-
-  Attributes:
-    number: Task number.
-    request: Request as the engine gets it.
-    tokens: Maximum number of pool tokens that it takes.
-    reads: Whether the task is prefill only.
-    offers: Whether the task only publishes pages that are cached already.
-    link: Connection to the router that sent the task.
-    tickets: Tickets of pages to pull before decode, in the prompt's order.
-    more_tickets: Whether further tickets of a prompt in prefill will come.
-    pulled: Number of pulled pages, of their publisher's size, and their bytes.
-    pulling: Whether a thread is pulling.
-    address: Address of the pages' publisher.
-    handle: Handle of the request once the engine has it.
-    admitted: Whether it may take its room.
-    stream: Number of prefilled tokens after which pages are published; 0
-      publishes all at the end.
-    offers_made: Tickets of the pages that this task has published.
-    pages: Number of these pages.
-    copying: Whether a part is about to be published.
-    begun: Number of pages after these whose layers are sent in the step that
-      computes them; 0 for none.
-    unpublished: Copies of such layers that are not yet published.
-    layered: (pages, layer): number of such pages, and the layer up to which
-      they are published.
-    waits: Whether a thread is about to publish `unpublished`.
-    parts: Received pages of some layers.
-    publishes: Lock held while pages are published, to keep their order.
-    published: Whether all pages were copied, or could not be.
-    dropped: Whether the router has cancelled the task.
-    hashes: Hashes of the prompt's pages, which its parts share.
-    sent: Tokens and characters of each answer that the router has.
-  """
-
-  number: int
-  request: Request
-  tokens: int
-  reads: bool
-  link: ControlLink
-  offers: bool = False
-  tickets: collections.deque[Ticket] = dataclasses.field(
-    default_factory=collections.deque
-  )
-  more_tickets: bool = False
-  pulled: tuple[int, int] = (0, 0)
-  pulling: bool = False
-  address: Address = ("", 0)
-  handle: Handle | None = None
-  admitted: bool = False
-  stream: int = 0
-  offers_made: list[Ticket] = dataclasses.field(default_factory=list)
-  pages: int = 0
-  copying: bool = False
-  begun: int = 0
-  unpublished: collections.deque[LayerCopies] = dataclasses.field(
-    default_factory=collections.deque
-  )
-  layered: tuple[int, int] = (0, 0)
-  waits: bool = False
-  parts: LayerParts | None = None
-  publishes: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-  published: bool = False
-  dropped: bool = False
-  hashes: PrefixHashes = dataclasses.field(default_factory=PrefixHashes)
-  sent: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-
-  @property
-  def holds(self) -> bool:
-    """Whether it needs the pool: published pages do not."""
-    return not self.published and not self.offers
 
 
 class ClusterWorker:
@@ -260,7 +172,7 @@ class ClusterWorker:
     if engine.tokenizer is not None:
       self._grammars = GrammarCompiler(engine.tokenizer, engine.vocab)
     self._devices = devices
-    self._device_bytes = positive_int("device_bytes", device_bytes)
+    positive_int("device_bytes", device_bytes)
     self._work = threading.Condition()
     self._membership = Membership(
       self._work,
@@ -289,16 +201,23 @@ class ClusterWorker:
     self._tasks: dict[int, WorkerTask] = {}
     # Tasks that wait for room.
     self._pulls: collections.deque[WorkerTask] = collections.deque()
-    # Device bytes of prompts that are about to be published, by task.
-    self._planned: dict[int, int] = {}
     # The block log that the router has, and the engine's step count at that
     # time.
     self._blocks: BlockLog | None = None
     self._reported_steps, self._reporting = -1, False
-    # Prompts in prefill whose parts are published, by task.
-    self._streams: dict[int, WorkerTask] = {}
     self._copies = concurrent.futures.ThreadPoolExecutor(
       _COPIES, "ringjax worker copies"
+    )
+    self._offers = PageOffers(
+      self._work,
+      engine,
+      self.publisher,
+      self._tasks,
+      self._copies,
+      capacity=self._capacity,
+      page_bytes=self._layout.nbytes,
+      devices=devices,
+      device_bytes=device_bytes,
     )
 
   # -------------------------------------------------------------------------
@@ -317,8 +236,8 @@ class ClusterWorker:
 
   def start(self) -> ClusterWorker:
     """Start the engine and join; join again whenever the router was gone."""
-    self._engine.on_step = self._stepped
-    self._engine.on_layers = self._layers_begun
+    self._engine.on_step = self._offers.stepped
+    self._engine.on_layers = self._offers.layers_begun
     self._engine.start()
     for work in (self._join_loop, self._wait_for_room):
       threading.Thread(
@@ -406,8 +325,7 @@ class ClusterWorker:
     with self._work:
       tasks = list(self._tasks.values())
       self._tasks.clear()
-      self._streams.clear()
-      self._planned.clear()
+      self._offers.forget_all()
       self._pulls.clear()
       self._work.notify_all()
     for task in tasks:
@@ -454,8 +372,7 @@ class ClusterWorker:
     """Forget a task."""
     with self._work:
       task = self._tasks.pop(number, None)
-      self._streams.pop(number, None)
-      self._planned.pop(number, None)
+      self._offers.forget(number)
       if task in self._pulls:
         self._pulls.remove(task)
       self._work.notify_all()
@@ -581,15 +498,14 @@ class ClusterWorker:
         return
       self._tasks[task.number] = task
       if task.stream:
-        self._streams[task.number] = task
+        self._offers.streams[task.number] = task
       if task.tickets:
         self._pulls.append(task)
         self._work.notify_all()
         return
       task.admitted = True
     if offers:
-      with contextlib.suppress(RuntimeError):
-        self._copies.submit(self._publish, task)
+      self._offers.publish(task)
       return
     self._submit(task)
 
@@ -618,83 +534,7 @@ class ClusterWorker:
     elif not task.reads:
       self._send(task, answer)
     elif answer.finish is not None:
-      # The thread pool may have been closed.
-      with contextlib.suppress(RuntimeError):
-        self._copies.submit(self._publish, task)
-
-  def _stepped(self) -> None:
-    """Publish pages after a step of the engine, in the engine's thread."""
-    for task in tuple(self._streams.values()):
-      if task.handle is None or task.copying or task.published:
-        continue
-      if task.begun or self._due(task):
-        task.copying = True
-        with contextlib.suppress(RuntimeError):
-          self._copies.submit(self._publish_part, task, task.begun)
-      task.begun = 0
-
-  def _due(self, task: WorkerTask, *, tail: bool = False) -> int:
-    """Number of pages to publish with a step; 0 if there are too few.
-
-    Args:
-      task: Prompt in prefill.
-      tail: Whether to include the rest at a long prompt's end.
-    """
-    page, size = self._engine.scheduler.tree.page, len(task.request.prompt)
-    assert task.handle is not None
-    ready = self._engine.prompt_progress(task.handle)
-    count = ready // _PART * _PART // page - task.pages
-    if count * page >= task.stream:
-      return count
-    ends = tail and ready == size and size >= task.stream
-    return ready // page - task.pages if ends else 0
-
-  def _layers_begun(
-    self, part: int, pieces: tuple[PromptPiece, ...], pool: PagePool
-  ) -> None:
-    """Copy pages of layers that a step has begun, in the engine's thread."""
-    rows = {id(piece.row.owner.handle) for piece in pieces}
-    for task in tuple(self._streams.values()):
-      if task.copying or task.published or id(task.handle) not in rows:
-        continue
-      if part == 0:
-        task.begun = self._due(task, tail=True)
-      if not task.begun:
-        continue
-      copies = self._layer_copies(task, part, pool)
-      if copies is None:
-        task.begun = 0
-        continue
-      task.unpublished.append(copies)
-      with self._work:
-        submits, task.waits = not task.waits, True
-      if submits:
-        with contextlib.suppress(RuntimeError):
-          self._copies.submit(self._publish_layers, task)
-
-  def _layer_copies(
-    self, task: WorkerTask, part: int, pool: PagePool
-  ) -> LayerCopies | None:
-    """Copies of the begun pages; None to publish them after the step."""
-    request = task.request
-    try:
-      copies = begin_layers(
-        self._engine,
-        pool,
-        np.asarray(request.prompt, np.int32),
-        part,
-        salt=request.salt,
-        adapter=request.adapter,
-        first=task.pages,
-        most=task.begun,
-        hashes=task.hashes,
-        on_devices=self._on_devices(task),
-      )
-    except Exception:
-      # There is no memory for a copy; the step continues.
-      return None
-    # With fewer, some pages were evicted meanwhile.
-    return copies if copies and copies.count == task.begun else None
+      self._offers.publish(task)
 
   def _send(self, task: WorkerTask, answer: Answer) -> None:
     """Send an answer's new tokens to the router."""
@@ -725,167 +565,6 @@ class ClusterWorker:
     )
     if task.handle.done:
       self._end(task.number)
-
-  def _publish(self, task: WorkerTask) -> None:
-    """Publish the remaining pages of a prefilled or cached prompt."""
-    cached = 0 if task.handle is None else task.handle.cached_tokens
-    with task.publishes:
-      ticket = self._publish_pages(task, last=True)
-    if task.offers:
-      tokens = task.pages * self._engine.scheduler.tree.page
-      cached = min(tokens, len(task.request.prompt) - 1)
-    task.link.tell(
-      t="read",
-      id=task.number,
-      ticket=None if ticket is None else ticket.to_json(),
-      cached=cached,
-    )
-
-  def _publish_part(self, task: WorkerTask, begun: int) -> None:
-    """Publish the pages that were prefilled since the last part.
-
-    Args:
-      task: Prompt in prefill.
-      begun: Number of pages whose first layers were published before, or 0.
-    """
-    with task.publishes:
-      self._offer_layers(task)
-      if not task.published and not task.dropped:
-        self._tell_part(task, self._publish_pages(task, begun, last=False))
-      task.copying = False
-
-  def _tell_part(self, task: WorkerTask, ticket: Ticket | None) -> None:
-    if ticket is not None:
-      task.link.tell(t="part", id=task.number, ticket=ticket.to_json())
-
-  def _publish_layers(self, task: WorkerTask) -> None:
-    """Publish layers of pages before their step has ended."""
-    with self._work:
-      task.waits = False
-    with task.publishes:
-      self._offer_layers(task)
-
-  def _offer_layers(self, task: WorkerTask) -> None:
-    """Publish the copied layers of a task; the lock `publishes` is held."""
-    while task.unpublished:
-      copies = task.unpublished.popleft()
-      first, end = copies.layers
-      published_before = (copies.count, first) if first else (0, 0)
-      if first == 0:
-        task.layered = 0, 0
-      if task.published or task.dropped or task.layered != published_before:
-        continue
-      try:
-        self._check_published(task)
-        ticket = self._ticket(copies.result(), copies.count)
-      except Exception:
-        # Layers that are not published now are published after the step.
-        continue
-      self._record_ticket(task, ticket)
-      task.layered = copies.count, end
-      self._tell_part(task, ticket)
-
-  def _publish_pages(
-    self, task: WorkerTask, begun: int = 0, *, last: bool
-  ) -> Ticket | None:
-    """Publish the next pages of a prompt; the ticket, or None without pages.
-
-    Args:
-      task: Prompt in prefill, prefilled or cached.
-      begun: Number of pages some of whose layers were published; 0 for all
-        pages that are ready.
-      last: Whether these are the last pages of the prompt.
-    """
-    request, ticket, count, layers = task.request, None, 0, None
-    parts = self._engine.layer_parts
-    if begun and task.layered == (begun, parts[-1][0]):
-      layers = parts[-1]
-    task.layered = 0, 0
-    try:
-      self._check_published(task)
-      exported = export_prefix(
-        self._engine,
-        inputs.prompt(request.prompt, self._engine.vocab),
-        salt=request.salt,
-        adapter=request.adapter,
-        first=task.pages,
-        layers=layers,
-        hashes=task.hashes,
-        on_devices=self._on_devices(task),
-      )
-      count = len(exported.pages)
-      if begun:
-        # With fewer pages, the layers published before are useless.
-        count = begun if count >= begun else 0
-      elif not last:
-        pages_per_part = _PART // self._engine.scheduler.tree.page
-        count = (
-          task.pages + count
-        ) // pages_per_part * pages_per_part - task.pages
-      if count > 0:
-        ticket = self._ticket(exported, count)
-    except Exception:
-      # The pages were evicted, the engine is closed, or there is no memory for
-      # a copy: the decode instance prefills the prompt, or the rest of it.
-      ticket = None
-    with self._work:
-      task.pages += 0 if ticket is None else count
-      task.published |= last
-      self._work.notify_all()
-    self._record_ticket(task, ticket)
-    return ticket
-
-  def _on_devices(self, task: WorkerTask) -> bool:
-    """Whether a prompt's unpublished pages can stay on the devices."""
-    if self._devices is None:
-      return False
-    page = self._engine.scheduler.tree.page
-    count = len(task.request.prompt) // page - task.pages
-    new_bytes = copied_pages(self._engine, count) * self._layout.nbytes
-    with self._work:
-      # Other tasks may be about to publish theirs.
-      self._planned.pop(task.number, None)
-      planned_bytes = self.publisher.device_bytes + sum(self._planned.values())
-      has_room = planned_bytes + new_bytes <= self._device_bytes
-      if has_room:
-        self._planned[task.number] = new_bytes
-    return has_room
-
-  def _ticket(self, sent: ExportedPrefix, count: int) -> Ticket:
-    """Publish the first `count` of the exported pages."""
-    numbers = self.publisher.new_numbers(count)
-    pages = dict(zip(numbers, sent.pages, strict=False))
-    return self.publisher.publish(
-      pages, sent.layout, labels=sent.labels[:count]
-    )
-
-  def _record_ticket(self, task: WorkerTask, ticket: Ticket | None) -> None:
-    """Record a ticket; withdraw it if its task was dropped."""
-    with self._work:
-      self._planned.pop(task.number, None)
-    if ticket is None:
-      return
-    with self._work:
-      task.offers_made.append(ticket)
-      dropped = task.dropped
-    if dropped:
-      self.publisher.withdraw(ticket)
-
-  def _check_published(self, task: WorkerTask) -> None:
-    """Limit published copies to a multiple of the engine's pool.
-
-    Raises:
-      OutOfPages: If too many published tokens wait to be pulled already.
-    """
-    with self._work:
-      published_tokens = [
-        len(another.request.prompt)
-        for another in self._tasks.values()
-        if another.offers_made and another is not task
-      ]
-    prompt_tokens = len(task.request.prompt)
-    if sum(published_tokens) + prompt_tokens > _PUBLISHED * self._capacity:
-      raise OutOfPages(f"{sum(published_tokens):,} tokens are published")
 
   def _part(self, fields: dict[str, Any]) -> None:
     """Handle a further ticket of a prompt, or the end of its tickets."""

@@ -1,0 +1,1 @@
+"""Parts of a cluster's router: instances, requests, dispatch, roles, counts."""
