@@ -249,6 +249,10 @@ class OffloadedCache(WithOpenCache):
     pairs = zip(self.open.slots, self.layers, strict=True)
     return tuple(slots if x is None else x for slots, x in pairs)
 
+  @property
+  def offloaded(self) -> bool:
+    return True
+
   def bytes_by_memory(self) -> dict[str, int]:
     """Total bytes of all shards, by memory of `kv.base.TIERS`."""
     sizes = {DEVICE: sum(x.nbytes for x in jax.tree.leaves(self.open))}
