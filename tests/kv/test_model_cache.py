@@ -50,6 +50,8 @@ def test_offloaded_layers_refuse_what_moves_rows(model):
   cache = model.init_cache(2, 8, placement="host")
   for name, call in operations(cache).items():
     refused(OptionError, call, name, "host memory or on disk")
+  refused(OptionError, cache.explain, "explain", "bytes_by_memory()")
+  assert sum(cache.bytes_by_memory().values()) == cache.nbytes()
 
 
 def test_row_groups_refuse_what_moves_rows(model):
