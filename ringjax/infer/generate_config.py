@@ -388,6 +388,6 @@ def present_options(
     "rows_at_once": values.placement.rows_at_once is not None
     or bool(getattr(session, "rows_at_once", None)),
     "cache_placement": values.placement.cache is not None
-    or bool(getattr(made_with, "fetch", None)),
+    or bool(getattr(made_with, "offloaded", False)),
     "grow": values.decode.grow is not None,
   }

@@ -150,6 +150,11 @@ class ModelCache(CallCache):
     return self.parts[0].irreversible
 
   @property
+  def offloaded(self) -> bool:
+    """Whether layers wait in other memories while others run."""
+    return any(part.offloaded for part in self.parts)
+
+  @property
   def asks_whole(self) -> bool:
     """Whether a question must be one call: its tokens select together."""
     return False

@@ -11,6 +11,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import OptionError
+from ringjax.infer.generate_config import present_options
 from ringjax.kv.composed.row_groups import RowGroups
 from tests.helpers import SMALL, refused
 
@@ -49,6 +50,8 @@ def test_offloaded_layers_refuse_what_moves_rows(model):
   cache = model.init_cache(2, 8, placement="host")
   for name, call in operations(cache).items():
     refused(OptionError, call, name, "host memory or on disk")
+  refused(OptionError, cache.explain, "explain", "bytes_by_memory()")
+  assert sum(cache.bytes_by_memory().values()) == cache.nbytes()
 
 
 def test_row_groups_refuse_what_moves_rows(model):
@@ -56,6 +59,15 @@ def test_row_groups_refuse_what_moves_rows(model):
   for name, call in operations(groups).items():
     refused(OptionError, call, name, "row groups", "rows_at_once")
   refused(OptionError, lambda: groups.reset([0]), "reset", "rows_at_once")
+
+
+def test_sessions_with_offloaded_layers_are_not_gathered(model):
+  """The cache that a session has counts as one that is asked for."""
+  for options in ({"cache_placement": "host"}, {}):
+    session = rj.infer.Session(model, 16, **options)
+    config = rj.infer.GenerateConfig().replace(keep="last")
+    present = present_options(config, cache=session)
+    assert present["cache_placement"] == bool(options)
 
 
 def test_rows_of_offloaded_layers_begin_anew(model):

@@ -249,6 +249,10 @@ class OffloadedCache(WithOpenCache):
     pairs = zip(self.open.slots, self.layers, strict=True)
     return tuple(slots if x is None else x for slots, x in pairs)
 
+  @property
+  def offloaded(self) -> bool:
+    return True
+
   def bytes_by_memory(self) -> dict[str, int]:
     """Total bytes of all shards, by memory of `kv.base.TIERS`."""
     sizes = {DEVICE: sum(x.nbytes for x in jax.tree.leaves(self.open))}
@@ -339,7 +343,7 @@ class OffloadedCache(WithOpenCache):
   export = refused("export", "leave the placement of the cache out")
   load = refused("load", "leave the placement of the cache out")
   snapshot = refused("snapshot", "leave the placement of the cache out")
-  explain = refused("explain", "ask a session for memory_report()")
+  explain = refused("explain", "call bytes_by_memory()")
   with_states = refused("with_states", "leave the placement of the cache out")
   gathered = refused("gathered", "pass keep='sharded'")
 
