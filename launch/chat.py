@@ -28,6 +28,7 @@ import jax
 from absl import flags
 
 import ringjax as rj
+from launch.answers.conversation import Conversation, Interrupted, Turn
 from launch.shared import (
   common,
   console,
@@ -36,7 +37,6 @@ from launch.shared import (
   model_flags,
   prompts,
 )
-from launch.shared.conversation import Conversation, Interrupted, Turn
 from launch.shared.flag_helpers import FlagHelper
 from ringjax import fetched_models
 from ringjax.data import ChatTemplate, Tokenizer

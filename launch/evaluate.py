@@ -59,7 +59,8 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch.shared import answering, common, console, model_flags
+from launch.answers import answering
+from launch.shared import common, console, model_flags
 from launch.shared.flag_helpers import FlagHelper, option_values
 from launch.shared.group import Group
 from ringjax.bench import timing

@@ -45,14 +45,13 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
+from launch.answers import answer_entropy, next_prompt
 from launch.shared import (
-  answer_entropy,
   common,
   console,
   integer_flags,
   machines,
   model_flags,
-  next_prompt,
   prompts,
   tensor_ranks,
 )

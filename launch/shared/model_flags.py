@@ -15,14 +15,8 @@ import jax
 from absl import flags
 
 import ringjax as rj
-from launch.shared import (
-  answering,
-  common,
-  console,
-  integer_flags,
-  machines,
-  prompts,
-)
+from launch.answers import answering
+from launch.shared import common, console, integer_flags, machines, prompts
 from launch.shared.flag_helpers import FlagHelper, flag_name, option_values
 from ringjax import fetched_models, option_text
 from ringjax.checks import positive_int

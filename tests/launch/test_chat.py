@@ -17,8 +17,8 @@ import pytest
 
 import ringjax as rj
 from launch import chat
+from launch.answers.conversation import Conversation, Interrupted
 from launch.shared import common
-from launch.shared.conversation import Conversation, Interrupted
 from ringjax.data import ChatTemplate, Tokenizer
 from ringjax.errors import OptionError, PromptError
 from ringjax.infer import Session, Stop

@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 import ringjax as rj
 from launch import convert
-from launch.shared import answering, console
+from launch.answers import answering
+from launch.shared import console
 from ringjax.data import Bytes
 from ringjax.data.gguf.gguf_file import open_gguf
 from ringjax.models import contents

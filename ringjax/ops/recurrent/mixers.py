@@ -154,14 +154,17 @@ def _tail_before(
   n: int,
 ) -> Tail:
   """Tail of the n tokens that precede this shard's."""
-  previous = before
   if before is None:
     previous = collectives.zeros((x.shape[0], n, x.shape[2]), x.dtype, x)
     first = jnp.zeros_like(seg[:, :1])
-  elif given_seg is None:
-    first = jnp.ones_like(seg[:, :1])
   else:
-    first = _first_document(seg, shards.axis)
+    previous = before
+    in_call = given_seg is None
+    first = (
+      jnp.ones_like(seg[:, :1])
+      if in_call
+      else _first_document(seg, shards.axis)
+    )
   axes = collectives.varying_axes(x, seg)
   tail = Tail(
     previous.astype(x.dtype), jnp.broadcast_to(first, previous.shape[:2])

@@ -29,7 +29,7 @@ class WorkerTask:
     offers: Whether the task only publishes pages that are cached already.
     link: Connection to the router that sent the task.
     tickets: Tickets of pages to pull before decode, in the prompt's order.
-    more_tickets: Whether further tickets will come, of a prompt still in prefill.
+    more_tickets: Whether further tickets of a prompt in prefill will come.
     pulled: Number of pulled pages, of their publisher's size, and their bytes.
     pulling: Whether a thread is pulling.
     address: Address of the pages' publisher.

@@ -88,7 +88,7 @@ class RoutedState:
     alone_since: Time since which no instance could take it; None if one can.
     alone_for: Work that no instance could do then, "prefills" or "decodes".
     why: Reason of the last restart.
-    decoder_prefills: Whether the decode instance also prefills, as the route says.
+    decoder_prefills: Whether the decode instance also prefills, by the route.
     fetch_tokens: Prompt tokens that the reader has after fetching.
     expected: Prompt tokens that should be cached at the instance that was sent
       the request last.

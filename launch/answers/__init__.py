@@ -1,0 +1,1 @@
+"""Parts of launch.generate and launch.chat: what an answer needs."""
