@@ -119,7 +119,12 @@ def test_a_template_says_what_is_before_an_answer():
     (4, 14), (14, 24), (24, 30)
   ]  # fmt: skip
   last = texts[2][2].tolist()
-  words = [*found.later, *range(116, 124), *found.suffix, *range(124, 130)]
+  words = [
+    *found.later_chunks,
+    *range(116, 124),
+    *found.suffix,
+    *range(124, 130),
+  ]
   assert last == words
   none = Instructions.of(None).texts(prompt, 0, 100)
   assert [text.tolist() for _, _, text in none] == [prompt.tolist()]

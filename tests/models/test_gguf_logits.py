@@ -16,6 +16,15 @@ _TOKENS = np.arange(12)[None] * 5 % 64
 # Logits by transformers, or the error with which it refused a file.
 _FACTS = json.loads(gguf_logits.FACTS.read_text("utf-8"))
 _READ = [name for name, facts in _FACTS.items() if isinstance(facts, list)]
+# What transformers takes for granted in files of some architectures: the size of
+# a head, by which it also scales queries, and the part that is rotated.
+_FIXED = {
+  "gemma2": {"head_dim": 256},
+  "gemma3": {"head_dim": 256},
+  "qwen3": {"head_dim": 128},
+  "qwen3moe": {"head_dim": 128},
+  "stablelm": {"partial_rotary_factor": 0.25, "qk_layernorm": False},
+}
 
 
 def _drawn(name, x):
@@ -32,7 +41,7 @@ def _drawn(name, x):
 def write(folder, name):
   """Writes FOLDER/NAME.gguf; returns its path."""
   path = folder / f"{name}.gguf"
-  config = files._SIZES | CASES[name]
+  config = files._SIZES | CASES[name] | _FIXED.get(name, {})
   without = files._WITHOUT.get(name, ())
   abstract = rj.models.create(
     {key: x for key, x in config.items() if key not in without}, seed=0

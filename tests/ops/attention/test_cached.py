@@ -215,4 +215,4 @@ def test_other_axes_of_the_mesh_are_left_alone():
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_all_axes_may_be_the_calls_own(heads):
-  on_axes(heads, batch_axes=("data",), head_axes=("model",), whole=True)
+  on_axes(heads, batch_axes=("data",), head_axes=("model",), fully_manual=True)

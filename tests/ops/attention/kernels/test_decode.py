@@ -77,7 +77,11 @@ def test_a_few_queries(kernel, shards, sharded):
 @pytest.mark.parametrize("heads", [1, 2])
 def test_beside_axes_of_batch_and_heads(kernel, heads):
   resident.on_axes(
-    heads, batch_axes=("data",), head_axes=("model",), whole=True, local=kernel
+    heads,
+    batch_axes=("data",),
+    head_axes=("model",),
+    fully_manual=True,
+    local=kernel,
   )
 
 
