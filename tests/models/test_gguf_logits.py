@@ -16,7 +16,7 @@ _TOKENS = np.arange(12)[None] * 5 % 64
 # Logits by transformers, or the error with which it refused a file.
 _FACTS = json.loads(gguf_logits.FACTS.read_text("utf-8"))
 _READ = [name for name, facts in _FACTS.items() if isinstance(facts, list)]
-# What transformers takes for granted in files of some architectures: the size of
+# What transformers takes for granted in files of some architectures: size of
 # a head, by which it also scales queries, and the part that is rotated.
 _FIXED = {
   "gemma2": {"head_dim": 256},
