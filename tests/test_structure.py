@@ -686,7 +686,7 @@ def array_returns(source: str) -> tuple[int, int]:
 
 # What the tree has reached: lower the first and raise the second, never back.
 MOST_ANY_PER_1000_LINES = 7.75
-LEAST_SHARE_OF_SHAPED_RETURNS = 0.80
+LEAST_SHARE_OF_SHAPED_RETURNS = 0.84
 
 
 def test_annotations_say_what_things_are():

@@ -26,7 +26,7 @@ import heapq
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from ringjax.checks import number
 from ringjax.errors import OptionError
@@ -122,7 +122,7 @@ class RingSlots(NamedTuple):
     work = [self.even(sizes, degrees, member)[1] for member in ends]
     return float(np.max(work, initial=0.0))
 
-  def uneven(self, counts: Int[np.ndarray, " D"]) -> np.ndarray:
+  def uneven(self, counts: Int[np.ndarray, " D"]) -> Float[np.ndarray, " D"]:
     """Work of each shard of a document, by its tokens on each."""
     member = members(counts, self.spread)
     pairs = np.bincount(member, np.arange(1.0, len(member) + 1), len(counts))
@@ -355,7 +355,9 @@ def _in_order(sizes: np.ndarray, ring: RingSlots) -> Assignment:
   return Assignment(first, groups, work)
 
 
-def members(counts: Int[np.ndarray, " D"], spread: str) -> np.ndarray:
+def members(
+  counts: Int[np.ndarray, " D"], spread: str
+) -> Int[np.ndarray, " _"]:
   """Index of the shard among a document's shards, of each token; int64 [n]."""
   size, degree = int(counts.sum()), len(counts)
   runs = np.repeat(np.arange(degree), counts)

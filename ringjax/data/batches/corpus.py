@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO
 
 import numpy as np
+from jaxtyping import Int
 
 from ringjax.checks import integer
 from ringjax.data.batches.packing import as_document
@@ -219,14 +220,14 @@ class Corpus:
   def __len__(self) -> int:
     return len(self._offsets) - 1
 
-  def __getitem__(self, document: int) -> np.ndarray:
+  def __getitem__(self, document: int) -> Int[np.ndarray, " n"]:
     """The tokens of a document, int32 [n]."""
     at = range(len(self))[document]
     return self.read(at, 0, self.tokens)[0]
 
   def read(
     self, document: int, start: int, stop: int
-  ) -> tuple[np.ndarray, None]:
+  ) -> tuple[Int[np.ndarray, " n"], None]:
     """Tokens of a document, fewer at its end; all labels weigh the same.
 
     Returns:
@@ -237,7 +238,7 @@ class Corpus:
     return np.asarray(ids, np.int32), None
 
   @functools.cached_property
-  def lengths(self) -> np.ndarray:
+  def lengths(self) -> Int[np.ndarray, " N"]:
     return np.diff(self._offsets)
 
   def verify(self) -> None:

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from ringjax.checks import integer, positive_int
 from ringjax.data.batches.packing import (
@@ -61,14 +62,14 @@ class DocumentSource(Protocol):
   """
 
   @property
-  def lengths(self) -> np.ndarray: ...
+  def lengths(self) -> Int[np.ndarray, " N"]: ...
 
   @property
   def fingerprint(self) -> str: ...
 
   def read(
     self, document: int, start: int, stop: int
-  ) -> tuple[np.ndarray, np.ndarray | None]:
+  ) -> tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"] | None]:
     """Tokens `start` to `stop` of a document, or fewer, and their weights."""
     ...
 
@@ -80,8 +81,12 @@ class ExampleSource(Protocol):
   def example(
     self, rng: np.random.Generator
   ) -> (
-    tuple[np.ndarray, np.ndarray | None]
-    | tuple[np.ndarray, np.ndarray | None, np.ndarray]
+    tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"] | None]
+    | tuple[
+      Int[np.ndarray, " n"],
+      Float[np.ndarray, " n"] | None,
+      Int[np.ndarray, " n"],
+    ]
   ):
     """Makes an example, a function of `rng` alone.
 

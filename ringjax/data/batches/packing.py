@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from ringjax.checks import positive_int
 from ringjax.errors import DataError, OptionError
@@ -271,7 +271,7 @@ class Documents:
 
   def read(
     self, document: int, start: int, stop: int
-  ) -> tuple[np.ndarray, np.ndarray | None]:
+  ) -> tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"] | None]:
     """Tokens `start` to `stop` of a document, or fewer, and their weights."""
     weights = None
     if self._weights is not None:
@@ -336,7 +336,7 @@ def fill(
   return PackedBatch(tokens, labels, weights, positions, segments)
 
 
-def as_document(name: str, ids: object) -> np.ndarray:
+def as_document(name: str, ids: object) -> Int[np.ndarray, " n"]:
   """Ids of a document, int32 [n], or a DataError with its name."""
   array = np.asarray(ids)
   if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -356,7 +356,7 @@ def as_document(name: str, ids: object) -> np.ndarray:
   return array.astype(np.int32)
 
 
-def as_lengths(lengths: Counts, length: int) -> np.ndarray:
+def as_lengths(lengths: Counts, length: int) -> Int[np.ndarray, " N"]:
   """Lengths of documents, int64 [N], for rows of `length`, or OptionError."""
   positive_int("length", length)
   array = np.asarray(lengths)

@@ -102,7 +102,7 @@ class Placement:
     *,
     axis: int = 0,
     empty: int | float | bool = 0,
-  ) -> np.ndarray:
+  ) -> Shaped[np.ndarray, " ..."]:
     """Moves the values of tokens into their slots.
 
     Args:

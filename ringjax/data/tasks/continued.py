@@ -11,6 +11,7 @@ import dataclasses
 import string
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from ringjax.checks import integer, positive_int
 from ringjax.data.tasks.link_tokens import LinkTokens, arranged
@@ -64,7 +65,9 @@ class Continued:
 
   def example(
     self, rng: np.random.Generator
-  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  ) -> tuple[
+    Int[np.ndarray, " T"], Float[np.ndarray, " T"], Int[np.ndarray, " T"]
+  ]:
     """Makes an example, a function of `rng` alone.
 
     Returns:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from ringjax.checks import boolean, integer, positive_int
 from ringjax.data.batches.packing import as_document
@@ -57,7 +58,7 @@ class LinkTokens:
     """Ids of all slots together."""
     return self.each * self.documents
 
-  def ids(self, slot: int) -> np.ndarray:
+  def ids(self, slot: int) -> Int[np.ndarray, " _"]:
     """The link tokens after document `slot` of a prompt, int32 [each].
 
     Raises:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.data.tasks.documents import hide_all
@@ -188,7 +189,9 @@ class Task:
     first = set(list(named)[: len(example.wanted)])
     return len(first.intersection(example.wanted)) / len(example.wanted)
 
-  def training(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
+  def training(
+    self, example: Example
+  ) -> tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]:
     """Turns an example into ids and weights to train on.
 
     Returns:
@@ -592,7 +595,9 @@ class TaskExamples:
     if self.shortest is not None:
       integer("shortest", self.shortest, least=1, most=self.length)
 
-  def example(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+  def example(
+    self, rng: np.random.Generator
+  ) -> tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]:
     """Ids and weights of an example, at a random depth."""
     length = self.length
     if self.shortest is not None:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from ringjax.checks import integer, number
 from ringjax.data.tasks.filler import Filler
@@ -61,7 +62,9 @@ class Recall:
     """Fewest tokens of a useful example."""
     return 32
 
-  def example(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+  def example(
+    self, rng: np.random.Generator
+  ) -> tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]:
     """Makes an example, a function of `rng` alone.
 
     Returns:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from ringjax.data.text import stream
 from ringjax.data.text.special_tokens import (
@@ -92,7 +93,7 @@ class Bytes:
     bos: bool = False,
     progress: Callable[[int, int], None] | None = None,
     enough: int | None = None,
-  ) -> np.ndarray:
+  ) -> Int[np.ndarray, " T"]:
     """Encodes a text, int32 [T]; arguments are those of `Tokenizer.encode`.
 
     Raises:
@@ -107,7 +108,7 @@ class Bytes:
 
   def encode_parts(
     self, parts: Sequence[str | int], *, enough: int | None = None
-  ) -> np.ndarray:
+  ) -> Int[np.ndarray, " T"]:
     """Encodes texts and ids as one row, int32 [T].
 
     All of them, whatever `enough` is.

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Int
 
 from ringjax.data.text import isolated, render
 from ringjax.data.text.special_tokens import Specials, any_of, as_text
@@ -91,7 +92,7 @@ class Encodes(Protocol):
   special_names: dict[str, Any]
   chat_template: str | None
 
-  def encode_parts(self, parts: Sequence[str | int]) -> np.ndarray:
+  def encode_parts(self, parts: Sequence[str | int]) -> Int[np.ndarray, " T"]:
     """Encodes a sequence of texts and ids as one row."""
     ...
 
@@ -177,7 +178,7 @@ class ChatTemplate:
     tools: Sequence[Mapping[str, Any]] | None = None,
     now: datetime.datetime | None = None,
     **more: Any,
-  ) -> np.ndarray:
+  ) -> Int[np.ndarray, " T"]:
     """Renders a chat and encodes it.
 
     Args:
@@ -412,7 +413,7 @@ def _exchanged(
 ) -> dict[str, Any]:
   """A chat with all its strings replaced by `mark(text, alphabet)`."""
 
-  def walk(value: Any, kind: str, key: str = "") -> Any:
+  def walk(value: object, kind: str, key: str = "") -> Any:
     if isinstance(value, str):
       return value if key == "type" and value in _KINDS else mark(value, kind)
     if isinstance(value, list):
@@ -483,7 +484,7 @@ def _free_characters(chat: dict[str, Any], source: str) -> Iterator[str]:
   )
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
   """All strings of a JSON value, including keys."""
   if isinstance(value, str):
     yield value
@@ -496,7 +497,7 @@ def _strings(value: Any) -> Iterator[str]:
       yield from _strings(item)
 
 
-def _plain(name: str, value: Any, depth: int = 0) -> Any:
+def _plain(name: str, value: object, depth: int = 0) -> Any:
   """A copy in JSON's types, or an error that names the place."""
   if depth > _DEPTH:
     raise PromptError(

@@ -109,7 +109,7 @@ def _environment() -> Any:
     raise jinja2.TemplateError(message)
 
   def tojson(
-    x: Any,
+    x: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: Any = None,
@@ -138,12 +138,12 @@ def _environment() -> Any:
         SafeNamespace._check(name)
       jinja2.utils.Namespace.__init__(namespace, values)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
       SafeNamespace._check(name)
       jinja2.utils.Namespace.__setitem__(self, name, value)
 
     @staticmethod
-    def _check(name: Any) -> None:
+    def _check(name: object) -> None:
       if isinstance(name, str) and name.startswith("_"):
         raise jinja2.exceptions.SecurityError(f"the name {name!r}")
 

@@ -120,6 +120,6 @@ def as_ids(name: str, ids: object) -> list[int]:
   return flat.tolist()
 
 
-def joined(parts: Sequence[Int[np.ndarray, " ..."]]) -> np.ndarray:
+def joined(parts: Sequence[Int[np.ndarray, " ..."]]) -> Int[np.ndarray, " T"]:
   """Concatenated rows of ids, int32."""
   return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from ringjax import fetched_models
 from ringjax.data.gguf.gguf_file import is_gguf, open_gguf
@@ -213,7 +214,7 @@ class Tokenizer:
     bos: bool = False,
     progress: Callable[[int, int], None] | None = None,
     enough: int | None = None,
-  ) -> np.ndarray:
+  ) -> Int[np.ndarray, " T"]:
     """Encodes a text.
 
     Args:
@@ -254,7 +255,7 @@ class Tokenizer:
 
   def encode_parts(
     self, parts: Sequence[str | int], *, enough: int | None = None
-  ) -> np.ndarray:
+  ) -> Int[np.ndarray, " T"]:
     """Encodes a sequence of texts and ids as one row.
 
     Args:

@@ -159,12 +159,10 @@ def _tail_before(
     first = jnp.zeros_like(seg[:, :1])
   else:
     previous = before
-    in_call = given_seg is None
-    first = (
-      jnp.ones_like(seg[:, :1])
-      if in_call
-      else _first_document(seg, shards.axis)
-    )
+    if given_seg is None:
+      first = jnp.ones_like(seg[:, :1])
+    else:
+      first = _first_document(seg, shards.axis)
   axes = collectives.varying_axes(x, seg)
   tail = Tail(
     previous.astype(x.dtype), jnp.broadcast_to(first, previous.shape[:2])
