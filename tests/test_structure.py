@@ -816,6 +816,15 @@ def planted(source: str) -> types.ModuleType:
   return module
 
 
+@pytest.mark.long
+def test_a_cluster_is_reached_from_the_package():
+  code = "import ringjax as rj; print(rj.serve.cluster.LoadControl.__name__)"
+  done = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, check=False
+  )
+  assert (done.returncode, done.stdout) == (0, "LoadControl\n"), done.stderr
+
+
 def test_public_api():
   import ringjax
 

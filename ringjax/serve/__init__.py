@@ -1,5 +1,8 @@
 """Serving: many requests at once over one pool of pages."""
 
+import importlib as _importlib
+from typing import Any as _Any
+
 from ringjax.serve.api.http import OpenAIApp, app
 from ringjax.serve.engine import Engine, EngineCounters
 from ringjax.serve.engine_config import EngineConfig
@@ -98,3 +101,10 @@ __all__ = [
   "replay_live",
   "replay_simulated",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+  """Imports `cluster` when it is first used: it needs more than an engine."""
+  if name == "cluster":
+    return _importlib.import_module("ringjax.serve.cluster")
+  raise AttributeError(f"module 'ringjax.serve' has no attribute {name!r}")
