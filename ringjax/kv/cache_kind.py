@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from ringjax import option_text
 from ringjax.checks import boolean
-from ringjax.config import Config, config, option, part
+from ringjax.config import Config, config, named_twice, option, part
 from ringjax.errors import OptionError
 from ringjax.kv.codecs import (
   Allocated,
@@ -134,7 +134,7 @@ class TierConfig(Config):
     default=None,
   )
   block: int = option(
-    "Tokens of a block in host memory.",
+    "Tokens of a block in host memory; in texts, room.",
     least=1,
     default=256,
   )
@@ -162,9 +162,11 @@ class _Refusal(NamedTuple):
 class CacheConfig(Config):
   """Storage of a cache: layout, codec, eviction policy, host memory.
 
-  Its text is that of `--cache`, see `cache_kind`. `CacheKind` is its name of
-  earlier versions, deprecated, as are the options of parts as attributes of the
-  whole, `kind.windowed` for `kind.layout.windowed`: both for one version.
+  Its text is that of `--cache`, see `cache_kind`; one with a codec or a policy
+  is written as its text, `str(kind)`, and not by `to_dict`. `CacheKind` is its
+  name of earlier versions, deprecated, as are the options of parts as
+  attributes of the whole, `kind.windowed` for `kind.layout.windowed`: both for
+  one version.
 
   Raises:
     OptionError: If an option is out of its range, or some contradict.
@@ -228,7 +230,10 @@ class CacheConfig(Config):
     parts: Mapping[str, Any],
   ) -> dict[str, Any]:
     tier = overrides.get("tier", parts["tier"])
-    if "room" in overrides and overrides.get("device", tier.device) is not None:
+    device = overrides.get("device", getattr(tier, "device", None))
+    if "room" in overrides and device is not None:
+      if "block" in overrides:
+        raise named_twice("room", "block")
       # In texts the tokens of a block in host memory are room, too.
       overrides = {
         "block" if name == "room" else name: value
@@ -464,8 +469,7 @@ class CacheConfig(Config):
 
 def _of_part(name: str) -> property:
   """Attribute of a config that is an option of a part."""
-  part_name, *_ = CacheConfig.options()[name]
-  return property(lambda self: getattr(getattr(self, part_name), name))
+  return property(lambda self: self.text_options()[name])
 
 
 # Deprecated, for one version: see `CacheConfig`.
@@ -525,7 +529,14 @@ _REFUSED = (
     lambda k: k.tier.device is None and k.tier != TierConfig(),
     lambda k: f"{k.tier.block}, without device",
     "both, as blocks are in host memory",
-    "pass device= too, or leave block out",
+    "pass device= too, or leave block (room, with device) out",
+  ),
+  _Refusal(
+    "room",
+    lambda k: k.tier.device is not None and k.exact != ExactConfig(),
+    lambda k: f"{k.exact.room}, with device",
+    "block, as no tokens are evicted",
+    lambda k: f"pass block={k.exact.room} in its place",
   ),
   _Refusal(
     "codec",

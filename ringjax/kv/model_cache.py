@@ -249,6 +249,8 @@ class ModelCache(CallCache):
 
   def snapshot(self) -> Any:
     """Save the state for `restore`; later calls may donate the cache."""
+    if not self.changing:
+      raise NotImplementedError(f"{type(self).__name__} names nothing to save")
     fields = {name: getattr(self, name) for name in self.changing}
     return jax.tree.map(jnp.copy, fields)
 

@@ -31,6 +31,7 @@ _GROUPED_VALUES = rj.kv.Codec(
 _EXAMPLES = (
   {"device": 8, "recent": 8},
   {"block": 8},
+  {"tier": TierConfig(device=8), "exact": ExactConfig(room=16)},
   {"codec": rj.kv.Allocated(), "recent": 8},
   {"codec": KINDS["nuq3"].codec},
   {"codec": rj.kv.Calibrated(unrotated=False), "unrotated": True},
@@ -54,12 +55,12 @@ def test_options_stand_in_parts():
   )
   assert repr(kind) == text and eval(text) == kind
   assert CacheConfig.from_dict(kind.to_dict()) == kind
-  assert CacheConfig(windowed=True, recent=8, room=16) == kind  # type: ignore
+  assert CacheConfig(windowed=True, recent=8, room=16) == kind
   assert kind.exact and not CacheConfig().exact
   kept = kind.replace(recent=0, codec=KINDS["int4"].codec)
   assert kept == cache_kind("int4:room=16") and kept.layout == kind.layout
   with pytest.raises(dataclasses.FrozenInstanceError):
-    kind.layout = LayoutConfig()  # type: ignore
+    kind.layout = LayoutConfig()
 
 
 def test_room_of_a_kind_in_host_memory_is_its_block():
@@ -67,6 +68,16 @@ def test_room_of_a_kind_in_host_memory_is_its_block():
   assert kind.tier == TierConfig(device=32, block=16)
   assert kind.exact == ExactConfig() and cache_kind(str(kind)) == kind
   assert kind.opened().tier == TierConfig()
+
+
+def test_room_beside_a_block_is_never_dropped():
+  for options in ({"room": 16, "block": 8}, {"block": 8, "room": 16}):
+    refused(OptionError, lambda o=options: CacheConfig(device=64, **o), "room")
+  for kind in (CacheKind(room=16), cache_kind("dense:room=16")):
+    refused(
+      OptionError, lambda k=kind: k.replace(device=64), "room", "block=16"
+    )
+  assert CacheKind(device=64, room=16).room == 16
 
 
 def test_names_of_the_version_before():

@@ -63,8 +63,9 @@ class ContextCache(WithOpenCache):
     kind: Cache kind of contexts and open cache.
     limit: Maximum number of positions in a row.
     contexts: Cache of the contexts of each row.
-    weigh: Weighting of the contexts' keys: a view of `ops.attention.apart`
-      without its `stored`; None to treat them as other keys.
+    weigh: Weighting of the contexts' keys: a view of
+      `ops.attention.cached.separate_contexts` without its `stored`; None to
+      treat them as other keys.
   """
 
   contexts: KVCache

@@ -76,10 +76,10 @@ class RowGroups(ModelCache):
     return dataclasses.replace(self, caches=tuple(caches))
 
   def split(
-    self, x: Shaped[Array | np.ndarray, " ..."] | int | None
+    self, x: Shaped[Array | np.ndarray, " ..."] | np.integer | int | None
   ) -> list[Any]:
     """Split an array of all rows by group; repeat one that is for all rows."""
-    if x is None or isinstance(x, int) or x.shape[0] != self.batch:
+    if isinstance(x, int | np.integer | None) or x.shape[:1] != (self.batch,):
       return [x] * len(self.caches)
     ends = np.cumsum([cache.batch for cache in self.caches])
     starts = [0, *ends[:-1]]
@@ -154,6 +154,8 @@ class RowGroups(ModelCache):
   export = refused("export", "leave rows_at_once out")
   load = refused("load", "leave rows_at_once out")
   snapshot = refused("snapshot", "leave rows_at_once out")
+  restore = refused("restore", "leave rows_at_once out")
+  explain = refused("explain", "leave rows_at_once out")
   gathered = refused("gathered", "leave rows_at_once out")
   with_states = refused("with_states", "leave rows_at_once out")
 

@@ -343,6 +343,7 @@ class OffloadedCache(WithOpenCache):
   export = refused("export", "leave the placement of the cache out")
   load = refused("load", "leave the placement of the cache out")
   snapshot = refused("snapshot", "leave the placement of the cache out")
+  restore = refused("restore", "leave the placement of the cache out")
   explain = refused("explain", "call bytes_by_memory()")
   with_states = refused("with_states", "leave the placement of the cache out")
   gathered = refused("gathered", "pass keep='sharded'")

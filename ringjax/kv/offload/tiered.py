@@ -5,9 +5,10 @@ a call reads does not depend on which memory the older part is in. Rows are
 independent; each device moves tokens that it had.
 Cost: of each call, one copy of the older part to the devices, see `HostView`;
 of each move, one copy of what moves.
-Memory: on the devices `device` tokens of a row and two blocks of `room` on
-each shard, whatever its length; a call that brings more tokens makes the open
-cache larger until the next `evict`. On the hosts, blocks for a whole row.
+Memory: on the devices `device` tokens of a row and two blocks of `block`
+tokens on each shard, whatever its length; a call that brings more tokens makes
+the open cache larger until the next `evict`. On the hosts, blocks for a whole
+row.
 
 The newest tokens are in an ordinary cache, the open one, to which calls append.
 `evict` is called between calls of the model, outside of jit, and moves the

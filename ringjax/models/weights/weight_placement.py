@@ -184,6 +184,7 @@ class PlacementConfig(Config):
     "Number of rows that a layer computes at a time, group by group: "
     "activations of a large batch then need the memory of this many rows, and "
     "each layer's weights are still fetched once a call. Default: all rows.",
+    least=1,
     default=None,
   )
   disk: str | os.PathLike[str] | None = option(
@@ -198,6 +199,7 @@ class PlacementConfig(Config):
   )
 
   def __post_init__(self) -> None:
+    super().__post_init__()
     if self.weights is not None:
       WeightPlacement.of(self.weights)
     if self.memory is not None:
