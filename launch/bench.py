@@ -79,11 +79,16 @@ from typing import Any
 import jax
 from absl import app, flags, logging
 
-if importlib.util.find_spec("benchmarks") is None:
-  sys.exit(
+# Another project's folder of this name has no such file.
+if importlib.util.find_spec("benchmarks") is None or (
+  importlib.util.find_spec("benchmarks.attention") is None
+):
+  print(
     "The benchmarks are not part of the installed package; run "
-    "python -m launch.bench in a checkout of ringjax."
+    "python -m launch.bench in a checkout of ringjax.",
+    file=sys.stderr,
   )
+  sys.exit(2)
 
 from benchmarks.attention import (
   attention,

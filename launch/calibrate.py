@@ -36,8 +36,7 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch.answers import answering
-from launch.shared import common, console
+from launch.shared import answering, common, console
 from launch.shared.flag_helpers import FlagHelper
 from launch.shared.group import Group
 from ringjax import option_text

@@ -59,8 +59,7 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch.answers import answering
-from launch.shared import common, console, model_flags
+from launch.shared import answering, common, console, model_flags
 from launch.shared.flag_helpers import FlagHelper, option_values
 from launch.shared.group import Group
 from ringjax.bench import timing
@@ -127,6 +126,7 @@ def define(values: flags.FlagValues) -> None:
   """Defines the flags of this script."""
   new = FlagHelper(values)
   new.checkpoint()
+  new.path("adapter", None, "Low-rank adapter to add: a folder of PEFT.")
   new.text(
     "dtype",
     None,
@@ -209,7 +209,6 @@ def define(values: flags.FlagValues) -> None:
   new.output("plot", None, "PNG to draw (needs matplotlib).")
   new.output("out", None, "File for all figures, JSON.")
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
-  new.path("adapter", None, "Low-rank adapter to add: a folder of PEFT.")
   common.define(values)
 
 
@@ -437,6 +436,7 @@ class _Evaluation:
     options = ("prefill", "chunk", "cache_dtype")
     reading = option_values(values, GenerateConfig, options)
     # Refused here, before the model is loaded.
+    model_flags.check_adapter(values.adapter)
     GenerateConfig().replace(**reading)
     self._start()
     screen.begin("loading the model")

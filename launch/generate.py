@@ -107,7 +107,8 @@ def define(values: flags.FlagValues) -> None:
     "next_prompt_file",
     None,
     "A second prompt, read in chunks while the first one is answered, in one "
-    "program; its answer follows. With --mesh=model:N, N of 2 or more.",
+    "program. Both answers are printed at the end. With --mesh=model:N, N of 2 "
+    "or more.",
   )
   new.path("contexts", None, "A folder of .txt files that the prompt is about.")
   new.path(
@@ -223,6 +224,7 @@ class _Work:
     on_two = integer_flags.reading(values)
     mesh = common.mesh("seq:1" if on_two else values.mesh)
     answer_entropy.refuse_mesh(values, mesh)
+    next_prompt.refuse_mesh(values, mesh)
     folder = tiny.path() if values.model is None else pathlib.Path(values.model)
     count, kind = mesh.devices.size, mesh.devices.flat[0].device_kind
     if on_two:
@@ -291,6 +293,9 @@ class _Work:
     path = self._values.next_prompt_file
     if path is not None:
       self._next_text = prompts.read_file(path, "--next_prompt_file")
+      prompts.refuse_blank(
+        "--next_prompt_file", self._next_text, f"{path!r}, without text"
+      )
     size = len(self._prompt.document) + len(self._prompt.question)
     return np.array([size], np.int32)
 
@@ -477,10 +482,6 @@ class _Work:
     chat: Any,
   ) -> dict[str, Any]:
     """Answers the prompt, and the one of --next_prompt_file."""
-    if jax.process_count() > 1:
-      raise prompts.clash(
-        "--next_prompt_file in several processes", "one process"
-      )
     following = prompts.Prompt(
       document="",
       question=self._next_text,

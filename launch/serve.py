@@ -45,9 +45,8 @@ import jax
 from absl import flags
 
 import ringjax as rj
-from launch.answers import answering
 from launch.serving import cluster_roles, http_server, stage_instance
-from launch.shared import common, console, model_flags
+from launch.shared import answering, common, console, model_flags
 from launch.shared.flag_helpers import FlagHelper, option_values
 from ringjax import fetched_models
 from ringjax.checks import number

@@ -13,6 +13,7 @@ are known too ("attention sinks"), and so are arXiv numbers.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 import textwrap
@@ -99,9 +100,7 @@ def main(argv: Sequence[str]) -> int:
     print(__doc__)
     return 0
   if not argv:
-    print("\n".join(table()))
-    print("\nOne in full: python -m launch systems NAME")
-    return 0
+    return _show([*table(), "", "One in full: python -m launch systems NAME"])
   chosen: list[System] = []
   for name in argv:
     systems = named(name)
@@ -115,7 +114,16 @@ def main(argv: Sequence[str]) -> int:
       )
       return 2
     chosen += [system for system in systems if system not in chosen]
-  print("\n\n".join("\n".join(described(system)) for system in chosen))
+  return _show(["\n\n".join("\n".join(described(x)) for x in chosen)])
+
+
+def _show(lines: Sequence[str]) -> int:
+  """Prints lines, as many as a reader such as `| head` takes."""
+  try:
+    print("\n".join(lines), flush=True)
+  except BrokenPipeError:
+    # Python flushes stdout once more as it ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   return 0
 
 

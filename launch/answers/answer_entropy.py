@@ -25,7 +25,7 @@ flags.disclaim_key_flags()
 
 # Flags by which an answer sees other keys than a call without a cache.
 _OTHER_KEYS = ("cache", "important", "policy", "memory", "placement",
-               "cache_placement", "flash")  # fmt: skip
+               "cache_placement", "disk", "flash", "wire")  # fmt: skip
 
 
 def refuse(values: flags.FlagValues) -> None:
@@ -37,7 +37,7 @@ def refuse(values: flags.FlagValues) -> None:
   if not values.entropy:
     return
   for name in _OTHER_KEYS:
-    if values[name].value is not None and values[name].present:
+    if values[name].value not in (None, values[name].default):
       raise prompts.clash(
         f"--entropy and --{name}", "one of them: exact keys on the devices"
       )

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 import ringjax as rj
 from launch.shared import prompts
+from ringjax.errors import OptionError
 from ringjax.infer import Sample, Stop
 from ringjax.infer.stopping import Watch
 from ringjax.kv import kind_text
@@ -30,8 +31,8 @@ _CHUNK = 512
 # Flags that change how one prompt is read or answered.
 _REFUSED = (
   "cache_placement", "contexts", "disk", "entropy", "flash", "important",
-  "integer", "keep", "memory", "placement", "policy", "prefill", "speculate",
-  "store", "wire",
+  "integer", "keep", "memory", "placement", "policy", "prefill", "profile",
+  "repetition_penalty", "speculate", "store", "wire",
 )  # fmt: skip
 
 
@@ -50,6 +51,28 @@ def refuse(values: flags.FlagValues, sampler: Any) -> None:
       raise prompts.clash(f"--next_prompt_file and --{name}", "one of them")
   if isinstance(sampler, Sample):
     raise prompts.clash("--next_prompt_file with sampling", "greedy answers")
+
+
+def refuse_mesh(values: flags.FlagValues, mesh: Mesh) -> None:
+  """Refuses a mesh or processes that can't take two requests.
+
+  Raises:
+    OptionError: If the mesh is not of an axis "model" alone, or if there are
+      several processes.
+  """
+  if values.next_prompt_file is None:
+    return
+  if jax.process_count() > 1:
+    raise prompts.clash(
+      "--next_prompt_file in several processes", "one process"
+    )
+  if mesh.axis_names != ("model",) or mesh.size < 2:
+    raise OptionError(
+      "--mesh",
+      f"{dict(mesh.shape)} with --next_prompt_file",
+      'an axis "model" of 2 devices or more',
+      "pass --mesh=model:2",
+    )
 
 
 def answer(
@@ -128,7 +151,7 @@ def answer(
       **_told(second, stop.watch(tokenizer), write),
     },
     "chunk": chunk,
-    "tokens_beside": num_beside,
+    "tokens_beside": min(num_beside, count - 1),
     "first_token_s": first_s,
     "next_first_token_s": read_s,
     "seconds": time.monotonic() - start,

@@ -15,8 +15,14 @@ import jax
 from absl import flags
 
 import ringjax as rj
-from launch.answers import answering
-from launch.shared import common, console, integer_flags, machines, prompts
+from launch.shared import (
+  answering,
+  common,
+  console,
+  integer_flags,
+  machines,
+  prompts,
+)
 from launch.shared.flag_helpers import FlagHelper, flag_name, option_values
 from ringjax import fetched_models, option_text
 from ringjax.checks import positive_int
@@ -141,6 +147,7 @@ def check(values: flags.FlagValues, **others: str | None) -> None:
     raise OptionError(
       "--model", "an empty value", "a model directory", "pass its path"
     )
+  check_adapter(values.adapter)
   costs = values.profile is not None
   for refused, got, want in (
     *((values.flash is not None and values[name].value is not None,
@@ -309,6 +316,22 @@ def _adapted(model: Transformer, values: flags.FlagValues) -> Transformer:
       "leave --flash, --integer and --weights out",
     )
   return adapted(model, values.adapter)
+
+
+def check_adapter(folder: str | None) -> None:
+  """Refuses an adapter that is not there, before a model is loaded.
+
+  Raises:
+    OptionError: If the folder has no adapter_config.json.
+  """
+  if folder is None or (pathlib.Path(folder) / "adapter_config.json").is_file():
+    return
+  raise OptionError(
+    "--adapter",
+    f"{folder!r}, without adapter_config.json",
+    "a folder of PEFT",
+    "pass the folder that launch.train or PEFT wrote",
+  )
 
 
 def adapted(model: Transformer, folder: str) -> Transformer:

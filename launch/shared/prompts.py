@@ -87,17 +87,22 @@ def given(values: flags.FlagValues) -> Prompt:
   """
   question, path = values.prompt, values.prompt_file
   if question is not None:
-    _refuse_blank("--prompt", question, "nothing")
+    refuse_blank("--prompt", question, "nothing")
     if path is None:
       return Prompt(document="", question=question, source="as given")
   text = read_file(path, "--prompt_file")
-  _refuse_blank("--prompt_file", text, f"{path!r}, without text")
+  refuse_blank("--prompt_file", text, f"{path!r}, without text")
   if question is None:
     return Prompt(document="", question=text, source=path)
   return Prompt(document=f"{text}\n\n", question=question, source=path)
 
 
-def _refuse_blank(name: str, text: str, got: str) -> None:
+def refuse_blank(name: str, text: str, got: str) -> None:
+  """Refuses a text without words.
+
+  Raises:
+    PromptError: If the text is empty or white space.
+  """
   if not text.strip():
     raise PromptError(
       name, got, "a text to continue", f"pass a text, or leave {name} out"
@@ -212,7 +217,7 @@ def contexts(
   paths = texts.find(folder)
   ids = []
   for path, text in zip(paths, texts.from_files(paths), strict=True):
-    _refuse_blank("--contexts", text, f"{path}, without text")
+    refuse_blank("--contexts", text, f"{path}, without text")
     ids.append(np.asarray(tokenizer.encode(f"{text}\n\n"), np.int32))
   return ids
 

@@ -649,7 +649,7 @@ def forward(
   """`Transformer.__call__` without its checks, within a jit.
 
   `x` is the output of the layers before, for a model of the last ones, see
-  `models.layer_parts`.
+  `models.partition.layer_parts`.
   """
   call_cache = cache if cache is not None else NoCache(len(model.kinds))
   if pos is None and cache is not None and isinstance(attend, CachedAttention):
@@ -683,7 +683,7 @@ def forward_layers(
   length: Lengths | None,
   x: Float[Array, "B T *D"] | None,
 ) -> tuple[Float[Array, "B T ..."], Any]:
-  """Runs the layers of a part of a model, see `models.layer_parts`.
+  """Runs the layers of a part of a model, see `models.partition.layer_parts`.
 
   Args:
     model: Part of the model.

@@ -104,7 +104,7 @@ def compute_layers(
   """Computes a part of the layers in a call for prompts.
 
   Args:
-    part: Part of the model from `models.layer_parts`, not the last one.
+    part: Part of the model from `models.partition.layer_parts`, but the last.
     attend: Attention over cached keys.
     pool: Pool of pages, donated.
     call: Arguments of the call, the same for all parts.

@@ -17,8 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import ringjax as rj
 from launch import convert
-from launch.answers import answering
-from launch.shared import console
+from launch.shared import answering, console
 from ringjax.data import Bytes
 from ringjax.data.gguf.gguf_file import open_gguf
 from ringjax.models import contents

@@ -11,8 +11,7 @@ import pytest
 
 import ringjax as rj
 from launch import calibrate, evaluate, generate
-from launch.answers import answering
-from launch.shared import common, console, model_flags
+from launch.shared import answering, common, console, model_flags
 from launch.shared.group import Group
 from ringjax.data import Bytes
 from ringjax.models import checkpoint

@@ -115,6 +115,8 @@ def test_a_model_without_link_tokens(ask, folder, texts):
     (["--contexts=x", "--prompt=y", "--combine=best"], "best"),
     (["--entropy", "--prompt=y", "--cache=int4"], "--entropy and --cache"),
     (["--entropy", "--prompt=y", "--memory=1GB"], "--entropy and --memory"),
+    (["--entropy", "--prompt=y", "--wire=bfloat16"], "--entropy and --wire"),
+    (["--prompt=y", "--adapter=/dev/null"], "without adapter_config.json"),
     (
       ["--entropy", "--contexts=x", "--prompt=y", "--combine=cepe"],
       "--entropy and --combine=cepe",

@@ -43,7 +43,13 @@ def test_both_answers_are_those_of_separate_calls(ask, folder, tmp_path):
     (["--prompt=a", "--contexts=x"], "--next_prompt_file and --contexts"),
     (["--prompt=a", "--speculate=lookup"], "--next_prompt_file and --spec"),
     (["--prompt=a", "--temperature=1"], "--next_prompt_file with sampling"),
-    (["--prompt=a", "--mesh=seq:2"], "model"),
+    (["--prompt=a", "--repetition_penalty=1.5"], "and --repetition_penalty"),
+    (["--prompt=a", "--mesh=seq:2"], "pass --mesh=model:2"),
+    (["--prompt=a"], "pass --mesh=model:2"),
+    (
+      ["--mesh=model:2", "--prompt=a", "--next_prompt_file=/dev/null"],
+      "without",
+    ),
   ],
 )
 def test_what_it_cannot_do(ask, folder, tmp_path, flags, said):

@@ -6,12 +6,12 @@ while the other decodes (`prefill_beside`).
 Guarantees: logits and caches are those of two calls, up to the order of sums.
 Cost: the products and sends of both. Under tensor parallelism a layer sums over
 its shards twice, and products have to wait; here a layer runs for one prompt
-and then for the other, and the sums are sends (`nn.split_sums`), so that a
-compiler with asynchronous sends overlaps those of one prompt with the products
-of the other.
+and then for the other, and the sums are sends (`nn.weights.split_sums`), so
+that a compiler with asynchronous sends overlaps those of one prompt with the
+products of the other.
 Memory: both caches, and the activations of both prompts in a layer.
 Ref: Du et al. 2024, Liger (PPoPP), whose kernels are scheduled while they run;
-`plan.kernel_window` simulates that.
+`plan.systems.kernel_window` simulates that.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `RetainingParallel` takes the place of `ContextParallel`, `RetainedCache` that
 of the cache: attention writes into the slots as blocks pass through the ring.
 
-Guarantees: see `ops.attention.retaining`.
+Guarantees: see `ops.attention.strategies.retaining`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Models whose linear maps stay codes of 8 or 4 bits on the devices.
 
-Cost: every weight is rounded once; see `nn.coded` for a call.
+Cost: every weight is rounded once; see `nn.weights.coded` for a call.
 Memory: 8 bits: a byte a weight of a map, and 4 for each output. 4 bits: half a
 byte, and 8 for each group. Each expert of a mixture has separate codes.
 Embedding, head, norms, routers and the map that latent attention absorbs into

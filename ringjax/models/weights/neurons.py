@@ -4,7 +4,7 @@ Guarantees: without predictors the answers are those of the resident model, up
 to the order of sums. With predictors, or with a threshold, they are not:
 predictors may miss neurons, and a threshold leaves small ones out. The choice
 depends on the token alone, not on drafts, other rows, chunks or windows.
-Cost: see `nn.neuron_feedforward`; a prompt reads each layer once a chunk.
+Cost: see `nn.weights.neuron_feedforward`; a prompt reads a layer once a chunk.
 Memory: of the feedforward, on the devices the projection that decides or the
 predictors; in the host's memory the windows, all allocated at the start.
 Ref: Alizadeh et al. 2023, LLM in a Flash, arXiv 2312.11514.

@@ -2,8 +2,8 @@
 
 Guarantees: equal results for a whole sequence, for consecutive chunks of it
 through a cache, and token by token; for one device and for shards.
-Cost: linear in the tokens; see ops/delta.py. Between shards the tail of a
-convolution and one affine map a head are gathered, for any length.
+Cost: linear in the tokens; see ops/recurrent/delta.py. Between shards the
+tail of a convolution and one affine map a head are gathered, for any length.
 Ref:  Kimi Team 2025, Kimi Linear, arXiv 2510.26692.
 """
 

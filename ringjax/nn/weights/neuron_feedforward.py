@@ -47,7 +47,7 @@ FEW = 64
 
 @runtime_checkable
 class HoldsNeurons(Protocol):
-  """Store of neurons, see `store.neuron_store`."""
+  """Store of neurons, see `store.flash.neuron_store`."""
 
   def prepare(
     self, number: int, needed: Bool[np.ndarray, " F"]

@@ -2,9 +2,9 @@
 
 Guarantees: the results are those of the whole sequence, whatever the number of
 shards; a document does not see another one.
-Cost: `causal_conv`, see ops/conv.py: contiguous shards send W - 1 tokens to
+Cost: `causal_conv`, see conv.py: contiguous shards send W - 1 tokens to
 their neighbour. In layouts that are not in order each of the W - 1 earlier
-taps is a `token_shift`. `gated_delta_rule`, see ops/delta.py: shards gather an
+taps is a `token_shift`. `gated_delta_rule`, see delta.py: shards gather an
 [H, H + J] map a head, whatever the length.
 Ref:  Yang et al. 2024, arXiv 2412.06464; Gu and Dao 2023, arXiv 2312.00752.
 """
@@ -131,7 +131,7 @@ class _Conv:
       tail = _tail_before(
         shards, x, seg, given_seg, before, weight.shape[1] - 1
       )
-      # With a head axis of size 1, as ops/conv.py needs it.
+      # With a head axis of size 1, as conv.py needs it.
       x_with_head, tail = x[:, :, None], tail._replace(x=tail.x[:, :, None])
       y = conv.causal_conv(x_with_head, weight[None], seg, tail)[:, :, 0]
     else:

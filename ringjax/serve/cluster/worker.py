@@ -8,8 +8,8 @@ never before. If the router is gone, all its tasks are cancelled, and the worker
 joins again when it is back.
 Cost: a thread for the link to the router, one that waits for room, and a few
 that copy pages, in addition to the engine's steps (see
-`serve/prefix_transfer.py`); a walk through all blocks for each heartbeat since
-whose predecessor there were steps, between two steps.
+`serve/prefix/prefix_transfer.py`); between two steps, a walk through all blocks
+for each heartbeat that follows new steps.
 Memory: published and received pages, in the host's memory; with a
 `DeviceServer` published pages stay on the devices, up to `device_bytes`.
 
