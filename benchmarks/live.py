@@ -46,7 +46,7 @@ import numpy as np
 from ringjax import fetched_models
 from ringjax.data import Tokenizer
 from ringjax.json_text import json_text
-from ringjax.serve.cluster.request_times import (
+from ringjax.serve.cluster.times.request_times import (
   Limits,
   ServedRequest,
   attainment,

@@ -501,7 +501,7 @@ FAULTS = (
   ),
   _fault(
     "the time between tokens counts the first one",
-    "serve/cluster/request_times.py",
+    "serve/cluster/times/request_times.py",
     "/ (self.new_tokens - 1)",
     "/ self.new_tokens",
     "serve/test_placements.py",

@@ -16,7 +16,6 @@ from launch.planning import strategies
 from launch.shared import console
 from ringjax.checks import positive_int
 from ringjax.errors import OptionError
-from ringjax.serve.cluster.request_times import percentiles
 from ringjax.serve.cluster.simulate.elastic_workloads import (
   GroupMachine,
   ScaledLimits,
@@ -27,6 +26,7 @@ from ringjax.serve.cluster.simulate.elastic_workloads import (
   zipf_lengths,
 )
 from ringjax.serve.cluster.simulate.goodput import at_rate, goodput
+from ringjax.serve.cluster.times.request_times import percentiles
 from ringjax.serve.traces import TraceRequest
 
 NAME = "plan"

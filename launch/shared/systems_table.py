@@ -683,10 +683,10 @@ SYSTEMS: tuple[System, ...] = (
       "ringjax/serve/cluster/simulate/instance_placement.py",
       "ringjax/serve/cluster/simulate/cluster_simulator.py",
       "ringjax/serve/cluster/simulate/goodput.py",
-      "ringjax/serve/cluster/simulate/distserve_times.py",
-      "ringjax/serve/cluster/simulate/fitted_times.py",
-      "ringjax/serve/cluster/request_times.py",
-      "ringjax/serve/cluster/simulate/drift.py",
+      "ringjax/serve/cluster/times/distserve_times.py",
+      "ringjax/serve/cluster/times/fitted_times.py",
+      "ringjax/serve/cluster/times/request_times.py",
+      "ringjax/serve/cluster/drift.py",
       "ringjax/serve/cluster/role_planner.py",
     ),
     names=(
@@ -790,7 +790,7 @@ SYSTEMS: tuple[System, ...] = (
       "ringjax/infer/fastdecode/attention_workers.py",
       "ringjax/infer/fastdecode/attention_worker.py",
       "ringjax/infer/fastdecode/attention_wire.py",
-      "ringjax/serve/cluster/simulate/load_control.py",
+      "ringjax/serve/cluster/load_control.py",
     ),
     names=(
       "rj.infer.AttentionWorkers",
@@ -829,7 +829,7 @@ SYSTEMS: tuple[System, ...] = (
       "ringjax/serve/cluster/loongserve/elastic_runner.py",
       "ringjax/serve/cluster/simulate/elastic_simulator.py",
       "ringjax/serve/cluster/simulate/elastic_workloads.py",
-      "ringjax/serve/cluster/simulate/phase_times.py",
+      "ringjax/serve/cluster/times/phase_times.py",
       "ringjax/kv/storage/master_slots.py",
     ),
     names=(

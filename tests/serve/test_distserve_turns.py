@@ -20,7 +20,7 @@ from ringjax.serve.cluster import (
   as_distserve_counts,
   percentiles,
 )
-from ringjax.serve.cluster.simulate.distserve_times import stated
+from ringjax.serve.cluster.times.distserve_times import stated
 from ringjax.serve.traces import TraceRequest, poisson_trace
 from tests.helpers import refused
 

@@ -43,7 +43,7 @@ from ringjax.serve.cluster import (
   share_met,
   trace_rate,
 )
-from ringjax.serve.cluster.simulate.distserve_times import stated
+from ringjax.serve.cluster.times.distserve_times import stated
 from ringjax.serve.traces import TraceRequest, poisson_trace, read_trace
 from tests.helpers import refused
 

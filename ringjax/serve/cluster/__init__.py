@@ -8,11 +8,6 @@ from ringjax.serve.cluster.block_index import (
   short_key,
   tree_keys,
 )
-from ringjax.serve.cluster.call_log import (
-  log_calls,
-  measure_calls,
-  watch_calls,
-)
 from ringjax.serve.cluster.conductor import (
   Conductor,
   EarlyRejection,
@@ -28,6 +23,27 @@ from ringjax.serve.cluster.conductor import (
 )
 from ringjax.serve.cluster.control_link import ask_router
 from ringjax.serve.cluster.dispatch.counters import RouterCounters
+from ringjax.serve.cluster.drift import (
+  DriftingRoles,
+  Replanned,
+  replan,
+)
+from ringjax.serve.cluster.load_control import (
+  LoadControl,
+  SequenceGroup,
+  StageOutcome,
+  StageTimes,
+  TokenLimit,
+  WorkerPlan,
+  choose_workers,
+  group_rows,
+  joint_starts,
+  level_peak,
+  loads,
+  simulate_stages,
+  staggered_starts,
+  swept_cpus,
+)
 from ringjax.serve.cluster.loongserve.elastic_batches import (
   batch_cost,
   best_batches,
@@ -68,12 +84,6 @@ from ringjax.serve.cluster.pipeline_worker import (
   gather_pages,
   serve_stage,
 )
-from ringjax.serve.cluster.request_times import (
-  Limits,
-  ServedRequest,
-  attainment,
-  percentiles,
-)
 from ringjax.serve.cluster.role_planner import (
   RoleChange,
   RoleDecision,
@@ -98,18 +108,6 @@ from ringjax.serve.cluster.simulate.cluster_simulator import (
   LoadPoint,
   SimulatedInstance,
 )
-from ringjax.serve.cluster.simulate.distserve_times import (
-  DistServeModel,
-  DistServeTimes,
-  as_distserve_counts,
-  read_capacities,
-  read_profile,
-)
-from ringjax.serve.cluster.simulate.drift import (
-  DriftingRoles,
-  Replanned,
-  replan,
-)
 from ringjax.serve.cluster.simulate.elastic_simulator import simulate_elastic
 from ringjax.serve.cluster.simulate.elastic_workloads import (
   ComparedSystem,
@@ -120,13 +118,6 @@ from ringjax.serve.cluster.simulate.elastic_workloads import (
   mixed_lengths,
   random_trace,
   zipf_lengths,
-)
-from ringjax.serve.cluster.simulate.fitted_times import (
-  MeasuredCall,
-  TensorTimes,
-  engine_times,
-  instance_times,
-  read_calls,
 )
 from ringjax.serve.cluster.simulate.goodput import (
   Goodput,
@@ -145,28 +136,37 @@ from ringjax.serve.cluster.simulate.instance_placement import (
   ServingPlacement,
   SizedModel,
 )
-from ringjax.serve.cluster.simulate.load_control import (
-  LoadControl,
-  SequenceGroup,
-  StageOutcome,
-  StageTimes,
-  TokenLimit,
-  WorkerPlan,
-  choose_workers,
-  group_rows,
-  joint_starts,
-  level_peak,
-  loads,
-  simulate_stages,
-  staggered_starts,
-  swept_cpus,
+from ringjax.serve.cluster.times.call_log import (
+  log_calls,
+  measure_calls,
+  watch_calls,
 )
-from ringjax.serve.cluster.simulate.phase_times import (
+from ringjax.serve.cluster.times.distserve_times import (
+  DistServeModel,
+  DistServeTimes,
+  as_distserve_counts,
+  read_capacities,
+  read_profile,
+)
+from ringjax.serve.cluster.times.fitted_times import (
+  MeasuredCall,
+  TensorTimes,
+  engine_times,
+  instance_times,
+  read_calls,
+)
+from ringjax.serve.cluster.times.phase_times import (
   InstanceTimes,
   PhaseTimes,
   QuadraticTimes,
   QueuedPrompts,
   reading_s,
+)
+from ringjax.serve.cluster.times.request_times import (
+  Limits,
+  ServedRequest,
+  attainment,
+  percentiles,
 )
 from ringjax.serve.cluster.worker import ClusterWorker
 

@@ -40,7 +40,7 @@ from ringjax.serve.cluster.routing import (
   RoutingPolicy,
   ShortestQueue,
 )
-from ringjax.serve.cluster.simulate.phase_times import (
+from ringjax.serve.cluster.times.phase_times import (
   InstanceTimes,
   PhaseTimes,
   QueuedPrompts,

@@ -66,7 +66,7 @@ from ringjax.serve.cluster.routing import (
   RoutingPolicy,
   ShortestQueue,
 )
-from ringjax.serve.cluster.simulate.phase_times import InstanceTimes
+from ringjax.serve.cluster.times.phase_times import InstanceTimes
 from ringjax.serve.request import Answer, Handle, RejectedError, Request
 from ringjax.transfer.wire import as_json
 

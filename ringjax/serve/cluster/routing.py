@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 
 from ringjax.checks import one_of
 from ringjax.errors import OptionError
-from ringjax.serve.cluster.simulate.phase_times import QueuedPrompts
+from ringjax.serve.cluster.times.phase_times import QueuedPrompts
 
 # Work of an instance: prefill, decode, or both.
 ROLES = ("prefill", "decode", "both")

@@ -48,7 +48,6 @@ from ringjax.serve.cluster.block_index import (
   short_key,
   tree_keys,
 )
-from ringjax.serve.cluster.call_log import measure_calls
 from ringjax.serve.cluster.control_link import ControlLink
 from ringjax.serve.cluster.membership import (
   Membership,
@@ -60,8 +59,9 @@ from ringjax.serve.cluster.membership import (
 from ringjax.serve.cluster.page_offers import PageOffers
 from ringjax.serve.cluster.request_fields import request_of
 from ringjax.serve.cluster.routing import ROLES
-from ringjax.serve.cluster.simulate.fitted_times import instance_times
-from ringjax.serve.cluster.simulate.phase_times import QuadraticTimes
+from ringjax.serve.cluster.times.call_log import measure_calls
+from ringjax.serve.cluster.times.fitted_times import instance_times
+from ringjax.serve.cluster.times.phase_times import QuadraticTimes
 from ringjax.serve.cluster.worker_task import WorkerTask
 from ringjax.serve.engine import Engine
 from ringjax.serve.prefix.prefix_transfer import (

@@ -20,7 +20,7 @@ from ringjax.serve.cluster.dispatch.instances import (
   InstanceTable,
 )
 from ringjax.serve.cluster.routing import ROLES
-from ringjax.serve.cluster.simulate.phase_times import (
+from ringjax.serve.cluster.times.phase_times import (
   InstanceTimes,
   QuadraticTimes,
 )

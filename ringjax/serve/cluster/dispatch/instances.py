@@ -17,7 +17,7 @@ from ringjax.serve.cluster.routing import (
   InstanceView,
   check_roles,
 )
-from ringjax.serve.cluster.simulate.phase_times import QueuedPrompts
+from ringjax.serve.cluster.times.phase_times import QueuedPrompts
 
 # Descriptions, in messages, of what an instance can do.
 DOES = {"prefills": "reads prompts", "decodes": "answers"}

@@ -23,7 +23,7 @@ from ringjax.serve.cluster.dispatch.request_table import (
 )
 from ringjax.serve.cluster.request_fields import request_fields
 from ringjax.serve.cluster.routing import PrefixCopy
-from ringjax.serve.cluster.simulate.phase_times import QueuedPrompts
+from ringjax.serve.cluster.times.phase_times import QueuedPrompts
 from ringjax.serve.request import Request
 
 # Seconds from a copy's end until the same copy may be requested again: the

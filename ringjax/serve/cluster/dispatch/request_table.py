@@ -25,7 +25,7 @@ from ringjax.serve.cluster.dispatch.instances import (
 from ringjax.serve.cluster.dispatch.request_state import RoutedState
 from ringjax.serve.cluster.request_fields import request_fields
 from ringjax.serve.cluster.routing import Rejected, RoutedRequest
-from ringjax.serve.cluster.simulate.phase_times import QueuedPrompts
+from ringjax.serve.cluster.times.phase_times import QueuedPrompts
 from ringjax.serve.request import Answer, Handle, RejectedError, TokenLogprobs
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from ringjax.serve.cluster.simulate.phase_times import PhaseTimes
+from ringjax.serve.cluster.times.phase_times import PhaseTimes
 
 # ---------------------------------------------------------------------------
 # Retention

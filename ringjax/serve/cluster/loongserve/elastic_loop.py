@@ -32,8 +32,8 @@ from ringjax.serve.cluster.loongserve.elastic_scheduler import (
   Emptied,
   PrefillBatch,
 )
-from ringjax.serve.cluster.request_times import ServedRequest
 from ringjax.serve.cluster.simulate.cluster_simulator import ClusterResult
+from ringjax.serve.cluster.times.request_times import ServedRequest
 from ringjax.serve.traces import TraceRequest
 
 

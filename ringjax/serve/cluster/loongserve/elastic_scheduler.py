@@ -31,7 +31,7 @@ from ringjax.serve.cluster.loongserve.elastic_batches import (
   best_batches,
   fewest_instances,
 )
-from ringjax.serve.cluster.simulate.phase_times import PhaseTimes
+from ringjax.serve.cluster.times.phase_times import PhaseTimes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

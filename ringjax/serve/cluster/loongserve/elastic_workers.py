@@ -64,7 +64,7 @@ from ringjax.serve.cluster.loongserve.elastic_scheduler import (
   ElasticPolicy,
   ElasticScheduler,
 )
-from ringjax.serve.cluster.simulate.phase_times import QuadraticTimes
+from ringjax.serve.cluster.times.phase_times import QuadraticTimes
 from ringjax.transfer.wire import PullConnection
 
 # Seconds that a process may take to load the model.

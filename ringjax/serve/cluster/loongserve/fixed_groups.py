@@ -18,7 +18,7 @@ from ringjax.serve.cluster.loongserve.elastic_scheduler import (
   ElasticRequest,
   PrefillBatch,
 )
-from ringjax.serve.cluster.simulate.phase_times import PhaseTimes
+from ringjax.serve.cluster.times.phase_times import PhaseTimes
 
 
 @dataclasses.dataclass(kw_only=True)

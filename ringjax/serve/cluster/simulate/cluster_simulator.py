@@ -50,7 +50,6 @@ from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
 from ringjax.plan.events import Channel, Simulator, Span, Timeline
-from ringjax.serve.cluster.request_times import ServedRequest
 from ringjax.serve.cluster.role_planner import (
   RoleChange,
   RolePlanner,
@@ -66,11 +65,12 @@ from ringjax.serve.cluster.routing import (
   RoutingPolicy,
   check_roles,
 )
-from ringjax.serve.cluster.simulate.phase_times import (
+from ringjax.serve.cluster.times.phase_times import (
   PhaseTimes,
   QueuedPrompts,
   reading_s,
 )
+from ringjax.serve.cluster.times.request_times import ServedRequest
 from ringjax.serve.traces import TraceRequest
 
 SHARES = ("first", "mixed", "ahead")

@@ -22,9 +22,9 @@ from ringjax.serve.cluster.loongserve.elastic_scheduler import (
   ElasticScheduler,
 )
 from ringjax.serve.cluster.loongserve.fixed_groups import FixedGroups
-from ringjax.serve.cluster.request_times import Limits
 from ringjax.serve.cluster.simulate.elastic_simulator import simulate_elastic
-from ringjax.serve.cluster.simulate.phase_times import QuadraticTimes
+from ringjax.serve.cluster.times.phase_times import QuadraticTimes
+from ringjax.serve.cluster.times.request_times import Limits
 from ringjax.serve.traces import TraceRequest
 
 # ---------------------------------------------------------------------------

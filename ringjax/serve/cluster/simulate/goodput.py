@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from ringjax.checks import number
 from ringjax.errors import OptionError
-from ringjax.serve.cluster.request_times import (
+from ringjax.serve.cluster.times.request_times import (
   Limits,
   ServedRequest,
   attainment,

@@ -28,21 +28,21 @@ from typing import Any, Protocol, runtime_checkable
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
-from ringjax.serve.cluster.request_times import Limits, ServedRequest
 from ringjax.serve.cluster.routing import RoutingPolicy, ShortestQueue
 from ringjax.serve.cluster.simulate.cluster_simulator import (
   ClusterResult,
   ClusterSimulator,
   SimulatedInstance,
 )
-from ringjax.serve.cluster.simulate.fitted_times import TensorTimes
 from ringjax.serve.cluster.simulate.goodput import (
   Goodput,
   GoodputSearch,
   at_rate,
   goodput,
 )
-from ringjax.serve.cluster.simulate.phase_times import QuadraticTimes
+from ringjax.serve.cluster.times.fitted_times import TensorTimes
+from ringjax.serve.cluster.times.phase_times import QuadraticTimes
+from ringjax.serve.cluster.times.request_times import Limits, ServedRequest
 from ringjax.serve.traces import TraceRequest
 
 # Factor by which a pair may exceed the goodput of its phases alone: a prefill

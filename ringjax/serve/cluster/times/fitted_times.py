@@ -31,7 +31,7 @@ from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link, Machine, number_bytes
 from ringjax.plan.flexgen.offload_tiers import OffloadShape
-from ringjax.serve.cluster.simulate.phase_times import QuadraticTimes
+from ringjax.serve.cluster.times.phase_times import QuadraticTimes
 from ringjax.serve.simulate import StepCost
 
 PHASES = ("prefill", "decode")

@@ -25,7 +25,7 @@ import numpy as np
 
 from ringjax.checks import number
 from ringjax.errors import OptionError
-from ringjax.serve.cluster.simulate.fitted_times import (
+from ringjax.serve.cluster.times.fitted_times import (
   CALL_COLUMNS,
   MeasuredCall,
 )

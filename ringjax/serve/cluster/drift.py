@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
-from ringjax.serve.cluster.request_times import Limits
 from ringjax.serve.cluster.role_planner import (
   FEWEST_REQUESTS,
   RoleDecision,
@@ -40,6 +39,7 @@ from ringjax.serve.cluster.simulate.cluster_simulator import (
 )
 from ringjax.serve.cluster.simulate.goodput import goodput
 from ringjax.serve.cluster.simulate.instance_placement import ServingPlacement
+from ringjax.serve.cluster.times.request_times import Limits
 from ringjax.serve.traces import TraceRequest, first_prefixes
 
 

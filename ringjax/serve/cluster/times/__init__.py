@@ -1,0 +1,1 @@
+"""Times of an instance's prefill and decode: measured, fitted, published."""
