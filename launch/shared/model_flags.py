@@ -147,7 +147,6 @@ def check(values: flags.FlagValues, **others: str | None) -> None:
     raise OptionError(
       "--model", "an empty value", "a model directory", "pass its path"
     )
-  check_adapter(values.adapter)
   costs = values.profile is not None
   for refused, got, want in (
     *((values.flash is not None and values[name].value is not None,
@@ -227,6 +226,7 @@ def load(
     policy: Placement of its layers, in place of --placement.
     beside: Bytes of the largest call, for --memory, as `rj.models.load` has it.
   """
+  check_adapter(values.adapter)
   if values.flash is not None and mesh is not None and mesh.size > 1:
     raise OptionError(
       "--flash", f"a mesh of {mesh.size} devices", "one", "pass --mesh=seq:1"
