@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
+from ringjax.bench import step_bytes
 from ringjax.bench.ways import NamedStrategy, way
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import ShapeError
@@ -472,6 +473,10 @@ def decode(
     what="decode",
     cache=str(kind),
     cache_bytes=_cache_bytes(cache_spec),
+    least_bytes=(
+      step_bytes.weight_bytes(model, program.batch) + bytes_each(cache_spec)
+    ),
+    filled_blocks=step_bytes.filled_blocks(model, program.batch),
     **program.facts(model),
   )
 
