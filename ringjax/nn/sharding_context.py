@@ -641,7 +641,7 @@ class CachedAttention(ShardingContext):
     run = ShardedDecode(
       mesh=self.mesh,
       axis=self.of_mesh,
-      batch_axes=shares.get("batch_axis", ()),
+      batch_axes=self.batch_axes(b),
       head_axes=shares.get("head_axis", ()),
       fully_manual=bool(shares),
       sharded=self.sharded,

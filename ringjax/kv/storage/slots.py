@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -24,7 +25,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import CacheSpec, RowIndices, scattered_layer
@@ -47,6 +48,8 @@ class SlotGroup:
     mode: Layout of the current call's tokens: `FILL`, `SHARDED`, `REPLICATED`.
     mesh: Device mesh whose `axis` shards S; None for one device.
     axis: Mesh axis of the sequence.
+    batch_axes: Mesh axes that shard the rows if they divide them.
+    head_axis: Mesh axis that shards the KV heads if it divides them.
   """
 
   # Fields with the write cursors.
@@ -56,6 +59,18 @@ class SlotGroup:
   mode: str = FILL
   mesh: Mesh | None = None
   axis: str | None = None
+  batch_axes: tuple[str, ...] = ()
+  head_axis: str | None = None
+
+  @staticmethod
+  def places(room: CacheSpec) -> dict[str, Any]:
+    """Fields with the mesh and the axes of a cache."""
+    return dict(
+      mesh=room.mesh,
+      axis=room.axes.get("tokens"),
+      batch_axes=tuple(room.axes.get("batch") or ()),
+      head_axis=room.axes.get("heads"),
+    )
 
   @property
   def rows_whole(self) -> bool:
@@ -93,6 +108,46 @@ class SlotGroup:
       return x
     return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P()))
 
+  def _shard(self) -> jax.Array:
+    """Index of this shard of the sequence; inside of `_per_shard`."""
+    if self.axis is None:
+      return jnp.int32(0)
+    return collectives.axis_index(self.axis)
+
+  def _spec(self, x: Shaped[Array, " ..."], *, whole: bool = False) -> P:
+    """Spec of slots [B, S], [L, B, K, *slots] or of tokens [B, K, *tokens].
+
+    Args:
+      x: Array, also of a number for each row, [B].
+      whole: Whether each shard of the sequence has all of it.
+    """
+    assert self.mesh is not None
+    shape: Any = self.mesh.shape
+    spec: list[Any] = [None] * x.ndim
+    row = 1 if x.ndim == 5 else 0
+    if x.shape[row] % math.prod(shape[a] for a in self.batch_axes) == 0:
+      spec[row] = self.batch_axes or None
+    if x.ndim > 2 and self.head_axis is not None:
+      if x.shape[row + 1] % shape[self.head_axis] == 0:
+        spec[row + 1] = self.head_axis
+    if not whole:
+      spec[token_axis(x)] = self.axis
+    return P(*spec)
+
+  def _per_shard(
+    self, f: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
+  ) -> Callable[..., Any]:
+    """Apply `f` on each device to its part.
+
+    All mesh axes are manual: over an automatic one XLA would replicate what has
+    a layout constraint, which is the slots of all layers.
+    """
+    if self.mesh is None:
+      return f
+    return jax.shard_map(
+      f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs
+    )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContiguousSlots(SlotGroup):
@@ -121,8 +176,7 @@ class ContiguousSlots(SlotGroup):
       at=Coords(tokens, tokens),
       used=cursors,
       before=cursors,
-      mesh=room.mesh,
-      axis=room.axes.get("tokens"),
+      **cls.places(room),
     )
 
   @property
@@ -202,10 +256,7 @@ class ContiguousSlots(SlotGroup):
       before: jax.Array,
       used: jax.Array,
     ) -> jax.Array:
-      new = new.astype(old.dtype)
-      me = jnp.int32(0)
-      if self.axis is not None:
-        me = collectives.axis_index(self.axis)
+      new, me = new.astype(old.dtype), self._shard()
       if mode == FILL:
         start = [jnp.int32(0)] * old.ndim
         start[:lead] = [layer] * lead
@@ -220,23 +271,19 @@ class ContiguousSlots(SlotGroup):
         new = _along(new, jnp.minimum(rank, new.shape[axis - lead] - 1))
       return self._put(old, new, layer, first, end - first)
 
-    arguments = (old, new, layer, self.before, self.used)
-    if self.axis is None:
-      return local(*arguments)
-    sharded = lambda n: P(*(None,) * n, self.axis)
-    return jax.shard_map(
-      local,
-      mesh=self.mesh,
-      in_specs=(
-        sharded(axis),
-        P() if mode == REPLICATED else sharded(axis - lead),
-        P(),
-        P(),
-        P(),
-      ),
-      out_specs=sharded(axis),
-      axis_names={self.axis},
-    )(*arguments)
+    if self.mesh is None:
+      return local(old, new, layer, self.before, self.used)
+    cursors = self._spec(self.used, whole=True)
+    specs = (
+      self._spec(old),
+      self._spec(new, whole=mode == REPLICATED),
+      P(),
+      cursors,
+      cursors,
+    )
+    return self._per_shard(local, specs, specs[0])(
+      old, new, layer, self.before, self.used
+    )
 
   def _put(
     self,
@@ -413,7 +460,9 @@ class ContiguousSlots(SlotGroup):
 
 
 tree.register(
-  ContiguousSlots, ("at", "used", "before"), ("mode", "mesh", "axis")
+  ContiguousSlots,
+  ("at", "used", "before"),
+  ("mode", "mesh", "axis", "batch_axes", "head_axis"),
 )
 
 

@@ -84,8 +84,7 @@ class WindowSlots(SlotGroup):
       before=cursors,
       reach=reach,
       slack=slack,
-      mesh=room.mesh,
-      axis=room.axes.get("tokens"),
+      **cls.places(room),
     )
 
   @property
@@ -219,12 +218,12 @@ class WindowSlots(SlotGroup):
       corner = (layer, *(jnp.int32(0),) * 4)
       return lax.dynamic_update_slice(row_major(old), values[None], corner)
 
-    sharded = lambda n: P(*(None,) * n, self.axis)
-    return self._per_shard(
-      local,
-      (sharded(axis), sharded(of_new) if sent else P(), P(), P(), P(), P()),
-      sharded(axis),
-    )(old, new, layer, self.source, self.before, self.count)
+    arguments = (old, new, layer, self.source, self.before, self.count)
+    if self.mesh is None:
+      return local(*arguments)
+    rows = [self._spec(x, whole=True) for x in arguments[3:]]
+    specs = self._spec(old), self._spec(new, whole=not sent), P(), *rows
+    return self._per_shard(local, specs, specs[0])(*arguments)
 
   def _shard_tokens(
     self,
@@ -346,29 +345,20 @@ class WindowSlots(SlotGroup):
     )
     return slots, lambda x: put(x) if x.size else move(x, device)
 
-  def _shard(self) -> jax.Array:
-    if self.axis is None:
-      return jnp.int32(0)
-    return collectives.axis_index(self.axis)
-
-  def _per_shard(
-    self, f: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
-  ) -> Callable[..., Any]:
-    if self.axis is None:
-      return f
-    return jax.shard_map(
-      f,
-      mesh=self.mesh,
-      in_specs=in_specs,
-      out_specs=out_specs,
-      axis_names={self.axis},
-    )
-
 
 tree.register(
   WindowSlots,
   ("at", "count", "before", "source", "previous"),
-  ("mode", "tokens", "reach", "slack", "mesh", "axis"),
+  (
+    "mode",
+    "tokens",
+    "reach",
+    "slack",
+    "mesh",
+    "axis",
+    "batch_axes",
+    "head_axis",
+  ),
 )
 
 

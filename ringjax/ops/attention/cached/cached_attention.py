@@ -105,7 +105,10 @@ class ShardedDecode:
     With a `selection` they read the keys of one head that it chooses.
     """
     views = tuple(views)
-    manual = {*collectives.names(self.axis)}
+    # The axes of the examples, too: over an automatic axis XLA would replicate
+    # keys that have a layout constraint. Where heads are left to it, keys are
+    # replicated already.
+    manual = {*collectives.names(self.axis), *self.batch_axes}
     if self.fully_manual and self.mesh is not None:
       manual = {*self.mesh.axis_names}
     # An array that occurs twice stays one array inside: kernels read it once.
@@ -116,7 +119,7 @@ class ShardedDecode:
       structure, [arrays[index_of[id(x)]] for x in leaves]
     )
     local, decoder, platform = self._on_device(manual, q, leaves[0])
-    batch = self.batch_axes if self.fully_manual else ()
+    batch = self.batch_axes
     heads = self.head_axes if self.fully_manual else ()
     visit = functools.partial(
       CacheVisit,
