@@ -247,6 +247,15 @@ class ModelCache(CallCache):
     """Keep only the tokens in `kept` of the last call; see `KVCache.keep`."""
     return self.each_part(lambda part, x: part.keep(x), kept)
 
+  def keep_first(
+    self, count: Int[Array | np.ndarray, " B"], tokens: int
+  ) -> Any:
+    """Keep the first `count` of the last call's tokens, in each row.
+
+    See `KVCache.keep_first`.
+    """
+    return self.each_part(lambda part, x: part.keep_first(x, tokens), count)
+
   def snapshot(self) -> Any:
     """Save the state for `restore`; later calls may donate the cache."""
     if not self.changing:

@@ -113,9 +113,12 @@ def verify(
   outcome = concluded(VERIFIERS[rule](sampler, nodes), nodes, left, stops)
   if snapshot is None:
     # Without drafted tokens there is only the root, which stays.
-    target_cache = (
-      target_cache.keep(outcome.kept_nodes) if count else target_cache
-    )
+    if count and draft.parents is None:
+      # The accepted tokens of a chain are its first ones: none moves.
+      num_kept = jnp.sum(outcome.kept_nodes, 1, dtype=jnp.int32)
+      target_cache = target_cache.keep_first(num_kept, count + 1)
+    elif count:
+      target_cache = target_cache.keep(outcome.kept_nodes)
   else:
     # The draft is a chain, and its first tokens stay.
     reread = lambda cache_after: read(

@@ -620,6 +620,15 @@ class EvictingCache(ResizableCache):
     cache = super().keep(kept)
     return dataclasses.replace(cache, watch=self.watch.kept(kept))
 
+  def keep_first(
+    self, count: Int[Array | np.ndarray, " B"], tokens: int
+  ) -> EvictingCache:
+    """Keep the first `count` of the last call's tokens; see `keep`."""
+    cache = super().keep_first(count, tokens)
+    index = jnp.arange(tokens, dtype=jnp.int32)[None]
+    kept = index < jnp.asarray(count)[:, None]
+    return dataclasses.replace(cache, watch=self.watch.kept(kept))
+
   @property
   def irreversible(self) -> bool:
     return self.open.irreversible or self.watch.count is not None

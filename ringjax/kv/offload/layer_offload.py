@@ -338,6 +338,7 @@ class OffloadedCache(WithOpenCache):
   # -------------------------------------------------------------------------
 
   keep = refused("keep, of drafted tokens", "leave speculate= out")
+  keep_first = refused("keep_first, of drafted tokens", "leave speculate= out")
   take = refused("take", "leave the placement of the cache out")
   insert = refused("insert", "leave the placement of the cache out")
   export = refused("export", "leave the placement of the cache out")
