@@ -748,6 +748,19 @@ class KVCache(ModelCache):
     slot_table, rings = jax.tree.map(jnp.copy, (snapshot.slots, snapshot.rings))
     return dataclasses.replace(self, slots=slots, held=slot_table, rings=rings)
 
+  def call_state(self) -> tuple[State | None, ...]:
+    states = tuple(s if isinstance(s, State) else None for s in self.slots)
+    return jax.tree.map(jnp.copy, states)
+
+  def undo_call(self, state: tuple[State | None, ...]) -> KVCache:
+    nothing = jnp.zeros((self.batch,), jnp.int32)
+    cache = self._with_tables(lambda table: table.kept_first(nothing))
+    slots = tuple(
+      old if saved is None else jax.tree.map(jnp.copy, saved)
+      for old, saved in zip(self.slots, state, strict=True)
+    )
+    return dataclasses.replace(cache, slots=slots)
+
   def reset(self, rows: RowIndices) -> KVCache:
     """Empty these rows, int [n]; the others stay."""
     rows = row_indices(rows, self.batch)

@@ -268,6 +268,22 @@ class ModelCache(CallCache):
     cache: Any = self
     return dataclasses.replace(cache, **jax.tree.map(jnp.copy, snapshot))
 
+  def call_state(self) -> Any:
+    """Save what a call changes besides new slots, for `undo_call`.
+
+    No key or value is copied.
+    """
+    return tuple(part.call_state() for part in self.parts)
+
+  def undo_call(self, state: PyTree) -> Any:
+    """Undo the last call, whose tokens were the same on all shards.
+
+    Args:
+      state: What `call_state` returned before the call.
+    """
+    states = iter(state)
+    return self.each_part(lambda part: part.undo_call(next(states)))
+
   def reset(self, rows: RowIndices) -> Any:
     """Empty these rows, int [n]; the others stay."""
     return self.each_part(lambda part: part.reset(rows))

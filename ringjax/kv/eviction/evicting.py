@@ -71,6 +71,9 @@ from ringjax.parallel.local_arrays import move
 from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index
 
+# Fields that a call changes besides the open cache.
+_CALL_FIELDS = ("noted", "watch", "marks")
+
 
 class Eviction(NamedTuple):
   """Choice of the tokens that stay, for `EvictingCache.apply`.
@@ -699,6 +702,18 @@ class EvictingCache(ResizableCache):
 
   def restore(self, snapshot: EvictingCache) -> EvictingCache:
     return jax.tree.map(jnp.copy, snapshot)
+
+  def call_state(self) -> tuple[Any, dict[str, Any]]:
+    fields = {name: getattr(self, name) for name in _CALL_FIELDS}
+    return self.open.call_state(), jax.tree.map(jnp.copy, fields)
+
+  def undo_call(self, state: tuple[Any, dict[str, Any]]) -> EvictingCache:
+    of_open, fields = state
+    return dataclasses.replace(
+      self,
+      open=self.open.undo_call(of_open),
+      **jax.tree.map(jnp.copy, fields),
+    )
 
   def reset(self, rows: RowIndices) -> EvictingCache:
     """Empty these rows, int [n]; the others stay."""

@@ -345,6 +345,8 @@ class OffloadedCache(WithOpenCache):
   load = refused("load", "leave the placement of the cache out")
   snapshot = refused("snapshot", "leave the placement of the cache out")
   restore = refused("restore", "leave the placement of the cache out")
+  call_state = refused("call_state", "leave the placement of the cache out")
+  undo_call = refused("undo_call", "leave the placement of the cache out")
   explain = refused("explain", "call bytes_by_memory()")
   with_states = refused("with_states", "leave the placement of the cache out")
   gathered = refused("gathered", "pass keep='sharded'")
