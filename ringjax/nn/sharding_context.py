@@ -643,7 +643,8 @@ class CachedAttention(ShardingContext):
       axis=self.of_mesh,
       batch_axes=self.batch_axes(b),
       head_axes=shares.get("head_axis", ()),
-      fully_manual=bool(shares),
+      query_axes=() if shares else self._query_axes(t, views),
+      fully_manual=self.mesh is not None,
       sharded=self.sharded,
       masters=self.masters,
       local=self.local,
@@ -658,6 +659,19 @@ class CachedAttention(ShardingContext):
       extras.selection,
     )
     return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
+
+  def _query_axes(
+    self, tokens: int, views: tuple[KVView, ...]
+  ) -> tuple[str, ...]:
+    """Axes that shard many queries, for heads that are not sharded.
+
+    A few queries are computed on each device: it reads all heads' keys anyway.
+    """
+    size = self.model_size
+    divides = size > 1 and tokens % (size * self.size) == 0
+    if not divides or tokens <= ShardedDecode.few:
+      return ()
+    return () if any(view.queries is not None for view in views) else (_HEADS,)
 
   def _segmented(self, view: KVView) -> Any:
     """Add the segment rule to a view's own mask, if it has one."""
