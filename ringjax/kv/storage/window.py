@@ -221,10 +221,11 @@ class WindowSlots(SlotGroup):
       corner = (layer, *(jnp.int32(0),) * 4)
       return lax.dynamic_update_slice(row_major(old), values[None], corner)
 
-    arguments = (old, new, layer, self.source, self.before, self.count)
-    rows = [self._spec(x, whole=True) for x in arguments[3:]]
+    assert self.source is not None
+    of_rows = self.source, self.before, self.count
+    rows = [self._spec(x, whole=True) for x in of_rows]
     specs = self._spec(old), self._spec(new, whole=not sent), P(), *rows
-    return self._per_shard(local, specs, specs[0])(*arguments)
+    return self._per_shard(local, specs, specs[0])(old, new, layer, *of_rows)
 
   def _shard_tokens(
     self,
