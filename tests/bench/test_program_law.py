@@ -48,7 +48,7 @@ def cases():
 def marked(case):
   marks = [] if case in FIRST else [pytest.mark.long]
   if case.phase != "prefill" and (
-    case.mesh != "seq" or case.family == "mixture"
+    case.mesh not in ("seq", "seq_model") or case.family == "mixture"
   ):
     marks.append(pytest.mark.xfail(reason="gathers or copies what it reads"))
   return pytest.param(case, marks=marks, id=str(case))
