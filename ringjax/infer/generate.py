@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from jaxtyping import Bool, Int, Shaped
 
 from ringjax.checks import integer, positive_int
 from ringjax.errors import (
@@ -99,13 +100,13 @@ class Generated:
       return self.tokens[key, : self.lengths[key]]
     return self.tokens[key]
 
-  def __iter__(self) -> Iterator[np.ndarray]:
+  def __iter__(self) -> Iterator[Int[np.ndarray, " _"]]:
     """Iterates over the rows without padding."""
     return (self[row] for row in range(len(self)))
 
   def __array__(
     self, dtype: DTypeLike | None = None, copy: bool | None = None
-  ) -> np.ndarray:
+  ) -> Shaped[np.ndarray, "B T"]:
     """Converts to a NumPy array: `tokens`, with padding."""
     return np.array(self.tokens, dtype, copy=copy)
 
@@ -485,7 +486,9 @@ class RowEndings:
     self._stream = stream
     self.watches = bool(self._watches) or stream is not None
 
-  def told(self, tokens: np.ndarray, ended: np.ndarray) -> np.ndarray:
+  def told(
+    self, tokens: Int[np.ndarray, " B"], ended: Bool[np.ndarray, " B"]
+  ) -> Bool[np.ndarray, " B"]:
     """Mask of rows that a stop string or `stream` ends here, bool [B]."""
     ended_by_caller = np.zeros(tokens.size, bool)
     for row, watch in enumerate(self._watches):

@@ -363,7 +363,9 @@ class LayerPrograms:
     return tuple(jax.tree.leaves(stack.layer(run, position, index)))
 
   @_program()
-  def embed(self, outer: PyTree, tokens: Int[Array, "B T"]) -> jax.Array:
+  def embed(
+    self, outer: PyTree, tokens: Int[Array, "B T"]
+  ) -> Float[Array, "B T D"]:
     """Embed tokens, [B, T, D]."""
     embed, _, _ = jax.tree.unflatten(self._outer_tree, outer)
     return self._attend.constrain(embed(tokens))
@@ -371,7 +373,7 @@ class LayerPrograms:
   @_program()
   def head(
     self, outer: PyTree, x: Float[Array, "B T D"], row: Index
-  ) -> jax.Array:
+  ) -> Float[Array, "B V"]:
     """Logits after token `row` of the T, float32 [B, V]."""
     embed, norm, head = jax.tree.unflatten(self._outer_tree, outer)
     last = norm(lax.dynamic_slice_in_dim(x, row, 1, 1)[:, 0])
@@ -387,7 +389,9 @@ class LayerPrograms:
     x: Float[Array, "B T D"],
     span: TokenSpan | TokenRows | TokensAt,
     dtype: DTypeLike,
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+  ) -> tuple[
+    Float[Array, "B T N H"], Shaped[Array, "B K T H"], Shaped[Array, "B K T J"]
+  ]:
     """Project a layer's input to queries, and to keys and values to store.
 
     Args:
@@ -414,7 +418,7 @@ class LayerPrograms:
     constants: PyTree,
     k: Shaped[Array, "1 K T H"],
     v: Shaped[Array, "1 K T J"],
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[Shaped[Array, "1 K T _"], Shaped[Array, "1 K T _"]]:
     """Encode keys and values with a layer's `constants`, [1, K, T, X] each."""
     codec = self.kind.codec
     assert isinstance(codec, Codec)
@@ -476,7 +480,7 @@ class LayerPrograms:
     span: TokenSpan,
     cache: KVCache,
     index: Index,
-  ) -> tuple[jax.Array, KVCache]:
+  ) -> tuple[Float[Array, "1 T D"], KVCache]:
     """Compute a layer's output [1, T, D] and append its keys to the cache.
 
     Args:
@@ -531,7 +535,7 @@ class LayerPrograms:
     span: TokenSpan | TokenRows,
     cache: KVCache,
     index: Index,
-  ) -> tuple[jax.Array, KVCache]:
+  ) -> tuple[Float[Array, "B T N J"], KVCache]:
     """Compute attention alone: [1, T, N, J], and the cache with the keys.
 
     `shapes` and `weights` are those of `mixing_weights`, the others those of
@@ -558,7 +562,7 @@ class LayerPrograms:
     x: Float[Array, "B T D"],
     mixed: Float[Array, "B T N J"],
     span: TokenSpan | TokenRows,
-  ) -> jax.Array:
+  ) -> Float[Array, "B T D"]:
     """Compute a layer's output [1, T, D] from its input and `mix`'s output."""
     block = self._block(spec, weights)
     at = span.at(x.shape[1])
@@ -605,7 +609,7 @@ class LayerPrograms:
     x: Float[Array, "1 T D"],
     partials: tuple[Partial, ...],
     span: TokensAt,
-  ) -> jax.Array:
+  ) -> Float[Array, "1 T D"]:
     """Compute a layer's output [1, T, D] from its input and all partials."""
     attend = _PartialQueries(self._attend, merged=partials)
     tokens = tokens_of_call(spec, span.at(x.shape[1]), span.length)
@@ -621,7 +625,7 @@ class LayerPrograms:
     pos: Int[Array, "1 T"],
     seg: Int[Array, "1 T"] | None,
     length: Index,
-  ) -> tuple[jax.Array, KV]:
+  ) -> tuple[Float[Array, "1 T D"], KV]:
     """Compute a layer's output [1, T, D] and keys, for all tokens at once.
 
     `pos` are those of the context's layout; without `seg` no token is padding.

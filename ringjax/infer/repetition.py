@@ -84,8 +84,8 @@ class Instructions(NamedTuple):
     return cls(encode(_FIRST), encode(_LATER), suffix)
 
   def texts(
-    self, prompt: np.ndarray, prefix: int, chunk: int
-  ) -> list[tuple[int, int, np.ndarray]]:
+    self, prompt: Int[np.ndarray, " T"], prefix: int, chunk: int
+  ) -> list[tuple[int, int, Int[np.ndarray, " _"]]]:
     """List first, end and repetition text of each chunk of a prompt."""
     texts = []
     for start in range(prefix, prompt.size, chunk):

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from ringjax.checks import positive_int
 from ringjax.errors import MemoryEstimateError, MeshError, OptionError
@@ -264,7 +264,7 @@ class Session:
 
   @property
   @entering(lambda session: session.mesh)
-  def lengths(self) -> np.ndarray:
+  def lengths(self) -> Int[np.ndarray, " B"]:
     """Number of tokens read so far according to the cache, int [B].
 
     Waits for the program that computes it; in a run of several processes all
@@ -274,7 +274,7 @@ class Session:
     return np.asarray(_lengths(sharding, self.cache)).astype(np.int64)
 
   @property
-  def pending(self) -> np.ndarray:
+  def pending(self) -> Int[np.ndarray, " B"]:
     """Token of each row that was generated and not read yet, or -1, int [B].
 
     The next turn reads it first.
@@ -301,7 +301,7 @@ class Session:
     row_ids = self.ids[row, start : start + len(ids)]
     row_ids[:] = ids[: len(row_ids)]
 
-  def texts(self) -> list[np.ndarray]:
+  def texts(self) -> list[Int[np.ndarray, " _"]]:
     """Known ids of each row, in order, int32 [n]."""
     rows = zip(self.ids, self.lengths, strict=True)
     return [row[:size][row[:size] >= 0] for row, size in rows]

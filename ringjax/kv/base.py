@@ -175,7 +175,7 @@ def scattered_layer(
   old: Shaped[Array, "L ..."],
   layer: Index,
   put: Callable[[Shaped[Array, "_ ..."], Index], Shaped[Array, "_ ..."]],
-) -> jax.Array:
+) -> Shaped[Array, "L ..."]:
   """Compute `put(old, layer)`, which scatters into one layer.
 
   To scatter into a 16-bit array, XLA's CPU compiler converts the whole array to

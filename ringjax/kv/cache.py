@@ -365,7 +365,7 @@ class KVCache(ModelCache):
     return self.at.pos.shape[0]
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     return self.held.length
 
   @property
@@ -399,7 +399,7 @@ class KVCache(ModelCache):
     """
     return report(self, machine, tokens, weights)
 
-  def free(self) -> np.ndarray | None:
+  def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of free slots, int [B, R]; None under a trace.
 
     Slots that the cache can still grow by are included, see `growing`.
@@ -801,7 +801,7 @@ class KVCache(ModelCache):
 
   def located(
     self, at: Coords, row: int, start: int, stop: int
-  ) -> tuple[np.ndarray, list[np.ndarray]]:
+  ) -> tuple[Int[np.ndarray, " _"], list[Int[np.ndarray, " _"]]]:
     """Find the slots of a row's positions, by position; see `export`.
 
     Args:

@@ -132,7 +132,7 @@ class ModelCache(CallCache):
     return self.parts[0].states
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     """int32 [B], the position after each row's last token; 0 if empty.
 
     This is the number of tokens in a row whose positions start at 0.
@@ -178,7 +178,7 @@ class ModelCache(CallCache):
     """Bytes on a device for keys of layers that are stored elsewhere."""
     return max((part.passing_bytes for part in self.parts), default=0)
 
-  def free(self) -> np.ndarray | None:
+  def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of tokens that still fit, int [B, R]; None under a trace."""
     return self.parts[0].free()
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, Bool, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.errors import OptionError
@@ -269,10 +269,12 @@ class Encoded(Mask):
     encoded = moved(key, -self.first) // self.group < newest
     return encoded & (key >= self.first)
 
-  def allows(self, q: Coords, k: Coords) -> jax.Array:
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
     return self._before(q.pos, k.pos) == self.coded
 
-  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
     first_key = jnp.maximum(k.first, self.first)
     any_encoded = self._before(q.last, first_key) & (k.last >= self.first)
     all_encoded = self._before(q.first, k.last) & (k.first >= self.first)

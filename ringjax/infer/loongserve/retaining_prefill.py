@@ -62,7 +62,7 @@ class RetainedCache(CallCache):
     return self.cache.slots
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     return self.cache.length
 
   def layer(self, kind: int, slots: LayerKV, index: Index) -> RetainedLayer:
@@ -125,7 +125,7 @@ class RetainingParallel(ContextParallel):
     cache: RetainedLayer,
     mask: Mask,
     extras: Extras,
-  ) -> jax.Array:
+  ) -> Float[Array, "B T N J"]:
     """Attention of queries [B, T, N, H] to the call's keys, [B, T, N, J]."""
     assert cache.fresh is not None
     axis, (k, v, _) = self.of_mesh, cache.fresh

@@ -118,7 +118,7 @@ class StarLink:
 
   def receive(
     self, number: int, shape: Sequence[int], dtype: DTypeLike
-  ) -> np.ndarray | None:
+  ) -> Shaped[np.ndarray, " ..."] | None:
     """Receives the next array, None where the other side sends an empty one.
 
     Args:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import OptionError
@@ -82,7 +82,7 @@ class ContextCache(WithOpenCache):
     return Coords(*(jnp.concatenate(pair, 1) for pair in pairs))
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     """int32 [B], the position after each row's last token."""
     return jnp.maximum(self.contexts.length, self.open.length)
 
@@ -191,7 +191,7 @@ def slots_for(
 
 def placed(
   spec: KVCache, rows: Sequence[Sequence[PlacedContext]], tile: int = 1
-) -> tuple[KVCache, jax.Array]:
+) -> tuple[KVCache, Int[Array, "B _"]]:
   """Create a cache that holds contexts, with the context of each tile.
 
   Args:

@@ -216,11 +216,11 @@ class EvictingCache(ResizableCache):
     return tuple(zip(self.open.slots, self.noted, strict=True))
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     """int32 [B], the position after each row's last token; 0 if empty."""
     return jnp.maximum(self.open.length, self.ends)
 
-  def positions(self, row: int) -> list[list[np.ndarray] | None]:
+  def positions(self, row: int) -> list[list[Int[np.ndarray, " _"]] | None]:
     """Positions of a row's tokens that each head of each layer holds.
 
     Returns:
@@ -245,7 +245,7 @@ class EvictingCache(ResizableCache):
         ]
     return [by_layer.get(n) for n in range(model_layers(self.shapes))]
 
-  def tokens(self) -> list[np.ndarray | None]:
+  def tokens(self) -> list[Int[np.ndarray, "_ B K"] | None]:
     """Number of tokens per KV head, int [L, B, K] for each kind of layer.
 
     None for recurrent layers and ring buffers.
@@ -282,7 +282,7 @@ class EvictingCache(ResizableCache):
           by_layer[layer] = [names[n - 1] for n in numbers]
     return by_layer
 
-  def free(self) -> np.ndarray | None:
+  def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of tokens that still fit, int [B, R]; None under a trace."""
     if isinstance(self.ends, jax.core.Tracer):
       return None

@@ -8,7 +8,7 @@ Memory: L B W N H scalars for W queries; L B N H (H + 1) float32 for moments.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -323,7 +323,7 @@ tree.register(
 
 def moments_of(
   noted: Noted, count: Float[Array, " B"], groups: int
-) -> Sequence[jax.Array]:
+) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G H H"]]:
   """Mean [B, K, G, H] and covariance [B, K, G, H, H] of one layer's queries."""
   assert noted.total is not None and noted.squares is not None
   b, n, h = noted.total.shape

@@ -30,7 +30,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.checks import one_of
@@ -173,7 +173,7 @@ class TieredCache(ResizableCache):
     return Coords(*(jnp.concatenate(pair, 1) for pair in pairs))
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     return jnp.maximum(self.open.length, self.held.length)
 
   def bytes_by_memory(self) -> dict[str, int]:
@@ -207,7 +207,7 @@ class TieredCache(ResizableCache):
     """
     return report(self, machine, tokens, weights, host_bandwidth)
 
-  def free(self) -> np.ndarray | None:
+  def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of tokens that still fit, int [B, R]; None under a trace.
 
     Slots that `truncate` left empty in a block are not free.
@@ -653,7 +653,7 @@ def _check_memory(cache: TieredCache) -> None:
     )
 
 
-def host_zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+def host_zeros(x: jax.ShapeDtypeStruct) -> Shaped[Array, " ..."]:
   """Zeros of this shape and sharding, created in the hosts' memory."""
   if x.sharding is None or x.sharding.memory_kind != HOST:
     return jnp.zeros(x.shape, x.dtype, device=x.sharding)

@@ -176,7 +176,7 @@ class HeadStorage:
     v: Float[Array, "B K T J"],
     index: Index,
     constants: tuple[Any, ...],
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T J"]]:
     """Encode and decode keys and values by the codecs of layer `index`."""
     way, _ = self._groups(index)
     heads = jnp.repeat(way, self.places.group)[None, :, None, None]

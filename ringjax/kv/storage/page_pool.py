@@ -582,7 +582,7 @@ class PagePool:
     layer: Index,
     new: Shaped[Array, "B K _ _"],
     writes: PageWrites,
-  ) -> jax.Array:
+  ) -> Shaped[Array, "L N K _ _"]:
     """Write tokens of rows to an array of pages.
 
     Args:
@@ -860,7 +860,7 @@ class PooledCache(CallCache):
     return self.pool.shards
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     """Number of tokens of each row, int32 [B]."""
     return self.ends
 
