@@ -347,7 +347,7 @@ def prefill(
   empty = model.init_cache_spec(
     batch, tokens, sharding=attend, kind=kind, placement=cache_placement
   )
-  trips: Any = _trips(program.named, mesh, attend.axis, program.tokens, True)
+  trips = _trips(program.named, mesh, attend.axis, program.tokens, True)
   pos, context = None, attend
   if chunk is not None:
     chunk = positive_int("chunk", chunk)

@@ -168,7 +168,7 @@ def splash(devices: Sequence[Any], **shape: Any) -> Built:
   mask = masks.MultiHeadMask(
     [masks.FullMask((dims.length, dims.length))] * _HEADS
   )
-  kernel: Any = kernels.make_splash_mha(
+  kernel = kernels.make_splash_mha(
     mask, block_sizes=sizes, head_shards=1, q_seq_shards=1
   )
   operands = (1, _HEADS, dims.length, dims.head_dim)

@@ -199,7 +199,7 @@ class _Work:
     self.far = max(1, round(share / 2 * count) + 1)
     self.arrays: dict[str, np.ndarray] = {}
     for n in kinds:
-      shape: Any = model.kinds[n]
+      shape = model.kinds[n]
       lead = (shape.layers, shape.heads)
       ends = (*lead, shape.key, self.far)
       self.arrays[f"{n}.low"] = np.full(ends, np.inf, np.float32)
@@ -291,7 +291,7 @@ class _Work:
         scale, zero = self.scales(n)
         arrays |= {f"{n}.keys.scale": scale, f"{n}.keys.zero": zero}
         arrays |= self.sink(n)
-      shape: Any = self.model.kinds[n]
+      shape = self.model.kinds[n]
       for part in ("keys", "values") if shape.value else ("keys",):
         weight, total, count = self.arrays[f"{n}.{part}"]
         for bits in BITS:

@@ -228,7 +228,7 @@ class Session:
     self.files = files_of(cache_placement, disk)
     _check_memory(model, sharding, self._make)
     self.seen = np.zeros((batch, model.config.vocab), bool)
-    self.cache: Any = self._empty(sharding)
+    self.cache = self._empty(sharding)
     self.ids = np.full((batch, self._limit or capacity), -1, np.int32)
     self.last: GenerateReport | None = None
     self.drafting: object = None
@@ -237,9 +237,9 @@ class Session:
     # which sees every token anyway, so that no step waits for the cache.
     self._pending_ids = np.full(batch, -1, np.int64)
     self._pending_at = np.full(batch, -1, np.int64)
-    self._device: Any = None
+    self._device = None
     # State of the contexts in use, see `context_session`.
-    self.contexts: Any = None
+    self.contexts = None
     # Whether the cache's contents are lost, until a restart.
     self._invalid = False
     # Rows whose logits were not finite, until a restart.
@@ -429,9 +429,7 @@ class Session:
     if self.rows_at_once is None:
       cache = self.model.init_cache(sharding=sharding, **make)
     else:
-      options: Any = {
-        name: value for name, value in make.items() if name != "batch"
-      }
+      options = {name: value for name, value in make.items() if name != "batch"}
       cache = RowGroups.of(
         len(self.seen),
         self.rows_at_once,
@@ -452,7 +450,7 @@ class Session:
     Args:
       replicated: Whether the tokens are the same on all shards.
     """
-    options: Any = dict(mesh=self.mesh, axis=self.axis, replicated=replicated)
+    options = dict(mesh=self.mesh, axis=self.axis, replicated=replicated)
     if self.attention_fn is None:
       return CachedAttention(**options)
     return FunctionAttention(function=self.attention_fn, **options)

@@ -783,7 +783,7 @@ class KVCache(ModelCache):
       take = lambda x: jnp.take(x[:, row], index, axis=token_axis(x) - 1)
       return self.unfilled(kind, jax.tree.map(take, slots))
 
-    parts: Any = tuple(part(kind, x) for kind, x in enumerate(self.slots))
+    parts = tuple(part(kind, x) for kind, x in enumerate(self.slots))
     at = Coords(*(x[row][jnp.asarray(token_slots, jnp.int32)] for x in self.at))
     return Blocks(at, parts, self.kind)
 

@@ -149,7 +149,7 @@ def report(
   number("weights", weights, least=0)
   number("host_bandwidth", host_bandwidth, above=0)
   machine_spec = _machine(cache, machine)
-  inner: Any = cache.parts[0] if cache.parts else cache
+  inner = cache.parts[0] if cache.parts else cache
   tally = _Tally(cache, inner, machine_spec.chip, length)
   tally.held = _held(cache) if held is None else held
   for n, shape in enumerate(cache.shapes):
@@ -363,7 +363,7 @@ class _Tally:
       if not dim:
         # Values that are part of the keys take no further decoding.
         continue
-      codec_arrays: Any = [(codec, arrays)]
+      codec_arrays = [(codec, arrays)]
       if isinstance(codec, PerHead):
         head_codecs = [
           codec.codecs[n] for n in HeadPlaces.of(codec, shape).ways

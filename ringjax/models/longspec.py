@@ -337,7 +337,7 @@ class DraftTransformer(Transformer):
       read = self._reads_text(tokens, places, cache, context)
     else:
       read = self._reads_cache(places, context)
-    layer: Any = cache.layer(0, cache.slots[0], jnp.int32(0))
+    layer = cache.layer(0, cache.slots[0], jnp.int32(0))
     x, layer = self.block(x, places, layer, context, read)
     # The target's head expects the output of this norm.
     h = self.target.norm(x)
@@ -466,7 +466,7 @@ def with_draft(
 
 
 def _block(config: Any, layer: Layer, seed: int) -> DraftBlock:
-  last: Any = config.layers[-1].attention
+  last = config.layers[-1].attention
   return DraftBlock(nnx.Rngs(seed), layer, last, config.embed)
 
 

@@ -527,7 +527,7 @@ def train(
   ]
   optimizer = recipe.optimizer.build(recipe.total)
   adapter = recipe.adapter
-  method: Any = steps.AllParameters() if adapter is None else adapter
+  method = steps.AllParameters() if adapter is None else adapter
   base = model
   state, position = _first_state(recipe, optimizer, model, attend, checkpoints)
   steps_taken = int(jax.device_get(state.step))
@@ -690,7 +690,7 @@ def _first_state(
 ) -> tuple[steps.TrainState, Any]:
   """The first state, and the position of its data if it was restored."""
   mesh: Any = attend.mesh
-  params: Any = model
+  params = model
   if recipe.adapter is not None:
     params = recipe.adapter.start(model, seed=recipe.seed)
     if mesh is not None and recipe.lora is not None:

@@ -376,5 +376,5 @@ def put_piece(
   first, end = piece.places[0], piece.places[-1] + 1
   # For consecutive pages a slice avoids a gather.
   consecutive = end - first == len(piece.places)
-  places: Any = slice(first, end) if consecutive else list(piece.places)
+  places = slice(first, end) if consecutive else list(piece.places)
   rows[(places, *box)] = np.moveaxis(array, piece.axis, 0)

@@ -371,7 +371,7 @@ def probe_heads(
     RingjaxError: as of `ImportantPrefixes`.
   """
   count = positive_int("count", count)
-  total: Any = None
+  total = None
   for text, question in zip(prefixes, questions, strict=True):
     with Store(host=1 << 40) as store:
       # A threshold that is never passed: each head keeps its own.

@@ -208,7 +208,7 @@ def placed(
   host = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), spec.slots)
   parts = tuple(spec.unfilled(kind, x) for kind, x in enumerate(host))
   pos: Any = np.zeros(spec.at.pos.shape, np.int32)
-  seg: Any = np.zeros_like(pos)
+  seg = np.zeros_like(pos)
   used = np.zeros(spec.held.used.shape, np.int32)
   owner = np.full((spec.batch, spec.capacity // tile), -1, np.int32)
   for row, contexts in enumerate(rows):

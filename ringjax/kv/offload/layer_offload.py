@@ -153,7 +153,7 @@ class OffloadedCache(WithOpenCache):
       OptionError: If the kind is not supported, or layers are on disk on a
         mesh of several devices, or as `KVCache.spec` does.
     """
-    mesh: Any = where.get("mesh")
+    mesh = where.get("mesh")
     if kind.evicting or kind.tier.device is not None:
       raise OptionError(
         "cache_placement",
@@ -217,7 +217,7 @@ class OffloadedCache(WithOpenCache):
     def allocate_arrays(x: OffloadedKV | None) -> OffloadedKV | None:
       if x is None:
         return None
-      filed: Any = ()
+      filed = ()
       if x.filed != ():
         assert files is not None
         count = x.layout.tiers.count(DISK) * x.layout.blocks
@@ -428,7 +428,7 @@ def _spec_of(
       specs.append(jax.ShapeDtypeStruct(like.shape, x.dtype, sharding=sharding))
     return tuple(specs)
 
-  filed: Any = ()
+  filed = ()
   if DISK in tiers:
     filed = jax.ShapeDtypeStruct((3,), jnp.int32)
   return OffloadedKV(

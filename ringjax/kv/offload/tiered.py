@@ -454,9 +454,7 @@ class TieredCache(ResizableCache):
       )
       return jax.tree.map(take, slots)
 
-    parts: Any = tuple(
-      export_layer(n, x) for n, x in enumerate(self.open.slots)
-    )
+    parts = tuple(export_layer(n, x) for n, x in enumerate(self.open.slots))
     at = Coords(*(jnp.asarray(host(x)[row][located_slots]) for x in self.at))
     return Blocks(at, parts, self.open.kind)
 

@@ -978,7 +978,7 @@ class PooledLayer(CallLayer):
     else:
       decoders = shape.decoders(codec, pool.dtype)
     table, shared = self.cache.tables[self.group], self.cache.shared
-    view: Any = PooledView(
+    view = PooledView(
       *self.slots,
       self.cache.at[self.group],
       table.reshape(table.shape[0], -1),

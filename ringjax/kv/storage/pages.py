@@ -209,7 +209,7 @@ class Pages:
       places: Mesh axes that shard the pages.
       alike: Heads that keep the same tokens, see `CacheConfig.alike`.
     """
-    stored: Any = shape.slots(room)
+    stored = shape.slots(room)
     num_devices = 1 if places.mesh is None else places.size(places.axes)
 
     def like(shape: tuple[int, ...], dtype: DTypeLike, spec: P) -> Any:
@@ -364,8 +364,8 @@ class Pages:
 
   def specs(self) -> Pages:
     """PartitionSpecs of the pages, as the same tree."""
-    pool: Any = self.places.pool
-    slots: Any = self.places.by_row if self.alike else pool
+    pool = self.places.pool
+    slots = self.places.by_row if self.alike else pool
     return tree.with_leaves(
       self,
       k=pool,
@@ -418,7 +418,7 @@ class Pages:
       flags = flags.at[page].max(drop, mode="drop")
       return jnp.where(flags, -1, pos)
 
-    specs: Any = self.specs()
+    specs = self.specs()
     pos = self.places.local(local, (specs,), specs.pos)(self)
     return dataclasses.replace(self, pos=pos)
 

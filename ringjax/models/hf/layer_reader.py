@@ -332,7 +332,7 @@ class LayerReader:
     for x in arrays:
       self.bytes_read += x.nbytes
       # The bytes reserved for the layer are free when all its arrays are.
-      freed: Any = weakref.finalize(x, self._count, -x.nbytes)
+      freed = weakref.finalize(x, self._count, -x.nbytes)
       freed.atexit = False
     return tuple(arrays)
 

@@ -187,7 +187,7 @@ def _layer(
       stored = (1, *shape) if names.rows(path) else shape
       yield tensor(names.leaves[path], Reshape(shape, stored), [path])
     elif path in names.experts:
-      expert_form: Any = Reshape(shape[1:], shape[1:])
+      expert_form = Reshape(shape[1:], shape[1:])
       if len(shape) > 2:
         expert_form = Transpose(shape[1:2], shape[2:])
       for expert in range(shape[0]):
