@@ -12,6 +12,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+# A value of JSON as `json.loads` returns it.
+Json = str | int | float | bool | None | list[Any] | dict[str, Any]
+
 
 def json_text(
   value: object,

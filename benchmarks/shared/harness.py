@@ -23,6 +23,7 @@ import itertools
 import os
 import statistics
 import sys
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, TextIO
 
@@ -613,7 +614,7 @@ def lines(
   return table_lines
 
 
-def import_torch(threads: int | None = None) -> Any:
+def import_torch(threads: int | None = None) -> types.ModuleType:
   """Imports PyTorch with `threads` threads; None for one for each core."""
   torch = importlib.import_module("torch")
   torch.set_num_threads(threads or os.cpu_count() or 1)

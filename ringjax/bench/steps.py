@@ -55,6 +55,7 @@ from ringjax.train import batch as batches
 from ringjax.train import recipe as recipes
 from ringjax.train import remat as remats
 from ringjax.train import step as training
+from ringjax.typing import ArrayLeaf, leaf
 
 ORDERS = ("ring", "listed")
 WHAT = ("forward", "backward")
@@ -486,10 +487,10 @@ def _spec(
   shape: Sequence[int] = (),
   over: P | None = None,
   dtype: DTypeLike = jnp.int32,
-) -> Any:
+) -> ArrayLeaf:
   """Shape and sharding of an argument, replicated by default."""
   sharding = NamedSharding(mesh, P() if over is None else over)
-  return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
+  return leaf(jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding))
 
 
 def _mesh(

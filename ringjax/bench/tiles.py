@@ -46,6 +46,7 @@ from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.strategies.gather import Gather
 from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.rope import Rope, Rotation
+from ringjax.ops.softmax import Partial
 from ringjax.parallel import chips
 from ringjax.plan.compiler.aot import Built
 from ringjax.typing import Index
@@ -358,7 +359,7 @@ def code_book(
     levels: PyTree,
     at: PyTree,
     q_at: PyTree,
-  ) -> Any:
+  ) -> Partial:
     view = EncodedView(
       k, v, Coords(*at), jnp.int32(0), (levels[:1], levels[1:]), decoders
     )
@@ -465,7 +466,7 @@ def pool(devices: Sequence[Any], **shape: Any) -> Built:
     table: Shaped[Array, " ..."],
     layer: Any,
     plan: SharedTiles,
-  ) -> Any:
+  ) -> Partial:
     view = PooledView(k, v, Coords(*at), table, layer, shared=plan)
     context = Context(Coords(*q_at), view.at, Causal())
     scores = Scores(scale=dims.head_dim**-0.5)

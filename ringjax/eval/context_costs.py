@@ -441,7 +441,7 @@ def context_answers(
 
 def _losses_after_cache(
   model: Transformer, cache: Any, questions: np.ndarray
-) -> Any:
+) -> np.ndarray:
   """Sums of losses [B] of questions after a cache, which is not changed."""
   cache = jax.tree.map(jnp.copy, cache)
   ids = jnp.asarray(questions)

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax import tree
 from ringjax.checks import boolean, integer, one_of
@@ -539,7 +539,9 @@ class _Recording(NoCache):
 
   @classmethod
   def create(cls, model: Transformer, tokens: int, rotated: bool) -> _Recording:
-    def zeros_of(shape: LayerCacheSpec | StateShape) -> Any:
+    def zeros_of(
+      shape: LayerCacheSpec | StateShape,
+    ) -> tuple[jax.Array, jax.Array]:
       if isinstance(shape, StateShape):
         return jnp.zeros(0), jnp.zeros(0)
       lead = (shape.layers, 1, shape.heads, tokens)
@@ -552,10 +554,12 @@ class _Recording(NoCache):
   def slots(self) -> tuple[Any, ...]:
     return self.recorded
 
-  def layer(self, kind: int, slots: Any, index: Index) -> Any:
+  def layer(self, kind: int, slots: Any, index: Index) -> FreshLayer:
     moves = None if self.moves is None else self.moves[kind]
 
-    def change(k: jax.Array, v: jax.Array, rotation: Rotation) -> Any:
+    def change(
+      k: jax.Array, v: jax.Array, rotation: Rotation
+    ) -> tuple[jax.Array, jax.Array, PyTree]:
       if self.rotated:
         k = rotation.own(k)
       if moves is not None:

@@ -94,7 +94,7 @@ class Generated:
 
   def __getitem__(
     self, key: int | np.integer | slice | tuple[int | np.integer | slice, ...]
-  ) -> Any:
+  ) -> Int[np.ndarray, " ..."]:
     """A row without padding, int32 [lengths[row]]; else `tokens[key]`."""
     if isinstance(key, int | np.integer):
       return self.tokens[key, : self.lengths[key]]
@@ -502,7 +502,9 @@ class RowEndings:
     return ended_by_caller
 
 
-def _answered(answer: Any, shape: tuple[int, ...]) -> Any:
+def _answered(
+  answer: Any, shape: tuple[int, ...]
+) -> bool | Bool[np.ndarray, " B"]:
   """Mask of rows that end, from the return value of `stream`."""
   if answer is None or isinstance(answer, bool | np.bool_):
     return bool(answer)

@@ -225,7 +225,9 @@ class _Program:
   def __set_name__(self, owner: type, name: str) -> None:
     self.name = name
 
-  def __get__(self, instance: Any, owner: type | None = None) -> Any:
+  def __get__(
+    self, instance: Any, owner: type | None = None
+  ) -> Callable[..., Any]:
     compiled = jax.jit(functools.partial(self.f, instance), **self.options)
     # Later look-ups get the instance's attribute and not this descriptor.
     instance.__dict__[self.name] = compiled
@@ -334,7 +336,7 @@ class LayerPrograms:
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights)
     return shapes, tuple(x if x.ndim < 2 else None for x in weights)
 
-  def constants(self, layer: StackedLayer) -> Any:
+  def constants(self, layer: StackedLayer) -> PyTree:
     """Constants of the codec for one layer, [K, n]."""
     if layer.kind not in self._constants:
       assert isinstance(self.kind.codec, Codec)
@@ -354,12 +356,14 @@ class LayerPrograms:
   # -------------------------------------------------------------------------
 
   @_program()
-  def _pick(self, stack: Any, index: Index) -> Any:
+  def _pick(self, stack: Any, index: Index) -> PyTree:
     take = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
     return tuple(take(x) for x in stack)
 
   @_program(static_argnums=(0, 1))
-  def _fetch(self, run: int, position: int, stack: Stack, index: Index) -> Any:
+  def _fetch(
+    self, run: int, position: int, stack: Stack, index: Index
+  ) -> PyTree:
     return tuple(jax.tree.leaves(stack.layer(run, position, index)))
 
   @_program()

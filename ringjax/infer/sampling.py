@@ -82,7 +82,7 @@ class Parameter(NamedTuple):
     """Whether the number is an int."""
     return self.leaf is not np.float32
 
-  def checked(self, name: str, value: object) -> Any:
+  def checked(self, name: str, value: object) -> float | int | None:
     """Check `value` and return it as a plain number, None if it is neutral.
 
     Raises:

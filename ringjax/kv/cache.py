@@ -110,7 +110,7 @@ class LayerCacheSpec:
     names = (None, "batch", "heads", "tokens")
     lead = (self.layers, room.batch, self.heads, room.capacity)
 
-    def array_spec(dim: int, vectors: VectorCodec | None) -> Any:
+    def array_spec(dim: int, vectors: VectorCodec | None) -> ArrayLeaf:
       if not dim:
         # Compiled programs return arrays of size 0 replicated.
         return room.like((*lead, dim), room.dtype, (None,) * 5)

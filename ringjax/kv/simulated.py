@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, PyTree, Shaped
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.errors import OptionError
@@ -89,13 +89,15 @@ class SimulatedCache(NoCache):
     return ((),) * len(self.constants)
 
   @property
-  def length(self) -> Any:
+  def length(self) -> Int[Array, " B"]:
     return jnp.zeros(1, jnp.int32)
 
   def check_coords(self, coords: CallCoords) -> None:
     refuse_documents(self.kind, self.shapes, coords)
 
-  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+  def layer(
+    self, kind: int, slots: PyTree, index: Index
+  ) -> FreshLayer | _PartlyExact:
     del slots
     shape = self.shapes[kind]
     if isinstance(shape, StateShape):
@@ -190,7 +192,7 @@ class _PartlyExact(NamedTuple):
   slots: PyTree = ()
 
   @property
-  def fresh(self) -> Any:
+  def fresh(self) -> _NoKeys:
     return _NoKeys(self.kind)
 
   def append(

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from ringjax import tree
 from ringjax.checks import integer, one_of, positive_int
@@ -221,7 +221,9 @@ class _LastLayer(NoCache):
     if kind < self._kinds - 1:
       return FreshLayer()
 
-    def change(k: jax.Array, v: jax.Array, rotation: Rotation) -> Any:
+    def change(
+      k: jax.Array, v: jax.Array, rotation: Rotation
+    ) -> tuple[Array, Array, PyTree]:
       k = rotation.own(k)
       return k, v, (k, v)
 

@@ -7,6 +7,7 @@ cannot be written.
 from __future__ import annotations
 
 import importlib
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ _SENDS = 12
 # ---------------------------------------------------------------------------
 
 
-def figures() -> Any:
+def figures() -> types.ModuleType:
   """Import `matplotlib.figure`, which needs no display.
 
   Raises:

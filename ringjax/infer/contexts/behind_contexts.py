@@ -540,7 +540,9 @@ def _cache_after_prefix(
   return placed(empty, [prefix_row] * session.batch)[0]
 
 
-def _weighing_view(strategy: Combine, owner: jax.Array, most: int) -> Any:
+def _weighing_view(
+  strategy: Combine, owner: jax.Array, most: int
+) -> SelectedView | WeighedView | None:
   """View that weighs or selects contexts' keys, for `ContextCache.weigh`."""
   if isinstance(strategy, APE) and (strategy.temperature, strategy.scale) != (
     1,

@@ -280,7 +280,7 @@ class ImportantPrefixes:
     work.counters = self.counters
     kept_tokens = []
 
-    def attend(number: int, q: Any, k: Any, v: Any, scale: float) -> Any:
+    def attend(number: int, q: Any, k: Any, v: Any, scale: float) -> jax.Array:
       mixed, tokens = work.attend(number, q, k, v, scale=scale)
       kept_tokens.append(tokens)
       return mixed

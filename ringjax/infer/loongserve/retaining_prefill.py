@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -50,7 +51,7 @@ class RetainedCache(CallCache):
   states: None = None
 
   @property
-  def mesh(self) -> Any:
+  def mesh(self) -> Mesh | None:
     return self.cache.mesh
 
   @property

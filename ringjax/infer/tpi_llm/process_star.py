@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -223,7 +223,7 @@ class Star:
   def __init__(self, links: dict[int, StarLink]):
     self.links = links
 
-  def __iter__(self) -> Any:
+  def __iter__(self) -> Iterator[StarLink]:
     """Iterates over the links in the order of ranks."""
     return iter([self.links[rank] for rank in sorted(self.links)])
 

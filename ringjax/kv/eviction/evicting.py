@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,9 @@ from ringjax.ops.mask import Causal, Coords
 from ringjax.parallel.local_arrays import move
 from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index
+
+if TYPE_CHECKING:
+  from ringjax.kv.cache import Blocks
 
 
 class Eviction(NamedTuple):
@@ -779,7 +782,7 @@ class EvictingCache(ResizableCache):
     pages = tuple(x and x.take(rows) for x in self.pages)
     return dataclasses.replace(super().take(examples), pages=pages)
 
-  def export(self, row: int, start: int, stop: int) -> Any:
+  def export(self, row: int, start: int, stop: int) -> Blocks:
     """Copy out a row's tokens; refused after an eviction.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -137,7 +137,9 @@ class QueryWatch:
     """
     lead, names = (layers, room.batch), (None, "batch")
 
-    def like(shape: tuple[int, ...], dtype: DTypeLike, over: tuple) -> Any:
+    def like(
+      shape: tuple[int, ...], dtype: DTypeLike, over: tuple
+    ) -> ArrayLeaf:
       return room.like((*lead, *shape), dtype, (*names, *over))
 
     newest = total = squares = score = choice = fixed = None

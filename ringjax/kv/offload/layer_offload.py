@@ -45,6 +45,7 @@ from ringjax.kv.base import (
 )
 from ringjax.kv.cache import (
   KVCache,
+  KVLayer,
   LayerCacheSpec,
   LayerKV,
 )
@@ -54,6 +55,7 @@ from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.model_cache import refused
 from ringjax.kv.offload.cache_files import CacheFiles, read_blocks, write_block
 from ringjax.kv.offload.tiered import default_device, host_zeros
+from ringjax.kv.state import StateLayer
 from ringjax.kv.storage.pages import Places
 from ringjax.ops.attention.cached.code_format import token_axis
 from ringjax.typing import Index
@@ -294,20 +296,22 @@ class OffloadedCache(WithOpenCache):
     slots: PyTree,
     index: Index,
     after: Shaped[Array, " ..."],
-  ) -> Any:
+  ) -> tuple[jax.Array, ...]:
     """Start to copy the blocks of a layer to the devices: keys and values."""
     del kind
     if not isinstance(slots, OffloadedKV):
       return ()
     return _fetched(slots, jnp.asarray(index, jnp.int32), after)
 
-  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+  def layer(
+    self, kind: int, slots: PyTree, index: Index
+  ) -> KVLayer | OffloadedLayer | StateLayer:
     fetched = self.fetch(kind, slots, index, jnp.zeros((1,), jnp.float32))
     return self.fetched_layer(kind, slots, index, fetched)
 
   def fetched_layer(
     self, kind: int, slots: PyTree, index: Index, fetched: PyTree
-  ) -> Any:
+  ) -> KVLayer | OffloadedLayer | StateLayer:
     if not isinstance(slots, OffloadedKV):
       return self.open.layer(kind, slots, index)
     merged = LayerKV(*_merged(slots, fetched))
@@ -318,7 +322,9 @@ class OffloadedCache(WithOpenCache):
     inner = open_cache.layer(kind, merged, jnp.int32(0))
     return OffloadedLayer(self, inner, slots, jnp.asarray(index, jnp.int32))
 
-  def behind(self, layer: LayerCache | StateCache, after: PyTree) -> Any:
+  def behind(
+    self, layer: LayerCache | StateCache, after: PyTree
+  ) -> LayerCache | OffloadedLayer | StateCache:
     if not isinstance(layer, OffloadedLayer):
       return layer
     return dataclasses.replace(layer, after=after)

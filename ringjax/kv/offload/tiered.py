@@ -58,7 +58,7 @@ from ringjax.ops.mask import Coords
 from ringjax.parallel import chips
 from ringjax.parallel.local_arrays import move
 from ringjax.parallel.programs import bounded
-from ringjax.typing import Index
+from ringjax.typing import ArrayLeaf, Index, leaf
 
 # Memories of the older part; "device" is for comparisons.
 MEMORIES = (HOST, "device")
@@ -611,7 +611,7 @@ def _blocks_spec(
     room, capacity=block, mesh=None, axes={}, target=room.platform
   )
 
-  def blocks(x: Any) -> Any:
+  def blocks(x: ArrayLeaf) -> ArrayLeaf:
     layers, *dims = x.shape
     names = ("tokens", "batch", "heads") if 0 not in dims else ()
     spec = room.like((layers * count, *dims), x.dtype, names)
@@ -622,7 +622,7 @@ def _blocks_spec(
       sharding = SingleDeviceSharding(default_device(), memory_kind=memory)
     else:
       sharding = sharding.with_memory_kind(memory)
-    return jax.ShapeDtypeStruct(spec.shape, x.dtype, sharding=sharding)
+    return leaf(jax.ShapeDtypeStruct(spec.shape, x.dtype, sharding=sharding))
 
   return LayerKV(*map(blocks, shape.slots(block_spec)))
 

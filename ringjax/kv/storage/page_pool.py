@@ -55,7 +55,7 @@ from ringjax.kv.cache import (
 )
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Codec
-from ringjax.kv.state import State
+from ringjax.kv.state import State, StateLayer
 from ringjax.ops.ancestors import MOST_DRAFTED, tree_coords
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.attention.cached.code_format import (
@@ -805,7 +805,9 @@ class PooledRows:
   def axis(self) -> str | None:
     return self.pool.axis
 
-  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+  def layer(
+    self, kind: int, slots: PyTree, index: Index
+  ) -> PooledLayer | StateLayer:
     ends = jnp.asarray(self.ends)
     rows = jnp.arange(ends.shape[0], dtype=jnp.int32)
     tables = tuple(map(jnp.asarray, self.tables))
@@ -910,7 +912,9 @@ class PooledCache(CallCache):
     )
     return dataclasses.replace(self, new=new, writes=writes)
 
-  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+  def layer(
+    self, kind: int, slots: PyTree, index: Index
+  ) -> PooledLayer | StateLayer:
     if isinstance(slots, State):
       return slots.layer(self, index)
     return PooledLayer(self, slots, index, kind, self.pool._group(kind))

@@ -34,7 +34,7 @@ from ringjax.ops.attention.cached.views import Decoder, KVView
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
 from ringjax.parallel.local_arrays import move
-from ringjax.typing import ArrayLeaf, Index
+from ringjax.typing import ArrayLeaf, Index, leaf
 
 if TYPE_CHECKING:
   from ringjax.kv.cache import LayerCacheSpec
@@ -212,13 +212,13 @@ class Pages:
     stored = shape.slots(room)
     num_devices = 1 if places.mesh is None else places.size(places.axes)
 
-    def like(shape: tuple[int, ...], dtype: DTypeLike, spec: P) -> Any:
+    def like(shape: tuple[int, ...], dtype: DTypeLike, spec: P) -> ArrayLeaf:
       if places.mesh is None:
-        return jax.ShapeDtypeStruct(shape, dtype)
+        return leaf(jax.ShapeDtypeStruct(shape, dtype))
       sharding = NamedSharding(places.mesh, spec)
-      return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+      return leaf(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
 
-    def pool(x: Any) -> Any:
+    def pool(x: ArrayLeaf) -> ArrayLeaf:
       width = x.shape[7 - token_axis(x)]
       dtype = jnp.uint8 if x.dtype == jnp.int8 else x.dtype
       return like((num_devices, slots, width), dtype, places.pool)

@@ -185,7 +185,9 @@ class LayerReader:
       for part in self.layers[number]
     )
 
-  def get(self, number: int, at: tuple[int, ...] = ()) -> Any:
+  def get(
+    self, number: int, at: tuple[int, ...] = ()
+  ) -> tuple[np.ndarray, ...] | None:
     """Returns the arrays of a layer's parts, and has the next layer read.
 
     Args:

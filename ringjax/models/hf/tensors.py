@@ -123,7 +123,9 @@ def _outer(
     yield CheckpointTensor(names.inputs[leaf], form, ((f"inputs.{leaf}", ()),))
 
 
-def _form(module: Any, leaf: str, shape: tuple[int, ...]) -> Any:
+def _form(
+  module: Any, leaf: str, shape: tuple[int, ...]
+) -> Reshape | Transpose:
   """Form in which a parameter of a module is stored."""
   if leaf == "weight" and isinstance(module, Linear):
     return Transpose(shape[: module.contracted], shape[module.contracted :])
@@ -167,7 +169,7 @@ def _layer(
     start = names.layer.format(names.number(layer, paths[0]))
     return CheckpointTensor(start + name, form, targets)
 
-  def form(path: str) -> Any:
+  def form(path: str) -> Reshape | Transpose:
     part, _, leaf = path.rpartition(".")
     return _form(_part(block, part), leaf, have[path])
 

@@ -58,7 +58,7 @@ class ProcessGroup:
     self._calls = itertools.count()
     self._client = distributed.global_state.client
 
-  def options(self) -> Any:
+  def options(self) -> ocp.options.MultiprocessingOptions:
     """Orbax' options for several processes."""
     return ocp.options.MultiprocessingOptions(
       primary_host=0,

@@ -180,7 +180,7 @@ class PagedView(StoredView):
     table = jnp.where(reads, table, -1).reshape(b, heads * count, n)
     repeat = lambda x: jnp.repeat(x, count, 0)
 
-    def of_slots(x: jax.Array | None) -> Any:
+    def of_slots(x: jax.Array | None) -> jax.Array | None:
       if x is None or x.ndim == 2:
         return x
       by_page = jnp.repeat(self._in_table(x), count, 1)

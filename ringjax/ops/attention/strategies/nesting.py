@@ -93,7 +93,7 @@ def around(strategy: Strategy, local: Any) -> Any:
 
 def on_device(
   strategy: Strategy, platform: str, kind: str, alone: bool = True
-) -> Any:
+) -> Strategy:
   """Specialize the local algorithm to this kind of device."""
   local = innermost(strategy)
   if not hasattr(local, "on_device"):
