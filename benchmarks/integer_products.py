@@ -23,7 +23,9 @@ from jaxtyping import Float, Int
 import ringjax as rj
 from ringjax.data import Tokenizer
 from ringjax.data.tasks import documents
+from ringjax.data.text.tokenizer import AnyTokenizer
 from ringjax.json_text import json_text
+from ringjax.models.transformer import Transformer
 
 # Options of `rj.infer.integer_model` by the name of the way.
 WAYS: dict[str, dict[str, Any]] = {
@@ -34,7 +36,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def held_out(tokenizer: Any, tokens: int, rows: int) -> Int[np.ndarray, "B T"]:
+def held_out(
+  tokenizer: AnyTokenizer, tokens: int, rows: int
+) -> Int[np.ndarray, "B T"]:
   """Ids of texts spread over the held-out files, int32 [rows, tokens]."""
   texts = documents.library(held_out=True)
   ids = np.concatenate([np.asarray(tokenizer.encode(text)) for text in texts])
@@ -43,7 +47,7 @@ def held_out(tokenizer: Any, tokens: int, rows: int) -> Int[np.ndarray, "B T"]:
 
 
 def logits_of(
-  model: Any, ids: np.ndarray, chunk: int | None
+  model: Transformer, ids: np.ndarray, chunk: int | None
 ) -> Float[np.ndarray, "B T V"]:
   """Logits, float32 [rows, T, V], read in chunks into a cache or at once."""
   call = jax.jit(lambda model, ids: model(ids))

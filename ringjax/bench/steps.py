@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 from ringjax.bench.ways import NamedStrategy, way
 from ringjax.checks import one_of, positive_int
@@ -534,7 +534,7 @@ def _head_flops(form: Transformer) -> float:
   return 2.0 * form.config.vocab * form.config.embed
 
 
-def _host_bytes(x: Any) -> int:
+def _host_bytes(x: PyTree) -> int:
   """Bytes of one device's shards of arrays in host memory."""
   return sum(
     math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize

@@ -265,7 +265,7 @@ def decode(
   q, cache = dims.operands(mesh)
 
   def attend(
-    q: Shaped[Array, " ..."], cache: KVCache, at: PyTree, layer: Any
+    q: Shaped[Array, " ..."], cache: KVCache, at: PyTree, layer: jax.Array
   ) -> jax.Array:
     return resident(
       Scores(scale=dims.head_dim**-0.5),
@@ -354,8 +354,8 @@ def code_book(
 
   def attend(
     q: Shaped[Array, " ..."],
-    k: Any,
-    v: Any,
+    k: jax.Array,
+    v: jax.Array,
     levels: PyTree,
     at: PyTree,
     q_at: PyTree,
@@ -459,12 +459,12 @@ def pool(devices: Sequence[Any], **shape: Any) -> Built:
 
   def attend(
     q: Shaped[Array, " ..."],
-    k: Any,
-    v: Any,
+    k: jax.Array,
+    v: jax.Array,
     at: PyTree,
     q_at: PyTree,
     table: Shaped[Array, " ..."],
-    layer: Any,
+    layer: jax.Array,
     plan: SharedTiles,
   ) -> Partial:
     view = PooledView(k, v, Coords(*at), table, layer, shared=plan)

@@ -277,7 +277,7 @@ class ModelCache(CallCache):
       ShapeError: If `examples` is not a list of row indices.
     """
     rows = row_indices(examples, self.batch, traced=True)
-    cache = self.each_part(lambda part: part.take(rows))
+    cache: Any = self.each_part(lambda part: part.take(rows))
     fields = {
       name: take_rows(getattr(self, name), rows, axis)
       for name, axis in self.row_axes.items()

@@ -468,7 +468,9 @@ def _refit(
 
 
 def _where(
-  condition: Bool[Array | np.ndarray, " n"], if_true: Any, if_false: Any
+  condition: Bool[Array | np.ndarray, " n"],
+  if_true: Array | np.ndarray | int,
+  if_false: Array | np.ndarray | int,
 ) -> Any:
   """`where` for NumPy or JAX arrays, as the condition is."""
   where_fn = np.where if isinstance(condition, np.ndarray) else jnp.where

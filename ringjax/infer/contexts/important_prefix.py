@@ -280,7 +280,9 @@ class ImportantPrefixes:
     work.counters = self.counters
     kept_tokens = []
 
-    def attend(number: int, q: Any, k: Any, v: Any, scale: float) -> jax.Array:
+    def attend(
+      number: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float
+    ) -> jax.Array:
       mixed, tokens = work.attend(number, q, k, v, scale=scale)
       kept_tokens.append(tokens)
       return mixed

@@ -261,7 +261,7 @@ class Star:
     fault: Exception | None = None
 
     def greet(
-      link: socket.socket, address: Any
+      link: socket.socket, address: tuple[str, int]
     ) -> tuple[StarLink, dict[str, Any]]:
       wire = PullConnection(link, patience_s, f"{address[0]}:{address[1]}")
       wire.greet_reader(key, min(_GREETING_S, patience_s))

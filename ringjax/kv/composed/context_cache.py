@@ -275,7 +275,9 @@ def exported(
   for row, start, stop in spans:
     index, _ = cache.located(at, row, start, stop)
 
-    def take_tokens(x: Any, index: Any = index, row: int = row) -> np.ndarray:
+    def take_tokens(
+      x: jax.Array, index: jax.Array | np.ndarray = index, row: int = row
+    ) -> np.ndarray:
       return np.take(x[:, row], index, token_axis(x) - 1)
 
     coords = Coords(*(np.asarray(x)[row][index] for x in at))

@@ -516,7 +516,12 @@ def _fetched(
     return lambda: tuple(run(rank, *arrays))
 
   def read_disk() -> tuple[jax.Array, ...]:
-    def call(filed: Any, first: Any, real: Any, _: Any) -> Any:
+    def call(
+      filed: Array | np.ndarray,
+      first: Array | np.ndarray,
+      real: Array | np.ndarray,
+      _: Any,
+    ) -> tuple[np.ndarray, ...]:
       if not real:
         return tuple(np.zeros(x.shape, x.dtype) for x in slots.stored)
       numbers = np.asarray(filed)[1:]
@@ -686,7 +691,11 @@ def _filed(
   """
   count = slots.layout.blocks
 
-  def call(filed: Any, block: Any, *blocks: Any) -> np.ndarray:
+  def call(
+    filed: Array | np.ndarray,
+    block: Array | np.ndarray,
+    *blocks: Array | np.ndarray,
+  ) -> np.ndarray:
     filed = np.array(filed)
     for number, x in zip(filed[1:], blocks, strict=False):
       write_block(int(number), int(block), np.asarray(x)[0], count)
