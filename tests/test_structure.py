@@ -532,7 +532,6 @@ OF_ANY_OBJECT = {
   "inner": "a layer's cache of keys or of a state, which have other methods",
   "index": "whatever indexes an array",
   "tokenizer": "what encodes, or what decodes: each call says which",
-  "made": "of matplotlib",
   "first": "of llguidance, which need not be there",
   "owner": "whatever an engine, or one without a model, keeps of a row",
   "store_state": "whatever a `BlockSource` keeps of a row",
