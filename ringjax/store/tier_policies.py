@@ -223,7 +223,7 @@ class Belady(TierPolicy):
         uses.append((num_before, depth))
       num_before += len(keys)
 
-  def rank(self, key: Hashable, use: BlockUse) -> tuple[float, int]:
+  def rank(self, key: Hashable, use: BlockUse) -> tuple[float | int, int]:
     future = self._future.get(key, ())
     while future and future[0][0] < use.last:
       future.popleft()

@@ -276,7 +276,9 @@ def exported(
     index, _ = cache.located(at, row, start, stop)
 
     def take_tokens(
-      x: jax.Array, index: jax.Array | np.ndarray = index, row: int = row
+      x: jax.Array | np.ndarray,
+      index: jax.Array | np.ndarray = index,
+      row: int = row,
     ) -> np.ndarray:
       return np.take(x[:, row], index, token_axis(x) - 1)
 
