@@ -39,7 +39,7 @@ from ringjax.ops.attention.cached.separate_contexts import (
 )
 from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.mask import Coords
-from ringjax.typing import Index
+from ringjax.typing import ArrayLeaf, Index
 
 
 class PlacedContext(NamedTuple):
@@ -276,7 +276,7 @@ def exported(
     index, _ = cache.located(at, row, start, stop)
 
     def take_tokens(
-      x: jax.Array | np.ndarray,
+      x: ArrayLeaf,
       index: jax.Array | np.ndarray = index,
       row: int = row,
     ) -> np.ndarray:
