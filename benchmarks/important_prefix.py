@@ -31,7 +31,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, PyTree
 
 import ringjax as rj
 from ringjax.data import Tokenizer
@@ -127,7 +127,12 @@ def main() -> None:
   print(f"probe heads: {heads.tolist()}, {time.monotonic() - start:.0f} s")
 
   @jax.jit
-  def loss(model, cache, question, continuation):
+  def loss(
+    model: rj.models.Transformer,
+    cache: PyTree,
+    question: jax.Array,
+    continuation: jax.Array,
+  ) -> jax.Array:
     """Loss of each token of the continuation."""
     ids = jnp.concatenate([question, continuation])[None]
     logits, _ = model(ids, cache=cache)

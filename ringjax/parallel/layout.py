@@ -452,7 +452,8 @@ def _refit(
   `runs` are (shards, old, new): neighbours with the same lengths.
   """
   leading, trailing = x.shape[:axis], x.shape[axis + 1 :]
-  parts, start = [], 0
+  parts: list[jax.Array] = []
+  start = 0
   for shards, old, new in runs:
     stop = start + shards * old
     part = lax.slice_in_dim(x, start, stop, axis=axis)
