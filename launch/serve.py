@@ -38,6 +38,7 @@ import importlib
 import os
 import pathlib
 import socket
+import types
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -343,7 +344,7 @@ def _listener(host: str, port: int) -> socket.socket:
   return listener
 
 
-def _uvicorn() -> Any:
+def _uvicorn() -> types.ModuleType:
   try:
     return importlib.import_module("uvicorn")
   except ImportError:

@@ -221,7 +221,7 @@ def _memory(device: Any, devices: int) -> float:
   try:
     stats = device.memory_stats() or {}
   except (NotImplementedError, RuntimeError):
-    stats = {}
+    stats = dict[str, int]()
   if "bytes_limit" in stats:
     return float(stats["bytes_limit"])
   pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

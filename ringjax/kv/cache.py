@@ -110,7 +110,7 @@ class LayerCacheSpec:
     names = (None, "batch", "heads", "tokens")
     lead = (self.layers, room.batch, self.heads, room.capacity)
 
-    def array_spec(dim: int, vectors: VectorCodec | None) -> Any:
+    def array_spec(dim: int, vectors: VectorCodec | None) -> ArrayLeaf:
       if not dim:
         # Compiled programs return arrays of size 0 replicated.
         return room.like((*lead, dim), room.dtype, (None,) * 5)
@@ -365,7 +365,7 @@ class KVCache(ModelCache):
     return self.at.pos.shape[0]
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     return self.held.length
 
   @property
@@ -399,7 +399,7 @@ class KVCache(ModelCache):
     """
     return report(self, machine, tokens, weights)
 
-  def free(self) -> np.ndarray | None:
+  def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of free slots, int [B, R]; None under a trace.
 
     Slots that the cache can still grow by are included, see `growing`.
@@ -830,7 +830,7 @@ class KVCache(ModelCache):
       take = lambda x: jnp.take(x[:, row], index, axis=token_axis(x) - 1)
       return self.unfilled(kind, jax.tree.map(take, slots))
 
-    parts: Any = tuple(part(kind, x) for kind, x in enumerate(self.slots))
+    parts = tuple(part(kind, x) for kind, x in enumerate(self.slots))
     at = Coords(*(x[row][jnp.asarray(token_slots, jnp.int32)] for x in self.at))
     return Blocks(at, parts, self.kind)
 
@@ -848,7 +848,7 @@ class KVCache(ModelCache):
 
   def located(
     self, at: Coords, row: int, start: int, stop: int
-  ) -> tuple[np.ndarray, list[np.ndarray]]:
+  ) -> tuple[Int[np.ndarray, " _"], list[Int[np.ndarray, " _"]]]:
     """Find the slots of a row's positions, by position; see `export`.
 
     Args:

@@ -371,7 +371,7 @@ class Transformer(nnx.Module):
     elif attend.mesh is None:
       # Traced weights name the mesh of the jit's arguments in their type.
       weight = self.embed.weight.get_value()
-      mesh: Any = current_mesh
+      mesh = current_mesh
       if current_mesh.empty:
         mesh = self.mesh or sharding_of(weight)[0]
       axis = attend.axis

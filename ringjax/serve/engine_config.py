@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -321,7 +320,7 @@ def _longest(model: Transformer, longest: int | None) -> int:
 def _platform(mesh: Mesh | None) -> str:
   if mesh is None:
     return jax.default_backend()
-  device: Any = mesh.devices.flat[0]
+  device = mesh.devices.flat[0]
   return device.platform
 
 

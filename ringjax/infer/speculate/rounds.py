@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.errors import OptionError
 from ringjax.infer import decode
@@ -259,7 +259,9 @@ class Ending(Protocol):
   pad_id: int
   watches: bool
 
-  def told(self, tokens: np.ndarray, ended: np.ndarray) -> np.ndarray:
+  def told(
+    self, tokens: Int[np.ndarray, " B"], ended: Bool[np.ndarray, " B"]
+  ) -> Bool[np.ndarray, " B"]:
     """Shows tokens to the caller; returns the rows it ends, bool [B]."""
     ...
 
@@ -322,15 +324,15 @@ def speculated(
   session: Session,
   sampler: Callable[..., Any],
   logits: Float[Array, "B V"],
-  pos: np.ndarray,
+  pos: Int[np.ndarray, " B"],
   ending: Ending,
   total: np.ndarray,
   count: int,
   drafter: Drafter,
-  texts: Sequence[np.ndarray],
+  texts: Sequence[Int[np.ndarray, " _"]],
   marked: NotFiniteRows,
   undrafted: NotFiniteRows,
-) -> tuple[np.ndarray, np.ndarray, SpeculationReport]:
+) -> tuple[Int[np.ndarray, "B _"], Int[np.ndarray, " B"], SpeculationReport]:
   """Decodes in rounds until all rows have ended; see `generate`.
 
   Args:

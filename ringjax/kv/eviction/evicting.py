@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,9 @@ from ringjax.ops.mask import Causal, Coords
 from ringjax.parallel.local_arrays import move
 from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index
+
+if TYPE_CHECKING:
+  from ringjax.kv.cache import Blocks
 
 # Fields that a call changes besides the open cache.
 _CALL_FIELDS = ("noted", "watch", "marks")
@@ -219,11 +222,11 @@ class EvictingCache(ResizableCache):
     return tuple(zip(self.open.slots, self.noted, strict=True))
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     """int32 [B], the position after each row's last token; 0 if empty."""
     return jnp.maximum(self.open.length, self.ends)
 
-  def positions(self, row: int) -> list[list[np.ndarray] | None]:
+  def positions(self, row: int) -> list[list[Int[np.ndarray, " _"]] | None]:
     """Positions of a row's tokens that each head of each layer holds.
 
     Returns:
@@ -248,7 +251,7 @@ class EvictingCache(ResizableCache):
         ]
     return [by_layer.get(n) for n in range(model_layers(self.shapes))]
 
-  def tokens(self) -> list[np.ndarray | None]:
+  def tokens(self) -> list[Int[np.ndarray, "_ B K"] | None]:
     """Number of tokens per KV head, int [L, B, K] for each kind of layer.
 
     None for recurrent layers and ring buffers.
@@ -285,7 +288,7 @@ class EvictingCache(ResizableCache):
           by_layer[layer] = [names[n - 1] for n in numbers]
     return by_layer
 
-  def free(self) -> np.ndarray | None:
+  def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of tokens that still fit, int [B, R]; None under a trace."""
     if isinstance(self.ends, jax.core.Tracer):
       return None
@@ -803,7 +806,7 @@ class EvictingCache(ResizableCache):
     pages = tuple(x and x.take(rows) for x in self.pages)
     return dataclasses.replace(super().take(examples), pages=pages)
 
-  def export(self, row: int, start: int, stop: int) -> Any:
+  def export(self, row: int, start: int, stop: int) -> Blocks:
     """Copy out a row's tokens; refused after an eviction.
 
     Raises:

@@ -60,7 +60,7 @@ class MasterSlots(ContiguousSlots):
     old: Shaped[Array, "B S"] | Shaped[Array, "L B K S H"],
     new: Shaped[Array, "C 1"] | Shaped[Array, "C K 1 H"],
     layer: Index | None = None,
-  ) -> jax.Array:
+  ) -> Shaped[Array, "B S"] | Shaped[Array, "L B K S H"]:
     """Write the tokens to slots of their rows' masters.
 
     Args:

@@ -55,7 +55,7 @@ from ringjax.kv.cache import (
 )
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Codec
-from ringjax.kv.state import State
+from ringjax.kv.state import State, StateLayer
 from ringjax.ops.ancestors import MOST_DRAFTED, tree_coords
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.attention.cached.code_format import (
@@ -582,7 +582,7 @@ class PagePool:
     layer: Index,
     new: Shaped[Array, "B K _ _"],
     writes: PageWrites,
-  ) -> jax.Array:
+  ) -> Shaped[Array, "L N K _ _"]:
     """Write tokens of rows to an array of pages.
 
     Args:
@@ -805,7 +805,9 @@ class PooledRows:
   def axis(self) -> str | None:
     return self.pool.axis
 
-  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+  def layer(
+    self, kind: int, slots: PyTree, index: Index
+  ) -> PooledLayer | StateLayer:
     ends = jnp.asarray(self.ends)
     rows = jnp.arange(ends.shape[0], dtype=jnp.int32)
     tables = tuple(map(jnp.asarray, self.tables))
@@ -860,7 +862,7 @@ class PooledCache(CallCache):
     return self.pool.shards
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     """Number of tokens of each row, int32 [B]."""
     return self.ends
 
@@ -910,7 +912,9 @@ class PooledCache(CallCache):
     )
     return dataclasses.replace(self, new=new, writes=writes)
 
-  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+  def layer(
+    self, kind: int, slots: PyTree, index: Index
+  ) -> PooledLayer | StateLayer:
     if isinstance(slots, State):
       return slots.layer(self, index)
     return PooledLayer(self, slots, index, kind, self.pool._group(kind))
@@ -978,7 +982,7 @@ class PooledLayer(CallLayer):
     else:
       decoders = shape.decoders(codec, pool.dtype)
     table, shared = self.cache.tables[self.group], self.cache.shared
-    view: Any = PooledView(
+    view = PooledView(
       *self.slots,
       self.cache.at[self.group],
       table.reshape(table.shape[0], -1),

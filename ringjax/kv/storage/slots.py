@@ -185,7 +185,7 @@ class ContiguousSlots(SlotGroup):
     """Number of slots of a shard."""
     return self.capacity // self.shards
 
-  def free(self) -> np.ndarray | None:
+  def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of free slots, int [B, R]; None under a trace.
 
     Blocks until the program that computes them is done.
@@ -236,7 +236,7 @@ class ContiguousSlots(SlotGroup):
     old: Shaped[Array, "B S"] | Shaped[Array, "L B K *slots"],
     new: Shaped[Array, "B T"] | Shaped[Array, "B K *tokens"],
     layer: Index | None = None,
-  ) -> jax.Array:
+  ) -> Shaped[Array, "B S"] | Shaped[Array, "L B K *slots"]:
     """Write the call's tokens to their slots.
 
     Args:

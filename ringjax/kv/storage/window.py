@@ -145,7 +145,7 @@ class WindowSlots(SlotGroup):
     old: Shaped[Array, "L B K *slots"],
     new: Shaped[Array, "B K *tokens"],
     layer: Index,
-  ) -> jax.Array:
+  ) -> Shaped[Array, "L B K *slots"]:
     """Write the call's keys or values to their slots of `layer`.
 
     Args:
