@@ -165,27 +165,21 @@ def hop_results(algorithm: Any, case: HopCase) -> Results:
 
 def hop_truth(case: HopCase) -> Results:
   """Expected outputs and gradients, in float64."""
-  x, q_at, k_at, d_out, d_lse = jax.tree.map(np.asarray, _hop_operands(case))
-  with _in_float64():
-    wide = lambda a: jnp.asarray(np.asarray(a, np.float64))
-    call = lambda q, k, v: reference(q, k, v, case.mask, *map(_coords, ats))
-    ats = (q_at, k_at)
-    (out, lse), pull = jax.vjp(
-      call,
-      _by_head(wide(x.q)),
-      jnp.swapaxes(wide(x.k), 1, 2),
-      jnp.swapaxes(wide(x.v), 1, 2),
+  operands = jax.tree.map(np.asarray, _hop_operands(case))
+
+  @jax.jit
+  def run(operands: HopOperands) -> tuple[jax.Array, ...]:
+    x, *_ = operands
+    call = lambda q, k, v: reference(
+      q, k, v, case.mask, operands.q_at, operands.k_at
     )
-    dq, dk, dv = pull((_by_head(wide(d_out)), _by_head(wide(d_lse))))
     kv_heads = lambda a: jnp.swapaxes(a, 1, 2)
-    rows = (
-      _grouped(out),
-      _grouped(lse),
-      _grouped(dq),
-      kv_heads(dk),
-      kv_heads(dv),
-    )
-    return _named(_OUTPUTS + _GRADIENTS, rows)
+    (out, lse), pull = jax.vjp(call, _by_head(x.q), *map(kv_heads, x[1:]))
+    dq, dk, dv = pull((_by_head(operands.d_out), _by_head(operands.d_lse)))
+    return *map(_grouped, (out, lse, dq)), kv_heads(dk), kv_heads(dv)
+
+  with _in_float64():
+    return _named(_OUTPUTS + _GRADIENTS, run(_wide(operands)))
 
 
 # ---------------------------------------------------------------------------
@@ -259,18 +253,26 @@ def decode_results(algorithm: Any, case: DecodeCase) -> Results:
 
 def decode_truth(case: DecodeCase) -> Results:
   """Expected outputs, in float64."""
-  context = jax.tree.map(np.asarray, case.args.context)
-  q = np.asarray(case.q, np.float64)
-  with _in_float64():
-    out, lse = reference(
-      _by_head(jnp.asarray(q)),
-      jnp.swapaxes(jnp.asarray(case.k), 1, 2),
-      jnp.swapaxes(jnp.asarray(case.v), 1, 2),
+
+  @jax.jit
+  def run(
+    q: jax.Array, k: jax.Array, v: jax.Array, context: Context
+  ) -> tuple[jax.Array, ...]:
+    kv_heads = lambda a: jnp.swapaxes(a, 1, 2)
+    outputs = reference(
+      _by_head(q),
+      kv_heads(k),
+      kv_heads(v),
       context.mask,
-      _coords(context.q),
-      _coords(context.k),
+      context.q,
+      context.k,
     )
-    return _named(_OUTPUTS, (_grouped(out), _grouped(lse)))
+    return tuple(map(_grouped, outputs))
+
+  arrays = (case.q, case.k, case.v, case.args.context)
+  arrays = jax.tree.map(np.asarray, arrays)
+  with _in_float64():
+    return _named(_OUTPUTS, run(*_wide(arrays)))
 
 
 def _cache_coords(
@@ -342,7 +344,7 @@ def _encoded(
   keys, q = aligned(jnp.bfloat16, q)
   with _on_host():
     numbers, _ = aligned(jnp.float32, jnp.asarray(q, jnp.float32))
-    k, v = _local(numbers).tile(0, _SLOTS)
+    k, v = jax.jit(lambda view: view.tile(0, _SLOTS))(_local(numbers))
   return DecodeCase(
     name=f"cache of codes, {name}",
     q=q,
@@ -532,8 +534,7 @@ def _check_decodes(
   case = truth = None
   for name, kernel, chooser in kernels:
     with findings.guarded(PART, f"{name}: a cache"):
-      if case is None:
-        case = make_case()
+      case = make_case() if case is None else case
       call = (case.q, case.keys, case.args)
       declined = getattr(kernel, "decline", lambda *_: None)(*call)
       if declined is not None:
@@ -578,9 +579,7 @@ def _judge(
   if choice is not None:
     taken = auto_kernel.kernel_name(type(choice.algorithm)) == name
     text += "" if taken else f"; AutoKernel takes {choice}"
-  findings.add(
-    PART, f"{name}: {case}", status, text, tolerance=limit, **errors
-  )
+  findings.add(PART, f"{name}: {case}", status, text, tolerance=limit, **errors)
 
 
 def error(
@@ -627,8 +626,10 @@ def _local(tree: Any) -> Any:
   return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree)
 
 
-def _coords(at: Coords) -> Coords:
-  return Coords(*(jnp.asarray(c, jnp.int32) for c in at))
+def _wide(tree: Any) -> Any:
+  """The same tree with floats in float64."""
+  wide = lambda x: x if x.dtype.kind in "ib" else x.astype(np.float64)
+  return jax.tree.map(wide, tree)
 
 
 def _by_head(x: jax.Array) -> jax.Array:
