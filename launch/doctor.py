@@ -1,14 +1,15 @@
 """Checks a machine: what it has, whether kernels are right, how fast it is.
 
   python -m launch.doctor
-      A line for each check: OK, WRONG, SLOW or SKIPPED, and why. It is the first
-      command on a new machine: a minute on a CPU, a TPU chip or a GPU.
+      A line for each check: OK, WRONG, SLOW or SKIPPED, and why. It is the
+      first command on a new machine: a minute on a CPU, a TPU chip or a GPU.
   python -m launch.doctor --quick
       The attention kernels alone, against float64.
   python -m launch.doctor --json=doctor.json
       The findings as a file too, to send with a report.
   python -m launch.doctor --distributed
-      On every host of a pod: links too, and a line for each process that differs.
+      On every host of a pod: links between hosts too, and a line for each
+      process that differs.
 
 A kernel that is wrong is left out by its name: RINGJAX_OFF=decode_pool_tpu.
 Exit status: 1 if something is wrong; slow is no error.

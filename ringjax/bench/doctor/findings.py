@@ -88,13 +88,18 @@ class Findings:
 
     A check that the device has too little memory for, or that declines
     (`timing.Skipped`), is skipped.
+
+    Args:
+      part: Name of the part.
+      name: Name of the check; "" for the rest of the part.
     """
-    self._begin(f"{part}: {name}")
+    self._begin(f"{part}: {name}" if name else part)
     try:
       yield
     except Exception as error:
       skipped = isinstance(error, timing.Skipped) or memory.ran_out(error)
-      self.add(part, name, SKIPPED if skipped else WRONG, timing.reason(error))
+      status = SKIPPED if skipped else WRONG
+      self.add(part, name or "this part", status, timing.reason(error))
 
 
 def is_wrong(rows: Iterable[Finding]) -> bool:

@@ -1,4 +1,4 @@
-"""What a machine has: devices, memories, versions, and variables that matter."""
+"""What a machine has: devices, memories, versions, environment variables."""
 
 from __future__ import annotations
 
@@ -111,11 +111,16 @@ def unused_accelerator(
 
 def _devices(device: jax.Device) -> str:
   stated = chips.machine_name(device.device_kind)
-  sheet = f", data sheet of {stated}" if stated else ", no data sheet"
+  if device.platform == "cpu" or stated is None:
+    sheet = "no data sheet"
+  else:
+    sheet = f"data sheet of {stated}"
+  of_each = ""
+  if jax.process_count() > 1:
+    of_each = f", {jax.local_device_count()} of each process"
   return (
-    f"{jax.device_count()} {device.device_kind} ({device.platform}), "
-    f"{jax.local_device_count()} of each process, {jax.process_count()} "
-    f"processes{sheet}"
+    f"{jax.device_count()} {device.device_kind} ({device.platform}){of_each}; "
+    f"{sheet}"
   )
 
 

@@ -147,8 +147,19 @@ def _hop_args(case: HopCase, operands: HopOperands) -> ScoreArgs:
   return ScoreArgs(Scores(scale=case.dim**-0.5), Terms(), context)
 
 
-def hop_results(algorithm: Any, case: HopCase) -> Results:
-  """Outputs and gradients of a local algorithm."""
+class Program(NamedTuple):
+  """A compiled function and its arguments."""
+
+  function: Any
+  arguments: tuple[Any, ...]
+
+  def run(self, names: tuple[str, ...]) -> Results:
+    """Calls the function, whose outputs have these names."""
+    return _named(names, self.function(*self.arguments))
+
+
+def hop_program(algorithm: Any, case: HopCase) -> Program:
+  """The program of a local algorithm: outputs and gradients."""
 
   # Positions are operands: the kind of a hop has to be found at run time.
   @jax.jit
@@ -160,7 +171,7 @@ def hop_results(algorithm: Any, case: HopCase) -> Results:
     outputs, pull = jax.vjp(call, operands.x)
     return *outputs, *pull((operands.d_out, operands.d_lse))[0]
 
-  return _named(_OUTPUTS + _GRADIENTS, run(_hop_operands(case)))
+  return Program(run, (_hop_operands(case),))
 
 
 def hop_truth(case: HopCase) -> Results:
@@ -238,8 +249,8 @@ def decode_cases(platform: str) -> Iterator[Callable[[], DecodeCase]]:
   yield functools.partial(_pages, platform)
 
 
-def decode_results(algorithm: Any, case: DecodeCase) -> Results:
-  """Outputs of an algorithm of `decode`."""
+def decode_program(algorithm: Any, case: DecodeCase) -> Program:
+  """The program of an algorithm of `decode`: outputs."""
   # The score function is no array.
   arrays = (case.q, case.keys, case.args.context)
   fixed = case.args
@@ -248,7 +259,7 @@ def decode_results(algorithm: Any, case: DecodeCase) -> Results:
       algorithm.decode(q, keys, fixed._replace(context=context))
     )
   )
-  return _named(_OUTPUTS, call(*arrays))
+  return Program(call, arrays)
 
 
 def decode_truth(case: DecodeCase) -> Results:
@@ -520,7 +531,7 @@ def _check_hop(
   if declined is not None:
     findings.add(PART, f"{name}: {case.name}", SKIPPED, f"declines {declined}")
     return
-  results = hop_results(kernel, case)
+  results = hop_program(kernel, case).run(_OUTPUTS + _GRADIENTS)
   choice = None if chooser is None else chooser.choose(*call)
   _judge(findings, name, case.name, case.dtype, results, truth(), choice)
 
@@ -547,7 +558,7 @@ def _check_decodes(
     if case is None:
       continue
     with findings.guarded(PART, f"{name}: {case.name}"):
-      results = decode_results(kernel, case)
+      results = decode_program(kernel, case).run(_OUTPUTS)
       truth = decode_truth(case) if truth is None else truth
       choice = None if chooser is None else chooser.choose_decode(*call)
       dtype = case.q.dtype.name
@@ -583,7 +594,7 @@ def _judge(
 
 
 def error(
-  result: Float[np.ndarray, "..."], expected: Float[np.ndarray, "..."]
+  result: Float[np.ndarray, ...], expected: Float[np.ndarray, ...]
 ) -> float:
   """Largest difference over the largest expected number; infinity for NaN."""
   largest = np.max(np.abs(expected))

@@ -95,8 +95,8 @@ def _gpu_memory(variables: Mapping[str, str]) -> str:
     return "allocated as it is needed"
   share = variables.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
   return (
-    f"{share} of the GPU's is allocated at the start; if no other program needs "
-    "it, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+    f"{share} of the GPU's is allocated at the start; if no other program "
+    "needs it, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
   )
 
 
@@ -105,11 +105,9 @@ def _check_threads(findings: Findings, variables: Mapping[str, str]) -> None:
   least = 2 * jax.local_device_count()
   threads = variables.get("NPROC", "")
   enough = threads.isdecimal() and int(threads) >= least
-  findings.add(
-    PART,
-    "threads",
-    OK if enough else SLOW,
-    f"NPROC={threads}"
-    if enough
-    else f"NPROC is {threads or 'not set'}; set NPROC={least} before JAX starts",
-  )
+  text = f"NPROC={threads}"
+  if not enough:
+    text = (
+      f"NPROC is {threads or 'not set'}; set NPROC={least} before JAX starts"
+    )
+  findings.add(PART, "threads", OK if enough else SLOW, text)
