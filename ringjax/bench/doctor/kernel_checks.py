@@ -472,7 +472,7 @@ def check(
       for make_case in decode_cases(home):
         kernels = [row[1:] for row in decoders if row[0] == home]
         _check_decodes(findings, kernels, make_case)
-  for kind in _off(platform):
+  for kind in _off(None if interpret else platform):
     findings.add(
       PART,
       auto_kernel.kernel_name(kind),
@@ -505,11 +505,16 @@ def _instances(
   return rows
 
 
-def _off(platform: str) -> list[type]:
+def _off(platform: str | None) -> list[type]:
+  """Kernels of a platform that are switched off; None for all platforms."""
   off = auto_kernel.switched_off()
-  tables = (auto_kernel.KERNELS, auto_kernel.DECODERS)
-  kinds = [kind for table in tables for kind in table.get(platform, ())]
-  return [kind for kind in kinds if auto_kernel.kernel_name(kind) in off]
+  return [
+    kind
+    for kernels in (auto_kernel.KERNELS, auto_kernel.DECODERS)
+    for home, kinds in kernels.items()
+    for kind in kinds
+    if platform in (None, home) and auto_kernel.kernel_name(kind) in off
+  ]
 
 
 def _check_hop(
