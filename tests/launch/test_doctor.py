@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import os
 import socket
@@ -12,13 +13,13 @@ import jax
 import numpy as np
 import pytest
 
-import ringjax as rj
 from launch import doctor
 from launch.shared import common
 from ringjax.bench import machine
 from ringjax.bench.doctor import (
   checkup,
   inventory,
+  kernel_cases,
   kernel_checks,
   model_steps,
   settings,
@@ -53,11 +54,10 @@ def run(*argv):
 @pytest.fixture
 def one_case(monkeypatch):
   """Plain keys of a cache alone, read by DecodeTPU or by the loops."""
-  first = lambda platform: [
-    functools.partial(kernel_checks._plain, "bfloat16", 3, rj.Causal())
-  ]
-  monkeypatch.setattr(kernel_checks, "hop_cases", lambda: ())
-  monkeypatch.setattr(kernel_checks, "decode_cases", first)
+  every = kernel_cases.decode_cases
+  first = lambda platform: itertools.islice(every(platform), 1)
+  monkeypatch.setattr(kernel_cases, "hop_cases", lambda: ())
+  monkeypatch.setattr(kernel_cases, "decode_cases", first)
   monkeypatch.setattr(auto_kernel, "KERNELS", {})
   monkeypatch.setattr(auto_kernel, "DECODERS", {"tpu": (DecodeTPU,)})
   auto_kernel._parse_off.cache_clear()
@@ -115,15 +115,15 @@ def test_an_unknown_kernel_in_the_variable_is_wrong(one_case, monkeypatch):
 
 
 def test_the_reference_sees_an_error_of_a_gradient():
-  case = kernel_checks.hop_cases()[2]
+  case = kernel_cases.hop_cases()[2]
 
   class Cracked(Blockwise):
     def backward(self, *args):
       gradients = super().backward(*args)
       return gradients._replace(v=gradients.v * 1.1)
 
-  truth = kernel_checks.hop_truth(case)
-  results = kernel_checks.hop_program(Cracked(), case).run(tuple(truth))
+  truth = kernel_cases.hop_truth(case)
+  results = kernel_cases.hop_program(Cracked(), case).run(tuple(truth))
   errors = {
     name: kernel_checks.error(results[name], truth[name]) for name in truth
   }
@@ -133,11 +133,11 @@ def test_the_reference_sees_an_error_of_a_gradient():
 
 @pytest.mark.long
 def test_a_cache_of_codes_is_compared_with_what_its_codes_stand_for():
-  *_, int4, _, _, nuq, pages = kernel_checks.decode_cases("cpu")
+  *_, int4, _, _, nuq, pages = kernel_cases.decode_cases("cpu")
   for make in (int4, nuq, pages):
     case = make()
-    truth = kernel_checks.decode_truth(case)
-    results = kernel_checks.decode_program(Loops(), case).run(tuple(truth))
+    truth = kernel_cases.decode_truth(case)
+    results = kernel_cases.decode_program(Loops(), case).run(tuple(truth))
     errors = [kernel_checks.error(results[name], truth[name]) for name in truth]
     assert max(errors) < kernel_checks.TOLERANCES["bfloat16"], case.name
 

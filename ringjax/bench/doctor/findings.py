@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 from ringjax.bench import timing
@@ -64,12 +64,14 @@ class Findings:
     text: str,
     *,
     common: bool = False,
-    **figures: float,
+    figures: Mapping[str, float] | None = None,
   ) -> None:
     """Adds a finding, see `Finding`."""
     # JSON has no infinities and no NaN.
     finite = {
-      key: float(x) for key, x in figures.items() if abs(x) < float("inf")
+      key: float(x)
+      for key, x in (figures or {}).items()
+      if abs(x) < float("inf")
     }
     self.rows.append(
       Finding(
@@ -83,7 +85,7 @@ class Findings:
     )
 
   @contextlib.contextmanager
-  def guarded(self, part: str, name: str) -> Iterator[None]:
+  def guarded(self, part: str, name: str) -> Generator[None]:
     """Runs a check, whose error becomes a finding.
 
     A check that the device has too little memory for, or that declines

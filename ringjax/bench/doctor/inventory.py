@@ -1,4 +1,4 @@
-"""What a machine has: devices, memories, versions, environment variables."""
+"""Inventory of a machine: devices, memories, versions, variables."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def unused_accelerator(
   variables: Mapping[str, str],
   folder: str = "/dev",
 ) -> str | None:
-  """Describes an accelerator that JAX does not use; None if there is none.
+  """Describes an accelerator that JAX does not use; else None.
 
   Args:
     device_platform: Platform that JAX uses.
@@ -154,10 +154,10 @@ def _host() -> str:
   about = timing.environment("")["machine"]
   free = memory.host_free_bytes()
   pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-  left = "" if free is None else f", {free / 1e9:,.1f} GB free"
+  free_text = "" if free is None else f", {free / 1e9:,.1f} GB free"
   return (
     f"{about['cpu']}, {about['cores']} cores, {about['vectors']}, "
-    f"{pages / 1e9:,.1f} GB{left}"
+    f"{pages / 1e9:,.1f} GB{free_text}"
   )
 
 

@@ -229,9 +229,8 @@ class _Judge:
     status = SLOW if share < SLOW_SHARE else OK
     if not self.is_finite:
       status, text = WRONG, f"results are not finite; {text}"
-    self.findings.add(
-      PART, name, status, text, seconds=seconds, floor_s=floor_s, share=share
-    )
+    figures = {"seconds": seconds, "floor_s": floor_s, "share": share}
+    self.findings.add(PART, name, status, text, figures=figures)
 
 
 def _ids(size: ModelSize, count: int) -> jax.Array:

@@ -129,7 +129,7 @@ def _add(
     return
   text = f"{rate / unit:,.2f} {unit_name}"
   if sheet is None:
-    findings.add(PART, name, OK, text, rate=rate)
+    findings.add(PART, name, OK, text, figures={"rate": rate})
     return
   share = rate / sheet
   text += f", {100 * share:.0f} % of the data sheet's {sheet / unit:,.1f}"
@@ -137,5 +137,9 @@ def _add(
   if slow:
     text += "; look for other programs on the device, its clock and its links"
   findings.add(
-    PART, name, SLOW if slow else OK, text, rate=rate, sheet=sheet, share=share
+    PART,
+    name,
+    SLOW if slow else OK,
+    text,
+    figures={"rate": rate, "sheet": sheet, "share": share},
   )

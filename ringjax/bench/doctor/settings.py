@@ -1,10 +1,11 @@
-"""What to set on a machine, by what it is and what is set already."""
+"""Advice on settings, by the machine and by what is set already."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -74,8 +75,9 @@ def _dtype(platform: str) -> str:
 
 
 def _check_cache(findings: Findings) -> None:
-  folder = jax.config.jax_compilation_cache_dir
-  if folder and jax.config.jax_enable_compilation_cache:
+  config: Any = jax.config
+  folder = config.jax_compilation_cache_dir
+  if folder and config.jax_enable_compilation_cache:
     findings.add(PART, "compilation cache", OK, str(folder))
     return
   findings.add(
@@ -102,12 +104,12 @@ def _gpu_memory(variables: Mapping[str, str]) -> str:
 
 def _check_threads(findings: Findings, variables: Mapping[str, str]) -> None:
   """XLA's CPU client aborts where collectives wait for threads."""
-  least = 2 * jax.local_device_count()
+  wanted = 2 * jax.local_device_count()
   threads = variables.get("NPROC", "")
-  enough = threads.isdecimal() and int(threads) >= least
+  enough = threads.isdecimal() and int(threads) >= wanted
   text = f"NPROC={threads}"
   if not enough:
     text = (
-      f"NPROC is {threads or 'not set'}; set NPROC={least} before JAX starts"
+      f"NPROC is {threads or 'not set'}; set NPROC={wanted} before JAX starts"
     )
   findings.add(PART, "threads", OK if enough else SLOW, text)
