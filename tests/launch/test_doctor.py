@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+import ringjax as rj
 from launch import doctor
 from launch.shared import common
 from ringjax.bench import machine
@@ -39,7 +40,6 @@ from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.kernels.auto_kernel import Loops
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
-from tests.helpers import make_mesh
 from tests.launch.conftest import PATIENCE_S
 
 
@@ -81,7 +81,7 @@ def test_a_wrong_kernel_is_found_and_can_be_switched_off(one_case, monkeypatch):
   (line,) = [x for x in out.splitlines() if x.startswith("  WRONG")]
   assert status == 1 and "decode_tpu" in line and "(out)" in line
   assert "RINGJAX_OFF=decode_tpu" in out
-  assert [x for x in out.splitlines() if "the loops" in x and "OK" in x]
+  assert [x for x in out.splitlines() if "XLA's loops" in x and "OK" in x]
 
   monkeypatch.setenv("RINGJAX_OFF", "decode_tpu")
   status, out, _ = run("--quick", "--interpret")
@@ -251,7 +251,7 @@ def test_an_accelerator_that_jax_does_not_use_is_named(tmp_path):
 
 
 def test_links_of_several_devices_are_measured():
-  mesh = make_mesh((2, 2), ("data", "seq"))
+  mesh = rj.make_mesh((2, 2), ("data", "seq"))
   rates = machine.link_rates(
     mesh, nbytes=1 << 12, rounds=1, stream=io.StringIO()
   )

@@ -15,6 +15,7 @@ import sys
 import pytest
 
 from ringjax.bench.doctor import checkup
+from ringjax.bench.doctor.kernel_checks import LOOPS
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.parallel import gpu_processes
 from tests.launch.conftest import ROOT
@@ -78,7 +79,7 @@ def cases(values_of):
 
 def kernels(platform: str) -> list[str]:
   kinds = (*auto_kernel.KERNELS[platform], *auto_kernel.DECODERS[platform])
-  return [*map(auto_kernel.kernel_name, kinds), "the loops"]
+  return [*map(auto_kernel.kernel_name, kinds), LOOPS]
 
 
 @pytest.mark.parametrize(("platform", "name"), cases(kernels))

@@ -87,10 +87,10 @@ def hop_cases() -> tuple[HopCase, ...]:
     mask=Causal(), hops=3, q_at=single(query_pos), k_at=single(key_pos)
   )
   return (
-    HopCase(name="hops of a ring, bfloat16", dtype="bfloat16", dim=128, **ring),
-    HopCase(name="hops of a ring, float32", dtype="float32", dim=64, **ring),
+    HopCase(name="ring hops, bfloat16", dtype="bfloat16", dim=128, **ring),
+    HopCase(name="ring hops, float32", dtype="float32", dim=64, **ring),
     HopCase(
-      name="documents in a window, bfloat16",
+      name="documents, window",
       dtype="bfloat16",
       dim=64,
       mask=Causal() & SameSegment() & Window(100),
@@ -140,7 +140,7 @@ def hop_args(case: HopCase, operands: HopOperands) -> ScoreArgs:
 class Program(NamedTuple):
   """A compiled function and its arguments."""
 
-  function: Any
+  function: jax.stages.Wrapped
   arguments: tuple[Any, ...]
 
   def run(self, names: tuple[str, ...]) -> Results:
@@ -224,7 +224,7 @@ def decode_cases(platform: str) -> Iterator[Callable[[], DecodeCase]]:
     ("int8", Integers(bits=8)),
     ("int4", Integers(bits=4)),
     ("hadamard4", Hadamard(bits=4)),
-    ("code book of 3 bits", CodeBook(bits=3, by="token")),
+    ("book of 3 bits", CodeBook(bits=3, by="token")),
   )
   for name, codec in codecs:
     yield functools.partial(_encoded, name, codec, codec, platform)
@@ -354,7 +354,7 @@ def _encoded(
       _on_default_device(numbers)
     )
   return DecodeCase(
-    name=f"cache of codes, {name}",
+    name=f"codes, {name}",
     q=q,
     keys=keys,
     args=_score_args(q_at, k_at, Causal()),
@@ -420,7 +420,7 @@ def _pages(platform: str) -> DecodeCase:
     return np.swapaxes(pages, 1, 2).reshape(3, KV_HEADS, -1, _DIM)
 
   return DecodeCase(
-    name="pages that rows share, bfloat16",
+    name="shared pages",
     q=draw(3, KV_HEADS, GROUPS, 1, _DIM),
     keys=view,
     args=_score_args(coords(used - 1, used > 0), k_at, Causal()),

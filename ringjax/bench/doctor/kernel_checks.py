@@ -31,7 +31,7 @@ from ringjax.parallel import chips
 
 PART = "kernels"
 # Name of XLA's loops in a finding.
-LOOPS = "the loops"
+LOOPS = "XLA's loops"
 # Largest error, by the dtype of the operands. Products of bfloat16 round their
 # operands to 2**-9; those of float32 are exact to 2**-22, sums and exponentials
 # are not.

@@ -220,11 +220,11 @@ class _Judge:
     product_s = flops / self.rates.product(self.size.dtype)
     read_s = nbytes / self.rates.read
     floor_s = max(product_s, read_s)
-    bound = "product" if product_s >= read_s else "memory"
+    bound = "products" if product_s >= read_s else "memory"
     share = floor_s / seconds
     text = (
-      f"{1e3 * seconds:,.2f} ms; {100 * share:.0f} % of the rate that the "
-      f"{bound} rate allows ({1e3 * floor_s:,.2f} ms)"
+      f"{1e3 * seconds:,.2f} ms; floor {1e3 * floor_s:,.2f} ms ({bound}): "
+      f"{100 * share:.0f} %"
     )
     status = SLOW if share < SLOW_SHARE else OK
     if not self.is_finite:

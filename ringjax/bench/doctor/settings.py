@@ -84,8 +84,7 @@ def _check_cache(findings: Findings) -> None:
     PART,
     "compilation cache",
     SLOW,
-    "off: each start compiles all programs; set "
-    "JAX_COMPILATION_CACHE_DIR to a folder",
+    "off: set JAX_COMPILATION_CACHE_DIR to a folder",
   )
 
 

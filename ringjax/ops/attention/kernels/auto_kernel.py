@@ -280,6 +280,8 @@ def _first_serving(
   kernels: Sequence[Any], decline: Callable[[Any], str | None], fallback: Any
 ) -> KernelChoice:
   """Choose the first kernel that serves, else `fallback`."""
+  # Refuse a misspelt name where a platform has no kernels, too.
+  switched_off()
   declined = []
   axis = collectives.partitioned()
   for kernel in kernels:
