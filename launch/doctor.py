@@ -121,7 +121,8 @@ def _parts(values: flags.FlagValues) -> tuple[str, ...]:
 def main(argv: Sequence[str]) -> int:
   """Runs the command line."""
   common.refuse_rest(argv)
-  return run(flags.FLAGS)
+  # Libraries of the processes print to stdout too.
+  return run(flags.FLAGS, stdout=console.own_stdout())
 
 
 if __name__ == "__main__":
