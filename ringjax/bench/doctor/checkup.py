@@ -109,16 +109,16 @@ def combined(of_processes: Sequence[Sequence[Finding]]) -> list[Finding]:
   """
   key = lambda row: (row.part, row.name)
   first = list(of_processes[0])
-  known = {key(row): row for row in first}
+  first_rows = {key(row): row for row in first}
   merged = list(first)
   for rank, rows in enumerate(of_processes[1:], 1):
     for row in rows:
-      reference = known.get(key(row))
+      reference = first_rows.get(key(row))
       texts_differ = (
         reference is not None and row.common and row.text != reference.text
       )
-      same = reference is not None and row.status == reference.status
-      if same and not texts_differ:
+      same_status = reference is not None and row.status == reference.status
+      if same_status and not texts_differ:
         continue
       status, text = row.status, row.text
       if texts_differ and status == OK:
@@ -135,7 +135,7 @@ def combined(of_processes: Sequence[Sequence[Finding]]) -> list[Finding]:
         default=len(merged) - 1,
       )
       merged.insert(last + 1, differing)
-    absent = set(known) - {key(row) for row in rows}
+    absent = set(first_rows) - {key(row) for row in rows}
     merged += [
       Finding(
         part=part,

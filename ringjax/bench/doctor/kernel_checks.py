@@ -45,7 +45,7 @@ class _Contestant(NamedTuple):
     name: Name of the kernel, or `LOOPS`.
     algorithm: Local algorithm, or algorithm of `decode`.
     platform: Platform whose layouts of caches it reads.
-    chooser: What chooses it on the device; None for loops and interpreters.
+    chooser: `AutoKernel` of the device; None for loops and interpreters.
   """
 
   name: str

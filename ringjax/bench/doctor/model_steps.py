@@ -133,13 +133,13 @@ def _check_answers(
   state = decode.first(
     sampler, logits, jnp.full(1, tokens, jnp.int32), None, stops
   )
-  kept = [state, cache]
+  carry = [state, cache]
 
   def take_step() -> Any:
-    kept[:] = decode.step(
-      model, around, sampler, kept[1], kept[0], stops, jnp.int32(tokens)
+    carry[:] = decode.step(
+      model, around, sampler, carry[1], carry[0], stops, jnp.int32(tokens)
     )
-    return kept[0].token
+    return carry[0].token
 
   (step_time,) = timing.timed(
     {"decode step": take_step}, 2 * _ROUNDS, rates.stream
@@ -178,17 +178,17 @@ def _check_training(
   batch = batches.place(rows, attend)
   count = sum(x.size for x in jax.tree.leaves(model))
   flops = recipe.flops(model, size.tokens) * size.tokens
-  kept: list[Any] = [training.start(optimizer, model)]
+  carry: list[Any] = [training.start(optimizer, model)]
 
   def take_step() -> Any:
-    state, metrics = step(kept[0], None, batch)
-    kept[:] = [state, metrics]
+    state, metrics = step(carry[0], None, batch)
+    carry[:] = [state, metrics]
     return metrics.loss
 
   (measured,) = timing.timed(
     {"training step": take_step}, _ROUNDS, rates.stream
   ).values()
-  judge = _Judge(findings, rates, size, bool(kept[1].finite == 1))
+  judge = _Judge(findings, rates, size, bool(carry[1].finite == 1))
   judge.add(
     f"training step of {size.tokens} tokens",
     min(measured.seconds),

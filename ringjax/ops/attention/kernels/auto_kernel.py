@@ -93,10 +93,12 @@ def switched_off() -> frozenset[str]:
 @functools.cache
 def _parse_off(text: str) -> frozenset[str]:
   kinds = (*KERNELS.values(), *DECODERS.values())
-  known = sorted({kernel_name(kind) for row in kinds for kind in row})
+  all_names = sorted({kernel_name(kind) for row in kinds for kind in row})
   words = [word.strip() for word in text.split(",")]
   names = frozenset(
-    one_of(OFF_VARIABLE, word, known, remedy="pass names with commas between")
+    one_of(
+      OFF_VARIABLE, word, all_names, remedy="pass names with commas between"
+    )
     for word in words
     if word
   )
