@@ -2,7 +2,7 @@
 
   python -m launch.doctor
       A line for each check: OK, WRONG, SLOW or SKIPPED, and why. It is the
-      first command on a new machine: a minute on a CPU, a TPU chip or a GPU.
+      first command on a new machine, and takes a minute or two on a CPU.
   python -m launch.doctor --quick
       The attention kernels alone, against float64.
   python -m launch.doctor --json=doctor.json
