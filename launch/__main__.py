@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 SCRIPTS = (
+  "doctor",
   "chat",
   "fetch",
   "generate",

@@ -87,10 +87,10 @@ def test_installed_commands_start_the_script_of_their_name(tmp_path):
   commands = project["project"]["scripts"]
   for command, entry in commands.items():
     assert (ROOT / "launch" / f"{command.split('-')[1]}.py").is_file()
-    assert entry == "launch.entry_points:main"
+    assert entry == "launch.shared.entry_points:main"
   # What pip writes for an entry point.
   command = tmp_path / "ringjax-tokenize"
-  command.write_text("from launch.entry_points import main\nmain()\n")
+  command.write_text("from launch.shared.entry_points import main\nmain()\n")
   done = subprocess.run(
     [sys.executable, command, "--help"],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -127,7 +127,8 @@ def test_paths_of_flags_may_begin_at_home():
 
 # Flags of files that a script writes, of each script with its `define`.
 OUTPUTS = {
-  "calibrate": (), "chat": (), "evaluate": ("plot", "out"),
+  "calibrate": (), "chat": (), "doctor": ("json",),
+  "evaluate": ("plot", "out"),
   "generate": ("log",), "plan": ("plot", "hlo", "timeline"),
   "prefill": ("plot",), "serve": ("log_calls",), "tokenize": ("out",),
 }  # fmt: skip
