@@ -192,11 +192,11 @@ def join_address(values: flags.FlagValues) -> tuple[str, int]:
   return host.strip("[]"), int(port)
 
 
-def check(values: flags.FlagValues) -> None:
-  """Refuses flags that do not go together, before anything is loaded.
+def check_role(values: flags.FlagValues) -> None:
+  """Refuses a role that does not go with --join.
 
   Raises:
-    OptionError: If two flags conflict or a value is invalid.
+    OptionError: If the two conflict.
   """
   joins = values.join is not None
   asks = values.instances or values.set_role is not None
@@ -208,49 +208,30 @@ def check(values: flags.FlagValues) -> None:
     raise OptionError(
       "--join", "nothing", "HOST:PORT of a router", "pass it, or --role=both"
     )
-  if values.stream and values.role != "router":
-    raise OptionError(
-      "--stream",
-      f"{values.stream} for --role={values.role}",
-      "nothing, unless --role=router",
-      "pass it to the router, which tells its instances",
-    )
-  if values["layer_parts"].present and not joins:
-    raise OptionError(
-      "--layer_parts",
-      f"{values.layer_parts} for a server alone or a router",
-      "nothing, unless --join: pages leave for other instances",
-      "leave it out",
-    )
-  if values.device_pages and not joins:
-    raise OptionError(
-      "--device_pages",
-      f"{values.device_pages} for a server alone or a router",
-      "nothing, unless --join: pages leave for other instances",
-      "leave it out",
-    )
-  for name in (
-    "policy", "times", "chip", "bandwidth", "instance_devices", "replan",
-    "slo",
-  ):  # fmt: skip
-    if values[name].present and values.role != "router":
-      raise OptionError(
-        f"--{name}",
-        f"{values[name].value} for --role={values.role}",
-        "nothing, unless --role=router",
-        "pass it to the router",
-      )
+
+
+def check(values: flags.FlagValues) -> None:
+  """Refuses values that do not go together, before anything is loaded.
+
+  Which mode of launch.serve has which flags: `flag_modes`.
+
+  Raises:
+    OptionError: If two flags conflict or a value is invalid.
+  """
+  joins = values.join is not None
   if values.role == "router":
     # Check the policy's names and options; its cost model needs the folder.
     any_times = cluster.RoutingCosts(times=cluster.QuadraticTimes())
     cluster.routing_policy(values.policy, any_times)
-    if values.log_calls is not None:
-      raise OptionError(
-        "--log_calls",
-        f"{values.log_calls} for a router, which computes nothing",
-        "nothing, unless a process with an engine",
-        "pass it to an instance",
-      )
+    for name in ("piece", "pieces"):
+      if values[name].present and values.replan is None:
+        raise OptionError(
+          f"--{name}",
+          f"{values[name].value} for a router without --replan",
+          "nothing: a router reads no prompts, and simulates engines that do "
+          "only to plan roles",
+          "pass it to the instances, or pass --replan too",
+        )
     if values.chip is not None:
       if values.times is not None:
         raise OptionError(
