@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from ringjax import models
 from ringjax.kv import cache_kind
 from ringjax.models import families
 
@@ -81,3 +82,10 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     for names, old in zip(known, before, strict=True):
       names.clear()
       names.update(old)
+
+
+def test_the_page_of_models_names_every_family():
+  text = (DOCS / "models.md").read_text("utf-8")
+  first_column = re.findall(r"^\| ([\w, ]+) \|", text, re.M)
+  named = {name.strip() for row in first_column for name in row.split(",")}
+  assert {*models.list()} <= named
