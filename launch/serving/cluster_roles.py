@@ -51,10 +51,12 @@ def define(values: flags.FlagValues) -> None:
   new.text(
     "policy",
     "shortest",
-    "Of a router: where requests go: shortest (queue), random, load, local or "
-    "conductor:threshold=2, with rejections in front of it as in "
-    "predictive:tpot_s=0.1,decode_s=20/conductor. All but shortest predict "
-    "by --times, by --chip, or by what instances measure when they join.",
+    f"Of a router: where requests go: {', '.join(cluster.ROUTING_POLICIES)}, "
+    "with options as in conductor:threshold=2, and with rejections "
+    f"({', '.join(cluster.REJECTIONS)}) in front of it as in "
+    "predictive:tpot_s=0.1,decode_s=20/conductor; docs/how/conductor.md. Those "
+    "that predict do so by --times, by --chip, or by what instances measure "
+    "when they join.",
   )
   new.path(
     "times",
@@ -285,7 +287,7 @@ def router(
   config, _ = rj.models.read_config(_config(folder), strict=values.strict)
   longest = values.longest or min(config.longest or 16384, 16384)
   costs = roles = None
-  if values.policy != "shortest" or values.replan is not None:
+  if cluster.needs_costs(values.policy) or values.replan is not None:
     costs = _costs(values, folder)
     if values.replan is not None:
       roles = _roles(values, costs)
