@@ -25,7 +25,7 @@ ENGINE_OPTIONS = tuple(
 
 
 class Mode(NamedTuple):
-  """What a process of launch.serve does.
+  """One of the things that a process of launch.serve can be.
 
   Fields:
     text: Noun phrase with the flags that choose the mode.
