@@ -79,8 +79,8 @@ class Processes:
       options += ["--port=0", "--cluster_port=0", "--patience=120"]
     else:
       options += [f"--join={self.join}", "--capacity=2048"]
-    if not any(x.startswith("--stages") for x in argv):
-      options.append("--rows=4")
+      if not any(x.startswith("--stages") for x in argv):
+        options.append("--rows=4")
     argv = ("-m", "launch.serve", *options, *argv)
     return Process(self._stack.enter_context(command(*argv)))
 
