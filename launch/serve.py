@@ -46,9 +46,14 @@ import jax
 from absl import flags
 
 import ringjax as rj
-from launch.serving import cluster_roles, http_server, stage_instance
+from launch.serving import (
+  cluster_roles,
+  flag_modes,
+  http_server,
+  stage_instance,
+)
 from launch.shared import answering, common, console, model_flags
-from launch.shared.flag_helpers import FlagHelper, option_values
+from launch.shared.flag_helpers import FlagHelper, names_of, option_values
 from ringjax import fetched_models
 from ringjax.checks import number
 from ringjax.data import ChatTemplate, Tokenizer
@@ -63,22 +68,6 @@ _MEMORY = (
   "pass a smaller --capacity or --rows, a codec (--cache=int8), or shard the "
   "pages over more devices (--mesh=seq:N)"
 )
-# Flags that are options of the engine.
-_ENGINE_OPTIONS = (
-  "rows",
-  "capacity",
-  "longest",
-  "page",
-  "piece",
-  "pieces",
-  "budget",
-  "share",
-  "shared_reads",
-  "layout",
-  "preempt",
-  "speculate",
-  "layer_parts",
-)
 
 
 def define(values: flags.FlagValues) -> None:
@@ -89,7 +78,7 @@ def define(values: flags.FlagValues) -> None:
   new.text("host", "127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
   new.whole("port", 8000, "Port; 0 takes a free one.", 0, 65535)
   engine = FlagHelper(values, "What the engine computes at a time, and how.")
-  engine.options(EngineConfig, (*_ENGINE_OPTIONS, "cache_kind", "important"))
+  engine.options(EngineConfig, flag_modes.ENGINE_OPTIONS)
   new.texts(
     "adapters",
     [],
@@ -146,14 +135,19 @@ def run(
   note: str | None = None
   logs = contextlib.ExitStack()
   try:
+    mode = flag_modes.mode_of(values)
+    cluster_roles.check_role(values)
+    if mode == "stages":
+      stage_instance.check_role(values)
+    flag_modes.check(values, names_of(define))
     _check_store(values)
     cluster_roles.check(values)
-    if values.instances or values.set_role is not None:
+    if mode == "command":
       return cluster_roles.command(values, stdout)
-    if stage_instance.has_stages(values):
+    if mode == "stages":
       stage_instance.check(values)
       return stage_instance.run(values, screen)
-    joins, routes = values.join is not None, values.role == "router"
+    joins, routes = mode == "instance", mode == "router"
     if not joins:
       uvicorn = _uvicorn()
     keys = None
@@ -163,13 +157,6 @@ def run(
     if values.chat_template is not None:
       template = _template(values.chat_template)
     adapters = _adapters(values.adapters)
-    if adapters and routes:
-      raise OptionError(
-        "--adapters",
-        f"{', '.join(adapters)} of a router, which has no model",
-        "adapters of instances",
-        "pass them where --join is passed",
-      )
     kind = common.cache_kind(values.cache)
     if values.speculate is not None:
       drafter = model_flags.checked_drafter(values.speculate)
@@ -201,7 +188,8 @@ def run(
         mesh,
         codes=not joins and not model_flags.measured(values),
       )
-      options = option_values(values, EngineConfig, _ENGINE_OPTIONS)
+      options = option_values(values, EngineConfig, flag_modes.ENGINE_OPTIONS)
+      options["cache_kind"] = kind
       options["adapters"] = {
         name: rj.train.load_adapter(path, model)
         for name, path in adapters.items()
@@ -213,11 +201,9 @@ def run(
         options["store"] = logs.enter_context(
           rj.store.Store(disk=(values.store, values.store_bytes))
         )
-        options["important"] = values.important
       engine = rj.serve.Engine(
         model,
         mesh=mesh,
-        cache_kind=kind,
         tokenizer=tokenizer,
         **options,
       )
@@ -267,29 +253,22 @@ def run(
 
 
 def _check_store(values: flags.FlagValues) -> None:
-  """Refuses --store and --important where they have no meaning.
+  """Refuses flags of a store without one, and a wrong share of prefixes.
 
   Raises:
-    OptionError: they have none.
+    OptionError: If there is such a flag.
   """
-  if values.store is not None and (
-    values.join is not None or values.role == "router"
-  ):
-    raise OptionError(
-      "--store",
-      f"{values.store} for a router or an instance",
-      "nothing: an instance keeps what comes in --host_store",
-      "leave it out, or serve without --role and --join",
-    )
   if values.store is None:
-    if values.important is not None:
-      raise OptionError(
-        "--important",
-        f"{values.important} without --store",
-        "a folder with prefixes, of which a part is read",
-        "pass --store=DIR too",
-      )
+    for name in ("important", "store_bytes"):
+      if values[name].present:
+        raise OptionError(
+          f"--{name}",
+          f"{values[name].value} without --store",
+          "a folder with prefixes",
+          "pass --store=DIR too",
+        )
   elif values.important is not None:
+    # An engine checks it, too, once a model is loaded.
     number("--important", values.important, above=0, most=1)
 
 
