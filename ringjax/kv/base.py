@@ -40,6 +40,7 @@ from ringjax.typing import Index
 if TYPE_CHECKING:
   from ringjax.kv.composed.row_groups import RowGroups
   from ringjax.kv.encoder_states import EncoderStates
+  from ringjax.kv.storage.call_tiles import CacheTile, CallTiles
 
 # Positions at which rows end: one for all rows, or one for each row.
 Ends = Int[Array | np.ndarray, " ..."] | Sequence[int | np.integer] | int
@@ -342,6 +343,15 @@ class CallCache:
     def states(self) -> EncoderStates | None: ...
     @property
     def length(self) -> Any: ...
+
+  @property
+  def tiles(self) -> CallTiles | None:
+    """Tiles of the call's tokens; None: all tokens pass a layer together."""
+    return None
+
+  def tile(self, n: Index) -> CacheTile:
+    """Tile n of the call, by its index among `tiles`."""
+    raise NotImplementedError
 
   @property
   def row_groups(self) -> RowGroups | None:

@@ -92,6 +92,14 @@ class EngineConfig(Config):
     least=1,
     default=4,
   )
+  prompt_tile: int | None = option(
+    "Number of tokens of a prompt that pass a layer at once: a call for prompts "
+    "takes the time of the tiles that it holds, not of those for which it has "
+    "room. 0: all tokens of a call pass together; default: 32 on CPUs, where "
+    "the call can be cut, else 0, see `ringjax/serve/tiling.py`.",
+    least=0,
+    default=None,
+  )
   budget: int | None = option(
     "Maximum number of tokens of a step, of prompts and answers together; "
     "default: all that its calls have room for.",

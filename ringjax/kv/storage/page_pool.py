@@ -56,6 +56,7 @@ from ringjax.kv.cache import (
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Codec
 from ringjax.kv.state import State
+from ringjax.kv.storage.call_tiles import CacheTile, CallTiles
 from ringjax.ops.ancestors import MOST_DRAFTED, tree_coords
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.attention.cached.code_format import (
@@ -276,6 +277,7 @@ class PagePool:
     fresh: Bool[Array, " B"],
     shared: tuple[SharedTiles, ...] | None = None,
     parents: Int[Array, "B T"] | None = None,
+    tiles: CallTiles | None = None,
   ) -> PooledCache:
     """View of the pool for one call of the model.
 
@@ -291,6 +293,8 @@ class PagePool:
       parents: Parent of each token if they form trees, see
         `Transformer.__call__`. The tokens then take consecutive slots whatever
         their positions, see `moved`.
+      tiles: Tiles of the tokens, which then pass each layer one by one; None:
+        all tokens pass together.
     """
     is_state = lambda x: isinstance(x, State)
 
@@ -312,6 +316,7 @@ class PagePool:
       new=None,
       shared=shared,
       parents=parents,
+      in_tiles=tiles,
     )
 
   def rows(
@@ -831,7 +836,9 @@ class PooledCache(CallCache):
     new: Slots and segments of the call's tokens, [B, T].
     shared: Tiles that rows share, see `PagePool.call`.
     parents: Parent of each token in a tree, see `PagePool.call`.
-    writes: For each group, the destination of the call's tokens.
+    writes: For each group, the destination of the call's tokens; in tiles a
+      leading axis is that of the tiles.
+    in_tiles: Tiles of the call's tokens, or None.
   """
 
   pool: PagePool
@@ -844,6 +851,7 @@ class PooledCache(CallCache):
   shared: tuple[SharedTiles, ...] | None = None
   parents: Int[Array, "B T"] | None = None
   writes: tuple[PageWrites, ...] = ()
+  in_tiles: CallTiles | None = None
   # A pool has no encoder states for cross-attention.
   states = None
 
@@ -904,11 +912,58 @@ class PooledCache(CallCache):
     """Set the slots and segments of the appended tokens."""
     shape = (self.ends.shape[0], new.pos.shape[1])
     new = Coords(*(jnp.broadcast_to(x, shape) for x in new))
+    if (tiles := self.in_tiles) is not None:
+      cache = dataclasses.replace(self, new=new)
+      writes = jax.vmap(lambda n: cache._tile_writes(n))(
+        jnp.arange(tiles.row.shape[0], dtype=jnp.int32)
+      )
+      return dataclasses.replace(cache, writes=writes)
     writes = tuple(
       self.pool.writes(group, table, new)
       for group, table in enumerate(self.tables)
     )
     return dataclasses.replace(self, new=new, writes=writes)
+
+  @property
+  def tiles(self) -> CallTiles | None:
+    return self.in_tiles
+
+  def tile(self, n: Index) -> CacheTile:
+    tile, new = self._tile(n)
+    assert self.new is not None
+    before = self.ends - jnp.sum(self.new.seg > 0, 1, dtype=jnp.int32)
+    # Slots after the tile's tokens may hold what no earlier call has written.
+    end = tile.take_row(before) + tile.start
+    end = end + jnp.sum(new.seg > 0, 1, dtype=jnp.int32)
+    tables = tuple(map(tile.take_row, self.tables))
+    cache = dataclasses.replace(
+      self,
+      tables=tables,
+      at=tuple(self.pool._coords(table, end) for table in tables),
+      ends=end,
+      rows=tile.take_row(self.rows),
+      new=new,
+      writes=jax.tree.map(lambda x: x[n], self.writes),
+      in_tiles=None,
+    )
+    return tile._replace(cache=cache)
+
+  def _tile(self, n: Index) -> tuple[CacheTile, Coords]:
+    """Tile n without its cache, and the slots and segments of its tokens."""
+    tiles, new = self.in_tiles, self.new
+    assert tiles is not None
+    assert new is not None
+    row, start = (jnp.asarray(x)[n] for x in (tiles.row, tiles.start))
+    tile = CacheTile(row, start, tiles.size, None)
+    return tile, Coords(*map(tile.take, new))
+
+  def _tile_writes(self, n: Index) -> tuple[PageWrites, ...]:
+    """For each group, the destination of the tokens of tile n."""
+    tile, new = self._tile(n)
+    return tuple(
+      self.pool.writes(group, tile.take_row(table), new)
+      for group, table in enumerate(self.tables)
+    )
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     if isinstance(slots, State):
@@ -958,6 +1013,15 @@ class PooledLayer(CallLayer):
     return dataclasses.replace(
       self, slots=slots, rotation=rotation.general(), fresh=at
     )
+
+  def of_tile(self, tile: CacheTile) -> PooledLayer:
+    """Part of the layer for the tokens of a tile."""
+    return dataclasses.replace(self, cache=tile.cache)
+
+  def with_tile(self, tile: CacheTile, new: PooledLayer) -> PooledLayer:
+    """Part of the layer with the keys that a tile has appended."""
+    del tile
+    return dataclasses.replace(self, slots=new.slots)
 
   def for_reading(self, rotation: Rotation) -> PooledLayer:
     """Prepare for a call that appends nothing, as `KVLayer.for_reading`."""
