@@ -345,12 +345,12 @@ class CallCache:
     def length(self) -> Any: ...
 
   @property
-  def tiles(self) -> CallTiles | None:
-    """Tiles of the call's tokens; None: all tokens pass a layer together."""
-    return None
+  def tiles(self) -> tuple[CallTiles, ...]:
+    """Tiles of the call's tokens; (): all tokens pass a layer together."""
+    return ()
 
-  def tile(self, n: Index) -> CacheTile:
-    """Tile n of the call, by its index among `tiles`."""
+  def tile(self, level: int, n: Index) -> CacheTile:
+    """Tile n of those of one size, `tiles[level]`."""
     raise NotImplementedError
 
   @property

@@ -122,9 +122,7 @@ class StateLayer:
     """Part of the layer for the row of a tile."""
 
     def take(x: jax.Array) -> jax.Array:
-      return lax.dynamic_slice(
-        x, self._at(x, tile), (1, 1, *x.shape[2:])
-      )
+      return lax.dynamic_slice(x, self._at(x, tile), (1, 1, *x.shape[2:]))
 
     return StateLayer(jax.tree.map(take, self.slots), jnp.int32(0))
 

@@ -662,7 +662,7 @@ def forward(
   if groups is not None:
     return _in_groups(model, attend, tokens, places, groups, rows)
   call_cache = _begun(call_cache, attend, tokens, places)
-  if call_cache.tiles is not None and rows is not None:
+  if call_cache.tiles and rows is not None:
     x, call_cache = model.through_layers(tokens, places, call_cache, attend, x)
     # Norm and head cost the rows that are read, not all that have room.
     index = rows.reshape(*rows.shape, *(1,) * (x.ndim - 2))

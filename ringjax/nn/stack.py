@@ -383,10 +383,10 @@ class Stack(nnx.Module):
             x, new_part = block(x, tokens, part, attend, states, layer_number)
             return x, new_part if several else (new_part,)
 
-          if cache.tiles is None:
-            x, parts = run_layer(x, tokens, parts)
-          else:
+          if cache.tiles:
             x, parts = over_tiles(run_layer, x, tokens, parts, cache)
+          else:
+            x, parts = run_layer(x, tokens, parts)
           if any(next_keys):
             # Order the read before the in-place write to the same memory.
             parts = tuple(cache.behind(part, next_keys) for part in parts)

@@ -9,6 +9,7 @@ whose length is data has no gradient.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,12 +40,10 @@ def over_tiles(
     cache: Cache of the call, which has tiles.
   """
   adapters = current_adapter_rows()
-  tiles = cache.tiles
-  assert tiles is not None
 
-  def step(n: Index, carry: Any) -> Any:
+  def step(level: int, n: Index, carry: Any) -> Any:
     x, slots = carry
-    tile = cache.tile(n)
+    tile = cache.tile(level, n)
     whole = [
       dataclasses.replace(part, slots=part_slots)
       for part, part_slots in zip(parts, slots, strict=True)
@@ -53,7 +52,7 @@ def over_tiles(
     with adapter_rows(tile_adapters):
       y, new = layer(
         tile.take(x),
-        tokens.of_tile(tile.take, tile.take_row),
+        tokens.of_tile(tile.take, tile.take_row, tile.is_filled),
         tuple(part.of_tile(tile) for part in whole),
       )
     slots = tuple(
@@ -62,8 +61,11 @@ def over_tiles(
     )
     return tile.put(x, y), slots
 
-  start = x, tuple(part.slots for part in parts)
-  x, slots = loop(tiles.count, step, start)
+  carry: Any = x, tuple(part.slots for part in parts)
+  # Larger tiles are of later positions.
+  for level, tiles in enumerate(cache.tiles):
+    carry = loop(tiles.count, functools.partial(step, level), carry)
+  x, slots = carry
   return x, tuple(
     dataclasses.replace(part, slots=part_slots)
     for part, part_slots in zip(parts, slots, strict=True)

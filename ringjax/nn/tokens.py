@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
@@ -61,6 +61,7 @@ class Tokens:
     self,
     take: Callable[[Array], Array],
     take_row: Callable[[Array], Array],
+    is_filled: Bool[Array, "1 t"],
   ) -> Tokens:
     """Restrict to a tile of the call's tokens.
 
@@ -69,11 +70,13 @@ class Tokens:
     Args:
       take: Function that takes the tile's part of an array [B, T, ...].
       take_row: Function that takes the row of the tile from an array [B, ...].
+      is_filled: Whether each of its places holds a token.
     """
     assert self.inputs is None
     assert self.tree is None
     tile = copy.copy(self)
-    tile.pos, tile.seg = take(self.pos), take(self.seg)
+    tile.pos = take(self.pos)
+    tile.seg = jnp.where(is_filled, take(self.seg), 0)
     if np.ndim(self.length):
       tile.length = take_row(jnp.asarray(self.length))
     tile._tables = {

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.infer.finite import NOT_FINITE
 from ringjax.infer.speculate.verifiers import right_path
-from ringjax.kv.storage.call_tiles import CallTiles
+from ringjax.kv.storage.call_tiles import CallTiles, tiles_of
 from ringjax.kv.storage.page_pool import PagePool, PooledCache, PooledRows
 from ringjax.models.transformer import Transformer, forward, forward_layers
 from ringjax.nn.sharding_context import CachedAttention
@@ -75,7 +75,7 @@ class CallArrays(NamedTuple):
       int32 [B, T], in a call that checks trees; else None.
     prompts: Number of tokens of each row's prompt, int32 [B], on which
       rotations may depend.
-    tiles: Tiles of the tokens, which pass each layer one by one; None: all
+    tiles: Tiles of the tokens, which pass each layer one by one; (): all
       tokens pass together.
   """
 
@@ -93,7 +93,7 @@ class CallArrays(NamedTuple):
   adapter: Int[ArrayLeaf, " B"] | None = None
   parents: Int[ArrayLeaf, "B T"] | None = None
   prompts: Int[ArrayLeaf, " B"] | None = None
-  tiles: CallTiles | None = None
+  tiles: tuple[CallTiles, ...] = ()
 
 
 @bounded
@@ -371,7 +371,7 @@ class CallBuilder:
     drafted: int = 0,
     trees: bool = False,
     place: Callable[[np.ndarray, int], np.ndarray] | None = None,
-    prompt_tile: int = 0,
+    prompt_tiles: tuple[int, ...] = (),
   ):
     """Make a builder without rows.
 
@@ -387,10 +387,10 @@ class CallBuilder:
       trees: Whether these form trees.
       place: Translates the pages of a slot; None where tables are used as they
         are.
-      prompt_tile: Number of tokens of a tile of prompts, see
-        `tiling.prompt_tile`; 0: all tokens of a call pass a layer together.
+      prompt_tiles: Sizes of the tiles of prompts, see `tiling.prompt_tiles`;
+        (): all tokens of a call pass a layer together.
     """
-    self._place, self._prompt_tile = place, prompt_tile
+    self._place, self._prompt_tiles = place, prompt_tiles
     self._scheduler, self._tile, self._together = scheduler, tile, together
     self._adapters, self._vocab, self._drafted = adapters, vocab, drafted
     self._trees = trees
@@ -459,10 +459,9 @@ class CallBuilder:
   def pieces(self, pieces: tuple[PromptPiece, ...]) -> CallArrays:
     """Build a call for chunks of prompts."""
     limits = self._scheduler.limits
-    size, width = self._prompt_tile, limits.piece
-    if size:
-      # Room for whole tiles.
-      width = -(-width // size) * size
+    sizes, width = self._prompt_tiles, limits.piece
+    # A tile may begin with the last token of a row.
+    width += max(sizes, default=0)
     call = self._blank(limits.pieces, width)
     for n, piece in enumerate(pieces):
       row, end = piece.row, piece.start + piece.count
@@ -473,9 +472,12 @@ class CallBuilder:
       call.fresh[n] = piece.start == 0
       call.last[n], call.chooses[n] = piece.count - 1, piece.chooses
       self._row(call, n, row, row.slot, end)
-    if size:
-      lengths = np.sum(call.seg, 1)
-      call = call._replace(tiles=CallTiles.of(lengths, width, size))
+    if sizes:
+      positions, lengths = call.pos[:, 0], np.sum(call.seg, 1)
+      tiles = tiles_of(
+        positions.tolist(), lengths.tolist(), limits.piece, sizes
+      )
+      call = call._replace(tiles=tiles)
     return call._replace(sampling=self._how.of(call.slots))
 
   def _row(

@@ -93,10 +93,11 @@ class EngineConfig(Config):
     default=4,
   )
   prompt_tile: int | None = option(
-    "Number of tokens of a prompt that pass a layer at once: a call for prompts "
+    "Number of tokens of the smallest tile of prompts: a call for prompts "
     "takes the time of the tiles that it holds, not of those for which it has "
-    "room. 0: all tokens of a call pass together; default: 32 on CPUs, where "
-    "the call can be cut, else 0, see `ringjax/serve/tiling.py`.",
+    "room. Late positions are in tiles that are 4 and 16 times as large, and "
+    "so on up to `piece`. 0: all tokens of a call pass together; default: 16 "
+    "on CPUs where the model and the mesh allow tiles, else 0.",
     least=0,
     default=None,
   )

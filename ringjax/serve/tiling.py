@@ -10,24 +10,24 @@ from __future__ import annotations
 from typing import Any
 
 from ringjax.errors import OptionError
+from ringjax.kv.storage.call_tiles import tile_sizes
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.nn.stack import keeps
 from ringjax.serve.engine_config import EngineConfig
 
-# Tokens of a tile on a CPU: fewer would read weights more often than cores
-# need, more would cost a short prompt more than `rj.infer.generate`.
-_CPU_TILE = 32
+# Tokens of the smallest tile on a CPU: the product of fewer takes as long.
+_CPU_TILE = 16
 
 
-def prompt_tile(
+def prompt_tiles(
   model: Transformer,
   config: EngineConfig,
   attend: CachedAttention,
   platform: str,
   attention_fn: Any = None,
-) -> int:
-  """Number of tokens of a tile of prompts; 0 if a call is one tile.
+) -> tuple[int, ...]:
+  """Sizes of the tiles of prompts, ascending; () if a call is one tile.
 
   A call is one tile on accelerators by default: there each tile would read the
   weights of a layer from the device's memory again.
@@ -38,7 +38,7 @@ def prompt_tile(
   reason = _reason_for_one_tile(model, config, attend, attention_fn)
   requested = config.prompt_tile
   if requested is None:
-    return 0 if reason or platform != "cpu" else min(_CPU_TILE, config.piece)
+    requested = 0 if reason or platform != "cpu" else _CPU_TILE
   if requested and reason:
     raise OptionError(
       "prompt_tile",
@@ -46,7 +46,7 @@ def prompt_tile(
       "0: such a call is not cut into tiles",
       "leave prompt_tile out",
     )
-  return min(requested, config.piece)
+  return tile_sizes(requested, config.piece) if requested else ()
 
 
 def _reason_for_one_tile(

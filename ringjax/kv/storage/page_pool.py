@@ -277,7 +277,7 @@ class PagePool:
     fresh: Bool[Array, " B"],
     shared: tuple[SharedTiles, ...] | None = None,
     parents: Int[Array, "B T"] | None = None,
-    tiles: CallTiles | None = None,
+    tiles: tuple[CallTiles, ...] = (),
   ) -> PooledCache:
     """View of the pool for one call of the model.
 
@@ -293,7 +293,7 @@ class PagePool:
       parents: Parent of each token if they form trees, see
         `Transformer.__call__`. The tokens then take consecutive slots whatever
         their positions, see `moved`.
-      tiles: Tiles of the tokens, which then pass each layer one by one; None:
+      tiles: Tiles of the tokens, which then pass each layer one by one; ():
         all tokens pass together.
     """
     is_state = lambda x: isinstance(x, State)
@@ -316,7 +316,7 @@ class PagePool:
       new=None,
       shared=shared,
       parents=parents,
-      in_tiles=tiles,
+      tiles=tiles,
     )
 
   def rows(
@@ -836,9 +836,9 @@ class PooledCache(CallCache):
     new: Slots and segments of the call's tokens, [B, T].
     shared: Tiles that rows share, see `PagePool.call`.
     parents: Parent of each token in a tree, see `PagePool.call`.
-    writes: For each group, the destination of the call's tokens; in tiles a
-      leading axis is that of the tiles.
-    in_tiles: Tiles of the call's tokens, or None.
+    writes: For each group, the destination of the call's tokens; in tiles
+      those of all tiles of a size, for each size.
+    tiles: Tiles of the call's tokens.
   """
 
   pool: PagePool
@@ -850,8 +850,8 @@ class PooledCache(CallCache):
   new: Coords | None
   shared: tuple[SharedTiles, ...] | None = None
   parents: Int[Array, "B T"] | None = None
-  writes: tuple[PageWrites, ...] = ()
-  in_tiles: CallTiles | None = None
+  writes: tuple[Any, ...] = ()
+  tiles: tuple[CallTiles, ...] = ()
   # A pool has no encoder states for cross-attention.
   states = None
 
@@ -912,10 +912,13 @@ class PooledCache(CallCache):
     """Set the slots and segments of the appended tokens."""
     shape = (self.ends.shape[0], new.pos.shape[1])
     new = Coords(*(jnp.broadcast_to(x, shape) for x in new))
-    if (tiles := self.in_tiles) is not None:
+    if self.tiles:
       cache = dataclasses.replace(self, new=new)
-      writes = jax.vmap(lambda n: cache._tile_writes(n))(
-        jnp.arange(tiles.row.shape[0], dtype=jnp.int32)
+      writes = tuple(
+        jax.vmap(functools.partial(cache._tile_writes, level))(
+          jnp.arange(tiles.row.shape[0], dtype=jnp.int32)
+        )
+        for level, tiles in enumerate(self.tiles)
       )
       return dataclasses.replace(cache, writes=writes)
     writes = tuple(
@@ -924,12 +927,8 @@ class PooledCache(CallCache):
     )
     return dataclasses.replace(self, new=new, writes=writes)
 
-  @property
-  def tiles(self) -> CallTiles | None:
-    return self.in_tiles
-
-  def tile(self, n: Index) -> CacheTile:
-    tile, new = self._tile(n)
+  def tile(self, level: int, n: Index) -> CacheTile:
+    tile, new = self._tile(level, n)
     assert self.new is not None
     before = self.ends - jnp.sum(self.new.seg > 0, 1, dtype=jnp.int32)
     # Slots after the tile's tokens may hold what no earlier call has written.
@@ -943,23 +942,26 @@ class PooledCache(CallCache):
       ends=end,
       rows=tile.take_row(self.rows),
       new=new,
-      writes=jax.tree.map(lambda x: x[n], self.writes),
-      in_tiles=None,
+      writes=jax.tree.map(lambda x: x[n], self.writes[level]),
+      tiles=(),
     )
     return tile._replace(cache=cache)
 
-  def _tile(self, n: Index) -> tuple[CacheTile, Coords]:
-    """Tile n without its cache, and the slots and segments of its tokens."""
-    tiles, new = self.in_tiles, self.new
-    assert tiles is not None
+  def _tile(self, level: int, n: Index) -> tuple[CacheTile, Coords]:
+    """A tile without its cache, and the slots and segments of its tokens."""
+    tiles, new = self.tiles[level], self.new
     assert new is not None
-    row, start = (jnp.asarray(x)[n] for x in (tiles.row, tiles.start))
-    tile = CacheTile(row, start, tiles.size, None)
-    return tile, Coords(*map(tile.take, new))
+    row, start, filled = (
+      jnp.asarray(x)[n] for x in (tiles.row, tiles.start, tiles.filled)
+    )
+    is_filled = jnp.arange(tiles.size, dtype=jnp.int32)[None] < filled
+    tile = CacheTile(row, start, is_filled, None)
+    pos, seg = map(tile.take, new)
+    return tile, Coords(pos, jnp.where(is_filled, seg, 0))
 
-  def _tile_writes(self, n: Index) -> tuple[PageWrites, ...]:
-    """For each group, the destination of the tokens of tile n."""
-    tile, new = self._tile(n)
+  def _tile_writes(self, level: int, n: Index) -> tuple[PageWrites, ...]:
+    """For each group, the destination of the tokens of a tile."""
+    tile, new = self._tile(level, n)
     return tuple(
       self.pool.writes(group, tile.take_row(table), new)
       for group, table in enumerate(self.tables)
