@@ -130,7 +130,7 @@ class CacheTile(NamedTuple):
     new = jnp.where(is_filled, new.astype(x.dtype), self.take(x))
     return lax.dynamic_update_slice(x, new, self._at(x))
 
-  def take_row(self, x: Shaped[Array, B *d]) -> Shaped[Array, 1 *d]:
+  def take_row(self, x: Shaped[Array, B * d]) -> Shaped[Array, 1 * d]:
     """The part of the tile's row in an array of the call's rows."""
     return lax.dynamic_slice_in_dim(x, self.row, 1, 0)
 
