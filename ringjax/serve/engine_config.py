@@ -91,6 +91,15 @@ class EngineConfig(Config):
     least=1,
     default=4,
   )
+  prompt_tile: int | None = option(
+    "Number of tokens of the smallest tile of prompts: a call for prompts "
+    "takes the time of the tiles that it holds, not of those for which it has "
+    "room. Late positions are in tiles that are 4 and 16 times as large, and "
+    "so on up to `piece`. 0: all tokens of a call pass together; default: 16 "
+    "on CPUs where the model and the mesh allow tiles, else 0.",
+    least=0,
+    default=None,
+  )
   budget: int | None = option(
     "Maximum number of tokens of a step, of prompts and answers together; "
     "default: all that its calls have room for.",
