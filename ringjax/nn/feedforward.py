@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from ringjax.nn.linear import Linear, Norm, linear_product, part_dtype
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend
+from ringjax.nn.weights.layer_array import entry_of
 from ringjax.ops.moe import mix
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -393,17 +395,18 @@ class ExpertsLayer(nnx.Module):
       self.expert_scale = scale(e)
     # Latent axes are not sharded like the layer's width.
     inner = None if spec.latent else "embed"
-    into = lambda: param(rngs, (e, d, f), ("experts", inner, "ffn"), fan_in=d)
+    maps = functools.partial(param, rngs, by_index=True)
+    into = lambda: maps((e, d, f), ("experts", inner, "ffn"), fan_in=d)
     self.gate = into() if spec.gated else None
     self.up = into()
-    self.down = param(rngs, (e, f, d), ("experts", "ffn", inner), fan_in=f)
+    self.down = maps((e, f, d), ("experts", "ffn", inner), fan_in=f)
     latent = lambda a, b, *axes: (
       Linear(rngs, (a,), (b,), axes) if spec.latent else None
     )
     self.into = latent(embed, d, "embed", None)
     self.out_of = latent(d, embed, None, "embed")
     bias = lambda n, axis: (
-      param(rngs, (e, n), ("experts", axis)) if spec.bias else None
+      maps((e, n), ("experts", axis)) if spec.bias else None
     )
     self.gate_bias = bias(f, "ffn") if spec.gated else None
     self.up_bias = bias(f, "ffn")
@@ -422,7 +425,7 @@ class ExpertsLayer(nnx.Module):
     self, x: Float[Array, "B T D"], attend: Attend
   ) -> Float[Array, "B T D"]:
     spec = self.spec
-    get = lambda p: p[...] if isinstance(p, nnx.Variable) else p
+    get = lambda p: p.get_value() if isinstance(p, nnx.Variable) else p
     weights = dict(
       router=self.router.weight[...],
       router_bias=get(self.router.bias),
@@ -462,7 +465,7 @@ class ExpertsLayer(nnx.Module):
         pair: tuple[Any, Any], expert: jax.Array, x: jax.Array
       ) -> jax.Array:
         weight, bias = pair
-        expert_weight = jax.tree.map(lambda a: a[expert], weight)
+        expert_weight = entry_of(weight, expert)
         if isinstance(expert_weight, nnx.Module):
           y = expert_weight(x)
         else:
