@@ -59,6 +59,7 @@ _UNUSED_FLAGS = (
   "log_calls",
   "mesh",
   "model_name",
+  "probe_heads",
   "queue",
   "rows",
   "share",
