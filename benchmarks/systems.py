@@ -101,13 +101,6 @@ BLIND = systems_alone.needle(
   "snapkv:budget=.4",
   flags="--lengths=4096 --depths=0.25 --prefill=chunked --chunk=1024",
 )
-NEEDLE_8K = systems_alone.needle(
-  "dense",
-  "kivi2",
-  "h2o:budget=.2",
-  "snapkv:budget=.2",
-  flags="--lengths=8192 --depths=0.5",
-)
 
 
 def _bytes(kind: str) -> Run:
@@ -126,7 +119,6 @@ def _of(kind: str, most: str = "") -> Callable[..., str]:
     kinds: Figures,
     shares: Figures,
     asked: Figures | None = None,
-    long: Figures | None = None,
     blind: Figures | None = None,
   ) -> str:
     base = kind.partition(":")[0]
@@ -137,7 +129,6 @@ def _of(kind: str, most: str = "") -> Callable[..., str]:
       f"1,024 tokens); {most}{shares['8192']:.3f} of a dense cache's bytes "
       f"behind 8,192 tokens, {shares['32768']:.3f} behind 32,768"
       f"{found(asked, 'in 4,096 tokens', *names)}"
-      f"{found(long, 'in 8,192', *names)}"
       f"{found(blind, 'where chunks are evicted before the question', *names)}"
     )
 
@@ -284,7 +275,7 @@ ROWS: tuple[Row, ...] = (
     "tokens exact, lose almost nothing.",
     published="2.6 times less peak memory",
     runs=(KINDS, _bytes("kivi2")),
-    more=(NEEDLE, NEEDLE_8K),
+    more=(NEEDLE,),
     says=lambda kinds, *figures: (
       f"{_of('kivi2')(kinds, *figures)}; plain int2 "
       f"{kinds['int2']['loss']:+.3f}"
@@ -298,7 +289,7 @@ ROWS: tuple[Row, ...] = (
     "the newest, is enough.",
     published="20 % of the cache",
     runs=(KINDS, _bytes("h2o:budget=.2")),
-    more=(NEEDLE, NEEDLE_8K, BLIND),
+    more=(NEEDLE, BLIND),
     says=_of("h2o:budget=.2"),
   ),
   Row(
@@ -308,7 +299,7 @@ ROWS: tuple[Row, ...] = (
     claim="The last queries of a prompt show which keys an answer reads.",
     published="8.2 times less memory at 16k tokens",
     runs=(KINDS, _bytes("snapkv:budget=.2")),
-    more=(NEEDLE, NEEDLE_8K, BLIND),
+    more=(NEEDLE, BLIND),
     says=_of("snapkv:budget=.2"),
   ),
   Row(
