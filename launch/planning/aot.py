@@ -30,7 +30,7 @@ from ringjax.plan.compiler.roofline import NOTE, Roofline, roofline
 NAME = "plan"
 # Sizes of the mesh axis over heads that a search tries.
 _HEADS = (1, 2, 4)
-WHAT = ("train", "prefill", "pair", "decode", "attention")
+WHAT = ("train", "prefill", "pair", "decode", "verify", "attention")
 STRATEGIES = (*registry.NAMES, "plain")
 BUILDERS = "ringjax.bench.steps"
 # Default meshes of programs that do not shard the sequence.
@@ -49,6 +49,7 @@ _OPTIONS = {
   "prefill": (*_OF_MODEL, *_OF_TILES, *_OF_PLACES, "block", "chunk"),
   "pair": (*_OF_MODEL, "block", "how_summed"),
   "decode": (*_OF_MODEL, *_OF_PLACES),
+  "verify": (*_OF_MODEL, *_OF_PLACES, "drafted", "tree"),
   "attention": (*_OF_ATTENTION, *_OF_TILES),
 }  # fmt: skip
 
@@ -152,10 +153,12 @@ def _options(values: flags.FlagValues, program: str) -> dict[str, Any]:
   for name in (
     "remat", "optimizer", "accumulate", "block", "loss_block", "q_block",
     "kv_block", "order", "dtype", "how_summed", "weights", "cache_placement",
-    "chunk",
+    "chunk", "drafted",
   ):  # fmt: skip
     if values[name].value is not None:
       options[name] = values[name].value
+  if values.tree:
+    options["tree"] = True
   if values.cache is not None:
     options["cache"] = str(kind_text.parse(values.cache, "--cache"))
   return options

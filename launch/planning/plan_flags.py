@@ -219,17 +219,21 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "Tokens of a step of the feedforward."),
   ("cache", "text", None, "aot capacity cycles cache window",
    "cache: the kind to explain; "
-   "aot --what=prefill or decode, capacity --what=prefill, cycles "
+   "aot --what=prefill, decode or verify, capacity --what=prefill, cycles "
    "--what=decode: how keys and values are stored, "
    f"{', '.join(KINDS)}; with options as NAME:key=value,key=value; "
    "default: dense; window: as of launch.generate, default windowed."),
   ("weights", "text", None, "aot",
-   "--what=prefill or decode: where layers' weights are, host, or fractions as "
-   "device=.5,host=.5; default: on the devices."),
+   "--what=prefill, decode or verify: where layers' weights are, host, or "
+   "fractions as device=.5,host=.5; default: on the devices."),
   ("cache_placement", "text", None, "aot",
-   "--what=prefill or decode: the same of their keys."),
+   "--what=prefill, decode or verify: the same of their keys."),
   ("chunk", "whole", None, "aot",
-   "--what=prefill: reads the last so many tokens, behind the others."),
+   "--what=prefill: reads the last so many tokens, after the others."),
+  ("drafted", "whole", None, "aot",
+   "--what=verify: drafted tokens of a row; default: 8."),
+  ("tree", "boolean", False, "aot",
+   "--what=verify: the draft is a tree, not a chain."),
   ("loss_block", "whole", None, "aot capacity",
    "Tokens of a step of the head."),
   ("queries", "whole", None, "cycles",

@@ -30,6 +30,8 @@ from ringjax.infer import decode as decoding
 from ringjax.infer import prefill as reading
 from ringjax.infer.liger import paired
 from ringjax.infer.sampling import Greedy
+from ringjax.infer.speculate import rounds
+from ringjax.infer.speculate.drafter import Draft
 from ringjax.kv import kind_text
 from ringjax.kv.base import HOST, bytes_each
 from ringjax.kv.cache import KVCache, LayerCacheSpec, LayerKV
@@ -437,6 +439,105 @@ def decode(
     TypeError: If an option is of attention or feedforward, which decoding
       ignores.
   """
+  program, call = _with_cache(devices, cache, cache_placement, options)
+  mesh = call.mesh
+  return program.built(
+    mesh,
+    decoding.step,
+    (*call.model, call.sampler, call.cache, call.state,
+     _spec(mesh, (4,)), _spec(mesh)),
+    call.flops(1),
+    _cache_tiles(call.cache),
+    what="decode",
+    **call.facts,
+  )  # fmt: skip
+
+
+def verify(
+  devices: Sequence[Any],
+  *,
+  cache: str = "dense",
+  cache_placement: str | None = None,
+  drafted: int = 8,
+  tree: bool = False,
+  **options: Any,
+) -> Built:
+  """Builds a check of drafted tokens after a cache of `tokens`.
+
+  Args:
+    devices: Devices of the slice.
+    cache: Kind of the cache, as `kv.kind_text` parses it.
+    cache_placement: Placement of the layers' keys, see
+      `Transformer.init_cache`.
+    drafted: Number of drafted tokens of a row.
+    tree: Whether they are a tree rather than a chain.
+    options: Options of `ModelOptions`, except those of attention and
+      feedforward.
+
+  Raises:
+    RingjaxError: If an option is out of range or conflicts with another.
+    TypeError: If an option is of attention or feedforward, which drafts
+      ignore.
+  """
+  positive_int("drafted", drafted)
+  program, call = _with_cache(devices, cache, cache_placement, options)
+  mesh, batch = call.mesh, program.batch
+  ids = _spec(mesh, (batch, drafted))
+  draft = Draft(ids, _spec(mesh, (batch,)), ids if tree else None)
+  return program.built(
+    mesh,
+    rounds.verify,
+    (*call.model, "match", call.sampler, call.cache, call.state, draft,
+     _spec(mesh, (batch,)), _spec(mesh, (4,)), _spec(mesh)),
+    call.flops(drafted + 1),
+    _cache_tiles(call.cache),
+    what="verify",
+    drafted=drafted,
+    **call.facts,
+  )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------
+# Parts
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _CallWithCache:
+  """Arguments of a call of few tokens over a filled cache.
+
+  Attributes:
+    mesh: Device mesh.
+    model: The model's shapes and its sharding context.
+    sampler: Sampler of the tokens.
+    cache: Cache of the call.
+    state: Decode state of the rows.
+    facts: Entries of the report.
+    row_flops: FLOPs of a row's single token.
+    rows: Number of rows.
+  """
+
+  mesh: Mesh
+  model: tuple[Transformer, CachedAttention]
+  sampler: Any
+  cache: Any
+  state: decoding.DecodeState
+  facts: Mapping[str, Any]
+  row_flops: float
+  rows: int
+
+  def flops(self, tokens: int) -> float:
+    """FLOPs of a call with so many tokens of each row."""
+    return self.rows * tokens * self.row_flops
+
+
+def _with_cache(
+  devices: Sequence[Any],
+  cache: str,
+  cache_placement: str | None,
+  options: Mapping[str, Any],
+) -> tuple[ModelOptions, _CallWithCache]:
+  """Options and arguments of a call over a cache of `tokens`."""
   kind = kind_text.parse(cache, "cache")
   program = ModelOptions(
     devices=devices, strategy="resident", q_block=None, kv_block=None,
@@ -453,7 +554,6 @@ def decode(
     token=row(), pos=row(), done=row(dtype=jnp.bool_), seen=None
   )
   work = work_profile.profile(model, program.tokens)
-  flops = work.token_s + work.pair_s * program.tokens + _head_flops(model)
   kind = kind.keeping_all("a plan")
   cache_spec = model.init_cache_spec(
     program.batch,
@@ -462,23 +562,21 @@ def decode(
     kind=kind,
     placement=cache_placement,
   )
-  arguments = (cache_spec, state, _spec(mesh, (4,)), _spec(mesh))
-  return program.built(
-    mesh,
-    decoding.step,
-    (model, attend, sampler, *arguments),
-    program.batch * flops,
-    _cache_tiles(cache_spec),
-    what="decode",
-    cache=str(kind),
-    cache_bytes=_cache_bytes(cache_spec),
-    **program.facts(model),
+  call = _CallWithCache(
+    mesh=mesh,
+    model=(model, attend),
+    sampler=sampler,
+    cache=cache_spec,
+    state=state,
+    facts={
+      "cache": str(kind),
+      "cache_bytes": _cache_bytes(cache_spec),
+      **program.facts(model),
+    },
+    row_flops=work.token_s + work.pair_s * program.tokens + _head_flops(model),
+    rows=program.batch,
   )
-
-
-# ---------------------------------------------------------------------------
-# Parts
-# ---------------------------------------------------------------------------
+  return program, call
 
 
 def _spec(

@@ -670,7 +670,7 @@ def forward(
   if rows is not None:
     h = jnp.take_along_axis(h, rows[..., None], 1)
   logits = model.logits(h)
-  return logits if cache is None else (logits, call_cache)
+  return logits if cache is None else (attend.over_vocab(logits), call_cache)
 
 
 def forward_layers(

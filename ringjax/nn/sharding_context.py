@@ -234,6 +234,17 @@ class ShardingContext:
     assert self.mesh is not None
     return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
+  def over_vocab(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
+    """Constrain logits to be sharded as the default rules shard the head.
+
+    Otherwise the compiler may gather the head's weights, where all logits are
+    used on each device: a check of drafted tokens.
+    """
+    if self.model_size == 1 or logits.shape[2] % self.model_size:
+      return logits
+    batch, tokens = (*self.spec(logits), None, None)[:2]
+    return self.constrained(logits, P(batch, tokens, _HEADS))
+
   def everywhere(self, tree: PyTree) -> Any:
     """Constrain all arrays of a tree to be replicated on every device.
 

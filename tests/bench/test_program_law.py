@@ -1,0 +1,106 @@
+"""Compiled programs send and write only what they must, on every mesh."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringjax.bench.program import CompiledProgram
+from tests.contracts import program
+from tests.contracts.program import Case
+from tests.helpers import make_mesh
+
+# Shapes stand for arrays here, which the hook's types do not know.
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+# In the default run; the other cases are long.
+FIRST = {
+  Case("decode"),
+  Case("decode", mesh="seq_model"),
+  Case("decode", mesh="data_seq_model"),
+  Case("decode", "mixture"),
+  Case("verify"),
+  Case("verify_tree", mesh="seq_model"),
+  Case("prefill", "windowed"),
+  Case("prefill", mesh="seq_model"),
+}
+KINDS = ("windowed", "int8", "int4", "float8", "hadamard3", "unrotated")
+
+
+def cases():
+  for phase, family, mesh in itertools.product(
+    program.PHASES, program.FAMILIES, program.MESHES
+  ):
+    yield Case(phase, family, mesh)
+  for phase, kind, mesh in itertools.product(
+    ("decode", "verify"), KINDS, program.MESHES
+  ):
+    # Codes of a layer are larger than a decoded tile.
+    yield Case(phase, mesh=mesh, cache=kind, capacity=1 << 18)
+
+
+def marked(case):
+  marks = [] if case in FIRST else [pytest.mark.long]
+  if case.phase != "prefill" and (
+    case.mesh != "seq" or case.family == "mixture"
+  ):
+    marks.append(pytest.mark.xfail(reason="gathers or copies what it reads"))
+  return pytest.param(case, marks=marks, id=str(case))
+
+
+@pytest.mark.parametrize("case", [*map(marked, cases())])
+def test_a_program_sends_and_writes_only_what_it_must(case):
+  faults = program.faults(case)
+  assert not faults, "\n".join(map(str, faults))
+
+
+# Programs that do what no step may do to a cache [L, B, K, S, H].
+PLANTED = {
+  "gather": lambda cache, mesh: (
+    lax.with_sharding_constraint(cache, NamedSharding(mesh, P())) + 1
+  ),
+  "copy": lambda cache, _: cache + 1,
+  "layer": lambda cache, _: lax.fori_loop(
+    0, 4, lambda n, x: x + jnp.sum(jnp.sin(cache[n]) @ jnp.ones((8, 8))), 0.0
+  ),
+  "not_donated": lambda cache, _: cache.at[0, 0, 0, 0, 0].set(1.0),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_caught(fault):
+  """And its instruction is named, where there is one."""
+  mesh = make_mesh(8, "auto")
+  sharding = NamedSharding(mesh, P(None, None, None, "seq"))
+  shape = (4, 2, 2, 65536, 8)
+  cache = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+  work = lambda cache: PLANTED[fault](cache, mesh)
+  compiled = jax.jit(work).lower(cache).compile()
+  analysis = compiled.memory_analysis()
+  each = 4 * 4 * 2 * 2 * 8192 * 8
+  sizes = program.Sizes(
+    rows=2, tokens=1, layers=4, heads=2, value=8, keys=32, embed=16, vocab=64,
+    seq=8, model=1, parameters=0,
+  )  # fmt: skip
+  reading = program.Reading(
+    CompiledProgram(compiled.as_text()),
+    analysis.temp_size_in_bytes,
+    analysis.alias_size_in_bytes,
+    each,
+    each // 4,
+    sizes,
+  )
+  faults = program.judged(reading, program.PHASES["decode"])
+  words = {
+    "gather": "all-gather carries",
+    "copy": "are written",
+    "layer": "are written",
+    "not_donated": "updated in place",
+  }
+  assert any(words[fault] in x.what for x in faults), faults

@@ -1,0 +1,481 @@
+"""The law of a compiled program: it sends and writes only what it must.
+
+A case is a phase of a model's life, a family, a mesh and a kind of cache. Its
+program is compiled for eight CPU devices from shapes alone and read
+instruction by instruction:
+
+* a collective of each kind carries at most the bytes that a formula states;
+* no instruction writes an array as large as one layer's cache, one layer's
+  experts or the embedding, except those that the phase names;
+* a donated cache stays in place: temporaries are smaller than one layer's.
+
+A fault names the instruction, its shape and the line of source that made it.
+A new family, mesh, kind or phase is one entry of a table here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from ringjax.bench import steps
+from ringjax.bench.program import CompiledInstruction, CompiledProgram
+from ringjax.kv.base import bytes_each
+from tests import checkpoints
+
+# Instructions that give another name to an array, or start what others end.
+_NAMES = frozenset(
+  {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while",
+    "conditional", "call", "after-all", "opt-barrier", "partition-id",
+    "replica-id", "domain", "add-dependency",
+  }
+)  # fmt: skip
+# Instructions that write a part of their first operand, in place: XLA inserts
+# a `copy` where it can't.
+_IN_PLACE = frozenset({"dynamic-update-slice", "scatter"})
+
+MESHES: Mapping[str, tuple[tuple[str, int], ...]] = {
+  "seq": (("seq", 8),),
+  "model": (("model", 8),),
+  "seq_model": (("seq", 2), ("model", 4)),
+  "data_seq": (("data", 2), ("seq", 4)),
+  "data_seq_model": (("data", 2), ("seq", 2), ("model", 2)),
+}
+
+_SMALL = {
+  "hidden_size": 256,
+  "intermediate_size": 512,
+  "num_attention_heads": 8,
+  "num_key_value_heads": 4,
+  "head_dim": 32,
+  "num_hidden_layers": 4,
+  "vocab_size": 16384,
+  "max_position_embeddings": 1 << 20,
+}
+
+
+def _config(name: str, **more: Any) -> dict[str, Any]:
+  """A family's config in larger sizes."""
+  return checkpoints.config(name) | _SMALL | more
+
+
+FAMILIES: Mapping[str, dict[str, Any]] = {
+  "dense": _config("llama3"),
+  "one_kv_head": _config("llama3", num_key_value_heads=1),
+  "mixture": _config("mixtral", num_local_experts=16),
+  "latent": _config(
+    "deepseek_v3", num_key_value_heads=8, kv_lora_rank=64, q_lora_rank=64,
+    qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32, head_dim=16,
+    first_k_dense_replace=4,
+  ),
+  "windowed": _config(
+    "gemma3_text", num_hidden_layers=6, sliding_window=1024,
+    layer_types=["sliding_attention"] * 5 + ["full_attention"],
+  ),
+}  # fmt: skip
+
+
+class Sizes(NamedTuple):
+  """Sizes of a case, on one device where an axis shards them.
+
+  Fields:
+    rows: Rows of a call, B.
+    tokens: Tokens of a row that a call computes, T.
+    layers: Number of layers.
+    heads: Query heads, N.
+    value: Numbers of a head's value, J; of latent attention those of a latent.
+    keys: Numbers of a token's keys and values in a layer.
+    embed: Width of the model, D.
+    vocab: Size of the vocabulary, V.
+    seq: Shards of the sequence.
+    model: Shards of the heads.
+    parameters: Bytes of all parameters of the model, unsharded.
+  """
+
+  rows: int
+  tokens: int
+  layers: int
+  heads: int
+  value: int
+  keys: int
+  embed: int
+  vocab: int
+  seq: int
+  model: int
+  parameters: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+  """A kind of program and its law.
+
+  Attributes:
+    builder: Function of `ringjax.bench.steps` that builds it.
+    options: Options of the builder.
+    tokens: Tokens of a row that are computed; None: all.
+    sends: Most bytes that each kind of collective may carry on one device, over
+      all loops; kinds without an entry may only carry `SLACK` bytes.
+    writes: Parts of traced names of instructions that may write large arrays,
+      and why.
+    large: Bytes from which an array is large, if not as large as one layer's
+      cache, its experts or the embedding.
+    keeps: Whether a cache is donated.
+  """
+
+  builder: Callable[..., Any]
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  tokens: int | None = 1
+  sends: Callable[[Sizes], dict[str, float]]
+  writes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  large: Callable[[Sizes], int] | None = None
+  keeps: bool = True
+
+
+# Bytes of coordinates, lengths and flags.
+SLACK = 1 << 14
+# Bytes of tiles of keys, values and scores, and of a layer's copied weights.
+TILES = 4 << 20
+
+
+def few_tokens(s: Sizes) -> dict[str, float]:
+  """A call of few tokens over a sharded cache: sums of partial results.
+
+  Each layer has a maximum and a sum over the sequence's shards, and two sums
+  over the heads' shards; the head's logits and the embedding have one each.
+  """
+  rows = 4 * s.rows * s.tokens
+  over_seq = rows * s.heads * (s.value + 2) if s.seq > 1 else 0
+  over_model = 2 * rows * s.embed if s.model > 1 else 0
+  ends = rows * (s.embed + 2 * s.vocab) if s.model > 1 else 0
+  return {
+    "all-reduce": s.layers * (over_seq + over_model) + ends,
+    "all-gather": ends,
+  }
+
+
+def around(s: Sizes) -> dict[str, float]:
+  """A prompt: keys go around the ring, sums of heads over their shards."""
+  tokens = 4 * s.rows * s.tokens // s.seq
+  # With two coordinates a token.
+  ring = tokens * (s.keys + 2) * (s.seq - 1)
+  over_model = 2 * tokens * s.embed if s.model > 1 else 0
+  ends = 2 * tokens * s.embed + 4 * s.rows * 2 * (s.vocab + s.embed)
+  return {
+    "collective-permute": s.layers * ring,
+    "all-reduce": s.layers * over_model + ends,
+    "all-gather": (ends if s.model > 1 else 0) + 2 * tokens * s.seq,
+  }
+
+
+def activations(s: Sizes) -> int:
+  """More than any array of a shard's own tokens in one layer.
+
+  A token of a mixture is copied for each of its experts.
+  """
+  tokens = 4 * s.rows * s.tokens // s.seq
+  return 3 * tokens * max(s.embed, s.keys)
+
+
+PHASES: Mapping[str, Phase] = {
+  "decode": Phase(builder=steps.decode, sends=few_tokens),
+  "verify": Phase(
+    builder=steps.verify,
+    options={"drafted": 4},
+    tokens=5,
+    sends=few_tokens,
+  ),
+  "verify_tree": Phase(
+    builder=steps.verify,
+    options={"drafted": 4, "tree": True},
+    tokens=5,
+    sends=few_tokens,
+  ),
+  "prefill": Phase(
+    builder=steps.prefill,
+    options={"strategy": "striped"},
+    tokens=None,
+    sends=around,
+    large=activations,
+  ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One program.
+
+  Attributes:
+    phase: Name of an entry of `PHASES`.
+    family: Name of an entry of `FAMILIES`.
+    mesh: Name of an entry of `MESHES`.
+    cache: Kind of the cache.
+    rows: Number of rows.
+    capacity: Tokens of a row's cache.
+  """
+
+  phase: str
+  family: str = "dense"
+  mesh: str = "seq"
+  cache: str = "dense"
+  rows: int = 2
+  capacity: int = 65536
+
+  def __str__(self) -> str:
+    return "-".join((self.phase, self.family, self.mesh, self.cache))
+
+
+class Reading(NamedTuple):
+  """A compiled program and the sizes by which it is judged.
+
+  Fields:
+    program: Its instructions.
+    temporaries: Bytes of its temporary buffers on a device.
+    aliased: Bytes of arguments that results are written to.
+    cache: Bytes of the cache on a device.
+    large: Bytes from which an array is large.
+    sizes: Sizes of the case.
+  """
+
+  program: CompiledProgram
+  temporaries: int
+  aliased: int
+  cache: int
+  large: int
+  sizes: Sizes
+
+
+def read(case: Case) -> Reading:
+  """Compile a case's program for eight CPU devices."""
+  phase, config = PHASES[case.phase], FAMILIES[case.family]
+  axes = dict(MESHES[case.mesh])
+  built = phase.builder(
+    jax.devices()[: math.prod(axes.values())],
+    tokens=case.capacity,
+    mesh=[list(pair) for pair in axes.items()],
+    batch=case.rows,
+    dtype="float32",
+    model=config,
+    shard=None,
+    cache=case.cache,
+    **phase.options,
+  )
+  compiled = built.function.trace(*built.arguments).lower().compile()
+  model, cache = _parts(built.arguments)
+  analysis = compiled.memory_analysis()
+  assert analysis is not None
+  kinds = model.kinds
+  layers = len(model.config.layers)
+  shape = next(x for x in kinds if hasattr(x, "key"))
+  data = axes.get("data", 1)
+  share = axes.get("model", 1)
+  heads = config["num_attention_heads"]
+  kv_heads, keys = _keys(model, config)
+  sizes = Sizes(
+    rows=case.rows // data,
+    tokens=case.capacity if phase.tokens is None else phase.tokens,
+    layers=layers,
+    heads=heads // share if heads % share == 0 else heads,
+    value=shape.value or shape.key,
+    keys=keys // (share if kv_heads % share == 0 else 1),
+    embed=model.config.embed,
+    vocab=model.config.vocab,
+    seq=axes.get("seq", 1),
+    model=share,
+    parameters=sum(4 * x.size for x in jax.tree.leaves(model)),
+  )
+  cache_bytes = bytes_each(cache)
+  experts = config.get("num_local_experts", 0)
+  of_experts = [
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize // x.shape[0]
+    for x in jax.tree.leaves(model)
+    if experts and x.ndim == 4 and x.shape[1] == experts
+  ]
+  embedding = 4 * sizes.vocab * sizes.embed // share
+  large = min([cache_bytes // layers // 2, embedding, *of_experts])
+  if phase.large is not None:
+    large = phase.large(sizes)
+  return Reading(
+    CompiledProgram(compiled.as_text()),
+    analysis.temp_size_in_bytes,
+    analysis.alias_size_in_bytes,
+    cache_bytes,
+    large,
+    sizes,
+  )
+
+
+def _parts(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+  """The model and the cache of a program's arguments."""
+  model = arguments[0]
+  cache = next(x for x in arguments[1:] if hasattr(x, "slots"))
+  return model, cache
+
+
+def _keys(model: Any, config: Mapping[str, Any]) -> tuple[int, int]:
+  """Heads that a ring sends of a token, and their numbers.
+
+  Latents travel expanded to the keys and values of all heads: more bytes than
+  the latent, and fewer products than attention to it.
+  """
+  shape = next(x for x in model.kinds if hasattr(x, "key"))
+  if shape.value:
+    return shape.heads, shape.heads * (shape.key + shape.value)
+  heads = config["num_attention_heads"]
+  key = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+  return heads, heads * (key + config["v_head_dim"])
+
+
+class Fault(NamedTuple):
+  """Something that a program does and need not do.
+
+  Fields:
+    what: The excess, in words.
+    where: Instruction and the traced operation that made it.
+  """
+
+  what: str
+  where: str
+
+  def __str__(self) -> str:
+    return f"{self.what}\n    {self.where}"
+
+
+def faults(case: Case) -> list[Fault]:
+  """Compile a case and list all that its phase does not allow."""
+  return judged(read(case), PHASES[case.phase])
+
+
+def judged(reading: Reading, phase: Phase) -> list[Fault]:
+  """List all that a compiled program does and its phase does not allow."""
+  return [
+    *_sends(reading, phase.sends(reading.sizes)),
+    *_writes(reading, phase.writes),
+    *(_copies(reading, phase.large is None) if phase.keeps else ()),
+  ]
+
+
+def sent(program: CompiledProgram) -> dict[str, float]:
+  """Bytes of each kind of collective on one device, over all loops."""
+  total: dict[str, float] = {}
+  for _, instruction, times in _collectives(program):
+    assert instruction.kind is not None
+    total[instruction.kind] = (
+      total.get(instruction.kind, 0) + _sent_bytes(instruction) * times
+    )
+  return total
+
+
+def _collectives(
+  program: CompiledProgram,
+) -> list[tuple[str, CompiledInstruction, int]]:
+  return [
+    (name, instruction, program.times[name])
+    for name, instructions in program.computations.items()
+    for instruction in instructions.values()
+    if instruction.kind is not None and program.times[name]
+  ]
+
+
+def _sent_bytes(instruction: CompiledInstruction) -> float:
+  # The result of a start includes its operand.
+  starts = instruction.op.endswith("-start")
+  return instruction.bytes / (2 if starts else 1)
+
+
+def _sends(reading: Reading, allowed: Mapping[str, float]) -> list[Fault]:
+  program = reading.program
+  found = []
+  for kind, total in sent(program).items():
+    limit = allowed.get(kind, 0) + SLACK
+    if total <= limit:
+      continue
+    largest = max(
+      (x for x in _collectives(program) if x[1].kind == kind),
+      key=lambda x: _sent_bytes(x[1]) * x[2],
+    )
+    found.append(
+      Fault(
+        f"{kind} carries {total:,.0f} bytes, at most {limit:,.0f} are due",
+        f"{largest[2]} times {where(largest[1])}",
+      )
+    )
+  return found
+
+
+def _writes(reading: Reading, allowed: Mapping[str, str]) -> list[Fault]:
+  program = reading.program
+  fused = _fused(program)
+  return [
+    Fault(
+      f"{instruction.nbytes:,} bytes are written {program.times[name]} times, "
+      f"{reading.large:,} are large",
+      where(instruction),
+    )
+    for name, instructions in program.computations.items()
+    if program.times[name] and name not in fused
+    for instruction in instructions.values()
+    if instruction.op not in _NAMES
+    and instruction.nbytes >= reading.large
+    and not _in_place(program, instruction)
+    and not any(part in instruction.op_name for part in allowed)
+  ]
+
+
+def _copies(reading: Reading, whole: bool) -> list[Fault]:
+  found = []
+  if reading.aliased < reading.cache - SLACK:
+    found.append(
+      Fault(
+        f"{reading.aliased:,} bytes are updated in place, "
+        f"the cache has {reading.cache:,}",
+        "the whole program",
+      )
+    )
+  if whole and reading.temporaries >= reading.large + TILES:
+    found.append(
+      Fault(
+        f"temporary buffers take {reading.temporaries:,} bytes, "
+        f"{reading.large:,} are large",
+        "the whole program",
+      )
+    )
+  return found
+
+
+def _fused(program: CompiledProgram) -> set[str]:
+  """Computations whose instructions write no array of their own."""
+  return {
+    callee
+    for instructions in program.computations.values()
+    for instruction in instructions.values()
+    for attribute in ("calls", "to_apply")
+    if instruction.op != "call" and (callee := instruction.called(attribute))
+  }
+
+
+def _in_place(program: CompiledProgram, one: CompiledInstruction) -> bool:
+  if one.op in _IN_PLACE:
+    return True
+  inner = program.computations.get(one.called("calls"), {})
+  if one.op != "fusion" or not inner:
+    return False
+  root = next(x for x in inner.values() if x.root)
+  while root.op in ("bitcast", "convert", "copy") and root.operands:
+    root = inner[root.operands[0]]
+  if root.op == "tuple":
+    return all(inner[x].op in _IN_PLACE for x in root.operands)
+  return root.op in _IN_PLACE
+
+
+def where(one: CompiledInstruction) -> str:
+  """Name, shape and source of an instruction."""
+  file = re.search(r'source_file="([^"]*)"', one.text)
+  line = re.search(r"source_line=(\d+)", one.text)
+  source = f" ({file[1]}:{line[1]})" if file and line else ""
+  return f"{one.op} {one.shape} by {one.op_name or one.name}{source}"
