@@ -248,9 +248,7 @@ class Stack(nnx.Module):
     neuron_faults = () if self.neuron_fault is None else (self.neuron_fault,)
     return (*disk_faults.values(), *neuron_faults)
 
-  def _kind(
-    self, run: int, position: int, *, in_part: bool = False
-  ) -> _Layers:
+  def _kind(self, run: int, position: int, *, in_part: bool = False) -> _Layers:
     block = self.blocks[run][position]
     placed = None if self.placed is None else self.placed[run][position]
     if placed is None:

@@ -37,8 +37,13 @@ def _dtype_name(dtype: DTypeLike) -> str:
 def _share_text(share: object) -> object:
   """Plain value of `important` if it has no settings besides the share."""
   if isinstance(share, ImportantShare):
-    alone = ImportantShare(share=share.share)
-    return share.share if share == alone else share
+    # Arrays of probe heads have no truth value, which == of objects needs.
+    alone = all(
+      np.array_equal(getattr(share, field.name), field.default)
+      for field in dataclasses.fields(share)
+      if field.name != "share"
+    )
+    return share.share if alone else share
   return share
 
 

@@ -68,9 +68,7 @@ class MemoryTraffic:
     return files.record(self, "total")
 
 
-def traffic(
-  program: HloProgram, *, taken: float | int = 1.0
-) -> MemoryTraffic:
+def traffic(program: HloProgram, *, taken: float | int = 1.0) -> MemoryTraffic:
   """Count the bytes that a program reads and writes.
 
   Args:
@@ -212,7 +210,9 @@ class _Counter:
 
   def _written(self, computation: str, shape: str) -> float:
     """Bytes of a fusion's results that it writes."""
-    lines = {line.name: line for line in self._program.computations[computation]}
+    lines = {
+      line.name: line for line in self._program.computations[computation]
+    }
     root = next(line for line in lines.values() if line.root)
     roots = [lines[x] for x in root.operands] if root.op == "tuple" else [root]
     arrays = _arrays(shape)
