@@ -412,7 +412,7 @@ class _Exchange:
     own = experts - collectives.axis_index(self.shards.over) * self.own
     return jnp.where((own >= 0) & (own < self.own), own, self.own)
 
-  def _peer(self, experts: Int[Array, "T k"]) -> Int[Array, "T k"]:
+  def _peer(self, experts: Int[Array, "*n k"]) -> Int[Array, "*n k"]:
     """Shard along `tokens` to which rows go; their number for none.
 
     Of several shards with the same tokens each sends rows to those experts
@@ -434,7 +434,7 @@ class _Exchange:
 
   def _plan(
     self, x: PyTree, experts: Int[Array, "T k"]
-  ) -> tuple[Any, Int[Array, "n k"], Int[Array, " n"]]:
+  ) -> tuple[Any, Int[Array, "n c k"], Int[Array, " n"]]:
     """Arrays of tokens and experts in chunks, and rounds of each chunk."""
     tokens, chunk = experts.shape[0], self.dispatch.chunk
     chunks = -(-tokens // chunk)
