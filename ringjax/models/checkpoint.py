@@ -63,7 +63,7 @@ from ringjax.models.weights.weight_placement import (
   refuse_placed,
 )
 from ringjax.nn.feedforward import ExpertsLayer
-from ringjax.nn.param import Rules
+from ringjax.nn.param import Rules, axis_names
 from ringjax.parallel import joint_outcome
 from ringjax.parallel.memory import host_free_bytes
 from ringjax.parallel.mesh import automatic, entering, with_shardings
@@ -559,7 +559,7 @@ def _targets(
       cuts = tensor.form.cuts(axes[len(index) :])
       spec = [None if a is None else cuts[a] for a in piece.axes]
       for i, n in enumerate(piece.shape):
-        if spec[i] is not None and n % mesh.shape[spec[i]]:
+        if n % math.prod(mesh.shape[a] for a in axis_names(spec[i])):
           spec[i] = None
       sharding = NamedSharding(mesh, P(*spec))
     targets[piece.name] = jax.ShapeDtypeStruct(

@@ -59,7 +59,7 @@ class Rules:
     used: set[str] = set()
     of_experts: tuple[str, ...] = ()
     for name, n in zip(names, shape, strict=True):
-      wanted = _names(getattr(self, name, None) if name else None)
+      wanted = axis_names(getattr(self, name, None) if name else None)
       if name != "experts":
         wanted = tuple(a for a in wanted if a not in of_experts)
       dividing = _dividing(wanted, n, mesh)
@@ -87,7 +87,7 @@ class Rules:
     for field in dataclasses.fields(self):
       axis = getattr(self, field.name)
       # Defaults apply to meshes with or without the axis.
-      if axis == field.default or {*_names(axis)} <= {*mesh.axis_names}:
+      if axis == field.default or {*axis_names(axis)} <= {*mesh.axis_names}:
         continue
       raise MeshError(
         "rules",
@@ -107,7 +107,8 @@ class Rules:
     return NamedSharding(mesh, self.spec(axes, shape, mesh))
 
 
-def _names(axes: MeshAxes) -> tuple[str, ...]:
+def axis_names(axes: MeshAxes) -> tuple[str, ...]:
+  """Names of one mesh axis, several, or none."""
   if axes is None:
     return ()
   return (axes,) if isinstance(axes, str) else tuple(axes)
@@ -116,7 +117,7 @@ def _names(axes: MeshAxes) -> tuple[str, ...]:
 def _dividing(axes: MeshAxes, n: int, mesh: Mesh) -> tuple[str, ...]:
   """First ones of some mesh axes whose sizes divide n together."""
   names: tuple[str, ...] = ()
-  for name in _names(axes):
+  for name in axis_names(axes):
     size = mesh.shape.get(name, 0)
     if not size or n % (size * math.prod(mesh.shape[x] for x in names)):
       break
