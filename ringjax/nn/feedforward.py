@@ -532,7 +532,7 @@ class ExpertsLayer(nnx.Module):
 
 def _check_all_here(maps: PyTree, experts: int) -> None:
   """Refuse a part of the experts, as a caller's shard_map may pass."""
-  count = jax.tree.leaves(maps)[0].shape[0]
+  count = min(a.shape[0] for a in jax.tree.leaves(maps))
   if count != experts:
     raise MeshError(
       "model",
