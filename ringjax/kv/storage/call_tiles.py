@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ from jaxtyping import Array, Int, Shaped
 
 from ringjax import tree
 from ringjax.typing import ArrayLeaf, Index
+
+if TYPE_CHECKING:
+  from ringjax.kv.base import CallCache
 
 # A tile serves positions from this many times its size.
 _BEFORE = 4
@@ -108,13 +111,14 @@ class CacheTile(NamedTuple):
     row: Row of the tile, int32 [].
     start: Index of its first token, int32 [].
     is_filled: Whether each of its t places holds a token, bool [1, t].
-    cache: Cache of the call for this tile alone, a batch of one row.
+    cache: Cache of the call for this tile alone, a batch of one row; None where
+      only places are used.
   """
 
   row: Index
   start: Index
   is_filled: jax.Array
-  cache: Any
+  cache: CallCache | None
 
   def take(self, x: Shaped[Array, "B T *d"]) -> Shaped[Array, "1 t *d"]:
     """The tile's part of an array of the call's tokens."""
