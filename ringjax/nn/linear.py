@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -345,7 +344,9 @@ class Norm:
   bias: bool = True
   weight: bool = True
 
-  def build(self, rngs: nnx.Rngs, *dims: int, together: bool = False) -> Any:
+  def build(
+    self, rngs: nnx.Rngs, *dims: int, together: bool = False
+  ) -> LayerNorm | RMSNorm:
     """Make the module that normalises vectors.
 
     Args:

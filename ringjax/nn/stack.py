@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 from ringjax.kv.base import CallCache
 from ringjax.nn.block import Block, Layer
 from ringjax.nn.sharding_context import Attend
+from ringjax.nn.tiled_layer import over_tiles
 from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.layer_array import LayerArray, read_by_index
 from ringjax.nn.weights.placed_layers import PlacedLayers, ReadFault
@@ -396,17 +397,25 @@ class Stack(nnx.Module):
             next_keys = fetch_keys(schedule[turn_index + 1], slots, index, x)
           elif looped:
             next_keys = fetch_keys(schedule[0], slots, index + 1, x)
-          has_several = len(parts) > 1
           layer_number = run.number(position, 0) + len(run.layers) * index
-          x, new_part = block(
-            x,
-            tokens,
-            parts if has_several else parts[0],
-            attend,
-            cache.states,
-            layer_number,
-          )
-          parts = new_part if has_several else (new_part,)
+
+          def run_layer(
+            x: jax.Array,
+            tokens: Tokens,
+            parts: tuple[Any, ...],
+            block: Any = block,
+            states: Any = cache.states,
+            layer_number: Index = layer_number,
+          ) -> tuple[jax.Array, tuple[Any, ...]]:
+            has_several = len(parts) > 1
+            part = parts if has_several else parts[0]
+            x, new_part = block(x, tokens, part, attend, states, layer_number)
+            return x, new_part if has_several else (new_part,)
+
+          if cache.tiles:
+            x, parts = over_tiles(run_layer, x, tokens, parts, cache)
+          else:
+            x, parts = run_layer(x, tokens, parts)
           if any(next_keys):
             # Order the read before the in-place write to the same memory.
             parts = tuple(cache.behind(part, next_keys) for part in parts)

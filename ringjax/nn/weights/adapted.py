@@ -42,6 +42,11 @@ def adapter_rows(rows: Int[Array, " B"] | None) -> Iterator[None]:
     _ROWS.reset(token)
 
 
+def current_adapter_rows() -> Int[Array, " B"] | None:
+  """The adapter of each row that `adapter_rows` has set, or None."""
+  return _ROWS.get()
+
+
 class AdaptedLinear(nnx.Module):
   """A `Linear` with low-rank adapters that are added to it.
 
