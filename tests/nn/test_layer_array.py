@@ -13,6 +13,7 @@ import ringjax as rj
 from ringjax.nn.weights.adapted import adapter_rows
 from ringjax.nn.weights.layer_array import LayerArray
 from ringjax.train.methods.lora import with_adapters
+from tests import checkpoints
 
 MIXTURE = {
   "model_type": "mixtral",
@@ -25,27 +26,16 @@ MIXTURE = {
   "num_local_experts": 11,
   "num_experts_per_tok": 2,
 }
-# Biases of experts, and layers with and without a window in turn.
-BIASED = MIXTURE | {
-  "model_type": "gpt_oss",
-  "num_hidden_layers": 4,
-  "sliding_window": 4,
-  "head_dim": 16,
-}
-# The first layer has no experts, the others have a shared one, too.
-LATENT = MIXTURE | {
-  "model_type": "deepseek_v3",
-  "kv_lora_rank": 16,
-  "q_lora_rank": 16,
-  "qk_nope_head_dim": 8,
-  "qk_rope_head_dim": 8,
-  "v_head_dim": 8,
-  "n_routed_experts": 12,
-  "moe_intermediate_size": 40,
-  "n_shared_experts": 1,
-  "n_group": 1,
-  "topk_group": 1,
-  "first_k_dense_replace": 1,
+MODELS = {
+  "mixtral": MIXTURE,
+  # Biases of experts, and layers of two kinds in turn.
+  "gpt_oss": checkpoints.config("gpt_oss")
+  | {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+  },
+  # The first layers have no experts, the others have a shared one, too.
+  "deepseek_v3": checkpoints.config("deepseek_v3"),
 }
 CODED = {
   "floats": lambda model: model,
@@ -98,11 +88,11 @@ def test_an_entry_is_that_of_the_layer():
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:codes of layers that are not one loop")
 @pytest.mark.parametrize("codes", CODED)
-@pytest.mark.parametrize(
-  "config", [MIXTURE, BIASED, LATENT], ids=lambda x: x["model_type"]
-)
-def test_layers_of_a_loop_are_layers_one_by_one(tmp_path, config, codes):
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_of_a_loop_are_layers_one_by_one(tmp_path, name, codes):
+  config = MODELS[name]
   rj.models.save(rj.models.create(config, seed=0), tmp_path / "model")
   loop, single = (
     CODED[codes](rj.models.load(tmp_path / "model", scan=scan))
@@ -110,7 +100,7 @@ def test_layers_of_a_loop_are_layers_one_by_one(tmp_path, config, codes):
   )
   assert max(run.repeats for run in loop.stack.runs) > 1
   assert max(run.repeats for run in single.stack.runs) == 1
-  np.testing.assert_allclose(logits(loop), logits(single), rtol=0, atol=2e-6)
+  np.testing.assert_allclose(logits(loop), logits(single), rtol=0, atol=5e-6)
 
 
 @pytest.mark.long
@@ -119,7 +109,7 @@ def test_placed_layers_have_the_same_experts(tmp_path, placement):
   rj.models.save(rj.models.create(MIXTURE, seed=0), tmp_path / "model")
   want = logits(rj.models.load(tmp_path / "model"))
   placed = rj.models.load(tmp_path / "model", placement=placement)
-  np.testing.assert_allclose(logits(placed), want, rtol=0, atol=2e-6)
+  np.testing.assert_allclose(logits(placed), want, rtol=0, atol=5e-6)
 
 
 @pytest.mark.long
@@ -152,7 +142,7 @@ def test_sharded_experts_are_the_same_and_never_all_gathered(axis):
   )
   rules = rj.models.Rules(**{"ffn": None, "experts": None, axis: "model"})
   placed = rj.models.place(model, mesh, rules)
-  np.testing.assert_allclose(logits(placed), logits(model), rtol=0, atol=2e-6)
+  np.testing.assert_allclose(logits(placed), logits(model), rtol=0, atol=5e-6)
   text = program(placed)
   assert not re.search(r"\[3,6,\d+,\d+\]\S* all-gather", text)
   if axis == "ffn":
@@ -161,9 +151,8 @@ def test_sharded_experts_are_the_same_and_never_all_gathered(axis):
 
 @pytest.mark.long
 def test_rows_read_their_adapters_alone():
-  model = rj.models.create(
-    MIXTURE | {"model_type": "mistral", "head_dim": 16}, seed=0
-  )
+  config = {k: v for k, v in MIXTURE.items() if "experts" not in k}
+  model = rj.models.create(config | {"model_type": "mistral"}, seed=0)
   lora = rj.train.Lora(rank=2)
   adapters = [
     (lora, jax.tree.map(lambda x: x + 0.1, lora.start(model, seed=n)))
