@@ -162,8 +162,8 @@ def test_rows_read_their_adapters_alone():
   with adapter_rows(rows):
     text, got = program(made), logits(made)
   own = lora.model(adapters[2][1], model)
-  np.testing.assert_allclose(got[0], logits(own)[0], rtol=0, atol=2e-5)
-  np.testing.assert_allclose(got[1], logits(model)[1], rtol=0, atol=2e-5)
+  np.testing.assert_allclose(got[0], logits(own)[0], rtol=0, atol=1e-4)
+  np.testing.assert_allclose(got[1], logits(model)[1], rtol=0, atol=1e-4)
   factors = made.stack.blocks[0][0].attention.q.a.get_value()
   assert factors.shape == (3, 13, 32, 2)
   assert not written(text, 13, 32, 2)
