@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree, Shaped
 
+from ringjax.bench import step_bytes
 from ringjax.bench.ways import NamedStrategy, way
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import ShapeError
@@ -451,6 +452,7 @@ def decode(
     _cache_tiles(call.cache),
     what="decode",
     **call.facts,
+    **call.bytes(1),
   )  # fmt: skip
 
 
@@ -495,6 +497,7 @@ def verify(
     what="verify",
     drafted=drafted,
     **call.facts,
+    **call.bytes(drafted + 1),
   )  # fmt: skip
 
 
@@ -530,6 +533,15 @@ class _CallWithCache:
   def flops(self, tokens: int) -> float:
     """FLOPs of a call with so many tokens of each row."""
     return self.rows * tokens * self.row_flops
+
+  def bytes(self, tokens: int) -> dict[str, float]:
+    """Entries of the report about bytes, with so many tokens of each row."""
+    model, count = self.model[0], self.rows * tokens
+    weights = step_bytes.weight_bytes(model, count)
+    return {
+      "least_bytes": weights + bytes_each(self.cache),
+      "filled_blocks": step_bytes.filled_blocks(model, count),
+    }
 
 
 def _with_cache(

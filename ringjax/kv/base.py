@@ -41,6 +41,7 @@ from ringjax.typing import ArrayLeaf, Index, leaf
 if TYPE_CHECKING:
   from ringjax.kv.composed.row_groups import RowGroups
   from ringjax.kv.encoder_states import EncoderStates
+  from ringjax.kv.storage.call_tiles import CacheTile, CallTiles
 
 # Positions at which rows end: one for all rows, or one for each row.
 Ends = Int[Array | np.ndarray, " ..."] | Sequence[int | np.integer] | int
@@ -346,6 +347,15 @@ class CallCache:
     def states(self) -> EncoderStates | None: ...
     @property
     def length(self) -> Any: ...
+
+  @property
+  def tiles(self) -> tuple[CallTiles, ...]:
+    """Tiles of the call's tokens; (): all tokens pass a layer together."""
+    return ()
+
+  def tile(self, level: int, n: Index) -> CacheTile:
+    """Tile n of those of one size, `tiles[level]`."""
+    raise NotImplementedError
 
   @property
   def row_groups(self) -> RowGroups | None:

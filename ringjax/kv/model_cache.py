@@ -252,6 +252,15 @@ class ModelCache(CallCache):
     """Keep only the tokens in `kept` of the last call; see `KVCache.keep`."""
     return self.each_part(lambda part, x: part.keep(x), kept)
 
+  def keep_first(
+    self, count: Int[Array | np.ndarray, " B"], tokens: int
+  ) -> Any:
+    """Keep the first `count` of the last call's tokens, in each row.
+
+    See `KVCache.keep_first`.
+    """
+    return self.each_part(lambda part, x: part.keep_first(x, tokens), count)
+
   def snapshot(self) -> PyTree:
     """Save the state for `restore`; later calls may donate the cache."""
     if not self.changing:
@@ -263,6 +272,22 @@ class ModelCache(CallCache):
     """Restore the state of a snapshot of this cache."""
     cache: Any = self
     return dataclasses.replace(cache, **jax.tree.map(jnp.copy, snapshot))
+
+  def call_state(self) -> Any:
+    """Save what a call changes besides new slots, for `undo_call`.
+
+    No key or value is copied.
+    """
+    return tuple(part.call_state() for part in self.parts)
+
+  def undo_call(self, state: PyTree) -> Any:
+    """Undo the last call, whose tokens were the same on all shards.
+
+    Args:
+      state: What `call_state` returned before the call.
+    """
+    states = iter(state)
+    return self.each_part(lambda part: part.undo_call(next(states)))
 
   def reset(self: CacheT, rows: RowIndices) -> CacheT:
     """Empty these rows, int [n]; the others stay."""

@@ -662,7 +662,12 @@ def forward(
   if groups is not None:
     return _in_groups(model, attend, tokens, places, groups, rows)
   call_cache = _begun(call_cache, attend, tokens, places)
-  if x is None:
+  if call_cache.tiles and rows is not None:
+    x, call_cache = model.through_layers(tokens, places, call_cache, attend, x)
+    # Norm and head cost the rows that are read, not all that have room.
+    index = rows.reshape(*rows.shape, *(1,) * (x.ndim - 2))
+    h, rows = model.behind(jnp.take_along_axis(x, index, 1)), None
+  elif x is None:
     h, call_cache = model.hidden(tokens, places, call_cache, attend)
   else:
     x, call_cache = model.through_layers(tokens, places, call_cache, attend, x)

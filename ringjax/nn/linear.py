@@ -75,6 +75,11 @@ class Linear(nnx.Module):
       param(rngs, outputs, axes[len(inputs) :], value=0.0) if bias else None
     )
 
+  @property
+  def by_index(self) -> bool:
+    """Whether a call reads some entries of its weight, see `param`."""
+    return bool(self.weight.get_metadata().get("by_index"))
+
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
     bias = None if self.bias is None else self.bias[...]
     return linear_product(x, self.weight[...], self.contracted, bias)

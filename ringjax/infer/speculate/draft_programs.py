@@ -287,7 +287,8 @@ def _tree(
       depths = np.repeat(np.arange(depth + 1), widths[: depth + 1])
       pos = call.pos[:, None] + jnp.asarray(depths, jnp.int32)[None]
       tree_logits, cache = call.read(tokens, pos, cache, parents)
-      cache = cache.keep(jnp.zeros(tokens.shape, bool))
+      nothing = jnp.zeros((batch,), jnp.int32)
+      cache = cache.keep_first(nothing, tokens.shape[1])
       ends = tree_logits[:, first:]
   if shape.best < tokens.shape[1]:
     tokens, parents = _best(tokens, parents, values, shape.best)

@@ -154,6 +154,8 @@ class RowGroups(ModelCache):
   load = refused("load", "leave rows_at_once out")
   snapshot = refused("snapshot", "leave rows_at_once out")
   restore = refused("restore", "leave rows_at_once out")
+  call_state = refused("call_state", "leave rows_at_once out")
+  undo_call = refused("undo_call", "leave rows_at_once out")
   explain = refused("explain", "leave rows_at_once out")
   gathered = refused("gathered", "leave rows_at_once out")
   with_states = refused("with_states", "leave rows_at_once out")

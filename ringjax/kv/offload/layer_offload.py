@@ -344,12 +344,15 @@ class OffloadedCache(WithOpenCache):
   # -------------------------------------------------------------------------
 
   keep = refused("keep, of drafted tokens", "leave speculate= out")
+  keep_first = refused("keep_first, of drafted tokens", "leave speculate= out")
   take = refused("take", "leave the placement of the cache out")
   insert = refused("insert", "leave the placement of the cache out")
   export = refused("export", "leave the placement of the cache out")
   load = refused("load", "leave the placement of the cache out")
   snapshot = refused("snapshot", "leave the placement of the cache out")
   restore = refused("restore", "leave the placement of the cache out")
+  call_state = refused("call_state", "leave the placement of the cache out")
+  undo_call = refused("undo_call", "leave the placement of the cache out")
   explain = refused("explain", "call bytes_by_memory()")
   with_states = refused("with_states", "leave the placement of the cache out")
   gathered = refused("gathered", "pass keep='sharded'")

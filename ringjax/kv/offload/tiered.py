@@ -380,6 +380,22 @@ class TieredCache(ResizableCache):
     Raises:
       OptionError: If `evict` has moved some of them since.
     """
+    self._refuse_moved()
+    return super().keep(kept)
+
+  def keep_first(
+    self, count: Int[Array | np.ndarray, " B"], tokens: int
+  ) -> TieredCache:
+    """Keep the first `count` of the last call's tokens; see `keep`.
+
+    Raises:
+      OptionError: If `evict` has moved some of them since.
+    """
+    self._refuse_moved()
+    return super().keep_first(count, tokens)
+
+  def _refuse_moved(self) -> None:
+    """Refuse to take back tokens that `evict` has moved to the blocks."""
     last_call = self.open.held.before
     if not isinstance(last_call, jax.core.Tracer) and host(last_call).min() < 0:
       raise OptionError(
@@ -388,7 +404,6 @@ class TieredCache(ResizableCache):
         "the cache that the call returned",
         "call keep first, and evict behind it",
       )
-    return super().keep(kept)
 
   def reset(self, rows: RowIndices) -> TieredCache:
     block_table = placed_as(self.held.emptied(np.asarray(rows)), self.held)

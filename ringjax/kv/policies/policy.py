@@ -106,8 +106,8 @@ class Policy:
   """Base class of eviction policies; hashable, compared by value.
 
   Attributes:
-    budget: Number of tokens that each head keeps: an int, or a float share of
-      the tokens of its row, above 0 and at most 1.
+    budget: Number of tokens that each head holds until the next eviction: an
+      int, or a float share of the tokens of its row, above 0 and at most 1.
   """
 
   budget: int | float = 0.5
@@ -180,6 +180,11 @@ class Policy:
       getattr(policy_class, name) is getattr(Policy, name)
       for name in ("counts", "kept", "chosen")
     )
+
+  @property
+  def budgeted(self) -> bool:
+    """Whether a head keeps `counts` tokens, and a plan may expect as many."""
+    return type(self).expected is Policy.expected
 
   def __post_init__(self) -> None:
     budget = self.budget

@@ -102,4 +102,8 @@ class MasterSlots(ContiguousSlots):
     )(old, new, number, self.before, self.used)
 
 
-tree.register(MasterSlots, ("at", "used", "before"), ("mode", "mesh", "axis"))
+tree.register(
+  MasterSlots,
+  ("at", "used", "before"),
+  ("mode", "mesh", "axis", "batch_axes", "head_axis"),
+)

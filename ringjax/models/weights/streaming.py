@@ -521,6 +521,14 @@ class Streaming:
       for group in layer_groups:
         for part in group.pieces:
           cut.update(dict.fromkeys(a for a in part.cuts if a is not None))
+    several = [axes for axes in cut if not isinstance(axes, str)]
+    if several:
+      raise OptionError(
+        "placement",
+        f"layers on disk, sharded over {several[0]}",
+        "one mesh axis for each axis of the weights",
+        "set rules= to single mesh axes, or leave disk out of placement=",
+      )
     sizes = {} if self._mesh is None else {a: self._mesh.shape[a] for a in cut}
     # Number of devices of this process per shard that it reads.
     users = collections.Counter({(): 1})

@@ -56,7 +56,7 @@ class IntegerLinear(nnx.Module):
     lead = axes[: base.lead]
     out = axes[base.lead + self.contracted :]
     wide_param = lambda x, axes, **more: nnx.Param(
-      x, axes=axes, wide=True, **more
+      x, axes=axes, wide=True, by_index=base.by_index, **more
     )
     self.codes, self.scales = (
       wide_param(codes, axes),

@@ -147,7 +147,7 @@ class StoredNode:
     values: Shaped[np.ndarray, "L K m J"] | jax.ShapeDtypeStruct,
     *,
     chunk: int = 32,
-    probes: int | Int[np.ndarray, "L P"] = 3,
+    probes: int | Int[np.ndarray, "*layers P"] = 3,
   ):
     """Write a prefix to a store, or the missing parts of a stored one.
 
@@ -159,7 +159,7 @@ class StoredNode:
       values: Values of all layers, or their shape.
       chunk: Number of tokens of a chunk.
       probes: Number of heads, the first ones; of models with fewer, all. Or
-        the heads of each layer.
+        heads, int [P] of every layer or [L, P].
 
     Raises:
       OptionError: If probes are not heads of the layers.
@@ -566,13 +566,13 @@ class Impress:
 
 
 def heads_of_layers(
-  probes: int | Int[np.ndarray, "L P"], layers: int, heads: int
+  probes: int | Int[np.ndarray, "*layers P"], layers: int, heads: int
 ) -> Int[np.ndarray, "L P"]:
   """Probe heads of each layer, int64 [L, P], rising.
 
   Args:
-    probes: Number of heads, the first ones; of fewer, all. Or those of each
-      layer.
+    probes: Number of heads, the first ones; of fewer, all. Or heads, int [P]
+      of every layer or [L, P].
     layers: Number of layers, L.
     heads: Number of heads that keys have, K.
 
@@ -583,6 +583,8 @@ def heads_of_layers(
     count = min(positive_int("probes", probes), heads)
     return np.tile(np.arange(count), (layers, 1))
   head_numbers = np.sort(np.asarray(probes), axis=-1)
+  if head_numbers.ndim == 1:
+    head_numbers = np.tile(head_numbers, (layers, 1))
   right = (
     head_numbers.ndim == 2
     and len(head_numbers) == layers
@@ -598,7 +600,7 @@ def heads_of_layers(
       "probes",
       f"{head_numbers.tolist()}",
       f"for each of {layers} layers different heads below {heads}",
-      "pass an array of layers and heads, or their number",
+      "pass heads of every layer, an array of layers and heads, or a number",
     )
   return head_numbers.astype(np.int64)
 
