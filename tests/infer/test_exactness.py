@@ -30,8 +30,7 @@ def test_every_policy_is_a_path():
   kinds = [
     path.options()["cache_kind"]
     for path in contract.PATHS.values()
-    # Others measure or read something first.
-    if path.refusals.get("crowd") == "policy" or path.evicts
+    if path.refusals.get("crowd") == "policy"
   ]
   classes = {type(kind.policy) for kind in kinds}
   assert {type(x.policy) for x in KINDS.values() if x.policy} <= classes
