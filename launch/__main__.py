@@ -9,6 +9,7 @@ from pathlib import Path
 
 # Scripts that the list begins with; the others follow by name.
 _ORDER = (
+  "doctor",
   "chat",
   "fetch",
   "generate",

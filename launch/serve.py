@@ -9,6 +9,7 @@
   python -m launch.serve --model=DIR --store=kept --important=0.25
       Of a prefix that is in the folder a quarter is read, what the rest of the
       prompt looks at: approximate answers, sooner. Without --important all.
+      --probe_heads=0,5 names the heads that choose it.
 
   python -m launch.serve --role=router --model=DIR --cluster_key=FILE
   python -m launch.serve --role=prefill --model=DIR --cluster_key=FILE \\
@@ -35,13 +36,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import pathlib
 import socket
+import types
 from collections.abc import Sequence
 from typing import Any, TextIO
 
 import jax
+import numpy as np
 from absl import flags
 
 import ringjax as rj
@@ -97,6 +101,13 @@ def define(values: flags.FlagValues) -> None:
     "them back, also in a server that is started anew.",
   )
   new.whole("store_bytes", 1 << 36, "Bytes of --store at most.")
+  new.path(
+    "probe_heads",
+    None,
+    "KV heads whose keys choose the part of --important: numbers of heads of "
+    "every layer, 0,5, or a JSON file with a list for each layer, as "
+    "rj.infer.contexts.probe_heads measures them. Default: the first three.",
+  )
   new.path("api_keys", None, "File of keys and tenants, KEY TENANT a line.")
   new.text(
     "admin",
@@ -139,7 +150,7 @@ def run(
     if mode == "stages":
       stage_instance.check_role(values)
     flag_modes.check(values, names_of(define))
-    _check_store(values)
+    important = _important(values)
     cluster_roles.check(values)
     if mode == "command":
       return cluster_roles.command(values, stdout)
@@ -200,6 +211,7 @@ def run(
         options["store"] = logs.enter_context(
           rj.store.Store(disk=(values.store, values.store_bytes))
         )
+        options["important"] = important
       engine = rj.serve.Engine(
         model,
         mesh=mesh,
@@ -251,24 +263,70 @@ def run(
   return 0
 
 
-def _check_store(values: flags.FlagValues) -> None:
-  """Refuses flags of a store without one, and a wrong share of prefixes.
+def _important(
+  values: flags.FlagValues,
+) -> rj.serve.ImportantShare | float | None:
+  """The part of stored prefixes that is read, by --important; None for all.
 
   Raises:
-    OptionError: If there is such a flag.
+    OptionError: If --store_bytes, --important or --probe_heads have no
+      meaning.
   """
+  if values.store is None and values["store_bytes"].present:
+    raise OptionError(
+      "--store_bytes",
+      f"{values.store_bytes} without --store",
+      "a folder with prefixes",
+      "pass --store=DIR too",
+    )
+  if values.important is None:
+    if values.probe_heads is not None:
+      raise OptionError(
+        "--probe_heads",
+        f"{values.probe_heads} without --important",
+        "the part of a prefix that these heads choose",
+        "pass --important=0.25 too",
+      )
+    return None
   if values.store is None:
-    for name in ("important", "store_bytes"):
-      if values[name].present:
-        raise OptionError(
-          f"--{name}",
-          f"{values[name].value} without --store",
-          "a folder with prefixes",
-          "pass --store=DIR too",
-        )
-  elif values.important is not None:
-    # An engine checks it, too, once a model is loaded.
-    number("--important", values.important, above=0, most=1)
+    raise OptionError(
+      "--important",
+      f"{values.important} without --store",
+      "a folder with prefixes, of which a part is read",
+      "pass --store=DIR too",
+    )
+  share = number("--important", values.important, above=0, most=1)
+  if values.probe_heads is None:
+    return share
+  probes = _probe_heads(values.probe_heads)
+  return rj.serve.ImportantShare(share=share, probes=probes)
+
+
+def _probe_heads(text: str) -> np.ndarray:
+  """Parses --probe_heads: int [P], heads of every layer, or [L, P].
+
+  Raises:
+    OptionError: If it is neither numbers of heads nor a file of them.
+  """
+  try:
+    if text.endswith(".json"):
+      with open(text, encoding="utf-8") as file:
+        heads = np.array(json.load(file))
+    else:
+      heads = np.array([int(number) for number in text.split(",")])
+    right = heads.dtype.kind == "i" and heads.ndim in (1, 2) and heads.size
+    fault = "" if right else f"an array {heads.shape} of {heads.dtype}"
+  except (OSError, ValueError) as error:
+    heads, fault = np.zeros(0, int), str(error)
+  if fault:
+    raise OptionError(
+      "--probe_heads",
+      f"{text} ({fault})",
+      "numbers of heads, or a JSON file of equally many for each layer",
+      "pass --probe_heads=0,1, or a file of "
+      "json.dumps(rj.infer.contexts.probe_heads(...).tolist())",
+    )
+  return heads
 
 
 def _adapters(entries: Sequence[str]) -> dict[str, str]:
@@ -322,7 +380,7 @@ def _listener(host: str, port: int) -> socket.socket:
   return listener
 
 
-def _uvicorn() -> Any:
+def _uvicorn() -> types.ModuleType:
   try:
     return importlib.import_module("uvicorn")
   except ImportError:

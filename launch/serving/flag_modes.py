@@ -91,7 +91,14 @@ MODES = {
     | _SERVER
     | _DEVICES
     | _PROCESSES
-    | {"adapters", "log_calls", "role", "store", "store_bytes"},
+    | {
+      "adapters",
+      "log_calls",
+      "probe_heads",
+      "role",
+      "store",
+      "store_bytes",
+    },
   ),
   "router": Mode(
     "a router (--role=router)",

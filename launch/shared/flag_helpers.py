@@ -124,7 +124,7 @@ class FlagHelper:
     for name in names:
       field, about = kind.field(name)
       facts, flag = field.metadata, field.metadata["flag"]
-      default: Any = flag.default
+      default = flag.default
       if default is None:
         default = field.default
       aliases = ", ".join(f"--{alias}" for alias in facts["aliases"])

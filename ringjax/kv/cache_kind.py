@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from jax.typing import DTypeLike
@@ -48,7 +48,9 @@ from ringjax.kv.policies import (
 
 _PAGES = (8, 16, 32, 64, 128)
 # Tokens between two evictions of the kinds that have a policy.
-_ROOM = 64
+_ROOM = 16
+# Most of a budget that room, or pages that are not full, take of it.
+_ROOM_SHARE, _PAGE_SHARE = 16, 32
 # Options of parts that come first in texts; those of new fields follow.
 _TEXT_ORDER = (
   "unrotated", "windowed", "slack", "first", "recent", "room", "page", "device",
@@ -306,6 +308,38 @@ class CacheConfig(Config):
     group_tokens = self.layout.page if self.grouped else 0
     exact = self.exact
     return max(exact.first + exact.recent + group_tokens + exact.room, window)
+
+  def counts(
+    self, length: int, heads: Sequence[int], *, expected: bool = False
+  ) -> list[int | float]:
+    """Number of tokens that a head keeps of a row, for each layer.
+
+    A budget includes the tokens that come until the next eviction: of fewer
+    tokens than the row has, `room` - 1 are left out, at most a sixteenth. Of
+    32 pages or more, a last page that would not be full is left out, too.
+    Policies that set what they expect themselves keep their own counts.
+
+    Args:
+      length: Number of tokens that the row has had.
+      heads: Number of KV heads under the policy, see `Policy.counts`.
+      expected: Whether to return `Policy.expected`, for plans.
+    """
+    policy = self.policy
+    if policy is None:
+      return [length] * len(heads)
+    counts = (policy.expected if expected else policy.counts)(length, heads)
+    if not policy.budgeted:
+      return list(counts)
+    exact, page = self.exact.first + self.exact.recent, self.layout.page
+
+    def leaving_room(count: int | float) -> int | float:
+      if count >= length:
+        return count
+      count -= min(self.exact.room - 1, int(count) // _ROOM_SHARE)
+      paged = int(count) - exact
+      return count - (paged % page if paged >= _PAGE_SHARE * page else 0)
+
+    return [leaving_room(count) for count in counts]
 
   def opened(self) -> CacheConfig:
     """Kind of the open cache, which holds tokens until they go into pages."""

@@ -150,7 +150,8 @@ def test_paths_of_flags_may_begin_at_home():
 
 # Flags of files that a script writes, of each script with its `define`.
 OUTPUTS = {
-  "calibrate": (), "chat": (), "evaluate": ("plot", "out"),
+  "calibrate": (), "chat": (), "doctor": ("json",),
+  "evaluate": ("plot", "out"),
   "generate": ("log",), "plan": ("plot", "hlo", "timeline"),
   "prefill": ("plot",), "serve": ("log_calls",), "tokenize": ("out",),
 }  # fmt: skip
