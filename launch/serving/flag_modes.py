@@ -104,7 +104,7 @@ MODES = {
   ),
   "router": Mode(
     "a router (--role=router)",
-    _SERVER
+    frozenset(_SERVER)
     | _MODEL
     | _PROCESSES
     | {"devices", "distributed"}
