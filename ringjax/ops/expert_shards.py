@@ -190,8 +190,9 @@ def mix_sharded(
     return exchange.forward(weights, x, experts, mixing)
 
   def backward(kept: Any, g: jax.Array) -> Any:
+    weights, x, experts, mixing = kept
     with collectives.bound(with_sizes):
-      dw, dx, dmixing = exchange.backward(*kept, g)
+      dw, dx, dmixing = exchange.backward(weights, x, experts, mixing, g)
     return dw, dx, None, dmixing
 
   run.defvjp(lambda *args: (run(*args), args), backward)

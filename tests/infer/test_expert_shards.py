@@ -7,15 +7,20 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import ringjax as rj
 from ringjax import infer, models
 from ringjax.bench.program import Program
 from ringjax.errors import MeshError
 from ringjax.infer import Greedy, decode, prefill
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
+from ringjax.serve import Engine, Request
+from ringjax.train import batch as batches
+from ringjax.train import step
 from tests import checkpoints
 
 BATCH, TOKENS = 2, 128
@@ -43,6 +48,8 @@ def config(name, layers=1):
       content[key] = 8
   if "first_k_dense_replace" in content:
     content["first_k_dense_replace"] = 0
+  if "layer_types" in content:
+    content["layer_types"] = content["layer_types"][:layers]
   return content
 
 
@@ -87,6 +94,7 @@ def compiled(phase, mesh, model):
 
 
 @pytest.mark.usefixtures("unchecked")
+@pytest.mark.long_cases(3)
 @pytest.mark.parametrize(
   ("name", "phase"),
   [
@@ -196,6 +204,66 @@ def test_coded_and_placed_experts_are_sharded(kind, tmp_path):
     )
   tokens = np.random.default_rng(0).integers(0, 64, (BATCH, 16))
   np.testing.assert_allclose(sharded(tokens), model(tokens), rtol=0, atol=2e-5)
+
+
+@pytest.mark.long
+def test_an_engine_answers_as_on_one_device():
+  """Rows that join and leave, on shards that have the same tokens."""
+  model = one_device("mixtral")
+  mesh = mesh_of(seq=2, expert=4)
+  sharded = models.place(model, mesh, models.Rules(experts="expert"))
+  draw = np.random.default_rng(0)
+  prompts = [draw.integers(0, 64, n).astype(np.int32) for n in (5, 19, 11)]
+
+  def answers(model, mesh=None):
+    with Engine(
+      model, rows=2, capacity=128, longest=64, page=16, piece=16, mesh=mesh
+    ) as engine:
+      handles = [
+        engine.submit(Request(prompt=prompt, max_new_tokens=4))
+        for prompt in prompts
+      ]
+      return [handle.result().tokens.tolist() for handle in handles]
+
+  assert answers(sharded, mesh) == answers(model)
+
+
+@pytest.mark.long
+def test_a_training_step_leaves_moments_on_their_shards():
+  """The step is that of one device, in two micro-batches too."""
+  model = one_device("mixtral")
+  mesh = rj.make_mesh((2, 4), ("seq", "expert"))
+  rules = models.Rules(experts=("expert", "seq"))
+  draw = np.random.default_rng(0)
+  rows = step_batch(draw.integers(0, 64, (4, 33)).astype(np.int32))
+
+  def after(model, attend, mesh=None):
+    optimizer = optax.adam(1e-2, eps=1e-2)
+    run = step.make_step(optimizer, attend, step.Objective())
+    state = step.start(optimizer, model, mesh)
+    return run(state, None, batches.place(rows, attend, 2))[0]
+
+  attend = models.ContextParallel(mesh=mesh, axis="seq")
+  got = after(models.place(model, mesh, rules), attend, mesh)
+  want = after(jax.tree.map(jnp.copy, model), models.ContextParallel())
+  for tree in (got.params, got.optimizer[0].mu, got.optimizer[0].nu):
+    assert experts_of(tree).sharding.spec == P(None, ("expert", "seq"))
+  for a, b in zip(
+    jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True
+  ):
+    np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
+def step_batch(tokens):
+  inputs, labels = tokens[:, :-1], tokens[:, 1:]
+  positions = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
+  return batches.Batch(
+    inputs,
+    labels,
+    np.ones(inputs.shape, np.float32),
+    positions.astype(np.int32),
+    np.ones(inputs.shape, np.int32),
+  )
 
 
 def test_a_mesh_without_the_axis_of_the_experts_is_refused():
