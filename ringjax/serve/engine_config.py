@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -38,13 +39,11 @@ def _dtype_name(dtype: DTypeLike) -> str:
 def _share_text(share: object) -> object:
   """Plain value of `important` if it has no settings besides the share."""
   if isinstance(share, ImportantShare):
-    # Arrays of probe heads have no truth value, which == of objects needs.
-    alone = all(
-      np.array_equal(getattr(share, field.name), field.default)
-      for field in dataclasses.fields(share)
-      if field.name != "share"
-    )
-    return share.share if alone else share
+    # `==` of shares whose heads are arrays has no truth value.
+    alone = ImportantShare(share=share.share)
+    others = dataclasses.replace(share, probes=alone.probes)
+    named = np.ndim(share.probes) > 0 or share.probes != alone.probes
+    return share if named or others != alone else share.share
   return share
 
 
