@@ -22,12 +22,12 @@ _GEMMA = "--model=gemma3-270m"
 # -----------------------------------------------------------------------------
 
 
-def _perplexity(printed: Any) -> Figures:
+def _perplexity(printed: dict[str, Any]) -> Figures:
   curve = printed["curves"][0]
   return {"tokens": curve["length"], "nll": curve["mean"]}
 
 
-def _kinds(printed: Any) -> Figures:
+def _kinds(printed: dict[str, Any]) -> Figures:
   """Loss above dense and share of dense bytes, by kind of cache."""
   dense = printed["kinds"][0]
   return {
@@ -39,16 +39,16 @@ def _kinds(printed: Any) -> Figures:
   }
 
 
-def _shares(printed: Any) -> Figures:
+def _shares(printed: dict[str, Any]) -> Figures:
   """Share of a dense cache's bytes behind a prompt, by its tokens."""
   return {f"{row['tokens']}": row["share"] for row in printed["rows"]}
 
 
-def _ways(printed: Any) -> Figures:
+def _ways(printed: dict[str, Any]) -> Figures:
   return {cost["way"]: cost["nll"] for cost in printed["costs"]}
 
 
-def _entropies(printed: Any) -> Figures:
+def _entropies(printed: dict[str, Any]) -> Figures:
   return {
     f"{x['splits']}{' shared' if x['shared'] else ''}": {
       "entropy": x["entropy"],

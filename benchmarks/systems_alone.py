@@ -19,7 +19,7 @@ FOLDER = Step(
 # -----------------------------------------------------------------------------
 
 
-def bits(printed: Any) -> Figures:
+def bits(printed: dict[str, Any]) -> Figures:
   """Takes bits per number and loss above dense, by kind of cache."""
   return {
     kind["name"].partition(":")[0]: {"bits": kind["bits"], "loss": kind["loss"]}
@@ -27,7 +27,7 @@ def bits(printed: Any) -> Figures:
   }
 
 
-def needles_found(printed: Any) -> Figures:
+def found(printed: dict[str, Any]) -> Figures:
   """Takes hidden facts that were found and asked for, by kind of cache."""
   counts: dict[str, list[float]] = {}
   for cell in printed["cells"]:
@@ -38,7 +38,7 @@ def needles_found(printed: Any) -> Figures:
   return {name: {"found": x, "asked": n} for name, (x, n) in counts.items()}
 
 
-def drafters(printed: Any) -> Figures:
+def drafters(printed: dict[str, Any]) -> Figures:
   """Takes each drafter's medians over prompts, and whether tokens are equal."""
   return {
     name: {
@@ -51,7 +51,7 @@ def drafters(printed: Any) -> Figures:
   }
 
 
-def answer(printed: Any) -> Figures:
+def answer(printed: dict[str, Any]) -> Figures:
   """Takes an answer's tokens, and the figures of its drafts."""
   drafts = printed["speculation"] or {}
   return {
@@ -66,17 +66,17 @@ def answer(printed: Any) -> Figures:
   }
 
 
-def answers(printed: Any) -> Figures:
+def answers(printed: dict[str, Any]) -> Figures:
   """Takes right answers and the loss of their tokens, by model."""
   return printed["scores"]
 
 
-def ways(printed: Any) -> Figures:
+def ways(printed: dict[str, Any]) -> Figures:
   """Takes loss and distance of the logits, by way of integer products."""
   return printed["ways"]
 
 
-def two_devices(printed: Any) -> Figures:
+def two_devices(printed: dict[str, Any]) -> Figures:
   """Takes how long two devices read a prompt and how long the first waited."""
   return {
     "prompt_tokens": printed["prompt_tokens"],
@@ -86,7 +86,7 @@ def two_devices(printed: Any) -> Figures:
   }
 
 
-def ranks(printed: Any) -> Figures:
+def ranks(printed: dict[str, Any]) -> Figures:
   """Takes the answer, and the peak bytes of weights of each process."""
   return {
     "tokens": printed["tokens"],
@@ -96,7 +96,7 @@ def ranks(printed: Any) -> Figures:
   }
 
 
-def placements(printed: Any) -> Figures:
+def placements(printed: dict[str, Any]) -> Figures:
   """Takes all figures, by placement."""
   return printed["placements"]
 

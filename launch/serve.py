@@ -40,6 +40,7 @@ import json
 import os
 import pathlib
 import socket
+import types
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -48,9 +49,14 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch.serving import cluster_roles, http_server, stage_instance
+from launch.serving import (
+  cluster_roles,
+  flag_modes,
+  http_server,
+  stage_instance,
+)
 from launch.shared import answering, common, console, model_flags
-from launch.shared.flag_helpers import FlagHelper, option_values
+from launch.shared.flag_helpers import FlagHelper, names_of, option_values
 from ringjax import fetched_models
 from ringjax.checks import number
 from ringjax.data import ChatTemplate, Tokenizer
@@ -65,22 +71,6 @@ _MEMORY = (
   "pass a smaller --capacity or --rows, a codec (--cache=int8), or shard the "
   "pages over more devices (--mesh=seq:N)"
 )
-# Flags that are options of the engine.
-_ENGINE_OPTIONS = (
-  "rows",
-  "capacity",
-  "longest",
-  "page",
-  "piece",
-  "pieces",
-  "budget",
-  "share",
-  "shared_reads",
-  "layout",
-  "preempt",
-  "speculate",
-  "layer_parts",
-)
 
 
 def define(values: flags.FlagValues) -> None:
@@ -91,7 +81,7 @@ def define(values: flags.FlagValues) -> None:
   new.text("host", "127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
   new.whole("port", 8000, "Port; 0 takes a free one.", 0, 65535)
   engine = FlagHelper(values, "What the engine computes at a time, and how.")
-  engine.options(EngineConfig, (*_ENGINE_OPTIONS, "cache_kind", "important"))
+  engine.options(EngineConfig, flag_modes.ENGINE_OPTIONS)
   new.texts(
     "adapters",
     [],
@@ -155,14 +145,19 @@ def run(
   note: str | None = None
   logs = contextlib.ExitStack()
   try:
+    mode = flag_modes.mode_of(values)
+    cluster_roles.check_role(values)
+    if mode == "stages":
+      stage_instance.check_role(values)
+    flag_modes.check(values, names_of(define))
     important = _important(values)
     cluster_roles.check(values)
-    if values.instances or values.set_role is not None:
+    if mode == "command":
       return cluster_roles.command(values, stdout)
-    if stage_instance.has_stages(values):
+    if mode == "stages":
       stage_instance.check(values)
       return stage_instance.run(values, screen)
-    joins, routes = values.join is not None, values.role == "router"
+    joins, routes = mode == "instance", mode == "router"
     if not joins:
       uvicorn = _uvicorn()
     keys = None
@@ -172,13 +167,6 @@ def run(
     if values.chat_template is not None:
       template = _template(values.chat_template)
     adapters = _adapters(values.adapters)
-    if adapters and routes:
-      raise OptionError(
-        "--adapters",
-        f"{', '.join(adapters)} of a router, which has no model",
-        "adapters of instances",
-        "pass them where --join is passed",
-      )
     kind = common.cache_kind(values.cache)
     if values.speculate is not None:
       drafter = model_flags.checked_drafter(values.speculate)
@@ -210,7 +198,8 @@ def run(
         mesh,
         codes=not joins and not model_flags.measured(values),
       )
-      options = option_values(values, EngineConfig, _ENGINE_OPTIONS)
+      options = option_values(values, EngineConfig, flag_modes.ENGINE_OPTIONS)
+      options["cache_kind"] = kind
       options["adapters"] = {
         name: rj.train.load_adapter(path, model)
         for name, path in adapters.items()
@@ -226,7 +215,6 @@ def run(
       engine = rj.serve.Engine(
         model,
         mesh=mesh,
-        cache_kind=kind,
         tokenizer=tokenizer,
         **options,
       )
@@ -281,16 +269,15 @@ def _important(
   """The part of stored prefixes that is read, by --important; None for all.
 
   Raises:
-    OptionError: If --store, --important or --probe_heads have no meaning.
+    OptionError: If --store_bytes, --important or --probe_heads have no
+      meaning.
   """
-  if values.store is not None and (
-    values.join is not None or values.role == "router"
-  ):
+  if values.store is None and values["store_bytes"].present:
     raise OptionError(
-      "--store",
-      f"{values.store} for a router or an instance",
-      "nothing: an instance keeps what comes in --host_store",
-      "leave it out, or serve without --role and --join",
+      "--store_bytes",
+      f"{values.store_bytes} without --store",
+      "a folder with prefixes",
+      "pass --store=DIR too",
     )
   if values.important is None:
     if values.probe_heads is not None:
@@ -393,7 +380,7 @@ def _listener(host: str, port: int) -> socket.socket:
   return listener
 
 
-def _uvicorn() -> Any:
+def _uvicorn() -> types.ModuleType:
   try:
     return importlib.import_module("uvicorn")
   except ImportError:

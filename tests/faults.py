@@ -64,6 +64,27 @@ FAULTS = (
     "ops/test_moe.py",
   ),
   _fault(
+    "a round drops the last row that it sends to a shard",
+    "ops/expert_shards.py",
+    "(at < capacity)",
+    "(at < capacity - 1)",
+    "ops/test_expert_shards.py",
+  ),
+  _fault(
+    "results of a round return in the order of their experts",
+    "ops/expert_shards.py",
+    "y = self._swap(y.astype(x.dtype))",
+    "y = self._swap(y.astype(x.dtype)[jnp.argsort(local[:, 0])])",
+    "ops/test_expert_shards.py",
+  ),
+  _fault(
+    "each shard gathers all experts' weights",
+    "nn/feedforward.py",
+    "if self.over and attend.mesh is not None:",
+    "if False:",
+    "infer/test_expert_shards.py",
+  ),
+  _fault(
     "a shift ahead reads beyond the sequence",
     "ops/recurrent/shift.py",
     "(at < shards.length + min(by, 0))",

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jax.typing import DTypeLike
 
@@ -51,6 +51,12 @@ _PAGES = (8, 16, 32, 64, 128)
 _ROOM = 16
 # Most of a budget that room, or pages that are not full, take of it.
 _ROOM_SHARE, _PAGE_SHARE = 16, 32
+# Options of parts that come first in texts; those of new fields follow.
+_TEXT_ORDER = (
+  "unrotated", "windowed", "slack", "first", "recent", "room", "page", "device",
+  "residual",
+)  # fmt: skip
+_P = TypeVar("_P", bound=Config)
 
 
 @config
@@ -368,23 +374,13 @@ class CacheConfig(Config):
           "leave one of them out",
         )
     evicting = [x for x in (self, other) if x.evicting]
-    layouts = (self.layout, other.layout)
-    exacts, tiers = (self.exact, other.exact), (self.tier, other.tier)
+    tiers = (self.tier, other.tier)
+    room = max(x.exact.room for x in evicting or (self, other))
     return CacheConfig(
-      layout=LayoutConfig(
-        unrotated=any(x.unrotated for x in layouts),
-        windowed=any(x.windowed for x in layouts),
-        slack=max(x.slack for x in layouts),
-        page=max(x.page for x in layouts),
-      ),
+      layout=_combined(self.layout, other.layout),
       codec=self.codec or other.codec,
       policy=self.policy or other.policy,
-      exact=ExactConfig(
-        first=max(x.first for x in exacts),
-        recent=max(x.recent for x in exacts),
-        residual=self.exact.residual or other.exact.residual,
-        room=max(x.exact.room for x in evicting or (self, other)),
-      ),
+      exact=_combined(self.exact, other.exact).replace(room=room),
       tier=max(tiers, key=lambda x: x.device or 0),
     )
 
@@ -440,17 +436,16 @@ class CacheConfig(Config):
   def text_options(self) -> dict[str, Any]:
     """Options of texts by name: of parts, then the policy's and the codec's."""
     tier = self.tier
-    options: dict[str, Any] = {
-      "unrotated": self.layout.unrotated,
-      "windowed": self.layout.windowed,
-      "slack": self.layout.slack,
-      "first": self.exact.first,
-      "recent": self.exact.recent,
-      "room": self.exact.room if tier.device is None else tier.block,
-      "page": self.layout.page,
-      "device": tier.device,
-      "residual": self.exact.residual,
+    parts = {
+      field.name: getattr(part, field.name)
+      for part in (self.layout, self.exact, tier)
+      for field in part.fields()
     }
+    block = parts.pop("block")
+    if tier.device is not None:
+      # In texts the tokens of a block in host memory are room, too.
+      parts["room"] = block
+    options = {name: parts.pop(name) for name in _TEXT_ORDER} | parts
     if self.policy is not None:
       for field in dataclasses.fields(self.policy):
         options[f"policy.{field.name}"] = getattr(self.policy, field.name)
@@ -499,6 +494,17 @@ class CacheConfig(Config):
       if shortest is None or len(changed) < shortest[0]:
         shortest = len(changed), text
     return repr(self) if shortest is None else shortest[1]
+
+
+def _combined(a: _P, b: _P) -> _P:
+  """Combine parts of two kinds: what either has, the larger of two numbers."""
+  pairs = {x.name: (getattr(a, x.name), getattr(b, x.name)) for x in a.fields()}
+  return a.replace(
+    **{
+      name: max((x for x in pair if x is not None), default=None)
+      for name, pair in pairs.items()
+    }
+  )
 
 
 def _of_part(name: str) -> property:

@@ -62,7 +62,8 @@ from ringjax.models.weights.weight_placement import (
   WeightPlacement,
   refuse_placed,
 )
-from ringjax.nn.param import Rules
+from ringjax.nn.feedforward import ExpertsLayer
+from ringjax.nn.param import Rules, axis_names
 from ringjax.parallel import joint_outcome
 from ringjax.parallel.memory import host_free_bytes
 from ringjax.parallel.mesh import automatic, entering, with_shardings
@@ -116,7 +117,8 @@ def create(
 
   def build() -> Transformer:
     model = Transformer(parsed, nnx.Rngs(seed), scan=scan)
-    return _with_source(cast(model, dtype), source)
+    model = _with_source(cast(model, dtype), source)
+    return _over_experts(model, mesh, rules)
 
   abstract = jax.eval_shape(build)
   shardings = None if mesh is None else _shardings(abstract, mesh, rules)
@@ -139,7 +141,24 @@ def place(
   """
   refuse_placed(model, "move it", "load it with mesh= and placement=")
   mesh = _checked_mesh(automatic(mesh), rules)
+  model = _over_experts(model, mesh, rules)
   return jax.device_put(model, _shardings(model, mesh, rules))
+
+
+def _over_experts(model: M, mesh: Mesh | None, rules: Rules | None) -> M:
+  """The model whose mixtures know which mesh axes shard their experts.
+
+  In a trace no array knows its sharding.
+  """
+  result = jax.tree.map(lambda x: x, model)
+  for _, module in nnx.iter_modules(result):
+    if isinstance(module, ExpertsLayer):
+      module.over = (
+        ()
+        if mesh is None
+        else (rules or Rules()).over_experts(module.spec.experts, mesh)
+      )
+  return result
 
 
 def _shardings(model: Transformer, mesh: Mesh, rules: Rules | None) -> Any:
@@ -186,6 +205,7 @@ def abstract(
   form = jax.eval_shape(lambda: create(config, dtype=dtype))
   if mesh is None:
     return form
+  form = _over_experts(form, mesh, rules)
   return with_shardings(form, _shardings(form, mesh, rules))
 
 
@@ -317,10 +337,11 @@ def load(
       )
     )
     empty = shapes_in(float_dtype("dtype", stored))
+    empty = _over_experts(empty, mesh, rules)
     if dtype is None and placement is None and memory is None:
       widened = wide_on_cpu(parameters(empty), empty.dtype, mesh)
       if widened:
-        empty = shapes_in(jnp.float32)
+        empty = _over_experts(shapes_in(jnp.float32), mesh, rules)
         empty.saved_dtype = jnp.dtype(stored).name
     model_contents = contents(folder, family, empty, source)
     empty.origin = origin_of(
@@ -538,7 +559,7 @@ def _targets(
       cuts = tensor.form.cuts(axes[len(index) :])
       spec = [None if a is None else cuts[a] for a in piece.axes]
       for i, n in enumerate(piece.shape):
-        if spec[i] is not None and n % mesh.shape[spec[i]]:
+        if n % math.prod(mesh.shape[a] for a in axis_names(spec[i])):
           spec[i] = None
       sharding = NamedSharding(mesh, P(*spec))
     targets[piece.name] = jax.ShapeDtypeStruct(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable
@@ -14,9 +15,12 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from ringjax.errors import MeshError
 from ringjax.nn.linear import Linear, Norm, linear_product, part_dtype
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend
+from ringjax.nn.weights.layer_array import LayerArray, entry_of
+from ringjax.ops.expert_shards import ExpertShards, mix_sharded
 from ringjax.ops.moe import mix
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -371,6 +375,7 @@ class ExpertsLayer(nnx.Module):
       and `down`.
     up: [E, D, F].
     down: [E, F, D].
+    over: Mesh axes that shard the experts, the last one moving fastest.
   """
 
   # Maps of each expert, without biases.
@@ -381,6 +386,7 @@ class ExpertsLayer(nnx.Module):
   def __init__(self, rngs: nnx.Rngs, spec: Experts, embed: int):
     e, f, d = spec.experts, spec.hidden, spec.latent or embed
     self.spec = spec
+    self.over: tuple[str, ...] = ()
     self.router = Linear(
       rngs, (embed,), (e,), ("embed", None), bias=spec.router_bias
     )
@@ -393,17 +399,18 @@ class ExpertsLayer(nnx.Module):
       self.expert_scale = scale(e)
     # Latent axes are not sharded like the layer's width.
     inner = None if spec.latent else "embed"
-    into = lambda: param(rngs, (e, d, f), ("experts", inner, "ffn"), fan_in=d)
+    maps = functools.partial(param, rngs, by_index=True)
+    into = lambda: maps((e, d, f), ("experts", inner, "ffn"), fan_in=d)
     self.gate = into() if spec.gated else None
     self.up = into()
-    self.down = param(rngs, (e, f, d), ("experts", "ffn", inner), fan_in=f)
+    self.down = maps((e, f, d), ("experts", "ffn", inner), fan_in=f)
     latent = lambda a, b, *axes: (
       Linear(rngs, (a,), (b,), axes) if spec.latent else None
     )
     self.into = latent(embed, d, "embed", None)
     self.out_of = latent(d, embed, None, "embed")
     bias = lambda n, axis: (
-      param(rngs, (e, n), ("experts", axis)) if spec.bias else None
+      maps((e, n), ("experts", axis)) if spec.bias else None
     )
     self.gate_bias = bias(f, "ffn") if spec.gated else None
     self.up_bias = bias(f, "ffn")
@@ -422,18 +429,20 @@ class ExpertsLayer(nnx.Module):
     self, x: Float[Array, "B T D"], attend: Attend
   ) -> Float[Array, "B T D"]:
     spec = self.spec
-    get = lambda p: p[...] if isinstance(p, nnx.Variable) else p
+    get = lambda p: p.get_value() if isinstance(p, nnx.Variable) else p
     weights = dict(
       router=self.router.weight[...],
       router_bias=get(self.router.bias),
       correction=get(self.correction),
-      gate=(get(self.gate), get(self.gate_bias)),
-      up=(get(self.up), get(self.up_bias)),
-      down=(get(self.down), get(self.down_bias)),
       latent=tuple(
         None if map_ is None else map_.weight[...]
         for map_ in (self.into, self.out_of)
       ),
+    )
+    maps = dict(
+      gate=(get(self.gate), get(self.gate_bias)),
+      up=(get(self.up), get(self.up_bias)),
+      down=(get(self.down), get(self.down_bias)),
     )
     if spec.scaled:
       root = jnp.asarray(1 / math.sqrt(x.shape[-1]), x.dtype)
@@ -441,7 +450,9 @@ class ExpertsLayer(nnx.Module):
       weights["input_scale"] = self.input_scale[...]
       weights["expert_scale"] = self.expert_scale[...]
 
-    def run(w: PyTree, x: jax.Array) -> jax.Array:
+    def run(
+      w: PyTree, maps: PyTree, x: jax.Array, shards: ExpertShards | None = None
+    ) -> jax.Array:
       router_input = x
       if spec.scaled:
         router_input, x = (
@@ -458,43 +469,61 @@ class ExpertsLayer(nnx.Module):
       if spec.scaled:
         mixing = mixing * w["expert_scale"].astype(jnp.float32)[chosen]
 
-      def linear(
-        pair: tuple[Any, Any], expert: jax.Array, x: jax.Array
-      ) -> jax.Array:
-        weight, bias = pair
-        expert_weight = jax.tree.map(lambda a: a[expert], weight)
-        if isinstance(expert_weight, nnx.Module):
-          y = expert_weight(x)
-        else:
-          y = jnp.matmul(x, expert_weight, preferred_element_type=x.dtype)
-        return y if bias is None else y + bias[expert][None].astype(y.dtype)
-
-      def f(expert: jax.Array, x: jax.Array) -> jax.Array:
-        up = linear(w["up"], expert, x)
-        if not spec.gated:
-          return linear(w["down"], expert, ACTIVATIONS[spec.act](up))
-        gate = linear(w["gate"], expert, x)
-        if spec.clamped is not None:
-          h = spec.clamped(gate, up)
-        else:
-          h = ACTIVATIONS[spec.act](gate) * up
-        return linear(w["down"], expert, h)
-
       into, out_of = w["latent"]
-      y = mix(
-        f,
-        x if into is None else linear_product(x, into, 1),
-        chosen,
-        mixing,
-        spec.experts,
-        scale_input=spec.scale_input,
-      )
+      x = x if into is None else linear_product(x, into, 1)
+      if shards is None:
+        y = mix(
+          lambda expert, x: self._expert(entry_of(maps, expert), x),
+          x,
+          chosen,
+          mixing,
+          spec.experts,
+          scale_input=spec.scale_input,
+        )
+      else:
+        y = mix_sharded(
+          self._expert,
+          maps,
+          x,
+          chosen,
+          mixing,
+          spec.experts,
+          shards,
+          scale_input=spec.scale_input,
+          entry=entry_of,
+        )
       return y if out_of is None else linear_product(y, out_of, 1)
 
-    y = attend.per_shard(run, weights, x)
+    if self.over and attend.mesh is not None:
+      y = attend.per_expert_shard(run, weights, maps, x, self.over)
+    else:
+      _check_all_here(maps, spec.experts)
+      y = attend.per_shard(lambda w, x: run(w[0], w[1], x), (weights, maps), x)
     if self.shared is None:
       return y
     return y + attend.rowwise(self._shared, x)
+
+  def _expert(self, maps: PyTree, x: jax.Array) -> jax.Array:
+    """Output of one expert, whose weights and biases these are."""
+    spec = self.spec
+
+    def linear(name: str, x: jax.Array) -> jax.Array:
+      weight, bias = maps[name]
+      if isinstance(weight, nnx.Module):
+        y: Any = weight(x)  # pyrefly: ignore[not-callable]
+      else:
+        y = jnp.matmul(x, weight, preferred_element_type=x.dtype)
+      return y if bias is None else y + bias[None].astype(y.dtype)
+
+    up = linear("up", x)
+    if not spec.gated:
+      return linear("down", ACTIVATIONS[spec.act](up))
+    gate = linear("gate", x)
+    if spec.clamped is not None:
+      h = spec.clamped(gate, up)
+    else:
+      h = ACTIVATIONS[spec.act](gate) * up
+    return linear("down", h)
 
   def _shared(self, x: jax.Array) -> jax.Array:
     assert self.shared is not None
@@ -502,6 +531,19 @@ class ExpertsLayer(nnx.Module):
     if self.shared_gate is None:
       return y
     return y * jax.nn.sigmoid(self.shared_gate(x))
+
+
+def _check_all_here(maps: PyTree, experts: int) -> None:
+  """Refuse a part of the experts, as a caller's shard_map may pass."""
+  is_array = lambda x: isinstance(x, LayerArray)
+  count = min(a.shape[0] for a in jax.tree.leaves(maps, is_leaf=is_array))
+  if count != experts:
+    raise MeshError(
+      "model",
+      f"{count} of {experts} experts in a shard_map",
+      "all of them",
+      "pass the model with in_specs=P(), or call it outside of the shard_map",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,8 @@ class Rules:
   An axis that they do not divide leaves the parameter replicated, and so does a
   default ("model") on a mesh without that axis; of several mesh axes as many of
   the first ones are used as divide it together. One mesh axis for two axes of a
-  parameter is an error.
+  parameter is an error, but mesh axes that shard its experts shard nothing else
+  of it: then "model" may do so, and shard the width of other feedforwards.
 
   Attributes:
     embed: Mesh axis for the model's width.
@@ -32,7 +33,8 @@ class Rules:
     kv_heads: Mesh axis for the heads of keys and values.
     ffn: Mesh axis for the width of the feedforward.
     vocab: Mesh axis for the ids of the vocabulary.
-    experts: Mesh axis for the experts of a mixture.
+    experts: Mesh axis for the experts of a mixture. Their weights stay there,
+      and tokens go to them, see `ops.expert_shards`.
   """
 
   embed: MeshAxes = None
@@ -55,8 +57,14 @@ class Rules:
     names = (None,) * (len(shape) - len(axes)) + tuple(axes)
     spec: list[MeshAxes] = []
     used: set[str] = set()
+    of_experts: tuple[str, ...] = ()
     for name, n in zip(names, shape, strict=True):
-      dividing = _dividing(getattr(self, name, None) if name else None, n, mesh)
+      wanted = axis_names(getattr(self, name, None) if name else None)
+      if name != "experts":
+        wanted = tuple(a for a in wanted if a not in of_experts)
+      dividing = _dividing(wanted, n, mesh)
+      if name == "experts":
+        of_experts = dividing
       if twice := used & {*dividing}:
         raise MeshError(
           "rules",
@@ -79,7 +87,7 @@ class Rules:
     for field in dataclasses.fields(self):
       axis = getattr(self, field.name)
       # Defaults apply to meshes with or without the axis.
-      if axis == field.default or {*_names(axis)} <= {*mesh.axis_names}:
+      if axis == field.default or {*axis_names(axis)} <= {*mesh.axis_names}:
         continue
       raise MeshError(
         "rules",
@@ -88,6 +96,10 @@ class Rules:
         "correct the name, or set it to None",
       )
 
+  def over_experts(self, experts: int, mesh: Mesh) -> tuple[str, ...]:
+    """Mesh axes that shard this number of experts."""
+    return _dividing(self.experts, experts, mesh)
+
   def sharding(self, param: nnx.Variable, mesh: Mesh) -> NamedSharding:
     """Sharding of a parameter of a module, abstract or not."""
     shape = param.get_value().shape
@@ -95,7 +107,8 @@ class Rules:
     return NamedSharding(mesh, self.spec(axes, shape, mesh))
 
 
-def _names(axes: MeshAxes) -> tuple[str, ...]:
+def axis_names(axes: MeshAxes) -> tuple[str, ...]:
+  """Names of one mesh axis, several, or none."""
   if axes is None:
     return ()
   return (axes,) if isinstance(axes, str) else tuple(axes)
@@ -104,7 +117,7 @@ def _names(axes: MeshAxes) -> tuple[str, ...]:
 def _dividing(axes: MeshAxes, n: int, mesh: Mesh) -> tuple[str, ...]:
   """First ones of some mesh axes whose sizes divide n together."""
   names: tuple[str, ...] = ()
-  for name in _names(axes):
+  for name in axis_names(axes):
     size = mesh.shape.get(name, 0)
     if not size or n % (size * math.prod(mesh.shape[x] for x in names)):
       break
@@ -120,10 +133,13 @@ def param(
   fan_in: int | None = None,
   value: float = 0.0,
   wide: bool = False,
+  by_index: bool = False,
 ) -> nnx.Param:
   """Make a float32 parameter: normal of variance 1/fan_in, else `value`.
 
-  `wide` parameters stay float32 when a model is cast.
+  `wide` parameters stay float32 when a model is cast. Of `by_index` ones a call
+  reads some entries along the first axis, so a loop over layers that computes
+  no gradient passes a `LayerArray` instead of copying a layer's array.
   """
   assert len(shape) == len(axes), (shape, axes)
   if fan_in is None:
@@ -131,4 +147,4 @@ def param(
   else:
     data = jax.random.normal(rngs.params(), shape, jnp.float32)
     data = data * jnp.float32(1 / math.sqrt(fan_in))
-  return nnx.Param(data, axes=axes, wide=wide)
+  return nnx.Param(data, axes=axes, wide=wide, by_index=by_index)

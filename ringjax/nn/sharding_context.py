@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 from ringjax.errors import MeshError, OptionError
 from ringjax.kv.base import KV, LayerCache
 from ringjax.nn.tokens import Tokens
+from ringjax.nn.weights.layer_array import LayerArray
 from ringjax.ops.ancestors import Ancestors
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.cached.cached_attention import ShardedDecode
@@ -38,6 +39,7 @@ from ringjax.ops.attention.scores import Scores, Terms
 from ringjax.ops.attention.strategies.chain import Chain
 from ringjax.ops.attention.strategies.ring import Ring
 from ringjax.ops.attention.strategies.strategy import Strategy
+from ringjax.ops.expert_shards import ExpertShards
 from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.ops.mask import Causal, Coords, Everything, Mask, SameSegment
 from ringjax.parallel import collectives
@@ -291,12 +293,7 @@ class ShardingContext:
       return f(weights, x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
     spec = self.spec(x) if self.mesh is not None else P()
-    names = {
-      a
-      for entry in tuple(spec)
-      for a in (entry if isinstance(entry, tuple) else (entry,))
-      if a is not None
-    }
+    names = _names(spec)
     if not names:
       return local(weights, x)
     return jax.shard_map(
@@ -306,6 +303,77 @@ class ShardingContext:
       out_specs=spec,
       axis_names=names,
     )(weights, x)
+
+  def per_expert_shard(
+    self,
+    f: Callable[[Any, Any, Array, ExpertShards], Array],
+    weights: PyTree,
+    experts: PyTree,
+    x: Shaped[Array, "B T D"],
+    over: tuple[str, ...],
+  ) -> Shaped[Array, "B T D"]:
+    """f on each shard's tokens of [B, T, D] and each shard's experts.
+
+    Args:
+      f: Function (weights, experts of the shard, tokens [n, D], axes of the
+        shards) -> [n, D], the same on shards that have the same tokens.
+      weights: Weights that all shards have.
+      experts: Arrays of the experts' weights, [E, ...] each.
+      x: Tokens.
+      over: Mesh axes that shard the experts, not none.
+
+    Raises:
+      MeshError: If the call's mesh does not have these axes.
+    """
+    mesh = self.mesh
+    if mesh is None or not {*over} <= {*mesh.axis_names}:
+      raise MeshError(
+        "attend",
+        "no mesh" if mesh is None else f"a mesh of axes {mesh.axis_names}",
+        f"the mesh whose axes {over} shard the model's experts",
+        "pass that mesh, or move the model to this one with rj.models.place",
+      )
+    spec = self.spec(x)
+    shards = ExpertShards(
+      over=over, tokens=tuple(a for a in over if a in _names(spec))
+    )
+
+    def local(weights: PyTree, experts: PyTree, x: jax.Array) -> jax.Array:
+      tokens = x.reshape(-1, x.shape[-1])
+      return f(weights, experts, tokens, shards).reshape(x.shape)
+
+    return jax.shard_map(
+      local,
+      mesh=mesh,
+      in_specs=(P(), _expert_specs(experts, over), spec),
+      out_specs=spec,
+      axis_names=_names(spec) | {*over},
+    )(weights, experts, x)
+
+
+def _expert_specs(experts: PyTree, over: tuple[str, ...]) -> PyTree:
+  """Specs of arrays of experts' weights, of one layer or of all layers."""
+
+  def spec_of(array: object) -> Any:
+    if isinstance(array, LayerArray):
+      # Specs in the place of the arrays, as shard_map takes them.
+      stacked: Any = P(None, over)
+      layer: Any = P()
+      return LayerArray(stacked=stacked, layer=layer)
+    return P(over)
+
+  is_array = lambda x: isinstance(x, LayerArray)
+  return jax.tree.map(spec_of, experts, is_leaf=is_array)
+
+
+def _names(spec: P) -> set[str]:
+  """Mesh axes in a sharding."""
+  return {
+    a
+    for entry in tuple(spec)
+    for a in (entry if isinstance(entry, tuple) else (entry,))
+    if a is not None
+  }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -652,9 +720,10 @@ class CachedAttention(ShardingContext):
     run = ShardedDecode(
       mesh=self.mesh,
       axis=self.of_mesh,
-      batch_axes=shares.get("batch_axis", ()),
+      batch_axes=self.batch_axes(b),
       head_axes=shares.get("head_axis", ()),
-      fully_manual=bool(shares),
+      query_axes=() if shares else self._query_axes(t, views),
+      fully_manual=self.mesh is not None,
       sharded=self.sharded,
       masters=self.masters,
       local=self.local,
@@ -669,6 +738,19 @@ class CachedAttention(ShardingContext):
       extras.selection,
     )
     return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
+
+  def _query_axes(
+    self, tokens: int, views: tuple[KVView, ...]
+  ) -> tuple[str, ...]:
+    """Axes that shard many queries, for heads that are not sharded.
+
+    A few queries are computed on each device: it reads all heads' keys anyway.
+    """
+    size = self.model_size
+    divides = size > 1 and tokens % (size * self.size) == 0
+    if not divides or tokens <= ShardedDecode.few:
+      return ()
+    return () if any(view.queries is not None for view in views) else (_HEADS,)
 
   def _segmented(self, view: KVView) -> Any:
     """Add the segment rule to a view's own mask, if it has one."""

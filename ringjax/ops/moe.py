@@ -14,6 +14,7 @@ has one expert, and a loop over blocks uses one expert's weights at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,62 @@ def block_rows(rows: int, experts: int) -> int:
   """Number of rows of a block: about an expert's share, from 8 to 256."""
   share = max(1, rows // experts)
   return min(256, max(8, 1 << (share - 1).bit_length()))
+
+
+class RowBlocks(NamedTuple):
+  """Rows sorted by expert, each expert's rows from a new block on.
+
+  Attributes:
+    expert: Expert of each block, int32 [n]; the number of experts where the
+      block has no rows.
+    row: Row in each place of a block, int32 [n, size]; the number of rows
+      where there is none.
+    slot: Place of each row among those of all blocks, int32 [N]; their number
+      for a row that is of no expert.
+    used: Number of blocks that have rows, int32 []; they are the first ones.
+  """
+
+  expert: Int[Array, " n"]
+  row: Int[Array, "n size"]
+  slot: Int[Array, " N"]
+  used: Int[Array, ""]
+
+
+def blocks_by_expert(
+  experts: Int[Array, " N"], count: int, size: int
+) -> RowBlocks:
+  """Sort rows by expert into blocks of `size`; `count` stands for no expert."""
+  rows = experts.shape[0]
+  blocks = -(-rows // size) + min(count, rows)
+  order = jnp.argsort(experts, stable=True)
+  sorted_experts = experts[order]
+  load = jnp.zeros((count,), jnp.int32).at[experts].add(1, mode="drop")
+  filled = (load + size - 1) // size * size
+  ends = jnp.cumsum(filled)
+  first = ends - filled
+  rank = (
+    jnp.arange(rows, dtype=jnp.int32)
+    - (jnp.cumsum(load) - load)[sorted_experts]
+  )
+  slot = jnp.where(
+    sorted_experts < count, first[sorted_experts] + rank, blocks * size
+  ).astype(jnp.int32)
+  row_of = (
+    jnp.full((blocks * size,), rows, jnp.int32)
+    .at[slot]
+    .set(order.astype(jnp.int32), mode="drop")
+  )
+  slot_of = jnp.zeros((rows,), jnp.int32).at[order].set(slot)
+  # Number of experts whose blocks have ended where a block begins.
+  finished = (
+    jnp.zeros((blocks,), jnp.int32).at[ends // size].add(1, mode="drop")
+  )
+  return RowBlocks(
+    jnp.cumsum(finished),
+    row_of.reshape(blocks, size),
+    slot_of,
+    ends[-1] // size,
+  )
 
 
 def mix(
@@ -54,31 +111,7 @@ def mix(
   tokens, chosen = experts.shape
   rows = tokens * chosen
   size = block_rows(rows, count)
-  blocks = -(-rows // size) + min(count, rows)
-  flat = experts.reshape(-1)
-  order = jnp.argsort(flat, stable=True)
-  sorted_experts = flat[order]
-  load = jnp.zeros((count,), jnp.int32).at[flat].add(1)
-  filled = (load + size - 1) // size * size
-  ends = jnp.cumsum(filled)
-  first = ends - filled
-  rank = (
-    jnp.arange(rows, dtype=jnp.int32)
-    - (jnp.cumsum(load) - load)[sorted_experts]
-  )
-  slot = first[sorted_experts] + rank
-  # The row in each slot; `rows` for padding.
-  row_of = (
-    jnp.full((blocks * size,), rows, jnp.int32)
-    .at[slot]
-    .set(order.astype(jnp.int32))
-  )
-  slot_of = jnp.zeros((rows,), jnp.int32).at[order].set(slot.astype(jnp.int32))
-  # Number of experts whose blocks have ended where a block begins.
-  finished = (
-    jnp.zeros((blocks,), jnp.int32).at[ends // size].add(1, mode="drop")
-  )
-  expert_of = jnp.cumsum(finished)
+  rows_of = blocks_by_expert(experts.reshape(-1), count, size)
   flat_weights = weights.reshape(-1)
 
   def body(carry: None, block: tuple) -> tuple[None, jax.Array]:
@@ -101,8 +134,8 @@ def mix(
   # Checkpoint the whole step: residuals of a branch of `cond` are outputs of
   # it, all experts' weights included, and would be kept for each block.
   step = jax.checkpoint(body, prevent_cse=False)
-  _, outputs = lax.scan(step, None, (expert_of, row_of.reshape(blocks, size)))
-  outputs = outputs.reshape(blocks * size, -1)[slot_of]
+  _, outputs = lax.scan(step, None, (rows_of.expert, rows_of.row))
+  outputs = outputs.reshape(rows_of.row.size, -1)[rows_of.slot]
   outputs = outputs.reshape(tokens, chosen, -1).astype(jnp.float32)
   if not scale_input:
     outputs = outputs * weights[..., None].astype(jnp.float32)

@@ -62,15 +62,23 @@ def test_several_mesh_axes_for_one():
     Rules(embed=("data", "pod")).check(mesh)
 
 
+def test_mesh_axes_of_experts_shard_nothing_else_of_them():
+  mesh = mesh_of(data=2, model=2)
+  axes = "experts", "embed", "ffn"
+  rules = Rules(experts="model", embed="data")
+  assert rules.spec(axes, (4, 6, 8), mesh) == P("model", "data")
+  assert rules.spec(("embed", "ffn"), (6, 8), mesh) == P("data", "model")
+  # An axis that does not divide the experts is free for another.
+  assert rules.spec(axes, (3, 6, 8), mesh) == P(None, "data", "model")
+  assert rules.over_experts(4, mesh) == ("model",)
+  assert rules.over_experts(3, mesh) == ()
+  both = Rules(experts=("data", "model"), embed="data")
+  assert both.spec(axes, (4, 6, 8), mesh) == P(("data", "model"))
+
+
 def test_a_mesh_axis_twice():
-  mesh = mesh_of(model=2)
-  rules = Rules(experts="model")
-  with pytest.raises(MeshError, match="rules.*'model'.*experts"):
-    rules.spec(("experts", "embed", "ffn"), (4, 6, 8), mesh)
-  # What it does not divide is no second axis.
-  assert rules.spec(("experts", "embed", "ffn"), (3, 6, 8), mesh) == P(
-    None, None, "model"
-  )
+  with pytest.raises(MeshError, match="rules.*'model'.*embed"):
+    Rules(embed="model").spec(("embed", "ffn"), (4, 4), mesh_of(model=2))
 
 
 def test_rules_are_values():

@@ -280,7 +280,9 @@ class ImportantPrefixes:
     work.counters = self.counters
     kept_tokens = []
 
-    def attend(number: int, q: Any, k: Any, v: Any, scale: float) -> Any:
+    def attend(
+      number: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float
+    ) -> jax.Array:
       mixed, tokens = work.attend(number, q, k, v, scale=scale)
       kept_tokens.append(tokens)
       return mixed
@@ -371,7 +373,7 @@ def probe_heads(
     RingjaxError: as of `ImportantPrefixes`.
   """
   count = positive_int("count", count)
-  total: Any = None
+  total = None
   for text, question in zip(prefixes, questions, strict=True):
     with Store(host=1 << 40) as store:
       # A threshold that is never passed: each head keeps its own.

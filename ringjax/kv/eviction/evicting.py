@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,12 @@ from ringjax.ops.mask import Causal, Coords
 from ringjax.parallel.local_arrays import move
 from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index
+
+if TYPE_CHECKING:
+  from ringjax.kv.cache import Blocks
+
+# Fields that a call changes besides the open cache.
+_CALL_FIELDS = ("noted", "watch", "marks")
 
 
 class Eviction(NamedTuple):
@@ -216,11 +222,11 @@ class EvictingCache(ResizableCache):
     return tuple(zip(self.open.slots, self.noted, strict=True))
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     """int32 [B], the position after each row's last token; 0 if empty."""
     return jnp.maximum(self.open.length, self.ends)
 
-  def positions(self, row: int) -> list[list[np.ndarray] | None]:
+  def positions(self, row: int) -> list[list[Int[np.ndarray, " _"]] | None]:
     """Positions of a row's tokens that each head of each layer holds.
 
     Returns:
@@ -245,7 +251,7 @@ class EvictingCache(ResizableCache):
         ]
     return [by_layer.get(n) for n in range(model_layers(self.shapes))]
 
-  def tokens(self) -> list[np.ndarray | None]:
+  def tokens(self) -> list[Int[np.ndarray, "_ B K"] | None]:
     """Number of tokens per KV head, int [L, B, K] for each kind of layer.
 
     None for recurrent layers and ring buffers.
@@ -282,7 +288,7 @@ class EvictingCache(ResizableCache):
           by_layer[layer] = [names[n - 1] for n in numbers]
     return by_layer
 
-  def free(self) -> np.ndarray | None:
+  def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of tokens that still fit, int [B, R]; None under a trace."""
     if isinstance(self.ends, jax.core.Tracer):
       return None
@@ -620,6 +626,15 @@ class EvictingCache(ResizableCache):
     cache = super().keep(kept)
     return dataclasses.replace(cache, watch=self.watch.kept(kept))
 
+  def keep_first(
+    self, count: Int[Array | np.ndarray, " B"], tokens: int
+  ) -> EvictingCache:
+    """Keep the first `count` of the last call's tokens; see `keep`."""
+    cache = super().keep_first(count, tokens)
+    index = jnp.arange(tokens, dtype=jnp.int32)[None]
+    kept = index < jnp.asarray(count)[:, None]
+    return dataclasses.replace(cache, watch=self.watch.kept(kept))
+
   @property
   def irreversible(self) -> bool:
     return self.open.irreversible or self.watch.count is not None
@@ -690,6 +705,18 @@ class EvictingCache(ResizableCache):
 
   def restore(self, snapshot: EvictingCache) -> EvictingCache:
     return jax.tree.map(jnp.copy, snapshot)
+
+  def call_state(self) -> tuple[Any, dict[str, Any]]:
+    fields = {name: getattr(self, name) for name in _CALL_FIELDS}
+    return self.open.call_state(), jax.tree.map(jnp.copy, fields)
+
+  def undo_call(self, state: tuple[Any, dict[str, Any]]) -> EvictingCache:
+    of_open, fields = state
+    return dataclasses.replace(
+      self,
+      open=self.open.undo_call(of_open),
+      **jax.tree.map(jnp.copy, fields),
+    )
 
   def reset(self, rows: RowIndices) -> EvictingCache:
     """Empty these rows, int [n]; the others stay."""
@@ -779,7 +806,7 @@ class EvictingCache(ResizableCache):
     pages = tuple(x and x.take(rows) for x in self.pages)
     return dataclasses.replace(super().take(examples), pages=pages)
 
-  def export(self, row: int, start: int, stop: int) -> Any:
+  def export(self, row: int, start: int, stop: int) -> Blocks:
     """Copy out a row's tokens; refused after an eviction.
 
     Raises:
@@ -1085,9 +1112,9 @@ def page_sizes(
       continue
     growth = 1 + _AHEAD / max(1, length)
     # Rounded down: a page that has just begun has room, too.
-    more, most = (int(x * growth) for x in (count, largest))
+    grown_count, most = (int(x * growth) for x in (count, largest))
     grown_sizes[n] = (
-      min(few_sizes(more), heads * few_sizes(most, 64)),
+      min(few_sizes(grown_count), heads * few_sizes(most, 64)),
       few_sizes(most, 2),
     )
     pages_per_head = math.ceil(_AHEAD / old_pages.slots)

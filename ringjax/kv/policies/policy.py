@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -252,8 +251,10 @@ class Policy:
     return highest(scores, counts[:, :, None])
 
   def chosen(
-    self, scores: Sequence[Any], counts: Sequence[Any]
-  ) -> list[jax.Array]:
+    self,
+    scores: Sequence[Float[Array, "_ B _ _"]],
+    counts: Sequence[Int[Array, "_ B"]],
+  ) -> list[Bool[Array, "_ B _ _"]]:
     """Masks of the tokens that stay, for each kind of layer, by `kept`."""
     pairs = zip(scores, counts, strict=True)
     return [self.kept(kind_scores, count) for kind_scores, count in pairs]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from ringjax.models.weights.linear_maps import maps_of, replaced
 from ringjax.models.weights.streaming import in_host
 from ringjax.nn.block import Block
 from ringjax.nn.linear import Linear
+from ringjax.nn.param import axis_names
 from ringjax.nn.weights.placed_layers import PlacedLayers
 
 # Makes the replacement of a map, whose weight is that of stacked layers.
@@ -128,6 +130,7 @@ class _Change:
     """Shardings of the parameters that replace a map's."""
     name = path if path in old_params else f"{path}.weight"
     spec, mesh = tuple(self._specs[name]), self._kind.mesh
+    axis_sizes = {} if mesh is None else dict(mesh.shape)
     named = dict(
       zip(old_params[name].get_metadata()["axes"], spec, strict=False)
     )
@@ -137,7 +140,8 @@ class _Change:
         continue
       cuts = [
         cut
-        if (cut := named.get(axis)) and n % mesh.shape[cut] == 0  # pyrefly: ignore
+        if (cut := named.get(axis))
+        and n % math.prod(axis_sizes[a] for a in axis_names(cut)) == 0
         else None
         for axis, n in zip(
           p.get_metadata()["axes"], p.get_value().shape[1:], strict=True

@@ -351,7 +351,7 @@ class Streaming:
       tensors: Tensors of layers on disk.
       targets: Function from a tensor to its pieces as device arrays.
     """
-    groups: Any = {}
+    groups = {}
     reader = None
     fault = ReadFault(ranks=joint_outcome.processes_of(self._mesh))
     if folder is not None and targets is not None:
@@ -521,6 +521,14 @@ class Streaming:
       for group in layer_groups:
         for part in group.pieces:
           cut.update(dict.fromkeys(a for a in part.cuts if a is not None))
+    several = [axes for axes in cut if not isinstance(axes, str)]
+    if several:
+      raise OptionError(
+        "placement",
+        f"layers on disk, sharded over {several[0]}",
+        "one mesh axis for each axis of the weights",
+        "set rules= to single mesh axes, or leave disk out of placement=",
+      )
     sizes = {} if self._mesh is None else {a: self._mesh.shape[a] for a in cut}
     # Number of devices of this process per shard that it reads.
     users = collections.Counter({(): 1})

@@ -444,7 +444,9 @@ class ImportantLink(StoreLink):
     work = Impress(chain, keep=pages / count, alpha=options.alpha)
     kept_tokens = []
 
-    def attend(number: int, q: Any, k: Any, v: Any, scale: float) -> Any:
+    def attend(
+      number: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float
+    ) -> jax.Array:
       mixed, tokens = work.attend(
         number, q, k, v, scale=scale, real=question.size
       )

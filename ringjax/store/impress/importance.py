@@ -34,7 +34,6 @@ import itertools
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +43,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError, ShapeError
 from ringjax.store.prefix_store import Store
+from ringjax.typing import Index
 
 
 class MissingChunk(LookupError):
@@ -613,7 +613,11 @@ def _top(sums: np.ndarray, kept: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=4)
 def _column_sums(
-  q: Any, old: Any, new: Any, real: Any, scale: float
+  q: Float[Array, "T N H"],
+  old: Float[Array, "K m H"],
+  new: Float[Array, "T K H"],
+  real: Index,
+  scale: float,
 ) -> jax.Array:
   """Importance [K, m] of the prefix's tokens, as the module defines it."""
   weights = _weights(q, old, new, scale)
@@ -624,7 +628,12 @@ def _column_sums(
 
 @functools.partial(jax.jit, static_argnums=5)
 def _attention(
-  q: Any, old_k: Any, old_v: Any, k: Any, v: Any, scale: float
+  q: Float[Array, "T N H"],
+  old_k: Float[Array, "K m H"],
+  old_v: Float[Array, "K m J"],
+  k: Float[Array, "T K H"],
+  v: Float[Array, "T K J"],
+  scale: float,
 ) -> jax.Array:
   weights = _weights(q, old_k, k, scale)
   values = jnp.concatenate([old_v, jnp.swapaxes(v, 0, 1)], 1)
@@ -634,7 +643,12 @@ def _attention(
   return attended.reshape(q.shape[0], q.shape[1], -1).astype(q.dtype)
 
 
-def _weights(q: Any, old: Any, new: Any, scale: float) -> jax.Array:
+def _weights(
+  q: Float[Array, "T N H"],
+  old: Float[Array, "K m H"],
+  new: Float[Array, "T K H"],
+  scale: float,
+) -> jax.Array:
   """Softmax weights [K, G, T, m + T] over prefix and, causally, new tokens."""
   t, n, h = q.shape
   heads, m = old.shape[:2]
