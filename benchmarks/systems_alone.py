@@ -27,7 +27,7 @@ def bits(printed: dict[str, Any]) -> Figures:
   }
 
 
-def found(printed: dict[str, Any]) -> Figures:
+def needles_found(printed: dict[str, Any]) -> Figures:
   """Takes hidden facts that were found and asked for, by kind of cache."""
   counts: dict[str, list[float]] = {}
   for cell in printed["cells"]:

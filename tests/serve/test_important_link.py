@@ -279,7 +279,8 @@ def test_a_share_is_written_as_a_number_unless_heads_are_named():
     refused(OptionError, config(probes=probes).to_dict, "important")
 
 
-def test_heads_that_the_model_does_not_have_are_refused_at_once(shelf):
+def test_heads_that_the_model_does_not_have_are_refused_at_once():
+  shelf = rj.store.Store(host=1 << 20)
   for probes in (np.array([2]), np.array([0, 0]), np.array([[0]])):
     how = ImportantShare(segment=SEGMENT, probes=probes)
     refused(OptionError, lambda how=how: engine(shelf, important=how), "probes")
