@@ -99,6 +99,16 @@ def test_a_slice_into_vector_memory_is_read_alone():
   assert (cut.read, cut.written) == (5 * 4096, 0)
 
 
+def test_a_copy_between_memories_counts_on_one_side():
+  near, far = "f32[64]{0:S(1)}", "f32[64]{0}"
+  start = "  %s = ({}, {}, u32[]) copy-start(%x)"
+  done = "  %d = {} copy-done(%s)"
+  into = moved(start.format(near, far), done.format(near))
+  assert (into.read, into.written) == (5 * ROW, 0)
+  out = moved(start.format(far, near), done.format(far))
+  assert (out.read, out.written) == (0, 5 * ROW)
+
+
 def test_a_fusion_reads_the_part_that_it_slices():
   cut = moved("  %f = f32[64]{0} fusion(%all, %i), kind=kLoop, calls=%sliced")
   assert (cut.read, cut.written) == (5 * ROW, 5 * ROW)
