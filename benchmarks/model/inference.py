@@ -82,7 +82,8 @@ class InferenceSettings(harness.BenchmarkSettings):
   """Settings of the benchmark; every combination in a part is a row.
 
   Attributes:
-    model: Preset, or contents of a config.json of a Llama.
+    model: Preset, or contents of a config.json, of a model whose layers all
+      have the same attention; `--preset` takes a preset.
     tokens: Lengths of the prompts of part "forward".
     caches: Tokens in the cache when decoding begins.
     rounds: Timed rounds.
@@ -90,7 +91,7 @@ class InferenceSettings(harness.BenchmarkSettings):
     devices: Number of devices of the sharded contestants.
   """
 
-  model: str | Mapping[str, Any] = "llama-100m"
+  model: str | Mapping[str, Any] = option("llama-100m", (), flag="preset")
   parts: tuple[str, ...] = option(PARTS, PARTS)
   tokens: tuple[int, ...] = option((4096, 32768))
   caches: tuple[int, ...] = option((1024, 4096, 8192, 16384, 32768))
@@ -222,6 +223,9 @@ class InferenceBenchmark(harness.Benchmark):
   def flops(self, case: ModelCase) -> float:
     """FLOPs of a whole prompt, without masked pairs."""
     body, head = self.sizes()
+    body -= sum(
+      x.feedforward.idle(self.config.embed) for x in self.config.layers
+    )
     mixers: list[Any] = [layer.attention for layer in self.config.layers]
     pairs = sum(
       2.0 * case.tokens**2 * mixer.heads * mixer.head_dim for mixer in mixers
@@ -235,8 +239,13 @@ class InferenceBenchmark(harness.Benchmark):
     return float(sum(s.numbers() for s in shapes) * _itemsize(case.dtype))
 
   def weight_bytes(self, case: ModelCase) -> float:
-    """Bytes of weights that a step must read, without other embeddings."""
-    return float(sum(self.sizes()) * _itemsize(case.dtype))
+    """Bytes of weights that a step must read, without other embeddings.
+
+    Of a mixture they include the experts that a token chooses, not all.
+    """
+    embed = self.config.embed
+    idle = sum(x.feedforward.idle(embed) for x in self.config.layers)
+    return float((sum(self.sizes()) - idle) * _itemsize(case.dtype))
 
   def weight(self, case: ModelCase) -> float:
     """Estimated seconds of a row on a few cores."""

@@ -195,11 +195,11 @@ def _digest(arrays: PyTree) -> np.ndarray:
 
 
 def _pretrained(case: ModelCase, inputs: ModelInputs) -> Any:
-  """Loads LlamaForCausalLM with PyTorch's fused attention."""
+  """Loads the family's causal model with PyTorch's fused attention."""
   transformers = importlib.import_module("transformers")
   transformers.utils.logging.set_verbosity_error()
   transformers.utils.logging.disable_progress_bar()
-  return transformers.LlamaForCausalLM.from_pretrained(
+  return transformers.AutoModelForCausalLM.from_pretrained(
     inputs.folder,
     dtype=getattr(import_torch(), case.dtype),
     attn_implementation="sdpa",

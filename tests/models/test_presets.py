@@ -13,7 +13,7 @@ from ringjax.errors import OptionError
 from tests.models.test_published import CONFIGS
 
 # Millions of parameters, as their authors count them; the LWM is a Llama 2 7B,
-# and the one of 100 million is ours.
+# and those of 100 and 430 million are ours.
 PUBLISHED = {
   "apertus-8b": 8_053,
   "bamba-9b": 9_780,
@@ -50,10 +50,12 @@ PUBLISHED = {
   "mimo-v2-flash": 308_800,
   "minimax-m2": 228_700,
   "mistral-7b": 7_248,
+  "mixture-430m": 431,
   "mpt-7b": 6_650,
   "nemotron-3-nano-30b": 31_600,
   "opt-6.7b": 6_658,
   "qwen2.5-7b-1m": 7_616,
+  "qwen3-30b-a3b": 30_532,
   "qwen3-8b": 8_191,
   "qwen3.5-9b": 9_000,
   "seed-oss-36b": 36_150,
