@@ -140,7 +140,7 @@ class _Change:
       cuts = [
         cut
         if (cut := named.get(axis))
-        and n % math.prod(mesh.shape[a] for a in axis_names(cut)) == 0
+        and n % math.prod(mesh.shape[a] for a in axis_names(cut)) == 0  # pyrefly: ignore
         else None
         for axis, n in zip(
           p.get_metadata()["axes"], p.get_value().shape[1:], strict=True
