@@ -35,7 +35,9 @@ _KINDS = ("sinks:budget=512,positions=cache", "sinks:budget=512", "dense")
 
 
 @jax.jit
-def _read(model: Any, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+def _read(
+  model: rj.models.Transformer, tokens: jax.Array, cache: Any
+) -> tuple[jax.Array, Any]:
   """Returns the losses of a call's tokens but the first, and the cache."""
   logits, cache = model(tokens, cache=cache)
   log_probs = jax.nn.log_softmax(logits[0, :-1].astype(jnp.float32))
@@ -43,7 +45,9 @@ def _read(model: Any, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
   return losses[:, 0], cache
 
 
-def losses_of(model: Any, ids: np.ndarray, kind: str) -> list[float]:
+def losses_of(
+  model: rj.models.Transformer, ids: np.ndarray, kind: str
+) -> list[float]:
   """Mean loss of each 1,024 tokens of a text, in nats."""
   if kind == "dense":
     cache = model.init_cache(1, ids.size, kind=kind)

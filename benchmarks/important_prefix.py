@@ -31,6 +31,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int, PyTree
 
 import ringjax as rj
 from ringjax.data import Tokenizer
@@ -42,7 +43,9 @@ from ringjax.store import KeptTokens
 _FIRST = 4
 
 
-def texts(tokenizer: Tokenizer, size: int, count: int) -> list[np.ndarray]:
+def texts(
+  tokenizer: Tokenizer, size: int, count: int
+) -> list[Int[np.ndarray, " T"]]:
   """Cuts the manual into `count` texts of `size` tokens, int32 each."""
   topics = pydoc_data.topics.topics
   joined = "\n".join(topics[name] for name in sorted(topics))
@@ -73,7 +76,7 @@ def chosen(
 
 def by_rule(
   how: str, layers: int, size: int, count: int, rng: np.random.Generator
-) -> np.ndarray:
+) -> Int[np.ndarray, "L _"]:
   """Tokens that a rule keeps in each layer, int [L, k]."""
   if how == "newest only":
     return np.tile(np.arange(size - count, size), (layers, 1))
@@ -124,7 +127,12 @@ def main() -> None:
   print(f"probe heads: {heads.tolist()}, {time.monotonic() - start:.0f} s")
 
   @jax.jit
-  def loss(model, cache, question, continuation):
+  def loss(
+    model: rj.models.Transformer,
+    cache: PyTree,
+    question: jax.Array,
+    continuation: jax.Array,
+  ) -> jax.Array:
     """Loss of each token of the continuation."""
     ids = jnp.concatenate([question, continuation])[None]
     logits, _ = model(ids, cache=cache)

@@ -18,11 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int
 
 import ringjax as rj
 from ringjax.data import Tokenizer
 from ringjax.data.tasks import documents
+from ringjax.data.text.tokenizer import AnyTokenizer
 from ringjax.json_text import json_text
+from ringjax.models.transformer import Transformer
 
 # Options of `rj.infer.integer_model` by the name of the way.
 WAYS: dict[str, dict[str, Any]] = {
@@ -33,7 +36,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def held_out(tokenizer: Any, tokens: int, rows: int) -> np.ndarray:
+def held_out(
+  tokenizer: AnyTokenizer, tokens: int, rows: int
+) -> Int[np.ndarray, "B T"]:
   """Ids of texts spread over the held-out files, int32 [rows, tokens]."""
   texts = documents.library(held_out=True)
   ids = np.concatenate([np.asarray(tokenizer.encode(text)) for text in texts])
@@ -41,7 +46,9 @@ def held_out(tokenizer: Any, tokens: int, rows: int) -> np.ndarray:
   return np.stack([ids[start : start + tokens] for start in starts])
 
 
-def logits_of(model: Any, ids: np.ndarray, chunk: int | None) -> np.ndarray:
+def logits_of(
+  model: Transformer, ids: np.ndarray, chunk: int | None
+) -> Float[np.ndarray, "B T V"]:
   """Logits, float32 [rows, T, V], read in chunks into a cache or at once."""
   call = jax.jit(lambda model, ids: model(ids))
   if chunk is None:

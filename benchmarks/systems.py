@@ -22,12 +22,12 @@ _GEMMA = "--model=gemma3-270m"
 # -----------------------------------------------------------------------------
 
 
-def _perplexity(printed: Any) -> Figures:
+def _perplexity(printed: dict[str, Any]) -> Figures:
   curve = printed["curves"][0]
   return {"tokens": curve["length"], "nll": curve["mean"]}
 
 
-def _kinds(printed: Any) -> Figures:
+def _kinds(printed: dict[str, Any]) -> Figures:
   """Loss above dense and share of dense bytes, by kind of cache."""
   dense = printed["kinds"][0]
   return {
@@ -39,16 +39,16 @@ def _kinds(printed: Any) -> Figures:
   }
 
 
-def _shares(printed: Any) -> Figures:
+def _shares(printed: dict[str, Any]) -> Figures:
   """Share of a dense cache's bytes behind a prompt, by its tokens."""
   return {f"{row['tokens']}": row["share"] for row in printed["rows"]}
 
 
-def _ways(printed: Any) -> Figures:
+def _ways(printed: dict[str, Any]) -> Figures:
   return {cost["way"]: cost["nll"] for cost in printed["costs"]}
 
 
-def _entropies(printed: Any) -> Figures:
+def _entropies(printed: dict[str, Any]) -> Figures:
   return {
     f"{x['splits']}{' shared' if x['shared'] else ''}": {
       "entropy": x["entropy"],
@@ -77,6 +77,32 @@ CONTEXTS = Run(
 )
 
 
+_BUDGETS = tuple(
+  f"{policy}:budget={budget}"
+  for policy in ("h2o", "snapkv")
+  for budget in (".1", ".2", ".4")
+)
+# The question is in the window of SnapKV, and in the sums of H2O.
+NEEDLE = systems_alone.needle(
+  "dense",
+  "int4",
+  "int2",
+  "kivi2",
+  *_BUDGETS,
+  "sinks:budget=.2",
+  "fastgen",
+  flags="--lengths=4096 --depths=0.25,0.75",
+)
+# Each chunk is evicted before the next one, and the question, is read.
+BLIND = systems_alone.needle(
+  "h2o:budget=.2",
+  "h2o:budget=.4",
+  "snapkv:budget=.2",
+  "snapkv:budget=.4",
+  flags="--lengths=4096 --depths=0.25 --prefill=chunked --chunk=1024",
+)
+
+
 def _bytes(kind: str) -> Run:
   """All bytes of a kind, also those of what the text decides, as a share."""
   return Run(
@@ -86,12 +112,24 @@ def _bytes(kind: str) -> Run:
   )
 
 
-def _of(kind: str, most: str = "") -> Callable[[Figures, Figures], str]:
-  def says(kinds: Figures, shares: Figures) -> str:
+def _of(kind: str, most: str = "") -> Callable[..., str]:
+  """Sentence of a kind's loss and bytes, and of the needles it finds."""
+
+  def says(
+    kinds: Figures,
+    shares: Figures,
+    asked: Figures | None = None,
+    blind: Figures | None = None,
+  ) -> str:
+    base = kind.partition(":")[0]
+    names = ("dense", kind, *(f"{base}:budget={x}" for x in (".1", ".4")))
+    found = systems_alone.says_found
     return (
       f"loss {kinds[kind]['loss']:+.3f} nat above dense ({kind}, texts of "
       f"1,024 tokens); {most}{shares['8192']:.3f} of a dense cache's bytes "
       f"behind 8,192 tokens, {shares['32768']:.3f} behind 32,768"
+      f"{found(asked, 'in 4,096 tokens', *names)}"
+      f"{found(blind, 'where chunks are evicted before the question', *names)}"
     )
 
   return says
@@ -103,12 +141,14 @@ STREAM = Run(
 )
 
 
-def _stream_says(kinds: Figures, shares: Figures, stream: Figures) -> str:
+def _stream_says(
+  kinds: Figures, shares: Figures, stream: Figures, asked: Figures | None
+) -> str:
   def losses(kind: str) -> str:
     return " ".join(f"{loss:.2f}" for loss in stream["losses"][kind])
 
   return (
-    f"{_of('sinks:budget=.2')(kinds, shares)}; a stream of "
+    f"{_of('sinks:budget=.2')(kinds, shares, asked)}; a stream of "
     f"{stream['tokens']:,} tokens beyond a context of 8,192, loss of each "
     "1,024: positions in the cache "
     f"{losses('sinks:budget=512,positions=cache')}; positions in the text "
@@ -235,8 +275,10 @@ ROWS: tuple[Row, ...] = (
     "tokens exact, lose almost nothing.",
     published="2.6 times less peak memory",
     runs=(KINDS, _bytes("kivi2")),
-    says=lambda kinds, shares: (
-      f"{_of('kivi2')(kinds, shares)}; plain int2 {kinds['int2']['loss']:+.3f}"
+    more=(NEEDLE,),
+    says=lambda kinds, *figures: (
+      f"{_of('kivi2')(kinds, *figures)}; plain int2 "
+      f"{kinds['int2']['loss']:+.3f}"
     ),
   ),
   Row(
@@ -247,6 +289,7 @@ ROWS: tuple[Row, ...] = (
     "the newest, is enough.",
     published="20 % of the cache",
     runs=(KINDS, _bytes("h2o:budget=.2")),
+    more=(NEEDLE, BLIND),
     says=_of("h2o:budget=.2"),
   ),
   Row(
@@ -256,6 +299,7 @@ ROWS: tuple[Row, ...] = (
     claim="The last queries of a prompt show which keys an answer reads.",
     published="8.2 times less memory at 16k tokens",
     runs=(KINDS, _bytes("snapkv:budget=.2")),
+    more=(NEEDLE, BLIND),
     says=_of("snapkv:budget=.2"),
   ),
   Row(
@@ -265,6 +309,7 @@ ROWS: tuple[Row, ...] = (
     claim="Each head's own policy, chosen by what its attention looks like.",
     published="half of the cache at 65B",
     runs=(KINDS, _bytes("fastgen")),
+    more=(NEEDLE,),
     says=_of("fastgen", "where every head keeps all, "),
   ),
   Row(
@@ -274,6 +319,7 @@ ROWS: tuple[Row, ...] = (
     claim="The first tokens beside a window keep a stream going.",
     published="a stream of 4M tokens at a steady perplexity",
     runs=(KINDS, _bytes("sinks:budget=.2"), STREAM),
+    more=(NEEDLE,),
     says=_stream_says,
   ),
   Row(

@@ -19,7 +19,7 @@ FOLDER = Step(
 # -----------------------------------------------------------------------------
 
 
-def bits(printed: Any) -> Figures:
+def bits(printed: dict[str, Any]) -> Figures:
   """Takes bits per number and loss above dense, by kind of cache."""
   return {
     kind["name"].partition(":")[0]: {"bits": kind["bits"], "loss": kind["loss"]}
@@ -27,7 +27,18 @@ def bits(printed: Any) -> Figures:
   }
 
 
-def drafters(printed: Any) -> Figures:
+def found(printed: dict[str, Any]) -> Figures:
+  """Takes hidden facts that were found and asked for, by kind of cache."""
+  counts: dict[str, list[float]] = {}
+  for cell in printed["cells"]:
+    name = cell["cache"].partition(":calibration")[0]
+    count = counts.setdefault(name, [0, 0])
+    count[0] += sum(cell["scores"])
+    count[1] += len(cell["scores"])
+  return {name: {"found": x, "asked": n} for name, (x, n) in counts.items()}
+
+
+def drafters(printed: dict[str, Any]) -> Figures:
   """Takes each drafter's medians over prompts, and whether tokens are equal."""
   return {
     name: {
@@ -40,7 +51,7 @@ def drafters(printed: Any) -> Figures:
   }
 
 
-def answer(printed: Any) -> Figures:
+def answer(printed: dict[str, Any]) -> Figures:
   """Takes an answer's tokens, and the figures of its drafts."""
   drafts = printed["speculation"] or {}
   return {
@@ -55,17 +66,17 @@ def answer(printed: Any) -> Figures:
   }
 
 
-def answers(printed: Any) -> Figures:
+def answers(printed: dict[str, Any]) -> Figures:
   """Takes right answers and the loss of their tokens, by model."""
   return printed["scores"]
 
 
-def ways(printed: Any) -> Figures:
+def ways(printed: dict[str, Any]) -> Figures:
   """Takes loss and distance of the logits, by way of integer products."""
   return printed["ways"]
 
 
-def two_devices(printed: Any) -> Figures:
+def two_devices(printed: dict[str, Any]) -> Figures:
   """Takes how long two devices read a prompt and how long the first waited."""
   return {
     "prompt_tokens": printed["prompt_tokens"],
@@ -75,7 +86,7 @@ def two_devices(printed: Any) -> Figures:
   }
 
 
-def ranks(printed: Any) -> Figures:
+def ranks(printed: dict[str, Any]) -> Figures:
   """Takes the answer, and the peak bytes of weights of each process."""
   return {
     "tokens": printed["tokens"],
@@ -85,7 +96,7 @@ def ranks(printed: Any) -> Figures:
   }
 
 
-def placements(printed: Any) -> Figures:
+def placements(printed: dict[str, Any]) -> Figures:
   """Takes all figures, by placement."""
   return printed["placements"]
 
@@ -95,8 +106,8 @@ def placements(printed: Any) -> Figures:
 # -----------------------------------------------------------------------------
 
 
-def says_bits(kinds: Figures) -> str:
-  """Loss by bits of three codecs."""
+def says_bits(kinds: Figures, needles: Figures | None) -> str:
+  """Loss by bits of three codecs, and needles that are found with them."""
   of = lambda name: f"{kinds[name]['loss']:+.3f}"
   return (
     f"loss above dense: nuq4 {of('nuq4')}, nuq3 {of('nuq3')}, nuq2 "
@@ -104,7 +115,20 @@ def says_bits(kinds: Figures) -> str:
     f"{kinds['nuq3']['bits']:.2f} and {kinds['nuq2']['bits']:.2f} bits; "
     f"integers int4 {of('int4')}, int2 {of('int2')} at "
     f"{kinds['int4']['bits']:.2f} and {kinds['int2']['bits']:.2f}"
+    f"{says_found(needles, 'in 4,096 tokens', 'nuq3', 'nuq2')}"
   )
+
+
+def says_found(figures: Figures | None, text: str, *kinds: str) -> str:
+  """Facts that were found with kinds of caches; "" before it has run."""
+  if figures is None:
+    return ""
+  found = ", ".join(
+    f"{kind} {figures[kind]['found']:.0f} of {figures[kind]['asked']}"
+    for kind in kinds
+    if kind in figures
+  )
+  return f"; needles found {text}: {found}"
 
 
 def says_drafters(names: Figures) -> str:
@@ -220,9 +244,9 @@ def says_placements(by_name: Figures) -> str:
 # -----------------------------------------------------------------------------
 
 _CALIBRATION = Step(
-  f"python -m launch.calibrate {_SMOL} --rows=8 --length=512 "
-  "--out=runs/smollm2-nuq",
-  "runs/smollm2-nuq/kv_calibration.safetensors",
+  f"python -m launch.calibrate {_SMOL} --dtype=float32 --rows=8 --length=512 "
+  "--out=runs/smollm2-nuq-float32",
+  "runs/smollm2-nuq-float32/kv_calibration.safetensors",
 )
 _RANGES = Step(
   f"python -m launch.calibrate {_SMOL} --rows=8 --length=512 --ranges "
@@ -245,11 +269,29 @@ BITS = Run(
   f"python -m launch.evaluate caches {_SMOL} --lengths=1024 --rows=1 "
   "--devices=1 --cache=dense --cache=int8 --cache=int4 --cache=int2 "
   "--cache=hadamard4 --cache=hadamard3 --cache=hadamard2 "
-  "--cache=nuq4:calibration=runs/smollm2-nuq "
-  "--cache=nuq3:calibration=runs/smollm2-nuq "
-  "--cache=nuq2:calibration=runs/smollm2-nuq --json",
+  "--cache=nuq4:calibration=runs/smollm2-nuq-float32 "
+  "--cache=nuq3:calibration=runs/smollm2-nuq-float32 "
+  "--cache=nuq2:calibration=runs/smollm2-nuq-float32 --json",
   bits,
   (_CALIBRATION,),
+)
+
+
+def needle(*kinds: str, flags: str, before: tuple[Step, ...] = ()) -> Run:
+  """Facts found in a text: a task that SmolLM2 answers with a dense cache."""
+  caches = " ".join(f"--cache={kind}" for kind in kinds)
+  return Run(
+    f"python -m launch.evaluate needle {_SMOL} --devices=1 "
+    f"--task=passkey_noise --trials=1 {flags} {caches} --json",
+    found,
+    before,
+  )
+
+
+_NEEDLE = needle(
+  *(f"nuq{n}:calibration=runs/smollm2-nuq-float32" for n in (3, 2)),
+  flags="--lengths=4096 --depths=0.25,0.75",
+  before=(_CALIBRATION,),
 )
 # Python sources of some 600 and 7,400 tokens, and the beginning of a function.
 _DRAFTED = tuple(
@@ -329,6 +371,7 @@ ROWS: tuple[Row, ...] = (
     published="LLaMA-7B, perplexity 5.68: 5.69 with nuq4, 5.75 with nuq3, 6.01 "
     "with nuq2; integers of 3 bits 10.87",
     runs=(BITS,),
+    more=(_NEEDLE,),
     says=says_bits,
   ),
   Row(

@@ -15,7 +15,7 @@ _LIVE = "python -m benchmarks.live --model=smollm2-135m"
 _WAYS = "python -m benchmarks.ways"
 
 
-def _live(printed: Any) -> Figures:
+def _live(printed: dict[str, Any]) -> Figures:
   """Figures of a server as its clients see them."""
   counted = printed["counted"]
   return {
@@ -123,7 +123,7 @@ def _split(instances: str) -> Run:
   )
 
 
-def _figures(printed: Any) -> Figures:
+def _figures(printed: dict[str, Any]) -> Figures:
   return printed
 
 
@@ -135,7 +135,7 @@ def _tokens(x: Figures) -> str:
   return "the same tokens" if x["same"] else "OTHER tokens"
 
 
-def _prefill(printed: Any) -> Figures:
+def _prefill(printed: dict[str, Any]) -> Figures:
   (row,) = printed["methods"]
   return {"seconds": row["seconds"], "new_tokens": row["new_tokens"]}
 

@@ -37,6 +37,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 import ringjax as rj
 from benchmarks.serving import row_memory
@@ -47,7 +48,7 @@ from ringjax.json_text import json_text
 from ringjax.serve import cluster
 
 
-def prompts(model: str, lengths: Sequence[int]) -> list[np.ndarray]:
+def prompts(model: str, lengths: Sequence[int]) -> list[Int[np.ndarray, " _"]]:
   """Cuts the manual into consecutive texts of `lengths` tokens, int32."""
   topics = pydoc_data.topics.topics
   text = "\n".join(topics[name] for name in sorted(topics))

@@ -7,7 +7,9 @@ import runpy
 import sys
 from pathlib import Path
 
-SCRIPTS = (
+# Scripts that the list begins with; the others follow by name.
+_ORDER = (
+  "doctor",
   "chat",
   "fetch",
   "generate",
@@ -26,10 +28,21 @@ SCRIPTS = (
 )
 
 
+def scripts() -> tuple[str, ...]:
+  """Names of the scripts: files of this folder that are run as programs."""
+  names = {
+    path.stem
+    for path in Path(__file__).parent.glob("[!_]*.py")
+    if '\nif __name__ == "__main__":' in path.read_text("utf-8")
+  }
+  first = [name for name in _ORDER if name in names]
+  return (*first, *sorted(names - {*first}))
+
+
 def listing() -> str:
   """Each script's command and the first line of its docstring."""
   lines = ["Scripts; each prints its flags with --help:", ""]
-  for name in SCRIPTS:
+  for name in scripts():
     # Parsed and not imported: some scripts set up JAX when imported.
     source = Path(__file__).with_name(f"{name}.py").read_text("utf-8")
     first = (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]
@@ -43,7 +56,7 @@ def main() -> int:
   if not names or names[0] in ("--help", "-h"):
     print(listing())
     return 0
-  if names[0] not in SCRIPTS:
+  if names[0] not in scripts():
     print(
       f"launch: got {names[0]!r}, which is no script; python -m launch lists "
       "them",

@@ -21,7 +21,7 @@ import importlib
 import os
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -196,7 +196,9 @@ class _Chat:
     """Largest number of tokens of the conversation."""
     return self._values.context or min(model.config.max_positions, _CONTEXT)
 
-  def _call_bytes(self, model: Any, mesh: Any) -> Any:
+  def _call_bytes(
+    self, model: Any, mesh: Any
+  ) -> Mapping[str, Mapping[str, int]]:
     """Bytes that the longest call needs, for --memory."""
     values, context = self._values, self._context(model)
     new = min(values.max_new_tokens or _NEW_TOKENS, context - 1)

@@ -603,7 +603,7 @@ def help_page(command: str) -> str | None:
   usage = [
     start + part.partition("\n\n")[0].rstrip()
     for part in (__doc__ or "").split(start)[1:]
-    if part.startswith(f"{command} ")
+    if part.split(maxsplit=1)[0] == command
   ]
   return "\n".join(
     [

@@ -9,6 +9,7 @@
   python -m launch.serve --model=DIR --store=kept --important=0.25
       Of a prefix that is in the folder a quarter is read, what the rest of the
       prompt looks at: approximate answers, sooner. Without --important all.
+      --probe_heads=0,5 names the heads that choose it.
 
   python -m launch.serve --role=router --model=DIR --cluster_key=FILE
   python -m launch.serve --role=prefill --model=DIR --cluster_key=FILE \\
@@ -35,19 +36,27 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import pathlib
 import socket
+import types
 from collections.abc import Sequence
 from typing import Any, TextIO
 
 import jax
+import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch.serving import cluster_roles, http_server, stage_instance
+from launch.serving import (
+  cluster_roles,
+  flag_modes,
+  http_server,
+  stage_instance,
+)
 from launch.shared import answering, common, console, model_flags
-from launch.shared.flag_helpers import FlagHelper, option_values
+from launch.shared.flag_helpers import FlagHelper, names_of, option_values
 from ringjax import fetched_models
 from ringjax.checks import number
 from ringjax.data import ChatTemplate, Tokenizer
@@ -62,22 +71,6 @@ _MEMORY = (
   "pass a smaller --capacity or --rows, a codec (--cache=int8), or shard the "
   "pages over more devices (--mesh=seq:N)"
 )
-# Flags that are options of the engine.
-_ENGINE_OPTIONS = (
-  "rows",
-  "capacity",
-  "longest",
-  "page",
-  "piece",
-  "pieces",
-  "budget",
-  "share",
-  "shared_reads",
-  "layout",
-  "preempt",
-  "speculate",
-  "layer_parts",
-)
 
 
 def define(values: flags.FlagValues) -> None:
@@ -88,7 +81,7 @@ def define(values: flags.FlagValues) -> None:
   new.text("host", "127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
   new.whole("port", 8000, "Port; 0 takes a free one.", 0, 65535)
   engine = FlagHelper(values, "What the engine computes at a time, and how.")
-  engine.options(EngineConfig, (*_ENGINE_OPTIONS, "cache_kind", "important"))
+  engine.options(EngineConfig, flag_modes.ENGINE_OPTIONS)
   new.texts(
     "adapters",
     [],
@@ -108,6 +101,13 @@ def define(values: flags.FlagValues) -> None:
     "them back, also in a server that is started anew.",
   )
   new.whole("store_bytes", 1 << 36, "Bytes of --store at most.")
+  new.path(
+    "probe_heads",
+    None,
+    "KV heads whose keys choose the part of --important: numbers of heads of "
+    "every layer, 0,5, or a JSON file with a list for each layer, as "
+    "rj.infer.contexts.probe_heads measures them. Default: the first three.",
+  )
   new.path("api_keys", None, "File of keys and tenants, KEY TENANT a line.")
   new.text(
     "admin",
@@ -145,14 +145,19 @@ def run(
   note: str | None = None
   logs = contextlib.ExitStack()
   try:
-    _check_store(values)
+    mode = flag_modes.mode_of(values)
+    cluster_roles.check_role(values)
+    if mode == "stages":
+      stage_instance.check_role(values)
+    flag_modes.check(values, names_of(define))
+    important = _important(values)
     cluster_roles.check(values)
-    if values.instances or values.set_role is not None:
+    if mode == "command":
       return cluster_roles.command(values, stdout)
-    if stage_instance.has_stages(values):
+    if mode == "stages":
       stage_instance.check(values)
       return stage_instance.run(values, screen)
-    joins, routes = values.join is not None, values.role == "router"
+    joins, routes = mode == "instance", mode == "router"
     if not joins:
       uvicorn = _uvicorn()
     keys = None
@@ -162,13 +167,6 @@ def run(
     if values.chat_template is not None:
       template = _template(values.chat_template)
     adapters = _adapters(values.adapters)
-    if adapters and routes:
-      raise OptionError(
-        "--adapters",
-        f"{', '.join(adapters)} of a router, which has no model",
-        "adapters of instances",
-        "pass them where --join is passed",
-      )
     kind = common.cache_kind(values.cache)
     if values.speculate is not None:
       drafter = model_flags.checked_drafter(values.speculate)
@@ -200,7 +198,8 @@ def run(
         mesh,
         codes=not joins and not model_flags.measured(values),
       )
-      options = option_values(values, EngineConfig, _ENGINE_OPTIONS)
+      options = option_values(values, EngineConfig, flag_modes.ENGINE_OPTIONS)
+      options["cache_kind"] = kind
       options["adapters"] = {
         name: rj.train.load_adapter(path, model)
         for name, path in adapters.items()
@@ -212,11 +211,10 @@ def run(
         options["store"] = logs.enter_context(
           rj.store.Store(disk=(values.store, values.store_bytes))
         )
-        options["important"] = values.important
+        options["important"] = important
       engine = rj.serve.Engine(
         model,
         mesh=mesh,
-        cache_kind=kind,
         tokenizer=tokenizer,
         **options,
       )
@@ -265,31 +263,70 @@ def run(
   return 0
 
 
-def _check_store(values: flags.FlagValues) -> None:
-  """Refuses --store and --important where they have no meaning.
+def _important(
+  values: flags.FlagValues,
+) -> rj.serve.ImportantShare | float | None:
+  """The part of stored prefixes that is read, by --important; None for all.
 
   Raises:
-    OptionError: they have none.
+    OptionError: If --store_bytes, --important or --probe_heads have no
+      meaning.
   """
-  if values.store is not None and (
-    values.join is not None or values.role == "router"
-  ):
+  if values.store is None and values["store_bytes"].present:
     raise OptionError(
-      "--store",
-      f"{values.store} for a router or an instance",
-      "nothing: an instance keeps what comes in --host_store",
-      "leave it out, or serve without --role and --join",
+      "--store_bytes",
+      f"{values.store_bytes} without --store",
+      "a folder with prefixes",
+      "pass --store=DIR too",
     )
-  if values.store is None:
-    if values.important is not None:
+  if values.important is None:
+    if values.probe_heads is not None:
       raise OptionError(
-        "--important",
-        f"{values.important} without --store",
-        "a folder with prefixes, of which a part is read",
-        "pass --store=DIR too",
+        "--probe_heads",
+        f"{values.probe_heads} without --important",
+        "the part of a prefix that these heads choose",
+        "pass --important=0.25 too",
       )
-  elif values.important is not None:
-    number("--important", values.important, above=0, most=1)
+    return None
+  if values.store is None:
+    raise OptionError(
+      "--important",
+      f"{values.important} without --store",
+      "a folder with prefixes, of which a part is read",
+      "pass --store=DIR too",
+    )
+  share = number("--important", values.important, above=0, most=1)
+  if values.probe_heads is None:
+    return share
+  probes = _probe_heads(values.probe_heads)
+  return rj.serve.ImportantShare(share=share, probes=probes)
+
+
+def _probe_heads(text: str) -> np.ndarray:
+  """Parses --probe_heads: int [P], heads of every layer, or [L, P].
+
+  Raises:
+    OptionError: If it is neither numbers of heads nor a file of them.
+  """
+  try:
+    if text.endswith(".json"):
+      with open(text, encoding="utf-8") as file:
+        heads = np.array(json.load(file))
+    else:
+      heads = np.array([int(number) for number in text.split(",")])
+    right = heads.dtype.kind == "i" and heads.ndim in (1, 2) and heads.size
+    fault = "" if right else f"an array {heads.shape} of {heads.dtype}"
+  except (OSError, ValueError) as error:
+    heads, fault = np.zeros(0, int), str(error)
+  if fault:
+    raise OptionError(
+      "--probe_heads",
+      f"{text} ({fault})",
+      "numbers of heads, or a JSON file of equally many for each layer",
+      "pass --probe_heads=0,1, or a file of "
+      "json.dumps(rj.infer.contexts.probe_heads(...).tolist())",
+    )
+  return heads
 
 
 def _adapters(entries: Sequence[str]) -> dict[str, str]:
@@ -343,7 +380,7 @@ def _listener(host: str, port: int) -> socket.socket:
   return listener
 
 
-def _uvicorn() -> Any:
+def _uvicorn() -> types.ModuleType:
   try:
     return importlib.import_module("uvicorn")
   except ImportError:

@@ -202,7 +202,7 @@ class _TrainingRun:
     self.group = Group(screen, lambda: self.doing)
     self._values, self._out = values, stdout
     self._log: TextIO | None = None
-    self._board: Any = None
+    self._board = None
     self._peak: float | None = None
 
   def close(self) -> None:

@@ -19,7 +19,7 @@ import textwrap
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
-from ringjax.checks import integer, one_of
+from ringjax.checks import boolean, integer, number, one_of
 from ringjax.errors import InputTypeError, OptionError
 
 _C = TypeVar("_C", bound="Config")
@@ -33,14 +33,15 @@ class Flag(NamedTuple):
     meaning: Text for --help.
     name: Name of the flag; default: that of the option.
     kind: Kind of value: "text", "whole" for an int, "number" for a float,
-      "path", or "texts" for a text that may be given several times.
+      "boolean", "path", or "texts" for a text that may be given several times;
+      default: what the option's default and smallest value are, else "text".
     default: Value if the flag is not passed; None: the option's default.
     choices: Allowed texts; None: those of the option.
   """
 
   meaning: str
   name: str | None = None
-  kind: str = "text"
+  kind: str | None = None
   default: object = None
   choices: Collection[str] | None = None
 
@@ -52,7 +53,7 @@ def option(
   override: str | None = None,
   text: Callable[[Any], Any] | None = None,
   choices: Collection[str] | None = None,
-  least: int | None = None,
+  least: int | float | None = None,
   flag: Flag | None = None,
   aliases: Collection[str] = (),
 ) -> Any:
@@ -66,7 +67,8 @@ def option(
     text: Function that converts a value to a plain one, from which the config
       makes the same value again; default: values have to be plain.
     choices: Allowed texts; None: any value.
-    least: Smallest value of an option that is an int; None: no int.
+    least: Smallest value, an int of an option that is an int, a float of one
+      that is a number; None: the option is no int and has no smallest value.
     flag: Flag that sets the option; default: one of its name, which says the
       first sentence of the meaning.
     aliases: Names of the same option in other engines, with the same meaning
@@ -74,7 +76,9 @@ def option(
   """
   if flag is None:
     first = meaning.partition(". ")[0].removesuffix(".") + "."
-    flag = Flag(first, kind="text" if least is None else "whole")
+    flag = Flag(first)
+  if flag.kind is None:
+    flag = flag._replace(kind=_flag_kind(default, least))
   facts = {
     "meaning": meaning,
     "override": override,
@@ -116,8 +120,12 @@ class Config:
         continue
       if facts["choices"] is not None:
         one_of(field.name, value, facts["choices"])
-      if facts["least"] is not None:
+      if isinstance(facts["least"], float):
+        number(field.name, value, least=facts["least"])
+      elif facts["least"] is not None:
         integer(field.name, value, least=facts["least"])
+      elif isinstance(field.default, bool):
+        boolean(field.name, value)
 
   @classmethod
   def fields(cls) -> tuple[dataclasses.Field[Any], ...]:
@@ -378,6 +386,15 @@ def named_twice(name: str, other: str) -> OptionError:
     "one of these names",
     "leave one of them out",
   )
+
+
+def _flag_kind(default: object, least: int | float | None) -> str:
+  """Kind of the flag of an option, from its default and smallest value."""
+  if isinstance(default, bool):
+    return "boolean"
+  if isinstance(default, float) or isinstance(least, float):
+    return "number"
+  return "whole" if least is not None else "text"
 
 
 def _also(field: dataclasses.Field[Any]) -> str:

@@ -9,7 +9,6 @@ in 400 characters and names the argument and one remedy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 _LIMIT = 400
 
@@ -172,7 +171,7 @@ class NotFiniteLogitsError(NotFiniteError):
   ):
     super().__init__(*parts)
     self.rows, self.positions = tuple(rows), tuple(positions)
-    self.tokens: Any = tokens
+    self.tokens = tokens
 
 
 class ReplayError(RingjaxError, ArithmeticError):

@@ -12,6 +12,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+# A value of JSON as `json.loads` returns it.
+Json = str | int | float | bool | None | list[Any] | dict[str, Any]
+
 
 def json_text(
   value: object,
@@ -39,7 +42,7 @@ def json_text(
     return json.dumps(_finite(value), default=clean, allow_nan=False, **options)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: Any) -> Json:
   """Replace each number in the value that is not finite by None."""
   if isinstance(value, float):
     return value if math.isfinite(value) else None

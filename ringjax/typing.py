@@ -32,6 +32,13 @@ if TYPE_CHECKING:
   from jaxtyping import Array as ArrayLeaf
 else:
   ArrayLeaf = Array | np.ndarray | jax.ShapeDtypeStruct
+
+
+def leaf(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> ArrayLeaf:
+  """Return `x` as a leaf of a tree whose fields are arrays, see `ArrayLeaf`."""
+  return x  # pyrefly: ignore[bad-return]
+
+
 # An integer that a program may compute, such as the index of a slot or a tile.
 Index = Int[Array, ""] | int | np.integer
 # Numbers of tokens of a context: one for all rows, or one per row.
@@ -50,4 +57,5 @@ __all__ = [
   "LogSumExp",
   "Queries",
   "Values",
+  "leaf",
 ]

@@ -31,7 +31,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from benchmarks.shared import harness
-from benchmarks.shared.harness import PASSES, Report, Row, Trial, option
+from benchmarks.shared.harness import (
+  PASSES,
+  Report,
+  Row,
+  Runnable,
+  Trial,
+  option,
+)
 from ringjax.bench import timing
 from ringjax.bench.timing import Skipped
 from ringjax.ops.attention import api
@@ -111,7 +118,9 @@ def _mesh(case: AttentionCase) -> Mesh:
   )
 
 
-def _sharded(attend: Callable[..., Any], **options: Any) -> Any:
+def _sharded(
+  attend: Callable[..., Any], **options: Any
+) -> Callable[[AttentionCase, Sequence[np.ndarray]], Runnable]:
   """Builds an attention function over a mesh of all devices."""
 
   def build(case: AttentionCase, arrays: Arrays) -> harness.Runnable:
@@ -150,7 +159,7 @@ def _striped(case: AttentionCase, arrays: Arrays) -> harness.Runnable:
   return harness.Runnable(built.run, restored)
 
 
-def import_ringattention() -> Any:
+def import_ringattention() -> types.ModuleType:
   """The module `ringattention`, which JAX since 0.8 needs help to import."""
   if not hasattr(jax.lib, "xla_bridge"):
     # It imports one name of a module that JAX has removed.

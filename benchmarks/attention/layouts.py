@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Int
@@ -24,6 +24,9 @@ from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.cost import schedule
 from ringjax.ops.mask import Causal
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
+
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
 
 LAYOUTS: dict[str, Layout] = {
   "contiguous": Contiguous(),
@@ -165,7 +168,7 @@ def _some(count: int, most: int) -> list[int]:
 
 
 def _draw_time(
-  ax: Any, counts: np.ndarray, colors: np.ndarray, longest: int
+  ax: Axes, counts: np.ndarray, colors: np.ndarray, longest: int
 ) -> None:
   shards = counts.shape[1]
   devices = np.arange(shards)
@@ -191,7 +194,7 @@ def _draw_time(
   ax.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_scores(ax: Any, kinds: np.ndarray, colors: np.ndarray) -> None:
+def _draw_scores(ax: Axes, kinds: np.ndarray, colors: np.ndarray) -> None:
   hops, shards, rows, columns = kinds.shape
   image = np.ones((shards * rows, shards * columns, 3))
   for hop in range(hops):

@@ -351,7 +351,7 @@ def _tiled(at: Coords, block: int) -> Coords:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _all_kinds(mask: Mask, q: Coords, k: Coords, blocks: Any) -> Any:
+def _all_kinds(mask: Mask, q: Coords, k: Coords, blocks: Any) -> jax.Array:
   kinds = lambda q, k: tile_kinds(mask, q, k, *blocks)
   return jax.vmap(jax.vmap(kinds, (None, 0)), (0, None))(q, k)
 

@@ -37,7 +37,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,9 @@ from ringjax.bench import timing
 from ringjax.bench.one_device import ProcessorTime
 from ringjax.ops.attention.cost import schedule
 from ringjax.ops.mask import Causal
+
+if TYPE_CHECKING:
+  from ringjax.models.transformer import Transformer
 
 # Largest difference of a logit, as a fraction of the reference's largest logit
 # or of 1 if that is larger.
@@ -213,7 +216,7 @@ class InferenceBenchmark(harness.Benchmark):
     return total - table * (1 if self.config.tied else 2), table
 
   @functools.cached_property
-  def _abstract(self) -> Any:
+  def _abstract(self) -> Transformer:
     return jax.eval_shape(lambda: rj.models.create(self.settings.source))
 
   def flops(self, case: ModelCase) -> float:

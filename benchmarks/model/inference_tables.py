@@ -7,13 +7,16 @@ rows of several runs can be shown together.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.model.model_contestants import CONTESTANTS, DTYPES, ModelCase
 from benchmarks.shared import harness
 from benchmarks.shared.harness import Row, best, ratio
+
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
 
 # Goals by tokens: our speed as a multiple of transformers'.
 AIMS = {4096: 1.0, 32768: 2.0}
@@ -250,7 +253,7 @@ def draw(result: Row, path: str) -> None:
 
 
 def _draw_decode(
-  ax: Any,
+  ax: Axes,
   rows: Sequence[Row],
   lines: Mapping[str, Any],
   rate: float,
@@ -274,7 +277,7 @@ def _draw_decode(
   ax.set_ylabel("ms", fontsize=9)
 
 
-def _draw_forward(ax: Any, rows: Sequence[Row]) -> None:
+def _draw_forward(ax: Axes, rows: Sequence[Row]) -> None:
   speed = lambda row, name: (
     row["tokens"] / fastest[1] if (fastest := best(row, [name])) else 0.0
   )

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib
 import pathlib
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -285,11 +286,11 @@ def torch_threads() -> int | None:
     return None
 
 
-def _import_safetensors() -> Any:
+def _import_safetensors() -> types.ModuleType:
   return importlib.import_module("safetensors.numpy")
 
 
-def _import_transformers() -> Any:
+def _import_transformers() -> types.ModuleType:
   importlib.import_module("torch")
   return importlib.import_module("transformers")
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,12 @@ from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.strategies.gather import Gather
 from ringjax.parallel.layout import Contiguous, Striped
 from ringjax.parallel.mesh import make_mesh
+
+if TYPE_CHECKING:
+  import optax
+
+  from ringjax.models.transformer import Transformer
+  from ringjax.train.batch import Batch
 
 CONTESTANTS = (
   "plain",
@@ -199,7 +205,7 @@ def _loss(
 
 
 @functools.cache
-def _optimizer() -> Any:
+def _optimizer() -> optax.GradientTransformation:
   import optax
 
   return optax.adamw(3e-4, b1=_B1, b2=0.95, weight_decay=0.1)
@@ -283,7 +289,7 @@ def _one_device_trial(
   return _trial(name, checkpoint.create(preset, seed=0), tokens, 1, dtype)
 
 
-def _rows(tokens: int, vocab: int, attend: Any) -> Any:
+def _rows(tokens: int, vocab: int, attend: Any) -> Batch:
   from ringjax.train.batch import place, whole_rows
 
   draw = np.random.default_rng(0)
@@ -512,7 +518,7 @@ class TrainBenchmark(harness.Benchmark):
     }
 
   @functools.cached_property
-  def _abstract(self) -> Any:
+  def _abstract(self) -> Transformer:
     from ringjax.models import checkpoint
 
     return checkpoint.abstract(self.settings.preset, dtype="float32")

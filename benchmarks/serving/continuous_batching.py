@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import types
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from benchmarks.shared.harness import import_torch
 from ringjax.errors import OptionError
 
 
-def import_transformers() -> Any:
+def import_transformers() -> types.ModuleType:
   """Imports transformers and torch.
 
   Raises:

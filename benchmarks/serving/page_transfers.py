@@ -16,7 +16,6 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +118,6 @@ def _batches(pages: int, seed: int) -> list[transfer.PageBatch]:
     shape = _SHAPE[0], min(_BATCH, pages - first), *_SHAPE[1:]
     x = np.full(shape, seed + 2 + first, np.float32)
     x += np.arange(_SHAPE[-1], dtype=np.float32)
-    batch: Any = jax.device_put(x.astype(jnp.bfloat16), device)
+    batch = jax.device_put(x.astype(jnp.bfloat16), device)
     batches.append(transfer.PageBatch((batch.block_until_ready(),), 1))
   return batches

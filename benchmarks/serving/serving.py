@@ -395,7 +395,7 @@ def _compare(
   new = [request.new_tokens for request in trace]
   if settings.compare == "plain":
     kinds = itertools.cycle(speculation_tasks.KINDS)
-    tokenizer: Any = rj.data.Bytes()
+    tokenizer = rj.data.Bytes()
     if settings.model is not None and settings.model not in rj.models.PRESETS:
       tokenizer = rj.data.Tokenizer.load(settings.model)
     prompts = [

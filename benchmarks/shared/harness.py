@@ -23,8 +23,9 @@ import itertools
 import os
 import statistics
 import sys
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 import jax
 import numpy as np
@@ -36,6 +37,10 @@ from ringjax.bench.one_device import OneDeviceProcess, Trial
 from ringjax.bench.timing import Timing
 from ringjax.errors import OptionError
 from ringjax.plan import draw as pictures
+
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 # Function of the fraction of a row that is done and a label of the current run.
@@ -613,7 +618,7 @@ def lines(
   return table_lines
 
 
-def import_torch(threads: int | None = None) -> Any:
+def import_torch(threads: int | None = None) -> types.ModuleType:
   """Imports PyTorch with `threads` threads; None for one for each core."""
   torch = importlib.import_module("torch")
   torch.set_num_threads(threads or os.cpu_count() or 1)
@@ -627,7 +632,7 @@ def figure(width: float | int, height: float | int) -> Any:
   )
 
 
-def tidy(ax: Any, title: str = "") -> None:
+def tidy(ax: Axes, title: str = "") -> None:
   """Styles axes as in all pictures of benchmarks."""
   ax.set_title(title, loc="left", fontsize=10)
   ax.spines[["top", "right"]].set_visible(False)
@@ -637,7 +642,7 @@ def tidy(ax: Any, title: str = "") -> None:
 
 
 def bars(
-  ax: Any,
+  ax: Axes,
   rows: Sequence[Row],
   colors: Mapping[str, str],
   height: Callable[[Row, str], float],
@@ -660,7 +665,7 @@ def bars(
   ax.set_xticks(range(len(rows)), [tick(row) for row in rows])
 
 
-def save(drawn: Any, path: str, *, dpi: int = 150) -> None:
+def save(drawn: Figure, path: str, *, dpi: int = 150) -> None:
   """Writes a figure into a PNG."""
   drawn.savefig(path, dpi=dpi)
   print(f"wrote {path}", file=sys.stderr)

@@ -168,7 +168,7 @@ class SpeculationBenchmark(harness.Benchmark):
     _ = self.model, self.draft
 
   @functools.cached_property
-  def _mesh(self) -> Any:
+  def _mesh(self) -> jax.sharding.Mesh | None:
     count = self.settings.devices
     if count == 1:
       return None

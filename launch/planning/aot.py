@@ -259,6 +259,12 @@ def words(
     f"(of them in place {size(memory.aliased)}), temporaries "
     f"{size(memory.temporaries)}, code {size(memory.code)}",
   ]
+  moved = found.traffic
+  if moved is not None:
+    lines.append(
+      f"  reads {size(moved.read)} and writes {size(moved.written)}"
+      + _times_least(found, moved.total)
+    )
   if memory.total > memory.limit:
     # The sum also counts buffers whose lifetimes do not overlap.
     lines.append("  not all of it at once: the compiler says that it fits")
@@ -293,6 +299,17 @@ def words(
     ops = ", ".join(f"{op} ({n})" for op, n in report.unpriced.items())
     lines.append(f"  without a price, in lines of the program: {ops}")
   return lines
+
+
+def _times_least(compiled: Compiled, moved: float) -> str:
+  """The bytes of a step of decoding over the least, as text, or ""."""
+  least = compiled.facts.get("least_bytes")
+  if not least:
+    return ""
+  return (
+    f", {moved / least:.2f} times {console.nbytes(least)}: weights that a step "
+    "uses, experts chosen evenly, and the cache once"
+  )
 
 
 def _too_large(compiled: Compiled) -> list[str]:

@@ -91,7 +91,7 @@ def _explain_kind(
         )
         extra["reading"] = bytes_each(prompt.reading) + cache_report.nbytes
       else:
-        cache_class: Any = KVCache if kind.tier.device is None else TieredCache
+        cache_class = KVCache if kind.tier.device is None else TieredCache
         spec = cache_class.spec(*spec_args, kind=kind, **platform)
         cache_report = spec.explain(machine, weights=weights)
       share = cache_report.nbytes / dense

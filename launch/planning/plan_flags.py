@@ -294,7 +294,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "Tokens of prompts that an instance keeps for later ones.", 0),
   ("policies", "many", None, "routes",
    "A policy as of launch.serve, such as conductor:threshold=2 (repeat the "
-   "flag for others); default: random, load, local, conductor."),
+   "flag for others); default: each that predicts."),
   ("replan", "number", None, "serve",
    "Seconds of a window of the requests as they come, or at --rate: where the "
    "load has drifted place anew, and let instances change their roles.",

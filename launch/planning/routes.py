@@ -21,11 +21,13 @@ from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link, number_bytes
 from ringjax.plan import machines
 from ringjax.serve.cluster import (
+  ROUTING_POLICIES,
   ClusterSimulator,
   PhaseTimes,
   RoutingCosts,
   SimulatedInstance,
   TensorTimes,
+  needs_costs,
   percentiles,
   read_calls,
   routing_policy,
@@ -33,7 +35,7 @@ from ringjax.serve.cluster import (
 from ringjax.serve.traces import TraceRequest, read_trace
 
 NAME = "plan"
-_POLICIES = ("random", "load", "local", "conductor")
+_POLICIES = tuple(filter(needs_costs, ROUTING_POLICIES))
 _MODEL, _CHIP = "llama-3.1-70b", "a100"
 # Default bandwidth between instances in bytes per second.
 _BANDWIDTH = 50e9

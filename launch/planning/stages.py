@@ -1,4 +1,4 @@
-"""Sub-commands of launch.plan about stages that take turns.
+"""The sub-commands fastdecode and liger of launch.plan: stages in turns.
 
 fastdecode: rows and CPUs where attention runs next to host caches, and starts
 that keep both stages busy. liger: requests whose kernels run side by side.

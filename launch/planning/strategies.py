@@ -1,4 +1,4 @@
-"""The sub-commands of launch.plan about strategies of attention.
+"""The sub-commands explain and fit of launch.plan: strategies of attention.
 
 `explain` ranks them on a stated or a measured machine; `fit` measures one.
 """

@@ -405,7 +405,7 @@ def _cache_bytes(request: _WindowRequest, rank: int) -> int:
   capacity = padded(padded(request.prompt, 1) + request.new, 1)
   total = 0
   for block in request.blocks[rank]:
-    spec: Any = block.parts["term"].spec if "term" in block.parts else None
+    spec = block.parts["term"].spec if "term" in block.parts else None
     if hasattr(spec, "cache_shape"):
       cache_spec = KVCache.spec(
         (spec.cache_shape(1),),

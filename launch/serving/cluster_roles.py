@@ -51,10 +51,12 @@ def define(values: flags.FlagValues) -> None:
   new.text(
     "policy",
     "shortest",
-    "Of a router: where requests go: shortest (queue), random, load, local or "
-    "conductor:threshold=2, with rejections in front of it as in "
-    "predictive:tpot_s=0.1,decode_s=20/conductor. All but shortest predict "
-    "by --times, by --chip, or by what instances measure when they join.",
+    f"Of a router: where requests go: {', '.join(cluster.ROUTING_POLICIES)}, "
+    "with options as in conductor:threshold=2, and with rejections "
+    f"({', '.join(cluster.REJECTIONS)}) in front of it as in "
+    "predictive:tpot_s=0.1,decode_s=20/conductor; docs/how/conductor.md. Those "
+    "that predict do so by --times, by --chip, or by what instances measure "
+    "when they join.",
   )
   new.path(
     "times",
@@ -192,11 +194,11 @@ def join_address(values: flags.FlagValues) -> tuple[str, int]:
   return host.strip("[]"), int(port)
 
 
-def check(values: flags.FlagValues) -> None:
-  """Refuses flags that do not go together, before anything is loaded.
+def check_role(values: flags.FlagValues) -> None:
+  """Refuses a role that does not go with --join.
 
   Raises:
-    OptionError: If two flags conflict or a value is invalid.
+    OptionError: If the two conflict.
   """
   joins = values.join is not None
   asks = values.instances or values.set_role is not None
@@ -208,49 +210,30 @@ def check(values: flags.FlagValues) -> None:
     raise OptionError(
       "--join", "nothing", "HOST:PORT of a router", "pass it, or --role=both"
     )
-  if values.stream and values.role != "router":
-    raise OptionError(
-      "--stream",
-      f"{values.stream} for --role={values.role}",
-      "nothing, unless --role=router",
-      "pass it to the router, which tells its instances",
-    )
-  if values["layer_parts"].present and not joins:
-    raise OptionError(
-      "--layer_parts",
-      f"{values.layer_parts} for a server alone or a router",
-      "nothing, unless --join: pages leave for other instances",
-      "leave it out",
-    )
-  if values.device_pages and not joins:
-    raise OptionError(
-      "--device_pages",
-      f"{values.device_pages} for a server alone or a router",
-      "nothing, unless --join: pages leave for other instances",
-      "leave it out",
-    )
-  for name in (
-    "policy", "times", "chip", "bandwidth", "instance_devices", "replan",
-    "slo",
-  ):  # fmt: skip
-    if values[name].present and values.role != "router":
-      raise OptionError(
-        f"--{name}",
-        f"{values[name].value} for --role={values.role}",
-        "nothing, unless --role=router",
-        "pass it to the router",
-      )
+
+
+def check(values: flags.FlagValues) -> None:
+  """Refuses values that do not go together, before anything is loaded.
+
+  Which mode of launch.serve has which flags: `flag_modes`.
+
+  Raises:
+    OptionError: If two flags conflict or a value is invalid.
+  """
+  joins = values.join is not None
   if values.role == "router":
     # Check the policy's names and options; its cost model needs the folder.
     any_times = cluster.RoutingCosts(times=cluster.QuadraticTimes())
     cluster.routing_policy(values.policy, any_times)
-    if values.log_calls is not None:
-      raise OptionError(
-        "--log_calls",
-        f"{values.log_calls} for a router, which computes nothing",
-        "nothing, unless a process with an engine",
-        "pass it to an instance",
-      )
+    for name in ("piece", "pieces"):
+      if values[name].present and values.replan is None:
+        raise OptionError(
+          f"--{name}",
+          f"{values[name].value} for a router without --replan",
+          "nothing: a router reads no prompts, and simulates engines that do "
+          "only to plan roles",
+          "pass it to the instances, or pass --replan too",
+        )
     if values.chip is not None:
       if values.times is not None:
         raise OptionError(
@@ -304,7 +287,7 @@ def router(
   config, _ = rj.models.read_config(_config(folder), strict=values.strict)
   longest = values.longest or min(config.longest or 16384, 16384)
   costs = roles = None
-  if values.policy != "shortest" or values.replan is not None:
+  if cluster.needs_costs(values.policy) or values.replan is not None:
     costs = _costs(values, folder)
     if values.replan is not None:
       roles = _roles(values, costs)

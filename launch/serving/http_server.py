@@ -99,9 +99,7 @@ def server(
 
 def _protocol_with_timeout(stall: float) -> Callable[..., Any]:
   """uvicorn's HTTP protocol with a timeout for heads of requests."""
-  base: Any = importlib.import_module(
-    "uvicorn.protocols.http.h11_impl"
-  ).H11Protocol
+  base = importlib.import_module("uvicorn.protocols.http.h11_impl").H11Protocol
 
   class Patient(base):
     """Connection that is closed unless heads arrive in time."""

@@ -23,6 +23,7 @@ import jax
 from absl import flags
 
 from launch.serving import cluster_roles
+from launch.serving.flag_modes import STAGE_PASSED
 from launch.shared import common, console, tensor_ranks
 from launch.shared.flag_helpers import FlagHelper
 from launch.shared.group import FAILED, Group
@@ -42,47 +43,6 @@ _MEMORY = "start more stages, or pass --dtype=bfloat16"
 _STARTED = "RINGJAX_STAGE"
 # Seconds to wait for the exit of a process that was asked to end.
 _MOMENT_S = 10.0
-# Flags of launch.serve without meaning for stages.
-_UNUSED_FLAGS = (
-  "adapters",
-  "admin",
-  "api_keys",
-  "body_bytes",
-  "chat_template",
-  "device_pages",
-  "devices",
-  "distributed",
-  "host_store",
-  "important",
-  "layer_parts",
-  "layout",
-  "log_calls",
-  "mesh",
-  "model_name",
-  "queue",
-  "rows",
-  "share",
-  "shared_reads",
-  "speculate",
-  "stall",
-  "store",
-  "store_bytes",
-)
-# Flags that the started processes need, too.
-_PASSED_FLAGS = (
-  "cache",
-  "capacity",
-  "cluster_key",
-  "dtype",
-  "init_timeout",
-  "join",
-  "longest",
-  "page",
-  "piece",
-  "pieces",
-  "silence",
-  "strict",
-)
 
 
 def define(new: FlagHelper) -> None:
@@ -97,23 +57,16 @@ def define(new: FlagHelper) -> None:
   )
 
 
-def has_stages(values: flags.FlagValues) -> bool:
-  """Whether the flags are of an instance of several processes."""
-  return values.stages is not None or (values.num_processes or 1) > 1
-
-
-def check(values: flags.FlagValues) -> None:
-  """Refuses flags that stages do not support, before anything is started.
+def check_role(values: flags.FlagValues) -> None:
+  """Refuses stages of a process that is no prefill instance of a router.
 
   Raises:
-    OptionError: If there is such a flag, or the model can't be cut.
-    ConfigError: If layers of the model keep more than keys and values.
+    OptionError: If it is none, or its processes are not named.
   """
-  name = "stages" if values.stages is not None else "num_processes"
   if values.role != "prefill" or values.join is None:
     raise OptionError(
-      f"--{name}",
-      f"{values[name].value} for --role={values.role}"
+      _count_flag(values),
+      f"{values.stages or values.num_processes} for --role={values.role}"
       + (" without --join" if values.join is None else ""),
       "a prefill instance of a router: stages read prompts and do not answer",
       "pass --role=prefill --join=HOST:PORT, or start one process",
@@ -135,21 +88,21 @@ def check(values: flags.FlagValues) -> None:
       "all three",
       "pass --coordinator=HOST:PORT --process_id=0, for instance",
     )
-  for unused in _UNUSED_FLAGS:
-    if values[unused].present:
-      raise OptionError(
-        f"--{unused}",
-        f"{values[unused].value} with --{name}",
-        "nothing: stages read prompts, keep no prefixes and have one device "
-        "each",
-        "leave it out, or start one process",
-      )
+
+
+def check(values: flags.FlagValues) -> None:
+  """Refuses what stages do not support, before anything is started.
+
+  Raises:
+    OptionError: If the model can't be cut, or --longest exceeds its context.
+    ConfigError: If layers of the model keep more than keys and values.
+  """
   config = config_of(_folder(values), strict=values.strict)
   check_pages(config, common.cache_kind(values.cache))
   count: int = values.stages or values.num_processes
   if count > len(config.layers):
     raise OptionError(
-      f"--{name}",
+      _count_flag(values),
       count,
       f"at most the {len(config.layers)} layers",
       "start fewer processes",
@@ -368,7 +321,7 @@ class _Started:
 def stage_flags(values: flags.FlagValues, folder: object) -> list[str]:
   """Flags of a started process, without its number."""
   words = [f"--model={folder}"]
-  for name in _PASSED_FLAGS:
+  for name in sorted(STAGE_PASSED):
     value = values[name].value
     if not values[name].present or value is None:
       continue
@@ -398,6 +351,11 @@ def _folder(values: flags.FlagValues) -> pathlib.Path:
   # A name of a fetched model stays a name.
   path = pathlib.Path(values.model)
   return path.absolute() if path.exists() else path
+
+
+def _count_flag(values: flags.FlagValues) -> str:
+  """Flag that sets the number of processes."""
+  return "--num_processes" if values.stages is None else "--stages"
 
 
 def _longest(values: flags.FlagValues) -> int:

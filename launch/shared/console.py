@@ -49,8 +49,8 @@ class Screen:
     self._every_s = every_s
     dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
     self._fancy = self._stream.isatty() and not dumb
-    self._bar: Any = None
-    self._task: Any = None
+    self._bar = None
+    self._task = None
     self._label, self._unit, self._total = "", "", 0
     self._start = self._last = self._said = 0.0
     self._first = 0

@@ -124,7 +124,7 @@ class FlagHelper:
     for name in names:
       field, about = kind.field(name)
       facts, flag = field.metadata, field.metadata["flag"]
-      default: Any = flag.default
+      default = flag.default
       if default is None:
         default = field.default
       aliases = ", ".join(f"--{alias}" for alias in facts["aliases"])
@@ -139,7 +139,9 @@ class FlagHelper:
       elif flag.kind == "whole":
         new.whole(flag_name, default, text, facts["least"])
       elif flag.kind == "number":
-        new.number(flag_name, default, text)
+        new.number(flag_name, default, text, facts["least"])
+      elif flag.kind == "boolean":
+        new.boolean(flag_name, default, text)
       elif flag.kind == "path":
         new.path(flag_name, default, text)
       elif flag.kind == "texts":
@@ -226,6 +228,18 @@ class FlagHelper:
 
   def boolean(self, name: str, default: bool | None, text: str) -> None:
     self._define(flags.DEFINE_bool, name, default, text)
+
+
+def names_of(define: Callable[[flags.FlagValues], None]) -> frozenset[str]:
+  """Names of the flags that a function defines, without aliases."""
+  values = flags.FlagValues()
+  absl_names = set(values)
+  define(values)
+  return frozenset(
+    name
+    for name in set(values) - absl_names
+    if getattr(values[name], "heading", "") != _HIDDEN
+  )
 
 
 def flag_name(kind: type[Config], name: str) -> str:

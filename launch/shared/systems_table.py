@@ -243,7 +243,7 @@ SYSTEMS: tuple[System, ...] = (
     page="docs/how/cache.md",
     tests=("tests/kv/test_paper_forms.py", "tests/kv/test_kept_tokens.py"),
     absent="Compression of the prompt alone: an answer's tokens are evicted "
-    "too, whenever room (64) of them have come. Refused in an engine.",
+    "too, whenever room (16) of them have come. Refused in an engine.",
   ),
   System(
     name="FastGen",

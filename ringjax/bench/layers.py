@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -64,7 +64,8 @@ def measure(
   model = create(small, dtype=dtype)
   attend = CachedAttention(replicated=False)
   rng = np.random.default_rng(0)
-  runs, points = {}, {}
+  runs: dict[str, Callable[[], Any]] = {}
+  points: dict[str, tuple[int, int]] = {}
 
   def call(before: int, count: int, cache: Any) -> Any:
     ids = rng.integers(0, _VOCAB, (1, count)).astype(np.int32)

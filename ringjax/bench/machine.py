@@ -157,6 +157,93 @@ def measure(
   )
 
 
+def link_rates(
+  mesh: Mesh,
+  *,
+  nbytes: int,
+  rounds: int = 3,
+  stream: TextIO | io.TextIOBase | None = None,
+) -> dict[tuple[str, str], float]:
+  """Measures what a device sends along each axis, in bytes per second.
+
+  Args:
+    mesh: Mesh of the devices; axes of one device have no links.
+    nbytes: Bytes of a device's shard.
+    rounds: Timed runs of each.
+    stream: Stream for progress; default stderr.
+
+  Returns:
+    Rates by axis and kind: "one", a permute to a neighbour; "gather"; "sum", of
+    which a ring sends each part twice. Not a number if the time is noise.
+
+  Raises:
+    OptionError: If a run fails.
+  """
+  run_names = {
+    (axis, kind): f"{kind} along {axis}"
+    for axis, size in mesh.shape.items()
+    for kind in ("one", "gather", "sum")
+    if size > 1
+  }
+  runs: dict[str, Callable[[], Any]] = {}
+  for (axis, kind), label in run_names.items():
+    shape = (mesh.shape[axis], -(-nbytes // 4 // mesh.shape[axis]))
+    for times in (1, _MANY):
+      f = functools.partial(_repeat, (_SENDS | _SUMS)[kind], axis, times)
+      runs[f"{label}, {times}"] = _on_all(mesh, f, shape, "float32")
+  timings = timing.timed(runs, rounds, stream)
+  rates = {}
+  for (axis, kind), label in run_names.items():
+    size = mesh.shape[axis]
+    share = {"one": 1.0, "gather": (size - 1) / size}
+    share["sum"] = 2 * share["gather"]
+    many, single = (min(timings[f"{label}, {n}"].seconds) for n in (_MANY, 1))
+    send_s = (many - single) / (_MANY - 1)
+    rates[axis, kind] = (
+      share[kind] * nbytes / send_s if send_s > 0 else float("nan")
+    )
+  return rates
+
+
+def read_rate(
+  device: jax.Device,
+  *,
+  nbytes: int,
+  rounds: int = 5,
+  stream: TextIO | io.TextIOBase | None = None,
+) -> float:
+  """Measures the bytes per second at which a device reads an array once.
+
+  The faster of a sum and of a matrix times a vector.
+
+  Args:
+    device: Device of this process.
+    nbytes: Bytes of the array.
+    rounds: Timed runs of each.
+    stream: Stream for progress; default stderr.
+
+  Raises:
+    OptionError: If a run fails.
+  """
+  # Sums of ints may be reordered, so that CPUs add vectors of them too.
+  total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.int32))
+  product = jax.jit(lambda x, y: x @ y)
+  put = lambda shape, dtype: jax.device_put(jnp.ones(shape, dtype), device)
+  columns = 1024
+  matrix = put((nbytes // 4 // columns, columns), jnp.float32)
+  vector, ints = put(columns, jnp.float32), put(nbytes // 4, jnp.int32)
+  few = put(8, jnp.int32)
+  runs = {
+    "sum": lambda: total(ints),
+    "product": lambda: product(matrix, vector),
+    "call": lambda: total(few),
+  }
+  timings = timing.timed(runs, rounds, stream)
+  fastest_s = lambda name: min(timings[name].seconds)
+  read_s = min(fastest_s("sum"), fastest_s("product")) - fastest_s("call")
+  return nbytes / max(read_s, 1e-9)
+
+
 def _pairs(count: int) -> float:
   return float(count) ** 2 * _HEADS * _HEAD_DIM
 
@@ -203,6 +290,14 @@ _SENDS: dict[str, Callable[[Any, str], Any]] = {
   "exchange": lambda x, axis: collectives.exchange(x, axis, 0, 0),
 }
 
+# `measure` needs no sums: the cost model has none.
+_SUMS: dict[str, Callable[[Any, str], Any]] = {
+  # The mean, so that repeated sums stay finite.
+  "sum": lambda x, axis: (
+    collectives.total(x, axis) / collectives.axis_size(axis)
+  ),
+}
+
 
 def _repeat(
   send: Callable[[Any, str], Any],
@@ -221,7 +316,7 @@ def _memory(device: Any, devices: int) -> float:
   try:
     stats = device.memory_stats() or {}
   except (NotImplementedError, RuntimeError):
-    stats = {}
+    stats = dict[str, int]()
   if "bytes_limit" in stats:
     return float(stats["bytes_limit"])
   pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

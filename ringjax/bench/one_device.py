@@ -24,6 +24,7 @@ import re
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import jax
@@ -53,7 +54,7 @@ class OneDeviceProcess:
   """Child process with one CPU device, which starts when first used."""
 
   def __init__(self) -> None:
-    self._process: Any = None
+    self._process: BaseProcess | None = None
     self._connection: Connection | None = None
     # Keys are never reused: a contestant of a process that died must not be
     # mistaken for one of the next process.
@@ -96,7 +97,7 @@ class OneDeviceProcess:
   def _ask(self, *question: object) -> Any:
     if self._connection is None:
       self._start()
-    assert self._connection is not None
+    assert self._connection is not None and self._process is not None
     try:
       self._connection.send(question)
       fine, answer = self._connection.recv()

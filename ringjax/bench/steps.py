@@ -21,8 +21,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
+from ringjax.bench import step_bytes
 from ringjax.bench.ways import NamedStrategy, way
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import ShapeError
@@ -57,6 +58,7 @@ from ringjax.train import batch as batches
 from ringjax.train import recipe as recipes
 from ringjax.train import remat as remats
 from ringjax.train import step as training
+from ringjax.typing import ArrayLeaf, leaf
 
 ORDERS = ("ring", "listed")
 WHAT = ("forward", "backward")
@@ -349,7 +351,7 @@ def prefill(
   empty = model.init_cache_spec(
     batch, tokens, sharding=attend, kind=kind, placement=cache_placement
   )
-  trips: Any = _trips(program.named, mesh, attend.axis, program.tokens, True)
+  trips = _trips(program.named, mesh, attend.axis, program.tokens, True)
   pos, context = None, attend
   if chunk is not None:
     chunk = positive_int("chunk", chunk)
@@ -450,6 +452,7 @@ def decode(
     _cache_tiles(call.cache),
     what="decode",
     **call.facts,
+    **call.bytes(1),
   )  # fmt: skip
 
 
@@ -494,6 +497,7 @@ def verify(
     what="verify",
     drafted=drafted,
     **call.facts,
+    **call.bytes(drafted + 1),
   )  # fmt: skip
 
 
@@ -529,6 +533,15 @@ class _CallWithCache:
   def flops(self, tokens: int) -> float:
     """FLOPs of a call with so many tokens of each row."""
     return self.rows * tokens * self.row_flops
+
+  def bytes(self, tokens: int) -> dict[str, float]:
+    """Entries of the report about bytes, with so many tokens of each row."""
+    model, count = self.model[0], self.rows * tokens
+    weights = step_bytes.weight_bytes(model, count)
+    return {
+      "least_bytes": weights + bytes_each(self.cache),
+      "filled_blocks": step_bytes.filled_blocks(model, count),
+    }
 
 
 def _with_cache(
@@ -584,10 +597,10 @@ def _spec(
   shape: Sequence[int] = (),
   over: P | None = None,
   dtype: DTypeLike = jnp.int32,
-) -> Any:
+) -> ArrayLeaf:
   """Shape and sharding of an argument, replicated by default."""
   sharding = NamedSharding(mesh, P() if over is None else over)
-  return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
+  return leaf(jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding))
 
 
 def _mesh(
@@ -631,7 +644,7 @@ def _head_flops(form: Transformer) -> float:
   return 2.0 * form.config.vocab * form.config.embed
 
 
-def _host_bytes(x: Any) -> int:
+def _host_bytes(x: PyTree) -> int:
   """Bytes of one device's shards of arrays in host memory."""
   return sum(
     math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize

@@ -46,6 +46,7 @@ from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.strategies.gather import Gather
 from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.rope import Rope, Rotation
+from ringjax.ops.softmax import Partial
 from ringjax.parallel import chips
 from ringjax.plan.compiler.aot import Built
 from ringjax.typing import Index
@@ -168,7 +169,7 @@ def splash(devices: Sequence[Any], **shape: Any) -> Built:
   mask = masks.MultiHeadMask(
     [masks.FullMask((dims.length, dims.length))] * _HEADS
   )
-  kernel: Any = kernels.make_splash_mha(
+  kernel = kernels.make_splash_mha(
     mask, block_sizes=sizes, head_shards=1, q_seq_shards=1
   )
   operands = (1, _HEADS, dims.length, dims.head_dim)
@@ -264,7 +265,7 @@ def decode(
   q, cache = dims.operands(mesh)
 
   def attend(
-    q: Shaped[Array, " ..."], cache: KVCache, at: PyTree, layer: Any
+    q: Shaped[Array, " ..."], cache: KVCache, at: PyTree, layer: jax.Array
   ) -> jax.Array:
     return resident(
       Scores(scale=dims.head_dim**-0.5),
@@ -353,12 +354,12 @@ def code_book(
 
   def attend(
     q: Shaped[Array, " ..."],
-    k: Any,
-    v: Any,
+    k: jax.Array,
+    v: jax.Array,
     levels: PyTree,
     at: PyTree,
     q_at: PyTree,
-  ) -> Any:
+  ) -> Partial:
     view = EncodedView(
       k, v, Coords(*at), jnp.int32(0), (levels[:1], levels[1:]), decoders
     )
@@ -458,14 +459,14 @@ def pool(devices: Sequence[Any], **shape: Any) -> Built:
 
   def attend(
     q: Shaped[Array, " ..."],
-    k: Any,
-    v: Any,
+    k: jax.Array,
+    v: jax.Array,
     at: PyTree,
     q_at: PyTree,
     table: Shaped[Array, " ..."],
-    layer: Any,
+    layer: jax.Array,
     plan: SharedTiles,
-  ) -> Any:
+  ) -> Partial:
     view = PooledView(k, v, Coords(*at), table, layer, shared=plan)
     context = Context(Coords(*q_at), view.at, Causal())
     scores = Scores(scale=dims.head_dim**-0.5)

@@ -189,7 +189,7 @@ def gemm(dtype: str, size: int | None = None) -> Callable[[], Any]:
     size: Number of rows of a matrix; default `GEMM_SIZE`.
   """
   size = GEMM_SIZE if size is None else size
-  device = jax.devices()[0]
+  device = jax.local_devices()[0]
   exact = jax.lax.Precision.HIGHEST if dtype == "float32" else None
   f = jax.jit(lambda a, b: jnp.matmul(a, b, precision=exact))
   keys = jax.random.split(jax.random.key(0))

@@ -37,6 +37,7 @@ from ringjax.infer.contexts import (
 from ringjax.infer.generate import generate
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_kind import cache_kind as kind_of
+from ringjax.kv.model_cache import ModelCache
 from ringjax.models.transformer import Transformer
 from ringjax.ops.attention.cached.separate_contexts import WeighedView
 
@@ -440,8 +441,8 @@ def context_answers(
 
 
 def _losses_after_cache(
-  model: Transformer, cache: Any, questions: np.ndarray
-) -> Any:
+  model: Transformer, cache: ModelCache, questions: np.ndarray
+) -> np.ndarray:
   """Sums of losses [B] of questions after a cache, which is not changed."""
   cache = jax.tree.map(jnp.copy, cache)
   ids = jnp.asarray(questions)

@@ -20,7 +20,7 @@ from ringjax.checks import integer, positive_int
 from ringjax.errors import DataError, OptionError
 from ringjax.eval.finite_losses import check_losses
 from ringjax.models.cepe import CepeTransformer
-from ringjax.nn.sharding_context import ContextParallel
+from ringjax.nn.sharding_context import Attend, ContextParallel
 from ringjax.parallel.call_sharding import sequence_axis
 from ringjax.train.batch import Batch, Chunks
 from ringjax.train.objective import each_token
@@ -168,5 +168,5 @@ def _encoded(
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _loss(model: CepeTransformer, attend: Any, batch: Batch) -> jax.Array:
+def _loss(model: CepeTransformer, attend: Attend, batch: Batch) -> jax.Array:
   return jnp.sum(each_token(model, batch, attend))

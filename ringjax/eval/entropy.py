@@ -523,7 +523,7 @@ def _chunk_statistics(
   return context_statistics(session, query, before=prefix.size)
 
 
-def _loss(logits: Any, labels: np.ndarray) -> float:
+def _loss(logits: jax.Array, labels: np.ndarray) -> float:
   """Mean loss of labels [M] for logits [1, M, V]."""
   scores = np.asarray(logits, np.float64)[0]
   top = scores.max(-1)

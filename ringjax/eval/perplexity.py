@@ -27,6 +27,7 @@ from ringjax.errors import OptionError, PromptError
 from ringjax.eval.finite_losses import check_losses
 from ringjax.infer.prefill import Prefill, PrefillConfig
 from ringjax.infer.session import Session, on_its_mesh, place_of
+from ringjax.kv.model_cache import ModelCache
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
 from ringjax.parallel.layout import Uneven
@@ -92,7 +93,7 @@ def _read_on(
   model: Transformer,
   attend: CachedAttention,
   batch: Batch,
-  cache: Any,
+  cache: ModelCache,
   length: jax.Array,
 ) -> tuple[jax.Array, Any]:
   """Losses of a chunk after the cached tokens, and the new cache."""

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax import tree
 from ringjax.checks import boolean, integer, one_of
@@ -199,7 +199,7 @@ class _Work:
     self.far = max(1, round(share / 2 * count) + 1)
     self.arrays: dict[str, np.ndarray] = {}
     for n in kinds:
-      shape: Any = model.kinds[n]
+      shape = model.kinds[n]
       lead = (shape.layers, shape.heads)
       ends = (*lead, shape.key, self.far)
       self.arrays[f"{n}.low"] = np.full(ends, np.inf, np.float32)
@@ -291,7 +291,7 @@ class _Work:
         scale, zero = self.scales(n)
         arrays |= {f"{n}.keys.scale": scale, f"{n}.keys.zero": zero}
         arrays |= self.sink(n)
-      shape: Any = self.model.kinds[n]
+      shape = self.model.kinds[n]
       for part in ("keys", "values") if shape.value else ("keys",):
         weight, total, count = self.arrays[f"{n}.{part}"]
         for bits in BITS:
@@ -539,7 +539,9 @@ class _Recording(NoCache):
 
   @classmethod
   def create(cls, model: Transformer, tokens: int, rotated: bool) -> _Recording:
-    def zeros_of(shape: LayerCacheSpec | StateShape) -> Any:
+    def zeros_of(
+      shape: LayerCacheSpec | StateShape,
+    ) -> tuple[jax.Array, jax.Array]:
       if isinstance(shape, StateShape):
         return jnp.zeros(0), jnp.zeros(0)
       lead = (shape.layers, 1, shape.heads, tokens)
@@ -552,10 +554,12 @@ class _Recording(NoCache):
   def slots(self) -> tuple[Any, ...]:
     return self.recorded
 
-  def layer(self, kind: int, slots: Any, index: Index) -> Any:
+  def layer(self, kind: int, slots: Any, index: Index) -> FreshLayer:
     moves = None if self.moves is None else self.moves[kind]
 
-    def change(k: jax.Array, v: jax.Array, rotation: Rotation) -> Any:
+    def change(
+      k: jax.Array, v: jax.Array, rotation: Rotation
+    ) -> tuple[jax.Array, jax.Array, PyTree]:
       if self.rotated:
         k = rotation.own(k)
       if moves is not None:

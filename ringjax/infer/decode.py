@@ -51,7 +51,7 @@ class DecodeState(NamedTuple):
   seen: Bool[Array, "B V"] | None
 
 
-def stop_ids(ids: Sequence[int]) -> jax.Array:
+def stop_ids(ids: Sequence[int]) -> Int[Array, " _"]:
   """Ids that end a row, padded to a power of two: few programs are compiled."""
   size = max(_STOPS, 1 << (len(ids) - 1).bit_length())
   padded = np.full(size, -1, np.int32)

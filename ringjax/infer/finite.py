@@ -88,8 +88,11 @@ class NotFiniteRows:
     self.at: dict[int, int] = {}
 
   def note(
-    self, tokens: np.ndarray, pos: np.ndarray, live: np.ndarray
-  ) -> np.ndarray:
+    self,
+    tokens: Int[np.ndarray, " B"],
+    pos: Int[np.ndarray, " B"],
+    live: Bool[np.ndarray, " B"],
+  ) -> Bool[np.ndarray, " B"]:
     """Records the marked rows among `live` ones; returns their mask, bool [B].
 
     Args:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from jaxtyping import Bool, Int, Shaped
 
 from ringjax.checks import integer, positive_int
 from ringjax.errors import (
@@ -93,19 +94,19 @@ class Generated:
 
   def __getitem__(
     self, key: int | np.integer | slice | tuple[int | np.integer | slice, ...]
-  ) -> Any:
+  ) -> Int[np.ndarray, " ..."]:
     """A row without padding, int32 [lengths[row]]; else `tokens[key]`."""
     if isinstance(key, int | np.integer):
       return self.tokens[key, : self.lengths[key]]
     return self.tokens[key]
 
-  def __iter__(self) -> Iterator[np.ndarray]:
+  def __iter__(self) -> Iterator[Int[np.ndarray, " _"]]:
     """Iterates over the rows without padding."""
     return (self[row] for row in range(len(self)))
 
   def __array__(
     self, dtype: DTypeLike | None = None, copy: bool | None = None
-  ) -> np.ndarray:
+  ) -> Shaped[np.ndarray, "B T"]:
     """Converts to a NumPy array: `tokens`, with padding."""
     return np.array(self.tokens, dtype, copy=copy)
 
@@ -485,7 +486,9 @@ class RowEndings:
     self._stream = stream
     self.watches = bool(self._watches) or stream is not None
 
-  def told(self, tokens: np.ndarray, ended: np.ndarray) -> np.ndarray:
+  def told(
+    self, tokens: Int[np.ndarray, " B"], ended: Bool[np.ndarray, " B"]
+  ) -> Bool[np.ndarray, " B"]:
     """Mask of rows that a stop string or `stream` ends here, bool [B]."""
     ended_by_caller = np.zeros(tokens.size, bool)
     for row, watch in enumerate(self._watches):
@@ -499,7 +502,9 @@ class RowEndings:
     return ended_by_caller
 
 
-def _answered(answer: Any, shape: tuple[int, ...]) -> Any:
+def _answered(
+  answer: Any, shape: tuple[int, ...]
+) -> bool | Bool[np.ndarray, " B"]:
   """Mask of rows that end, from the return value of `stream`."""
   if answer is None or isinstance(answer, bool | np.bool_):
     return bool(answer)

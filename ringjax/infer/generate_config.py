@@ -375,7 +375,7 @@ def present_options(
     **others: Other arguments of the call: cache, contexts, attention_fn.
   """
   kind, session = values.decode.kind, others.get("cache")
-  made_with: Any = getattr(session, "cache", None)
+  made_with = getattr(session, "cache", None)
   return {
     "cache": session is not None,
     "contexts": others.get("contexts") is not None,

@@ -17,7 +17,7 @@ from ringjax.models.transformer import TransformerConfig
 Prompts = Int[Array | np.ndarray, "_ _"] | Sequence[TokenIds] | TokenIds
 
 
-def texts(tokens: Int[np.ndarray, "N T"], vocab: int) -> np.ndarray:
+def texts(tokens: Int[np.ndarray, "N T"], vocab: int) -> Int[np.ndarray, "N T"]:
   """Check texts to measure a model on, and convert them to int32 [N, T].
 
   Args:
@@ -39,7 +39,7 @@ def texts(tokens: Int[np.ndarray, "N T"], vocab: int) -> np.ndarray:
   return np.stack(prompts(ids, vocab))
 
 
-def prompts(tokens: Prompts, vocab: int) -> list[np.ndarray]:
+def prompts(tokens: Prompts, vocab: int) -> list[Int[np.ndarray, " _"]]:
   """Check prompts and convert each to ids, int32 [T] with T per prompt.
 
   Args:
@@ -76,7 +76,7 @@ def prompts(tokens: Prompts, vocab: int) -> list[np.ndarray]:
   return [_ids(row, i, vocab) for i, row in enumerate(rows)]
 
 
-def prompt(tokens: TokenIds, vocab: int) -> np.ndarray:
+def prompt(tokens: TokenIds, vocab: int) -> Int[np.ndarray, " T"]:
   """Check one prompt [T] or [1, T], and convert it to ids, int32 [T].
 
   Raises:

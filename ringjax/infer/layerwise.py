@@ -225,7 +225,9 @@ class _Program:
   def __set_name__(self, owner: type, name: str) -> None:
     self.name = name
 
-  def __get__(self, instance: Any, owner: type | None = None) -> Any:
+  def __get__(
+    self, instance: Any, owner: type | None = None
+  ) -> Callable[..., Any]:
     compiled = jax.jit(functools.partial(self.f, instance), **self.options)
     # Later look-ups get the instance's attribute and not this descriptor.
     instance.__dict__[self.name] = compiled
@@ -334,7 +336,7 @@ class LayerPrograms:
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights)
     return shapes, tuple(x if x.ndim < 2 else None for x in weights)
 
-  def constants(self, layer: StackedLayer) -> Any:
+  def constants(self, layer: StackedLayer) -> PyTree:
     """Constants of the codec for one layer, [K, n]."""
     if layer.kind not in self._constants:
       assert isinstance(self.kind.codec, Codec)
@@ -354,16 +356,20 @@ class LayerPrograms:
   # -------------------------------------------------------------------------
 
   @_program()
-  def _pick(self, stack: Any, index: Index) -> Any:
+  def _pick(self, stack: Any, index: Index) -> PyTree:
     take = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
     return tuple(take(x) for x in stack)
 
   @_program(static_argnums=(0, 1))
-  def _fetch(self, run: int, position: int, stack: Stack, index: Index) -> Any:
+  def _fetch(
+    self, run: int, position: int, stack: Stack, index: Index
+  ) -> PyTree:
     return tuple(jax.tree.leaves(stack.layer(run, position, index)))
 
   @_program()
-  def embed(self, outer: PyTree, tokens: Int[Array, "B T"]) -> jax.Array:
+  def embed(
+    self, outer: PyTree, tokens: Int[Array, "B T"]
+  ) -> Float[Array, "B T D"]:
     """Embed tokens, [B, T, D]."""
     embed, _, _ = jax.tree.unflatten(self._outer_tree, outer)
     return self._attend.constrain(embed(tokens))
@@ -371,7 +377,7 @@ class LayerPrograms:
   @_program()
   def head(
     self, outer: PyTree, x: Float[Array, "B T D"], row: Index
-  ) -> jax.Array:
+  ) -> Float[Array, "B V"]:
     """Logits after token `row` of the T, float32 [B, V]."""
     embed, norm, head = jax.tree.unflatten(self._outer_tree, outer)
     last = norm(lax.dynamic_slice_in_dim(x, row, 1, 1)[:, 0])
@@ -387,7 +393,9 @@ class LayerPrograms:
     x: Float[Array, "B T D"],
     span: TokenSpan | TokenRows | TokensAt,
     dtype: DTypeLike,
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+  ) -> tuple[
+    Float[Array, "B T N H"], Shaped[Array, "B K T H"], Shaped[Array, "B K T J"]
+  ]:
     """Project a layer's input to queries, and to keys and values to store.
 
     Args:
@@ -414,7 +422,7 @@ class LayerPrograms:
     constants: PyTree,
     k: Shaped[Array, "1 K T H"],
     v: Shaped[Array, "1 K T J"],
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[Shaped[Array, "1 K T _"], Shaped[Array, "1 K T _"]]:
     """Encode keys and values with a layer's `constants`, [1, K, T, X] each."""
     codec = self.kind.codec
     assert isinstance(codec, Codec)
@@ -476,7 +484,7 @@ class LayerPrograms:
     span: TokenSpan,
     cache: KVCache,
     index: Index,
-  ) -> tuple[jax.Array, KVCache]:
+  ) -> tuple[Float[Array, "1 T D"], KVCache]:
     """Compute a layer's output [1, T, D] and append its keys to the cache.
 
     Args:
@@ -531,7 +539,7 @@ class LayerPrograms:
     span: TokenSpan | TokenRows,
     cache: KVCache,
     index: Index,
-  ) -> tuple[jax.Array, KVCache]:
+  ) -> tuple[Float[Array, "B T N J"], KVCache]:
     """Compute attention alone: [1, T, N, J], and the cache with the keys.
 
     `shapes` and `weights` are those of `mixing_weights`, the others those of
@@ -558,7 +566,7 @@ class LayerPrograms:
     x: Float[Array, "B T D"],
     mixed: Float[Array, "B T N J"],
     span: TokenSpan | TokenRows,
-  ) -> jax.Array:
+  ) -> Float[Array, "B T D"]:
     """Compute a layer's output [1, T, D] from its input and `mix`'s output."""
     block = self._block(spec, weights)
     at = span.at(x.shape[1])
@@ -605,7 +613,7 @@ class LayerPrograms:
     x: Float[Array, "1 T D"],
     partials: tuple[Partial, ...],
     span: TokensAt,
-  ) -> jax.Array:
+  ) -> Float[Array, "1 T D"]:
     """Compute a layer's output [1, T, D] from its input and all partials."""
     attend = _PartialQueries(self._attend, merged=partials)
     tokens = tokens_of_call(spec, span.at(x.shape[1]), span.length)
@@ -621,7 +629,7 @@ class LayerPrograms:
     pos: Int[Array, "1 T"],
     seg: Int[Array, "1 T"] | None,
     length: Index,
-  ) -> tuple[jax.Array, KV]:
+  ) -> tuple[Float[Array, "1 T D"], KV]:
     """Compute a layer's output [1, T, D] and keys, for all tokens at once.
 
     `pos` are those of the context's layout; without `seg` no token is padding.

@@ -116,7 +116,7 @@ class Prefill:
   why: str
   layout: Layout
 
-  def taken(self, lengths: np.ndarray) -> np.ndarray:
+  def taken(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, "B R"]:
     """Count the slots that prompts of lengths [B] take per shard, [B, R]."""
     slots: Any = 0
     for first, order in self._orders():

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from ringjax.errors import (
   InputTypeError,
@@ -110,8 +111,8 @@ def stored_wire(
 
 
 def with_pending(
-  prompts: list[np.ndarray], session: Session
-) -> list[np.ndarray]:
+  prompts: list[Int[np.ndarray, " _"]], session: Session
+) -> list[Int[np.ndarray, " _"]]:
   """Prepend each row's generated but unread token to its prompt."""
   return [
     prompt if token < 0 else np.concatenate([[np.int32(token)], prompt])
@@ -124,11 +125,11 @@ def planned(
   session: Session | None,
   options: PrefillConfig,
   session_options: dict[str, Any],
-  start: np.ndarray,
-  lengths: np.ndarray,
+  start: Int[np.ndarray, " B"],
+  lengths: Int[np.ndarray, " B"],
   count: int,
   spare: int = 0,
-) -> tuple[Session, Prefill, np.ndarray]:
+) -> tuple[Session, Prefill, Int[np.ndarray, ""] | Int[np.ndarray, " B"]]:
   """Plan the prefill of prompts, in the given session or a new one.
 
   The session has room for the prompts, `count` generated tokens and, for a
@@ -268,12 +269,12 @@ def read_prompts(
   model: Transformer,
   session: Session,
   how: Prefill,
-  prompts: list[np.ndarray],
-  start: np.ndarray,
+  prompts: list[Int[np.ndarray, " _"]],
+  start: Int[np.ndarray, " B"],
   total: np.ndarray,
   progress: Callable[[int], Any] | None,
   asked: Instructions | None,
-) -> jax.Array:
+) -> Float[Array, "B V"]:
   """Reads prompts into the session: returns the logits after them [B, V]."""
   last_logits: Any = None
   session.keep_slack(0)

@@ -84,8 +84,8 @@ class Instructions(NamedTuple):
     return cls(encode(_FIRST), encode(_LATER), suffix)
 
   def texts(
-    self, prompt: np.ndarray, prefix: int, chunk: int
-  ) -> list[tuple[int, int, np.ndarray]]:
+    self, prompt: Int[np.ndarray, " T"], prefix: int, chunk: int
+  ) -> list[tuple[int, int, Int[np.ndarray, " _"]]]:
     """List first, end and repetition text of each chunk of a prompt."""
     texts = []
     for start in range(prefix, prompt.size, chunk):
@@ -134,7 +134,7 @@ def repeat(
   rows: np.ndarray,
   asked: Instructions,
   total: np.ndarray,
-) -> Any:
+) -> EvictingCache:
   """Evict by a repetition of some rows' prompts, and return the cache.
 
   Args:
@@ -202,7 +202,7 @@ def _peaks(
   cache: EvictingCache,
   chunk: Chunk,
   length: Lengths,
-) -> Any:
+) -> dict[int, jax.Array]:
   """Compiled call: scores of a chunk. The call's tokens leave no keys."""
   watched = peak_attention.watching(cache, tokens.shape[1])
   rows = jnp.zeros((tokens.shape[0], 1), jnp.int32)
@@ -219,7 +219,7 @@ def evict_by_repetition(
   tokens: Prompts,
   *,
   tokenizer: Any = None,
-) -> Any:
+) -> EvictingCache:
   """Evict by a policy that repeats the context, and return the cache.
 
   `generate` and `read_context` call this themselves; it is for other caches.

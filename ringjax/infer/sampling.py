@@ -82,13 +82,15 @@ class Parameter(NamedTuple):
     """Whether the number is an int."""
     return self.leaf is not np.float32
 
-  def checked(self, name: str, value: object) -> Any:
+  def checked(self, name: str, value: object) -> float | int | None:
     """Check `value` and return it as a plain number, None if it is neutral.
 
     Raises:
       SamplingError: If it is out of range.
     """
-    rule: Any = dict(most=self.most, error=SamplingError, remedy=self.remedy)
+    rule: dict[str, Any] = dict(
+      most=self.most, error=SamplingError, remedy=self.remedy
+    )
     if self.is_integer:
       minimum: Any = self.least
       return integer(name, value, least=minimum, **rule)
@@ -96,7 +98,7 @@ class Parameter(NamedTuple):
     return None if checked == self.neutral else checked
 
 
-def _words(seed: Any) -> Any:
+def _words(seed: int | Array | np.ndarray) -> Array | np.ndarray:
   """Split an int seed into its low and high half, uint32 [2]."""
   if not isinstance(seed, int):
     return seed
@@ -205,7 +207,9 @@ class _Penalising:
     scores = self._scores(logits, step, rows)
     return first_largest(scores)
 
-  def _scores(self, logits: Array, step: jax.Array, rows: Any) -> Array:
+  def _scores(
+    self, logits: Array, step: jax.Array, rows: jax.Array | None
+  ) -> Array:
     """Scores [B, V]: the largest of each row is chosen."""
     del step, rows
     return logits
@@ -364,10 +368,10 @@ def _float_of(ordered: Array) -> Array:
 
 
 def _penalised(
-  penalty: Any,
-  logits: Any,
-  seen: Any,
-  banned: Any,
+  penalty: Array | float | None,
+  logits: Array,
+  seen: Array | None,
+  banned: Array | None,
 ) -> Array:
   """Logits with the penalty, -inf where banned; refuses wrong operands."""
   if getattr(logits, "ndim", None) != 2 or 0 in logits.shape:
@@ -397,7 +401,7 @@ def _penalised(
   return logits
 
 
-def _check_mask(name: str, mask: Any, shapes: tuple[Any, ...]) -> None:
+def _check_mask(name: str, mask: Array, shapes: tuple[Any, ...]) -> None:
   remedy = "give it one entry a token of the vocabulary"
   _check_shape(name, mask, shapes, remedy)
   dtype = getattr(mask, "dtype", None)
@@ -406,7 +410,7 @@ def _check_mask(name: str, mask: Any, shapes: tuple[Any, ...]) -> None:
 
 
 def _check_shape(
-  name: str, x: Any, shapes: tuple[Any, ...], remedy: str
+  name: str, x: Array, shapes: tuple[Any, ...], remedy: str
 ) -> None:
   shape = getattr(x, "shape", None)
   if shape not in shapes:

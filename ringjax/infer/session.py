@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from ringjax.checks import positive_int
 from ringjax.errors import MemoryEstimateError, MeshError, OptionError
@@ -228,7 +228,7 @@ class Session:
     self.files = files_of(cache_placement, disk)
     _check_memory(model, sharding, self._make)
     self.seen = np.zeros((batch, model.config.vocab), bool)
-    self.cache: Any = self._empty(sharding)
+    self.cache = self._empty(sharding)
     self.ids = np.full((batch, self._limit or capacity), -1, np.int32)
     self.last: GenerateReport | None = None
     self.drafting: object = None
@@ -237,9 +237,9 @@ class Session:
     # which sees every token anyway, so that no step waits for the cache.
     self._pending_ids = np.full(batch, -1, np.int64)
     self._pending_at = np.full(batch, -1, np.int64)
-    self._device: Any = None
+    self._device = None
     # State of the contexts in use, see `context_session`.
-    self.contexts: Any = None
+    self.contexts = None
     # Whether the cache's contents are lost, until a restart.
     self._invalid = False
     # Rows whose logits were not finite, until a restart.
@@ -264,7 +264,7 @@ class Session:
 
   @property
   @entering(lambda session: session.mesh)
-  def lengths(self) -> np.ndarray:
+  def lengths(self) -> Int[np.ndarray, " B"]:
     """Number of tokens read so far according to the cache, int [B].
 
     Waits for the program that computes it; in a run of several processes all
@@ -274,7 +274,7 @@ class Session:
     return np.asarray(_lengths(sharding, self.cache)).astype(np.int64)
 
   @property
-  def pending(self) -> np.ndarray:
+  def pending(self) -> Int[np.ndarray, " B"]:
     """Token of each row that was generated and not read yet, or -1, int [B].
 
     The next turn reads it first.
@@ -301,7 +301,7 @@ class Session:
     row_ids = self.ids[row, start : start + len(ids)]
     row_ids[:] = ids[: len(row_ids)]
 
-  def texts(self) -> list[np.ndarray]:
+  def texts(self) -> list[Int[np.ndarray, " _"]]:
     """Known ids of each row, in order, int32 [n]."""
     rows = zip(self.ids, self.lengths, strict=True)
     return [row[:size][row[:size] >= 0] for row, size in rows]
@@ -429,9 +429,7 @@ class Session:
     if self.rows_at_once is None:
       cache = self.model.init_cache(sharding=sharding, **make)
     else:
-      options: Any = {
-        name: value for name, value in make.items() if name != "batch"
-      }
+      options = {name: value for name, value in make.items() if name != "batch"}
       cache = RowGroups.of(
         len(self.seen),
         self.rows_at_once,
@@ -452,7 +450,7 @@ class Session:
     Args:
       replicated: Whether the tokens are the same on all shards.
     """
-    options: Any = dict(mesh=self.mesh, axis=self.axis, replicated=replicated)
+    options = dict(mesh=self.mesh, axis=self.axis, replicated=replicated)
     if self.attention_fn is None:
       return CachedAttention(**options)
     return FunctionAttention(function=self.attention_fn, **options)

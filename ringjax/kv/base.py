@@ -18,6 +18,7 @@ from typing import (
   ClassVar,
   NamedTuple,
   Protocol,
+  TypeVar,
   runtime_checkable,
 )
 
@@ -35,11 +36,12 @@ from ringjax.ops.attention.cached.code_format import row_major
 from ringjax.ops.attention.cached.views import ContiguousView, KVView
 from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.rope import Rotation
-from ringjax.typing import Index
+from ringjax.typing import ArrayLeaf, Index, leaf
 
 if TYPE_CHECKING:
   from ringjax.kv.composed.row_groups import RowGroups
   from ringjax.kv.encoder_states import EncoderStates
+  from ringjax.kv.storage.call_tiles import CacheTile, CallTiles
 
 # Positions at which rows end: one for all rows, or one for each row.
 Ends = Int[Array | np.ndarray, " ..."] | Sequence[int | np.integer] | int
@@ -147,13 +149,13 @@ class CacheSpec:
     shape: tuple[int, ...],
     dtype: DTypeLike,
     names: tuple[str | None, ...],
-  ) -> Any:
+  ) -> ArrayLeaf:
     """Shape, dtype and sharding of an array, by the names of its dimensions.
 
     Heads are sharded if their number is divisible by the size of the mesh axis.
     """
     if self.mesh is None:
-      return jax.ShapeDtypeStruct(shape, dtype)
+      return leaf(jax.ShapeDtypeStruct(shape, dtype))
     spec = [name and self.axes.get(name) for name in names]
     for i, name in enumerate(names):
       if name == "heads" and spec[i] and shape[i] % self.mesh.shape[spec[i]]:
@@ -162,7 +164,7 @@ class CacheSpec:
     while spec and spec[-1] is None:
       spec.pop()
     sharding = NamedSharding(self.mesh, P(*spec))
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return leaf(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
 
 
 def zeros(like: PyTree) -> PyTree:
@@ -175,7 +177,7 @@ def scattered_layer(
   old: Shaped[Array, "L ..."],
   layer: Index,
   put: Callable[[Shaped[Array, "_ ..."], Index], Shaped[Array, "_ ..."]],
-) -> jax.Array:
+) -> Shaped[Array, "L ..."]:
   """Compute `put(old, layer)`, which scatters into one layer.
 
   To scatter into a 16-bit array, XLA's CPU compiler converts the whole array to
@@ -318,6 +320,9 @@ class CallCoords(NamedTuple):
   segments: Mask
 
 
+CallCacheT = TypeVar("CallCacheT", bound="CallCache")
+
+
 class CallCache:
   """A model's keys and values, for a call that appends its own.
 
@@ -344,6 +349,15 @@ class CallCache:
     def length(self) -> Any: ...
 
   @property
+  def tiles(self) -> tuple[CallTiles, ...]:
+    """Tiles of the call's tokens; (): all tokens pass a layer together."""
+    return ()
+
+  def tile(self, level: int, n: Index) -> CacheTile:
+    """Tile n of those of one size, `tiles[level]`."""
+    raise NotImplementedError
+
+  @property
   def row_groups(self) -> RowGroups | None:
     """Groups of rows whose layers run one after another; None: all together."""
     return None
@@ -365,7 +379,9 @@ class CallCache:
     """Refuses tokens whose coordinates the cache cannot keep apart."""
     del coords
 
-  def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> Any:
+  def allocate(
+    self: CallCacheT, at: Coords, *, replicated: bool, sees: bool
+  ) -> CallCacheT:
     """Allocates slots for a call's tokens.
 
     Args:
@@ -378,7 +394,9 @@ class CallCache:
     del at, replicated, sees
     return self
 
-  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> Any:
+  def mark(
+    self: CallCacheT, tokens: Int[Array, "B T"], at: Coords
+  ) -> CallCacheT:
     """Records a call's token ids after `allocate`, if the cache needs them.
 
     Args:
@@ -418,7 +436,9 @@ class CallCache:
     del fetched
     return self.layer(kind, slots, index)
 
-  def behind(self, layer: LayerCache | StateCache, after: PyTree) -> Any:
+  def behind(
+    self, layer: LayerCache | StateCache, after: PyTree
+  ) -> LayerCache | StateCache:
     """Puts a layer's part back only when `after` has been fetched."""
     del after
     return layer
@@ -499,14 +519,14 @@ class NoCache(CallCache):
     return ((),) * self._kinds
 
   @property
-  def length(self) -> Any:
+  def length(self) -> Int[Array, " B"] | int:
     return 0
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     del kind, slots, index
     return FreshLayer()
 
-  def updated(self, slots: tuple[Any, ...]) -> Any:
+  def updated(self, slots: tuple[Any, ...]) -> NoCache:
     del slots
     return self
 

@@ -110,7 +110,7 @@ class LayerCacheSpec:
     names = (None, "batch", "heads", "tokens")
     lead = (self.layers, room.batch, self.heads, room.capacity)
 
-    def array_spec(dim: int, vectors: VectorCodec | None) -> Any:
+    def array_spec(dim: int, vectors: VectorCodec | None) -> ArrayLeaf:
       if not dim:
         # Compiled programs return arrays of size 0 replicated.
         return room.like((*lead, dim), room.dtype, (None,) * 5)
@@ -365,7 +365,7 @@ class KVCache(ModelCache):
     return self.at.pos.shape[0]
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     return self.held.length
 
   @property
@@ -399,7 +399,7 @@ class KVCache(ModelCache):
     """
     return report(self, machine, tokens, weights)
 
-  def free(self) -> np.ndarray | None:
+  def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of free slots, int [B, R]; None under a trace.
 
     Slots that the cache can still grow by are included, see `growing`.
@@ -673,7 +673,8 @@ class KVCache(ModelCache):
     """Keep only the tokens in `kept`, bool [B, T], of the last call's T tokens.
 
     The others are dropped as if never appended, for instance rejected draft
-    tokens. The call's tokens must have been the same on all shards.
+    tokens. The call's tokens must have been the same on all shards. Kept tokens
+    move to the first slots of the call, in place if the cache is donated.
 
     Raises:
       OptionError: If a layer is recurrent: use `snapshot` and `restore`.
@@ -688,14 +689,47 @@ class KVCache(ModelCache):
         f"bool [{self.batch}, T], a value for each token of the last call",
         "pass jnp.arange(T)[None] < accepted[:, None], for instance",
       )
-    if self.rings and kept.shape[1] > self.kind.layout.slack:
+    self._refuse_beyond_slack(kept.shape[1])
+    return _keep(self, kept)
+
+  def keep_first(
+    self, count: Int[Array | np.ndarray, " B"], tokens: int
+  ) -> KVCache:
+    """Keep only the first `count` of the last call's tokens, in each row.
+
+    As `keep` with these tokens, but no token moves: the cursors go back, and
+    the slots after them are empty.
+
+    Args:
+      count: Number of tokens to keep, int [B].
+      tokens: Number of tokens of the last call, T.
+
+    Raises:
+      OptionError: If a layer is recurrent: use `snapshot` and `restore`.
+      ShapeError: If `count` is not an integer for each row.
+    """
+    self._refuse_states("keep_first")
+    count = jnp.asarray(count)
+    integers = jnp.issubdtype(count.dtype, jnp.integer)
+    if not integers or count.shape != (self.batch,):
+      raise ShapeError(
+        "count",
+        f"{count.dtype} {list(count.shape)}",
+        f"int [{self.batch}], a number of tokens for each row",
+        "pass jnp.sum(accepted, 1), for instance",
+      )
+    self._refuse_beyond_slack(tokens)
+    return _keep_first(self, count)
+
+  def _refuse_beyond_slack(self, tokens: int) -> None:
+    """Refuse to take back tokens of a call that overwrote others in a ring."""
+    if self.rings and tokens > self.kind.layout.slack:
       raise OptionError(
         "kept",
-        f"{kept.shape[1]} tokens, with windowed layers",
+        f"{tokens} tokens, with windowed layers",
         f"at most {self.kind.layout.slack}, of which these can take some back",
         "make the cache with kind='dense', or with a larger slack",
       )
-    return _keep(self, kept)
 
   def snapshot(self) -> Snapshot:
     """Save the state for `restore`; later calls may donate the cache."""
@@ -713,6 +747,19 @@ class KVCache(ModelCache):
     )
     slot_table, rings = jax.tree.map(jnp.copy, (snapshot.slots, snapshot.rings))
     return dataclasses.replace(self, slots=slots, held=slot_table, rings=rings)
+
+  def call_state(self) -> tuple[State | None, ...]:
+    states = tuple(s if isinstance(s, State) else None for s in self.slots)
+    return jax.tree.map(jnp.copy, states)
+
+  def undo_call(self, state: tuple[State | None, ...]) -> KVCache:
+    nothing = jnp.zeros((self.batch,), jnp.int32)
+    cache = self._with_tables(lambda table: table.kept_first(nothing))
+    slots = tuple(
+      old if saved is None else jax.tree.map(jnp.copy, saved)
+      for old, saved in zip(self.slots, state, strict=True)
+    )
+    return dataclasses.replace(cache, slots=slots)
 
   def reset(self, rows: RowIndices) -> KVCache:
     """Empty these rows, int [n]; the others stay."""
@@ -783,7 +830,7 @@ class KVCache(ModelCache):
       take = lambda x: jnp.take(x[:, row], index, axis=token_axis(x) - 1)
       return self.unfilled(kind, jax.tree.map(take, slots))
 
-    parts: Any = tuple(part(kind, x) for kind, x in enumerate(self.slots))
+    parts = tuple(part(kind, x) for kind, x in enumerate(self.slots))
     at = Coords(*(x[row][jnp.asarray(token_slots, jnp.int32)] for x in self.at))
     return Blocks(at, parts, self.kind)
 
@@ -801,7 +848,7 @@ class KVCache(ModelCache):
 
   def located(
     self, at: Coords, row: int, start: int, stop: int
-  ) -> tuple[np.ndarray, list[np.ndarray]]:
+  ) -> tuple[Int[np.ndarray, " _"], list[Int[np.ndarray, " _"]]]:
     """Find the slots of a row's positions, by position; see `export`.
 
     Args:
@@ -958,6 +1005,13 @@ def _appended(cache: KVCache, parts: PyTree, at: Coords) -> KVCache:
 @jax.jit
 def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
   return cache._permuted(lambda table: table.kept(kept))
+
+
+@bounded
+@jax.jit
+def _keep_first(cache: KVCache, count: jax.Array) -> KVCache:
+  count = jnp.maximum(count, 0).astype(jnp.int32)
+  return cache._with_tables(lambda table: table.kept_first(count))
 
 
 def _constants(

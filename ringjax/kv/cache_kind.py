@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from jax.typing import DTypeLike
 
@@ -48,7 +48,15 @@ from ringjax.kv.policies import (
 
 _PAGES = (8, 16, 32, 64, 128)
 # Tokens between two evictions of the kinds that have a policy.
-_ROOM = 64
+_ROOM = 16
+# Most of a budget that room, or pages that are not full, take of it.
+_ROOM_SHARE, _PAGE_SHARE = 16, 32
+# Options of parts that come first in texts; those of new fields follow.
+_TEXT_ORDER = (
+  "unrotated", "windowed", "slack", "first", "recent", "room", "page", "device",
+  "residual",
+)  # fmt: skip
+_P = TypeVar("_P", bound=Config)
 
 
 @config
@@ -301,6 +309,38 @@ class CacheConfig(Config):
     exact = self.exact
     return max(exact.first + exact.recent + group_tokens + exact.room, window)
 
+  def counts(
+    self, length: int, heads: Sequence[int], *, expected: bool = False
+  ) -> list[int | float]:
+    """Number of tokens that a head keeps of a row, for each layer.
+
+    A budget includes the tokens that come until the next eviction: of fewer
+    tokens than the row has, `room` - 1 are left out, at most a sixteenth. Of
+    32 pages or more, a last page that would not be full is left out, too.
+    Policies that set what they expect themselves keep their own counts.
+
+    Args:
+      length: Number of tokens that the row has had.
+      heads: Number of KV heads under the policy, see `Policy.counts`.
+      expected: Whether to return `Policy.expected`, for plans.
+    """
+    policy = self.policy
+    if policy is None:
+      return [length] * len(heads)
+    counts = (policy.expected if expected else policy.counts)(length, heads)
+    if not policy.budgeted:
+      return list(counts)
+    exact, page = self.exact.first + self.exact.recent, self.layout.page
+
+    def leaving_room(count: int | float) -> int | float:
+      if count >= length:
+        return count
+      count -= min(self.exact.room - 1, int(count) // _ROOM_SHARE)
+      paged = int(count) - exact
+      return count - (paged % page if paged >= _PAGE_SHARE * page else 0)
+
+    return [leaving_room(count) for count in counts]
+
   def opened(self) -> CacheConfig:
     """Kind of the open cache, which holds tokens until they go into pages."""
     return CacheConfig(
@@ -334,23 +374,13 @@ class CacheConfig(Config):
           "leave one of them out",
         )
     evicting = [x for x in (self, other) if x.evicting]
-    layouts = (self.layout, other.layout)
-    exacts, tiers = (self.exact, other.exact), (self.tier, other.tier)
+    tiers = (self.tier, other.tier)
+    room = max(x.exact.room for x in evicting or (self, other))
     return CacheConfig(
-      layout=LayoutConfig(
-        unrotated=any(x.unrotated for x in layouts),
-        windowed=any(x.windowed for x in layouts),
-        slack=max(x.slack for x in layouts),
-        page=max(x.page for x in layouts),
-      ),
+      layout=_combined(self.layout, other.layout),
       codec=self.codec or other.codec,
       policy=self.policy or other.policy,
-      exact=ExactConfig(
-        first=max(x.first for x in exacts),
-        recent=max(x.recent for x in exacts),
-        residual=self.exact.residual or other.exact.residual,
-        room=max(x.exact.room for x in evicting or (self, other)),
-      ),
+      exact=_combined(self.exact, other.exact).replace(room=room),
       tier=max(tiers, key=lambda x: x.device or 0),
     )
 
@@ -406,17 +436,16 @@ class CacheConfig(Config):
   def text_options(self) -> dict[str, Any]:
     """Options of texts by name: of parts, then the policy's and the codec's."""
     tier = self.tier
-    options: dict[str, Any] = {
-      "unrotated": self.layout.unrotated,
-      "windowed": self.layout.windowed,
-      "slack": self.layout.slack,
-      "first": self.exact.first,
-      "recent": self.exact.recent,
-      "room": self.exact.room if tier.device is None else tier.block,
-      "page": self.layout.page,
-      "device": tier.device,
-      "residual": self.exact.residual,
+    parts = {
+      field.name: getattr(part, field.name)
+      for part in (self.layout, self.exact, tier)
+      for field in part.fields()
     }
+    block = parts.pop("block")
+    if tier.device is not None:
+      # In texts the tokens of a block in host memory are room, too.
+      parts["room"] = block
+    options = {name: parts.pop(name) for name in _TEXT_ORDER} | parts
     if self.policy is not None:
       for field in dataclasses.fields(self.policy):
         options[f"policy.{field.name}"] = getattr(self.policy, field.name)
@@ -465,6 +494,17 @@ class CacheConfig(Config):
       if shortest is None or len(changed) < shortest[0]:
         shortest = len(changed), text
     return repr(self) if shortest is None else shortest[1]
+
+
+def _combined(a: _P, b: _P) -> _P:
+  """Combine parts of two kinds: what either has, the larger of two numbers."""
+  pairs = {x.name: (getattr(a, x.name), getattr(b, x.name)) for x in a.fields()}
+  return a.replace(
+    **{
+      name: max((x for x in pair if x is not None), default=None)
+      for name, pair in pairs.items()
+    }
+  )
 
 
 def _of_part(name: str) -> property:

@@ -40,9 +40,10 @@ from ringjax.kv.state import StateShape
 from ringjax.ops.attention.cached.code_format import CodeFormat
 from ringjax.ops.attention.kernels.decode_codes_tpu import decode_cycles
 from ringjax.parallel import chips
+from ringjax.typing import ArrayLeaf
 
 if TYPE_CHECKING:
-  from ringjax.kv.cache import KVCache, LayerCacheSpec
+  from ringjax.kv.cache import KVCache, LayerCacheSpec, LayerKV
   from ringjax.kv.cache_kind import CacheConfig
   from ringjax.kv.codecs.codec import VectorCodec
   from ringjax.kv.composed.open_cache import WithOpenCache
@@ -149,7 +150,7 @@ def report(
   number("weights", weights, least=0)
   number("host_bandwidth", host_bandwidth, above=0)
   machine_spec = _machine(cache, machine)
-  inner: Any = cache.parts[0] if cache.parts else cache
+  inner = cache.parts[0] if cache.parts else cache
   tally = _Tally(cache, inner, machine_spec.chip, length)
   tally.held = _held(cache) if held is None else held
   for n, shape in enumerate(cache.shapes):
@@ -277,7 +278,7 @@ class _Tally:
     name: str,
     shape: LayerCacheSpec,
     codec: CacheCodec | None,
-    held: Any,
+    held: LayerKV,
     size: int,
     filled: int | float,
   ) -> None:
@@ -289,7 +290,7 @@ class _Tally:
     self.read += 8.0 * num_slots
     self.flops += pair * num_slots * shape.heads * groups
 
-  def _blocks(self, shape: LayerCacheSpec, blocks: Any) -> None:
+  def _blocks(self, shape: LayerCacheSpec, blocks: LayerKV) -> None:
     """Add blocks of older tokens, as rows of `tokens` tokens fill them."""
     cache = self.cache
     size = cache.held.capacity
@@ -334,7 +335,7 @@ class _Tally:
       self._add("marked tokens", _bytes(cache.marks))
       self._add("cursors", _bytes(cache.ends) + _bytes(cache.stayed))
 
-  def _contexts(self, contexts: KVCache, weigh: Any) -> None:
+  def _contexts(self, contexts: KVCache, weigh: PyTree) -> None:
     """Add coordinates, cursors, constants and weights of contexts."""
     owners = (contexts.held, *contexts.rings)
     at = _bytes(tuple(owner.at for owner in owners))
@@ -354,7 +355,7 @@ class _Tally:
     name: str,
     shape: LayerCacheSpec,
     codec: CacheCodec | None,
-    held: Any,
+    held: LayerKV | Pages,
     filled: float,
   ) -> None:
     """Add arrays of keys and values; a step reads the share `filled`."""
@@ -363,7 +364,7 @@ class _Tally:
       if not dim:
         # Values that are part of the keys take no further decoding.
         continue
-      codec_arrays: Any = [(codec, arrays)]
+      codec_arrays = [(codec, arrays)]
       if isinstance(codec, PerHead):
         head_codecs = [
           codec.codecs[n] for n in HeadPlaces.of(codec, shape).ways
@@ -382,7 +383,7 @@ class _Tally:
     name: str,
     vectors: VectorCodec | None,
     dim: int,
-    x: Any,
+    x: ArrayLeaf,
     filled: float,
     kernel: bool,
   ) -> None:
@@ -492,7 +493,7 @@ def _loss(kind: CacheConfig) -> tuple[float | None, str]:
   return None, "not measured; pass the kind to ringjax.eval.compare_caches"
 
 
-def _machine(cache: Any, given: Any) -> chips.Machine:
+def _machine(cache: Any, given: chips.Machine | str | None) -> chips.Machine:
   """The named machine, or that of the cache's devices."""
   if isinstance(given, chips.Machine):
     return given

@@ -109,7 +109,9 @@ def rows_sharding(
   return NamedSharding(mesh, P(*spec), memory_kind=sharding.memory_kind)
 
 
-def on_host(x: Shaped[Array, " ..."], doing: str) -> np.ndarray:
+def on_host(
+  x: Shaped[Array, "*shape"], doing: str
+) -> Shaped[np.ndarray, "*shape"]:
   """Copy an array to this host.
 
   Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ from ringjax.ops.mask import Coords, SameSegment
 if TYPE_CHECKING:
   from ringjax.kv.cache import Blocks
   from ringjax.kv.offload.cache_files import CacheFiles
+
+
+CacheT = TypeVar("CacheT", bound="ModelCache")
 
 
 class ModelCache(CallCache):
@@ -71,7 +74,7 @@ class ModelCache(CallCache):
     empty = storage.spec(shapes, batch, capacity, dtype, **where)
     return empty.allocated(files)
 
-  def allocated(self, files: CacheFiles | None = None) -> Any:
+  def allocated(self: CacheT, files: CacheFiles | None = None) -> CacheT:
     """Create the arrays of an empty cache from its specs.
 
     Args:
@@ -84,7 +87,7 @@ class ModelCache(CallCache):
     """Caches that it holds, to which calls append."""
     return ()
 
-  def each_part(self, f: Callable[..., Any], *rows: Any) -> Any:
+  def each_part(self: CacheT, f: Callable[..., Any], *rows: Any) -> CacheT:
     """Replace each part by f(part, *its rows of each array)."""
     del f, rows
     return self
@@ -132,7 +135,7 @@ class ModelCache(CallCache):
     return self.parts[0].states
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     """int32 [B], the position after each row's last token; 0 if empty.
 
     This is the number of tokens in a row whose positions start at 0.
@@ -178,7 +181,7 @@ class ModelCache(CallCache):
     """Bytes on a device for keys of layers that are stored elsewhere."""
     return max((part.passing_bytes for part in self.parts), default=0)
 
-  def free(self) -> np.ndarray | None:
+  def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of tokens that still fit, int [B, R]; None under a trace."""
     return self.parts[0].free()
 
@@ -196,12 +199,14 @@ class ModelCache(CallCache):
   # A call
   # -------------------------------------------------------------------------
 
-  def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> Any:
+  def allocate(
+    self: CacheT, at: Coords, *, replicated: bool, sees: bool
+  ) -> CacheT:
     return self.each_part(
       lambda part: part.allocate(at, replicated=replicated, sees=sees)
     )
 
-  def updated(self, slots: tuple[Any, ...]) -> Any:
+  def updated(self: CacheT, slots: tuple[Any, ...]) -> CacheT:
     """Return the cache with the slots that the layers returned."""
     return self.each_part(lambda part: part.updated(slots))
 
@@ -213,27 +218,27 @@ class ModelCache(CallCache):
     """Number of tokens that can be appended before `flush` is due."""
     return min(part.steps() for part in self.parts)
 
-  def evict(self) -> Any:
+  def evict(self: CacheT) -> CacheT:
     """Move or drop tokens by the kind's policy; see `EvictingCache.evict`."""
     return self.each_part(lambda part: part.evict())
 
-  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> Any:
+  def flush(self: CacheT, rows: Bool[np.ndarray, " B"] | None = None) -> CacheT:
     """Make room for more tokens; see `EvictingCache.flush`."""
     return self.each_part(lambda part, x: part.flush(x), rows)
 
-  def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> Any:
+  def with_room(self: CacheT, taken: Int[np.ndarray, "B R"] | int) -> CacheT:
     """Make room for a call's tokens; see `EvictingCache.with_room`."""
     return self.each_part(lambda part, x: part.with_room(x), taken)
 
-  def with_slack(self, tokens: int) -> Any:
+  def with_slack(self: CacheT, tokens: int) -> CacheT:
     """Make room to record more queries; see `EvictingCache.with_slack`."""
     return self.each_part(lambda part: part.with_slack(tokens))
 
-  def with_states(self, states: EncoderStates | None) -> Any:
+  def with_states(self: CacheT, states: EncoderStates | None) -> CacheT:
     """Attach states for cross-attention; see `KVCache.with_states`."""
     return self.each_part(lambda part: part.with_states(states))
 
-  def truncate(self, length: Ends, most: int | None = None) -> Any:
+  def truncate(self: CacheT, length: Ends, most: int | None = None) -> CacheT:
     """Drop the tokens at positions from `length` on; see `KVCache.truncate`."""
     ends = self.row_ends(length)
     return self.each_part(lambda part, end: part.truncate(end, most), ends)
@@ -247,23 +252,48 @@ class ModelCache(CallCache):
     """Keep only the tokens in `kept` of the last call; see `KVCache.keep`."""
     return self.each_part(lambda part, x: part.keep(x), kept)
 
-  def snapshot(self) -> Any:
+  def keep_first(
+    self, count: Int[Array | np.ndarray, " B"], tokens: int
+  ) -> Any:
+    """Keep the first `count` of the last call's tokens, in each row.
+
+    See `KVCache.keep_first`.
+    """
+    return self.each_part(lambda part, x: part.keep_first(x, tokens), count)
+
+  def snapshot(self) -> PyTree:
     """Save the state for `restore`; later calls may donate the cache."""
     if not self.changing:
       raise NotImplementedError(f"{type(self).__name__} names nothing to save")
     fields = {name: getattr(self, name) for name in self.changing}
     return jax.tree.map(jnp.copy, fields)
 
-  def restore(self, snapshot: PyTree) -> Any:
+  def restore(self: CacheT, snapshot: PyTree) -> CacheT:
     """Restore the state of a snapshot of this cache."""
     cache: Any = self
     return dataclasses.replace(cache, **jax.tree.map(jnp.copy, snapshot))
 
-  def reset(self, rows: RowIndices) -> Any:
+  def call_state(self) -> Any:
+    """Save what a call changes besides new slots, for `undo_call`.
+
+    No key or value is copied.
+    """
+    return tuple(part.call_state() for part in self.parts)
+
+  def undo_call(self, state: PyTree) -> Any:
+    """Undo the last call, whose tokens were the same on all shards.
+
+    Args:
+      state: What `call_state` returned before the call.
+    """
+    states = iter(state)
+    return self.each_part(lambda part: part.undo_call(next(states)))
+
+  def reset(self: CacheT, rows: RowIndices) -> CacheT:
     """Empty these rows, int [n]; the others stay."""
     return self.each_part(lambda part: part.reset(rows))
 
-  def take(self, examples: RowIndices) -> Any:
+  def take(self: CacheT, examples: RowIndices) -> CacheT:
     """Gather these rows, int [B'], with repetition.
 
     For beam search, or for several continuations of one prefix.
@@ -272,7 +302,7 @@ class ModelCache(CallCache):
       ShapeError: If `examples` is not a list of row indices.
     """
     rows = row_indices(examples, self.batch, traced=True)
-    cache = self.each_part(lambda part: part.take(rows))
+    cache: Any = self.each_part(lambda part: part.take(rows))
     fields = {
       name: take_rows(getattr(self, name), rows, axis)
       for name, axis in self.row_axes.items()
@@ -292,7 +322,9 @@ class ModelCache(CallCache):
     """Copy out a row's tokens; see `KVCache.export`."""
     return self.parts[0].export(row, start, stop)
 
-  def load(self, row: int, blocks: Blocks, at: Coords | None = None) -> Any:
+  def load(
+    self: CacheT, row: int, blocks: Blocks, at: Coords | None = None
+  ) -> CacheT:
     """Append exported tokens to a row; see `KVCache.load`."""
     return self.each_part(lambda part: part.load(row, blocks, at))
 

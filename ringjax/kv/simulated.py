@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.errors import OptionError
@@ -89,13 +89,15 @@ class SimulatedCache(NoCache):
     return ((),) * len(self.constants)
 
   @property
-  def length(self) -> Any:
+  def length(self) -> Int[Array, " B"]:
     return jnp.zeros(1, jnp.int32)
 
   def check_coords(self, coords: CallCoords) -> None:
     refuse_documents(self.kind, self.shapes, coords)
 
-  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+  def layer(
+    self, kind: int, slots: PyTree, index: Index
+  ) -> FreshLayer | _PartlyExact:
     del slots
     shape = self.shapes[kind]
     if isinstance(shape, StateShape):
@@ -190,7 +192,7 @@ class _PartlyExact(NamedTuple):
   slots: PyTree = ()
 
   @property
-  def fresh(self) -> Any:
+  def fresh(self) -> _NoKeys:
     return _NoKeys(self.kind)
 
   def append(
@@ -269,10 +271,12 @@ class Encoded(Mask):
     encoded = moved(key, -self.first) // self.group < newest
     return encoded & (key >= self.first)
 
-  def allows(self, q: Coords, k: Coords) -> jax.Array:
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
     return self._before(q.pos, k.pos) == self.coded
 
-  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
     first_key = jnp.maximum(k.first, self.first)
     any_encoded = self._before(q.last, first_key) & (k.last >= self.first)
     all_encoded = self._before(q.first, k.last) & (k.first >= self.first)

@@ -9,7 +9,7 @@ same on all shards of the sequence.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ringjax.kv.base import CacheSpec, CallCache, zeros
+from ringjax.kv.storage.call_tiles import CacheTile
 from ringjax.ops.recurrent.conv import Tail
 from ringjax.typing import Index
 
@@ -116,3 +117,24 @@ class StateLayer:
       x, new.astype(x.dtype), self.index, 0
     )
     return dataclasses.replace(self, slots=jax.tree.map(put, self.slots, state))
+
+  def of_tile(self, tile: CacheTile) -> StateLayer:
+    """Part of the layer for the row of a tile."""
+
+    def take(x: jax.Array) -> jax.Array:
+      return lax.dynamic_slice(x, self._at(x, tile), (1, 1, *x.shape[2:]))
+
+    return StateLayer(jax.tree.map(take, self.slots), jnp.int32(0))
+
+  def with_tile(self, tile: CacheTile, new: StateLayer) -> StateLayer:
+    """Store the state of a tile's row, which `of_tile` returned."""
+
+    def put(x: jax.Array, state: jax.Array) -> jax.Array:
+      return lax.dynamic_update_slice(x, state, self._at(x, tile))
+
+    slots = jax.tree.map(put, self.slots, new.slots)
+    return dataclasses.replace(self, slots=slots)
+
+  def _at(self, x: jax.Array, tile: CacheTile) -> tuple[Any, ...]:
+    first = (jnp.int32(0) for _ in x.shape[2:])
+    return (jnp.asarray(self.index, jnp.int32), tile.row, *first)

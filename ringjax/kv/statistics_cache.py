@@ -130,10 +130,12 @@ class StatisticsCache(NoCache):
     return self.found
 
   @property
-  def length(self) -> Any:
+  def length(self) -> Int[Array, " B"]:
     return jnp.zeros(1, jnp.int32)
 
-  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+  def layer(
+    self, kind: int, slots: PyTree, index: Index
+  ) -> FreshLayer | StatisticsLayer:
     if isinstance(self.shapes[kind], StateShape):
       return FreshLayer()
     return StatisticsLayer(self, kind, slots, index)

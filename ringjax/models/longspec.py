@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from ringjax import tree
 from ringjax.checks import integer, one_of, positive_int
@@ -221,7 +221,9 @@ class _LastLayer(NoCache):
     if kind < self._kinds - 1:
       return FreshLayer()
 
-    def change(k: jax.Array, v: jax.Array, rotation: Rotation) -> Any:
+    def change(
+      k: jax.Array, v: jax.Array, rotation: Rotation
+    ) -> tuple[Array, Array, PyTree]:
       k = rotation.own(k)
       return k, v, (k, v)
 
@@ -337,7 +339,7 @@ class DraftTransformer(Transformer):
       read = self._reads_text(tokens, places, cache, context)
     else:
       read = self._reads_cache(places, context)
-    layer: Any = cache.layer(0, cache.slots[0], jnp.int32(0))
+    layer = cache.layer(0, cache.slots[0], jnp.int32(0))
     x, layer = self.block(x, places, layer, context, read)
     # The target's head expects the output of this norm.
     h = self.target.norm(x)
@@ -466,7 +468,7 @@ def with_draft(
 
 
 def _block(config: Any, layer: Layer, seed: int) -> DraftBlock:
-  last: Any = config.layers[-1].attention
+  last = config.layers[-1].attention
   return DraftBlock(nnx.Rngs(seed), layer, last, config.embed)
 
 

@@ -371,7 +371,7 @@ class Transformer(nnx.Module):
     elif attend.mesh is None:
       # Traced weights name the mesh of the jit's arguments in their type.
       weight = self.embed.weight.get_value()
-      mesh: Any = current_mesh
+      mesh = current_mesh
       if current_mesh.empty:
         mesh = self.mesh or sharding_of(weight)[0]
       axis = attend.axis
@@ -662,7 +662,12 @@ def forward(
   if groups is not None:
     return _in_groups(model, attend, tokens, places, groups, rows)
   call_cache = _begun(call_cache, attend, tokens, places)
-  if x is None:
+  if call_cache.tiles and rows is not None:
+    x, call_cache = model.through_layers(tokens, places, call_cache, attend, x)
+    # Norm and head cost the rows that are read, not all that have room.
+    index = rows.reshape(*rows.shape, *(1,) * (x.ndim - 2))
+    h, rows = model.behind(jnp.take_along_axis(x, index, 1)), None
+  elif x is None:
     h, call_cache = model.hidden(tokens, places, call_cache, attend)
   else:
     x, call_cache = model.through_layers(tokens, places, call_cache, attend, x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from ringjax.errors import MeshError
 from ringjax.nn.linear import Linear, Norm, linear_product, part_dtype
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend
+from ringjax.nn.weights.layer_array import LayerArray, entry_of
 from ringjax.ops.expert_shards import ExpertShards, mix_sharded
 from ringjax.ops.moe import mix
 
@@ -397,17 +399,18 @@ class ExpertsLayer(nnx.Module):
       self.expert_scale = scale(e)
     # Latent axes are not sharded like the layer's width.
     inner = None if spec.latent else "embed"
-    into = lambda: param(rngs, (e, d, f), ("experts", inner, "ffn"), fan_in=d)
+    maps = functools.partial(param, rngs, by_index=True)
+    into = lambda: maps((e, d, f), ("experts", inner, "ffn"), fan_in=d)
     self.gate = into() if spec.gated else None
     self.up = into()
-    self.down = param(rngs, (e, f, d), ("experts", "ffn", inner), fan_in=f)
+    self.down = maps((e, f, d), ("experts", "ffn", inner), fan_in=f)
     latent = lambda a, b, *axes: (
       Linear(rngs, (a,), (b,), axes) if spec.latent else None
     )
     self.into = latent(embed, d, "embed", None)
     self.out_of = latent(d, embed, None, "embed")
     bias = lambda n, axis: (
-      param(rngs, (e, n), ("experts", axis)) if spec.bias else None
+      maps((e, n), ("experts", axis)) if spec.bias else None
     )
     self.gate_bias = bias(f, "ffn") if spec.gated else None
     self.up_bias = bias(f, "ffn")
@@ -426,7 +429,7 @@ class ExpertsLayer(nnx.Module):
     self, x: Float[Array, "B T D"], attend: Attend
   ) -> Float[Array, "B T D"]:
     spec = self.spec
-    get = lambda p: p[...] if isinstance(p, nnx.Variable) else p
+    get = lambda p: p.get_value() if isinstance(p, nnx.Variable) else p
     weights = dict(
       router=self.router.weight[...],
       router_bias=get(self.router.bias),
@@ -470,7 +473,7 @@ class ExpertsLayer(nnx.Module):
       x = x if into is None else linear_product(x, into, 1)
       if shards is None:
         y = mix(
-          lambda expert, x: self._expert(_entry(maps, expert), x),
+          lambda expert, x: self._expert(entry_of(maps, expert), x),
           x,
           chosen,
           mixing,
@@ -487,7 +490,7 @@ class ExpertsLayer(nnx.Module):
           spec.experts,
           shards,
           scale_input=spec.scale_input,
-          entry=_entry,
+          entry=entry_of,
         )
       return y if out_of is None else linear_product(y, out_of, 1)
 
@@ -532,7 +535,8 @@ class ExpertsLayer(nnx.Module):
 
 def _check_all_here(maps: PyTree, experts: int) -> None:
   """Refuse a part of the experts, as a caller's shard_map may pass."""
-  count = min(a.shape[0] for a in jax.tree.leaves(maps))
+  is_array = lambda x: isinstance(x, LayerArray)
+  count = min(a.shape[0] for a in jax.tree.leaves(maps, is_leaf=is_array))
   if count != experts:
     raise MeshError(
       "model",
@@ -540,11 +544,6 @@ def _check_all_here(maps: PyTree, experts: int) -> None:
       "all of them",
       "pass the model with in_specs=P(), or call it outside of the shard_map",
     )
-
-
-def _entry(maps: PyTree, expert: Int[Array, ""]) -> PyTree:
-  """Weights of one expert."""
-  return jax.tree.map(lambda a: a[expert], maps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

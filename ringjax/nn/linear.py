@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +74,11 @@ class Linear(nnx.Module):
     self.bias = (
       param(rngs, outputs, axes[len(inputs) :], value=0.0) if bias else None
     )
+
+  @property
+  def by_index(self) -> bool:
+    """Whether a call reads some entries of its weight, see `param`."""
+    return bool(self.weight.get_metadata().get("by_index"))
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
     bias = None if self.bias is None else self.bias[...]
@@ -340,7 +344,9 @@ class Norm:
   bias: bool = True
   weight: bool = True
 
-  def build(self, rngs: nnx.Rngs, *dims: int, together: bool = False) -> Any:
+  def build(
+    self, rngs: nnx.Rngs, *dims: int, together: bool = False
+  ) -> LayerNorm | RMSNorm:
     """Make the module that normalises vectors.
 
     Args:

@@ -133,10 +133,13 @@ def param(
   fan_in: int | None = None,
   value: float = 0.0,
   wide: bool = False,
+  by_index: bool = False,
 ) -> nnx.Param:
   """Make a float32 parameter: normal of variance 1/fan_in, else `value`.
 
-  `wide` parameters stay float32 when a model is cast.
+  `wide` parameters stay float32 when a model is cast. Of `by_index` ones a call
+  reads some entries along the first axis, so a loop over layers that computes
+  no gradient passes a `LayerArray` instead of copying a layer's array.
   """
   assert len(shape) == len(axes), (shape, axes)
   if fan_in is None:
@@ -144,4 +147,4 @@ def param(
   else:
     data = jax.random.normal(rngs.params(), shape, jnp.float32)
     data = data * jnp.float32(1 / math.sqrt(fan_in))
-  return nnx.Param(data, axes=axes, wide=wide)
+  return nnx.Param(data, axes=axes, wide=wide, by_index=by_index)

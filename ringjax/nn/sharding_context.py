@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 from ringjax.errors import MeshError, OptionError
 from ringjax.kv.base import KV, LayerCache
 from ringjax.nn.tokens import Tokens
+from ringjax.nn.weights.layer_array import LayerArray
 from ringjax.ops.ancestors import Ancestors
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.cached.cached_attention import ShardedDecode
@@ -344,10 +345,23 @@ class ShardingContext:
     return jax.shard_map(
       local,
       mesh=mesh,
-      in_specs=(P(), P(over), spec),
+      in_specs=(P(), _expert_specs(experts, over), spec),
       out_specs=spec,
       axis_names=_names(spec) | {*over},
     )(weights, experts, x)
+
+
+def _expert_specs(experts: PyTree, over: tuple[str, ...]) -> PyTree:
+  """Specs of arrays of experts' weights, of one layer or of all layers."""
+
+  def spec_of(array: object) -> Any:
+    if isinstance(array, LayerArray):
+      specs: Any = LayerArray(stacked=P(None, over), layer=P())
+      return specs
+    return P(over)
+
+  is_array = lambda x: isinstance(x, LayerArray)
+  return jax.tree.map(spec_of, experts, is_leaf=is_array)
 
 
 def _names(spec: P) -> set[str]:
@@ -704,9 +718,10 @@ class CachedAttention(ShardingContext):
     run = ShardedDecode(
       mesh=self.mesh,
       axis=self.of_mesh,
-      batch_axes=shares.get("batch_axis", ()),
+      batch_axes=self.batch_axes(b),
       head_axes=shares.get("head_axis", ()),
-      fully_manual=bool(shares),
+      query_axes=() if shares else self._query_axes(t, views),
+      fully_manual=self.mesh is not None,
       sharded=self.sharded,
       masters=self.masters,
       local=self.local,
@@ -721,6 +736,19 @@ class CachedAttention(ShardingContext):
       extras.selection,
     )
     return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
+
+  def _query_axes(
+    self, tokens: int, views: tuple[KVView, ...]
+  ) -> tuple[str, ...]:
+    """Axes that shard many queries, for heads that are not sharded.
+
+    A few queries are computed on each device: it reads all heads' keys anyway.
+    """
+    size = self.model_size
+    divides = size > 1 and tokens % (size * self.size) == 0
+    if not divides or tokens <= ShardedDecode.few:
+      return ()
+    return () if any(view.queries is not None for view in views) else (_HEADS,)
 
   def _segmented(self, view: KVView) -> Any:
     """Add the segment rule to a view's own mask, if it has one."""

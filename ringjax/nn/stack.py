@@ -23,7 +23,9 @@ from jaxtyping import Array, Float
 from ringjax.kv.base import CallCache
 from ringjax.nn.block import Block, Layer
 from ringjax.nn.sharding_context import Attend
+from ringjax.nn.tiled_layer import over_tiles
 from ringjax.nn.tokens import Tokens
+from ringjax.nn.weights.layer_array import LayerArray, read_by_index
 from ringjax.nn.weights.placed_layers import PlacedLayers, ReadFault
 from ringjax.typing import Index
 
@@ -77,13 +79,27 @@ def runs(layers: Sequence[Layer], *, scan: bool = True) -> tuple[Run, ...]:
 
 
 class _Resident:
-  """Layers whose weights are on the devices: a loop slices `stacked`."""
+  """Layers whose weights are on the devices: a loop slices `stacked`.
+
+  With `in_part` the arrays of parameters that are read by index are not among
+  them: a layer gets a `LayerArray`, of which it reads what it needs.
+  """
 
   # Memory tier of each layer, if not all are on the devices.
   tiers: tuple[str, ...] = ()
 
-  def __init__(self, stacked: Block):
-    self.stacked = stacked
+  def __init__(self, block: Block, *, in_part: bool = False):
+    leaves, self._tree = jax.tree.flatten(
+      block, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    self._read_in_part = {
+      n: leaf
+      for n, leaf in enumerate(leaves)
+      if in_part and read_by_index(leaf)
+    }
+    self.stacked = tuple(
+      leaf for n, leaf in enumerate(leaves) if n not in self._read_in_part
+    )
 
   def fetch(
     self,
@@ -95,9 +111,15 @@ class _Resident:
     del index, x, attend, within
     return None
 
-  def block(self, cut: Any, weights: list[jax.Array] | None) -> Block:
+  def block(
+    self, cut: Any, weights: list[jax.Array] | None, index: Index
+  ) -> Block:
     del weights
-    return cut
+    leaves = list(cut)
+    for n, leaf in self._read_in_part.items():
+      array = LayerArray(stacked=leaf.get_value(), layer=jnp.int32(index))
+      leaves.insert(n, leaf.replace(array))
+    return jax.tree.unflatten(self._tree, leaves)
 
 
 class _Placed:
@@ -151,7 +173,10 @@ class _Placed:
       index, self._resident, self._hosted, x, spec, within
     )
 
-  def block(self, cut: Any, weights: list[jax.Array] | None) -> Block:
+  def block(
+    self, cut: Any, weights: list[jax.Array] | None, index: Index
+  ) -> Block:
+    del index
     assert weights is not None
     resident = iter(cut)
     return jax.tree.unflatten(
@@ -223,11 +248,11 @@ class Stack(nnx.Module):
     neuron_faults = () if self.neuron_fault is None else (self.neuron_fault,)
     return (*disk_faults.values(), *neuron_faults)
 
-  def _kind(self, run: int, position: int) -> _Layers:
+  def _kind(self, run: int, position: int, *, in_part: bool = False) -> _Layers:
     block = self.blocks[run][position]
     placed = None if self.placed is None else self.placed[run][position]
     if placed is None:
-      return _Resident(block)
+      return _Resident(block, in_part=in_part)
     return _Placed(block, placed, self.hosted[run][position])
 
   def layer(self, run: int, position: int, index: Index) -> Block:
@@ -244,7 +269,7 @@ class Stack(nnx.Module):
     )
     weights = jax.tree.map(pick, kind.stacked)
     fetched = kind.fetch(index, jnp.zeros((1,), jnp.float32), None)
-    return kind.block(weights, fetched)
+    return kind.block(weights, fetched, index)
 
   def __call__(
     self,
@@ -295,9 +320,14 @@ class Stack(nnx.Module):
       run_slots = tuple(
         _split_by_layer(call_slots, run.layers) for call_slots in slots
       )
-      layers = [self._kind(g, p) for p in range(len(run.layers))]
-      kinds = _split_by_layer(number, run.layers)
       looped = run.repeats > 1
+      # A gradient is that of the slices of a loop, so calls that may have one,
+      # which have no caches, slice all arrays.
+      layers = [
+        self._kind(g, p, in_part=looped and has_caches)
+        for p in range(len(run.layers))
+      ]
+      kinds = _split_by_layer(number, run.layers)
       schedule = [(n, m) for n in range(len(layers)) for m in range(len(calls))]
       owner = _owning(run)
       assert not (owner and looped)
@@ -341,7 +371,7 @@ class Stack(nnx.Module):
             weights = next_weights
             if not fetched_early[position]:
               weights = layers[position].fetch(index, x, attend, within)
-            block = layers[position].block(cuts[position], weights)
+            block = layers[position].block(cuts[position], weights, index)
             last = position + 1 == len(layers)
             next_position, next_index = (
               (0, index + 1) if last else (position + 1, index)
@@ -367,17 +397,25 @@ class Stack(nnx.Module):
             next_keys = fetch_keys(schedule[turn_index + 1], slots, index, x)
           elif looped:
             next_keys = fetch_keys(schedule[0], slots, index + 1, x)
-          has_several = len(parts) > 1
           layer_number = run.number(position, 0) + len(run.layers) * index
-          x, new_part = block(
-            x,
-            tokens,
-            parts if has_several else parts[0],
-            attend,
-            cache.states,
-            layer_number,
-          )
-          parts = new_part if has_several else (new_part,)
+
+          def run_layer(
+            x: jax.Array,
+            tokens: Tokens,
+            parts: tuple[Any, ...],
+            block: Any = block,
+            states: Any = cache.states,
+            layer_number: Index = layer_number,
+          ) -> tuple[jax.Array, tuple[Any, ...]]:
+            several = len(parts) > 1
+            part = parts if several else parts[0]
+            x, new_part = block(x, tokens, part, attend, states, layer_number)
+            return x, new_part if several else (new_part,)
+
+          if cache.tiles:
+            x, parts = over_tiles(run_layer, x, tokens, parts, cache)
+          else:
+            x, parts = run_layer(x, tokens, parts)
           if any(next_keys):
             # Order the read before the in-place write to the same memory.
             parts = tuple(cache.behind(part, next_keys) for part in parts)

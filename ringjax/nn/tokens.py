@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
@@ -54,6 +56,33 @@ class Tokens:
     return Coords(
       jnp.broadcast_to(self.pos, shape), jnp.broadcast_to(self.seg, shape)
     )
+
+  def of_tile(
+    self,
+    take: Callable[[Array], Array],
+    take_row: Callable[[Array], Array],
+    is_filled: Bool[Array, "1 t"],
+  ) -> Tokens:
+    """Restrict to a tile of the call's tokens.
+
+    Not for layers that read `inputs`, nor for drafted trees.
+
+    Args:
+      take: Function that takes the tile's part of an array [B, T, ...].
+      take_row: Function that takes the row of the tile from an array [B, ...].
+      is_filled: Whether each of its places holds a token.
+    """
+    assert self.inputs is None
+    assert self.tree is None
+    tile = copy.copy(self)
+    tile.pos = take(self.pos)
+    tile.seg = jnp.where(is_filled, take(self.seg), 0)
+    if np.ndim(self.length):
+      tile.length = take_row(jnp.asarray(self.length))
+    tile._tables = {
+      rope: tuple(map(take, tables)) for rope, tables in self._tables.items()
+    }
+    return tile
 
   def rotation(
     self,

@@ -26,6 +26,7 @@ import dataclasses
 import functools
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -309,7 +310,7 @@ def _dot(equation: str, a: Array, b: Array, out: Any) -> Array:
   )
 
 
-def _sharding(x: Array, spec: Any) -> NamedSharding | None:
+def _sharding(x: Array, spec: Sequence[Any] | None) -> NamedSharding | None:
   if spec is None:
     return None
   return NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))

@@ -20,6 +20,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import numbers
+import types
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 import jax
@@ -79,7 +80,7 @@ def extent(at: Coords, axis: int = -1) -> Extent:
   )
 
 
-def _library(x: Any) -> Any:
+def _library(x: Array | np.ndarray) -> types.ModuleType:
   """NumPy for its arrays, else jax.numpy."""
   return jnp if isinstance(x, jax.Array) else np
 

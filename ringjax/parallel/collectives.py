@@ -186,7 +186,7 @@ def rotate(tree: Tree, axis: Axis, shift: int) -> Tree:
   """Send every leaf from shard i to shard (i + shift) mod R, one hop."""
   if isinstance(axis, Part):
     groups = axis.groups()
-    name: Any = axis.axis
+    name = axis.axis
   else:
     groups, name = [list(range(lax.axis_size(axis)))], axis
   pairs = [

@@ -119,7 +119,7 @@ class Door(Generic[Peer]):
           continue
         self._admit(link, address)
 
-  def _admit(self, link: socket.socket, address: Any) -> None:
+  def _admit(self, link: socket.socket, address: tuple[str, int]) -> None:
     oldest = None
     with self._lock:
       if self._closed:
@@ -139,7 +139,7 @@ class Door(Generic[Peer]):
       daemon=True,
     ).start()
 
-  def _greet(self, link: socket.socket, address: Any) -> None:
+  def _greet(self, link: socket.socket, address: tuple[str, int]) -> None:
     peer = None
     # Errors mean an unauthenticated peer, or one that left.
     with contextlib.suppress(PeerError, OSError):

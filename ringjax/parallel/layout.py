@@ -452,7 +452,8 @@ def _refit(
   `runs` are (shards, old, new): neighbours with the same lengths.
   """
   leading, trailing = x.shape[:axis], x.shape[axis + 1 :]
-  parts, start = [], 0
+  parts: list[jax.Array] = []
+  start = 0
   for shards, old, new in runs:
     stop = start + shards * old
     part = lax.slice_in_dim(x, start, stop, axis=axis)
@@ -468,7 +469,9 @@ def _refit(
 
 
 def _where(
-  condition: Bool[Array | np.ndarray, " n"], if_true: Any, if_false: Any
+  condition: Bool[Array | np.ndarray, " n"],
+  if_true: Array | np.ndarray | int,
+  if_false: Array | np.ndarray | int,
 ) -> Any:
   """`where` for NumPy or JAX arrays, as the condition is."""
   where_fn = np.where if isinstance(condition, np.ndarray) else jnp.where

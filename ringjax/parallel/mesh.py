@@ -231,7 +231,7 @@ def _boxes(devices: list[Any], outer: int, inner: int) -> list[list[Any]]:
   starts = [*itertools.product(*(range(0, e, b) for e, b in steps))]
   for slice_index in slices:
     for start in starts:
-      walk = []
+      walk: list[jax.Device] = []
       for point in ring_walk(box):
         coords = tuple(
           o + s + p for o, s, p in zip(origin, start, point, strict=True)

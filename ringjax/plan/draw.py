@@ -7,8 +7,9 @@ cannot be written.
 from __future__ import annotations
 
 import importlib
+import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
@@ -17,6 +18,11 @@ from ringjax.errors import OptionError
 from ringjax.plan.compiler.overlap import OverlapReport
 from ringjax.plan.events import Timeline
 from ringjax.plan.kv_runahead.schedules import Outcome
+
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
+  from matplotlib.patches import Patch
 
 # Colour and label of each kind of span: of a prompt's outcome, of a schedule.
 _OUTCOME = {
@@ -45,7 +51,7 @@ _SENDS = 12
 # ---------------------------------------------------------------------------
 
 
-def figures() -> Any:
+def figures() -> types.ModuleType:
   """Import `matplotlib.figure`, which needs no display.
 
   Raises:
@@ -64,7 +70,7 @@ def figures() -> Any:
 
 def figure(
   width: int | float, height: int | float, *grid: int, **options: Any
-) -> Any:
+) -> tuple[Figure, Any]:
   """Make a white figure, sizes in inches, and its axes: one, or an array.
 
   Raises:
@@ -76,21 +82,21 @@ def figure(
   return new_figure, new_figure.subplots(*grid, **options)
 
 
-def legend(made: Any, handles: Sequence[Any], **options: Any) -> None:
+def legend(made: Figure, handles: Sequence[Any], **options: Any) -> None:
   """Add a legend below all axes of a figure."""
   made.legend(
     handles=handles, loc="outside lower center", frameon=False, **options
   )
 
 
-def patch(color: str | Float[np.ndarray, " c"], label: str) -> Any:
+def patch(color: str | Float[np.ndarray, " c"], label: str) -> Patch:
   """Make an entry of a legend."""
   patches = importlib.import_module("matplotlib.patches")
   return patches.Patch(color=color, label=label)
 
 
 def _lanes(
-  ax: Any,
+  ax: Axes,
   lanes: Sequence[str],
   bars: Iterable[tuple[str, str, float, float]],
   kinds: Mapping[str, tuple[str, str]],
@@ -111,13 +117,13 @@ def _lanes(
   _plain(ax)
 
 
-def _plain(ax: Any) -> None:
+def _plain(ax: Axes) -> None:
   ax.tick_params(labelsize=8)
   ax.spines[["top", "right"]].set_visible(False)
 
 
 def _save(
-  image: Any, path: str, kinds: Mapping[str, tuple[str, str]] | None = None
+  image: Figure, path: str, kinds: Mapping[str, tuple[str, str]] | None = None
 ) -> None:
   """Write a figure, with a legend of the kinds of bars."""
   if kinds is not None:
@@ -136,7 +142,7 @@ def _save(
 # ---------------------------------------------------------------------------
 
 
-def timeline(ax: Any, found: Timeline, lanes: Sequence[str]) -> None:
+def timeline(ax: Axes, found: Timeline, lanes: Sequence[str]) -> None:
   """Draw spans into matplotlib axes, a lane for each device or link."""
   spans = [span for span in found.spans if span.end_s > span.start_s]
   bars = [

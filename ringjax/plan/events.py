@@ -27,7 +27,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from ringjax.checks import number
 from ringjax.errors import OptionError
@@ -148,6 +148,9 @@ class Timeline:
           bytes_by_link.get(span.resource, 0.0) + span.nbytes
         )
     return bytes_by_link
+
+
+_Place = TypeVar("_Place", Device, Channel)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -402,7 +405,7 @@ class Simulator:
 
   # Description.
 
-  def _add(self, place: Channel | Device, slots: Number) -> Any:
+  def _add(self, place: _Place, slots: Number) -> _Place:
     if place.name in self._by_name or not place.name:
       raise _name_taken("name", place.name)
     queue = _Queue(place, len(self._queues), slots)

@@ -16,7 +16,7 @@ import importlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +29,9 @@ from ringjax.ops.attention.strategies.ring import cut_hops
 from ringjax.ops.mask import Causal, Coords, Mask, SameSegment, Window
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 from ringjax.plan import draw
+
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
 
 # Tokens of a shard and of a tile, in all pictures.
 LOCAL, TILE = 32, 8
@@ -444,7 +447,7 @@ def _draw(panel_list: Sequence[Panel], words: str, path: str) -> None:
     raise _unwritable(path, error) from None
 
 
-def _draw_panel(ax: Any, panel: Panel) -> None:
+def _draw_panel(ax: Axes, panel: Panel) -> None:
   shards = len(panel.steps[0].cells)
   for column, step in enumerate(panel.steps):
     x = 1.3 * column
@@ -506,7 +509,7 @@ def _mosaic(
   return np.where(kind == 2, across, np.where(kind == 1, light, 1.0))
 
 
-def _draw_keys(ax: Any, x: float, device: int, cell: DeviceShards) -> None:
+def _draw_keys(ax: Axes, x: float, device: int, cell: DeviceShards) -> None:
   """Draw a bar of the keys that are held while nothing is computed."""
   width = 0.6 / len(cell.keys)
   for n, key in enumerate(cell.keys):

@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.infer.finite import NOT_FINITE
 from ringjax.infer.speculate.verifiers import right_path
-from ringjax.kv.storage.page_pool import PagePool, PooledRows
+from ringjax.kv.storage.call_tiles import CallTiles, tiles_of
+from ringjax.kv.storage.page_pool import PagePool, PooledCache, PooledRows
 from ringjax.models.transformer import Transformer, forward, forward_layers
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.nn.weights.adapted import adapter_rows
@@ -74,6 +75,8 @@ class CallArrays(NamedTuple):
       int32 [B, T], in a call that checks trees; else None.
     prompts: Number of tokens of each row's prompt, int32 [B], on which
       rotations may depend.
+    tiles: Tiles of the tokens, which pass each layer one by one; (): all
+      tokens pass together.
   """
 
   tokens: Int[ArrayLeaf, "B T"]
@@ -90,6 +93,7 @@ class CallArrays(NamedTuple):
   adapter: Int[ArrayLeaf, " B"] | None = None
   parents: Int[ArrayLeaf, "B T"] | None = None
   prompts: Int[ArrayLeaf, " B"] | None = None
+  tiles: tuple[CallTiles, ...] = ()
 
 
 @bounded
@@ -110,7 +114,7 @@ def compute_layers(
     call: Arguments of the call, the same for all parts.
     x: Result of the previous part; None for the first one.
   """
-  rows = pool.call(call.tables, call.ends, call.slots, call.fresh, call.shared)
+  rows = _pooled(pool, call)
   with adapter_rows(call.adapter):
     return forward_layers(
       part, attend, call.tokens, call.pos, call.seg, rows, call.prompts, x
@@ -158,6 +162,19 @@ def compute(
   return attend.everywhere(choice), pool, attend.everywhere(board)
 
 
+def _pooled(pool: PagePool, call: CallArrays) -> PooledCache:
+  """The pool as a call's rows see it."""
+  return pool.call(
+    call.tables,
+    call.ends,
+    call.slots,
+    call.fresh,
+    call.shared,
+    call.parents,
+    call.tiles,
+  )
+
+
 def _read(
   model: Transformer,
   attend: CachedAttention,
@@ -168,10 +185,6 @@ def _read(
   x: Float[Array, "B T *D"] | None = None,
 ) -> tuple[Float[Array, "B _ V"], PagePool]:
   """Logits after the tokens `rows` of a call, or after all, and the pool."""
-  parents = call.parents
-  pooled_rows = pool.call(
-    call.tables, call.ends, call.slots, call.fresh, call.shared, parents
-  )
   with adapter_rows(call.adapter):
     logits, pool = forward(
       model,
@@ -179,10 +192,10 @@ def _read(
       tokens,
       call.pos,
       call.seg,
-      pooled_rows,
+      _pooled(pool, call),
       rows,
       call.prompts,
-      parents,
+      call.parents,
       x,
     )
   return attend.everywhere(logits), pool
@@ -358,6 +371,7 @@ class CallBuilder:
     drafted: int = 0,
     trees: bool = False,
     place: Callable[[np.ndarray, int], np.ndarray] | None = None,
+    prompt_tiles: tuple[int, ...] = (),
   ):
     """Make a builder without rows.
 
@@ -373,8 +387,10 @@ class CallBuilder:
       trees: Whether these form trees.
       place: Translates the pages of a slot; None where tables are used as they
         are.
+      prompt_tiles: Sizes of the tiles of prompts, see `tiling.prompt_tiles`;
+        (): all tokens of a call pass a layer together.
     """
-    self._place = place
+    self._place, self._prompt_tiles = place, prompt_tiles
     self._scheduler, self._tile, self._together = scheduler, tile, together
     self._adapters, self._vocab, self._drafted = adapters, vocab, drafted
     self._trees = trees
@@ -443,16 +459,25 @@ class CallBuilder:
   def pieces(self, pieces: tuple[PromptPiece, ...]) -> CallArrays:
     """Build a call for chunks of prompts."""
     limits = self._scheduler.limits
-    call = self._blank(limits.pieces, limits.piece)
+    sizes, width = self._prompt_tiles, limits.piece
+    # A tile may begin with the last token of a row.
+    width += max(sizes, default=0)
+    call = self._blank(limits.pieces, width)
     for n, piece in enumerate(pieces):
       row, end = piece.row, piece.start + piece.count
       assert row.slot is not None
       call.tokens[n, : piece.count] = row.prompt[piece.start : end]
-      call.pos[n] = piece.start + np.arange(limits.piece)
+      call.pos[n] = piece.start + np.arange(width)
       call.seg[n, : piece.count] = 1
       call.fresh[n] = piece.start == 0
       call.last[n], call.chooses[n] = piece.count - 1, piece.chooses
       self._row(call, n, row, row.slot, end)
+    if sizes:
+      positions, lengths = call.pos[:, 0], np.sum(call.seg, 1)
+      tiles = tiles_of(
+        positions.tolist(), lengths.tolist(), limits.piece, sizes
+      )
+      call = call._replace(tiles=tiles)
     return call._replace(sampling=self._how.of(call.slots))
 
   def _row(

@@ -101,6 +101,7 @@ from ringjax.serve.scheduler import (
   StepLimits,
   StepPlan,
 )
+from ringjax.serve.tiling import prompt_tiles
 from ringjax.serve.vattention.contiguous_rows import (
   ContiguousRows,
   check_dense_rows,
@@ -535,6 +536,9 @@ class Engine:
       drafted=drafted,
       trees=self._drafts is not None and self._drafts.trees,
       place=self._rows.place if self._rows is not None else None,
+      prompt_tiles=prompt_tiles(
+        self.model, config, self._attend, sizes.platform, self._function
+      ),
     )
 
   def _reason_to_read_apart(self, sizes: EngineSizes) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -38,8 +37,13 @@ def _dtype_name(dtype: DTypeLike) -> str:
 def _share_text(share: object) -> object:
   """Plain value of `important` if it has no settings besides the share."""
   if isinstance(share, ImportantShare):
-    alone = ImportantShare(share=share.share)
-    return share.share if share == alone else share
+    # Arrays of probe heads have no truth value, which == of objects needs.
+    alone = all(
+      np.array_equal(getattr(share, field.name), field.default)
+      for field in dataclasses.fields(share)
+      if field.name != "share"
+    )
+    return share.share if alone else share
   return share
 
 
@@ -91,6 +95,15 @@ class EngineConfig(Config):
     "Number of chunks, the rows of a call for prompts.",
     least=1,
     default=4,
+  )
+  prompt_tile: int | None = option(
+    "Number of tokens of the smallest tile of prompts: a call for prompts "
+    "takes the time of the tiles that it holds, not of those for which it has "
+    "room. Late positions are in tiles that are 4 and 16 times as large, and "
+    "so on up to `piece`. 0: all tokens of a call pass together; default: 16 "
+    "on CPUs where the model and the mesh allow tiles, else 0.",
+    least=0,
+    default=None,
   )
   budget: int | None = option(
     "Maximum number of tokens of a step, of prompts and answers together; "
@@ -321,7 +334,7 @@ def _longest(model: Transformer, longest: int | None) -> int:
 def _platform(mesh: Mesh | None) -> str:
   if mesh is None:
     return jax.default_backend()
-  device: Any = mesh.devices.flat[0]
+  device = mesh.devices.flat[0]
   return device.platform
 
 

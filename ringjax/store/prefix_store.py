@@ -153,7 +153,7 @@ class Store:
         "pass policy=(LRU(), LRU())",
       )
     self.host = HostTier(host, first) if host else None
-    self.disk = None
+    self.disk: DiskTier | None = None
     if disk is not None:
       self.disk = DiskTier(disk[0], disk[1], second, sync=sync)
     self.counters = StoreCounters()

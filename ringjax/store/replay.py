@@ -14,7 +14,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 from ringjax.checks import positive_int
 from ringjax.errors import DataError
@@ -126,7 +125,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[list[int]]:
 
 def _ids(line: str, where: str) -> list[int]:
   try:
-    value: Any = json.loads(line)
+    value = json.loads(line)
   except ValueError:
     value = None
   ids = value.get("hash_ids") if isinstance(value, dict) else None

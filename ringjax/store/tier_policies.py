@@ -164,7 +164,7 @@ class LFU(TierPolicy):
 
   name = "lfu"
 
-  def rank(self, key: Hashable, use: BlockUse) -> Any:
+  def rank(self, key: Hashable, use: BlockUse) -> tuple[int, int]:
     return use.count, use.last
 
 
@@ -173,7 +173,7 @@ class OnceUsedFirst(TierPolicy):
 
   name = "once_used_first"
 
-  def rank(self, key: Hashable, use: BlockUse) -> Any:
+  def rank(self, key: Hashable, use: BlockUse) -> tuple[bool, int]:
     return use.count > 1, use.last
 
 
@@ -223,7 +223,7 @@ class Belady(TierPolicy):
         uses.append((num_before, depth))
       num_before += len(keys)
 
-  def rank(self, key: Hashable, use: BlockUse) -> Any:
+  def rank(self, key: Hashable, use: BlockUse) -> tuple[float | int, int]:
     future = self._future.get(key, ())
     while future and future[0][0] < use.last:
       future.popleft()

@@ -354,7 +354,7 @@ class _Metrics:
     """Reads a step's metrics; raises if too many steps were not finite."""
     # Programs run after their calls return, and fail then.
     with memory.watched("taking a step", _MEMORY):
-      values: Any = jax.tree.map(float, jax.device_get(metrics))
+      values = jax.tree.map(float, jax.device_get(metrics))
     self._steps.append(values)
     if not values.finite:
       # On a mesh, a layer that could not be read is filled with NaN.

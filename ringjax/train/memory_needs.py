@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -20,6 +20,7 @@ from ringjax.errors import MemoryEstimateError
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import TransformerConfig
 from ringjax.train.step import TrainState
+from ringjax.typing import ArrayLeaf
 
 _REMEDY = (
   "shard over more devices (mesh= and Rules(embed=AXIS); --mesh), or train "
@@ -151,7 +152,7 @@ def check_memory(
 def _bytes(tree: PyTree) -> int:
   """Bytes of a tree's arrays on one device, by their shardings."""
 
-  def shard_bytes(x: Any) -> int:
+  def shard_bytes(x: ArrayLeaf) -> int:
     shape = tuple(x.shape)
     sharding = getattr(x, "sharding", None)
     if sharding is not None:

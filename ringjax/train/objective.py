@@ -158,7 +158,7 @@ def _hidden(
 ) -> jax.Array:
   """Input of the head, [B, T, D]; the batch's context, if any, is encoded."""
   kinds, chunks = len(model.kinds), batch.context
-  cache: Any = NoCache(kinds)
+  cache = NoCache(kinds)
   if batch.lag is not None:
     cache = LaggedCache(batch.lag)
   if chunks is not None:

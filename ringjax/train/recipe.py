@@ -38,6 +38,7 @@ from ringjax.parallel.mesh import entering
 from ringjax.train import batch as batches
 from ringjax.train import loop, memory_needs, remat
 from ringjax.train import step as steps
+from ringjax.train.batch import Batch
 from ringjax.train.checkpoints.checkpoint import Checkpoints
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.methods.draft_training import DraftTraining
@@ -141,7 +142,7 @@ class Optimizer:
       decay_steps = max(1, min(decay_steps, round(part * total)))
     decays = self.schedule != "constant" and (last > 0 or self.warmup > 0)
 
-    def decaying(count: Any) -> Any:
+    def decaying(count: Any) -> jax.Array:
       if not decays or last < 0:
         return jnp.asarray(high, jnp.float32)
       fraction = jnp.clip(
@@ -257,7 +258,7 @@ class Stage:
       self.length if self.context is None else self.context.decoded(self.length)
     )
 
-  def rows(self, rows: PackedBatch, recipe: Recipe) -> Any:
+  def rows(self, rows: PackedBatch, recipe: Recipe) -> Batch | PackedBatch:
     """The rows of a loader, split or moved as the training needs them."""
     if recipe.draft is not None:
       return recipe.draft.rows(rows, recipe.seed)
@@ -527,7 +528,7 @@ def train(
   ]
   optimizer = recipe.optimizer.build(recipe.total)
   adapter = recipe.adapter
-  method: Any = steps.AllParameters() if adapter is None else adapter
+  method = steps.AllParameters() if adapter is None else adapter
   base = model
   state, position = _first_state(recipe, optimizer, model, attend, checkpoints)
   steps_taken = int(jax.device_get(state.step))
@@ -690,7 +691,7 @@ def _first_state(
 ) -> tuple[steps.TrainState, Any]:
   """The first state, and the position of its data if it was restored."""
   mesh: Any = attend.mesh
-  params: Any = model
+  params = model
   if recipe.adapter is not None:
     params = recipe.adapter.start(model, seed=recipe.seed)
     if mesh is not None and recipe.lora is not None:

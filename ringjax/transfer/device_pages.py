@@ -338,7 +338,7 @@ def _check_once(pieces: list[PagePiece], count: int, volume: int) -> None:
       raise ValueError("pieces that overlap, or with gaps between them")
 
 
-def _check_lists(values: Any, size: int) -> list[list[Any]]:
+def _check_lists(values: list[list[Any]], size: int) -> list[list[Any]]:
   valid = isinstance(values, list) and all(
     isinstance(item, list) and len(item) == size for item in values
   )
@@ -347,7 +347,7 @@ def _check_lists(values: Any, size: int) -> list[list[Any]]:
   return values
 
 
-def _check_integers(values: Any, most: int) -> None:
+def _check_integers(values: list[int], most: int) -> None:
   valid = isinstance(values, list) and all(
     type(number) is int for number in values
   )
@@ -376,5 +376,5 @@ def put_piece(
   first, end = piece.places[0], piece.places[-1] + 1
   # For consecutive pages a slice avoids a gather.
   consecutive = end - first == len(piece.places)
-  places: Any = slice(first, end) if consecutive else list(piece.places)
+  places = slice(first, end) if consecutive else list(piece.places)
   rows[(places, *box)] = np.moveaxis(array, piece.axis, 0)

@@ -417,7 +417,9 @@ class Publisher:
   # Connections
   # -------------------------------------------------------------------------
 
-  def _greet(self, link: socket.socket, address: Any) -> PullConnection:
+  def _greet(
+    self, link: socket.socket, address: tuple[str, int]
+  ) -> PullConnection:
     """Authenticate a reader; unauthenticated peers get little time."""
     wire = PullConnection(
       link, self._patience_s, f"reader {address[0]}:{address[1]}"

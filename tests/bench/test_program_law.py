@@ -47,10 +47,6 @@ def cases():
 
 def marked(case):
   marks = [] if case in FIRST else [pytest.mark.long]
-  if case.phase != "prefill" and (
-    case.mesh != "seq" or case.family == "mixture"
-  ):
-    marks.append(pytest.mark.xfail(reason="gathers or copies what it reads"))
   return pytest.param(case, marks=marks, id=str(case))
 
 

@@ -8,7 +8,14 @@ import re
 
 import pytest
 
-from benchmarks import blockwise_memory, pages, real, systems, table
+from benchmarks import (
+  blockwise_memory,
+  pages,
+  real,
+  systems,
+  systems_alone,
+  table,
+)
 from ringjax.models import small
 
 
@@ -258,3 +265,22 @@ def test_loss_and_memory_of_a_ring():
   said = _said("ring", curve(1.5), curve(1.5), memory)
   assert "1.50000 nat on four devices, 1.50000 on one" in said
   assert "250 MB on each of eight" in said and "2,000 MB on one" in said
+
+
+def test_needles_of_kinds_are_counted():
+  cell = lambda cache, *scores: {"cache": cache, "scores": scores}
+  printed = {
+    "cells": [
+      cell("dense", 1.0), cell("dense", 1.0), cell("h2o:budget=.2", 0.0, 1.0),
+      cell("nuq3:calibration=runs/x", 1.0),
+    ]
+  }  # fmt: skip
+  figures = systems_alone.found(printed)
+  assert figures["nuq3"] == {"found": 1.0, "asked": 1}
+  said = systems_alone.says_found(
+    figures, "in 4,096 tokens", "dense", "h2o:budget=.2", "h2o:budget=.4"
+  )
+  assert said == (
+    "; needles found in 4,096 tokens: dense 2 of 2, h2o:budget=.2 1 of 2"
+  )
+  assert systems_alone.says_found(None, "in 8,192", "dense") == ""

@@ -438,10 +438,14 @@ def rejected_tokens_leave_no_trace(setup):
   _, cache = setup.read(draft, cache)
   stays = np.arange(5)[None] < kept[:, None]
   if setup.refuses_if_recurrent(
-    lambda: cache.keep(stays), lambda: cache.truncate(T)
+    lambda: cache.keep(stays),
+    lambda: cache.keep_first(kept, 5),
+    lambda: cache.truncate(T),
   ):
     return
+  first = cache.keep_first(kept, 5)
   cache = cache.keep(stays)
+  same(first, cache)
   assert cache.length.tolist() == (T + kept).tolist()
 
   _, never = setup.read(tokens[:, :T], setup.empty())

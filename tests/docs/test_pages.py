@@ -7,8 +7,10 @@ import re
 
 import pytest
 
+from ringjax import models
 from ringjax.kv import cache_kind
 from ringjax.models import families
+from ringjax.serve import cluster
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "tutorial.md", *sorted((DOCS / "how").glob("*.md"))]
@@ -70,8 +72,8 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
   code = blocks(page)
   assert re.search(r"^assert ", code, re.M), f"{page.name} asserts nothing"
   monkeypatch.chdir(tmp_path)
-  # What a page adds to the families and the kinds of caches is taken back.
-  known = families.FAMILIES, cache_kind.KINDS
+  # What a page registers is taken back.
+  known = families.FAMILIES, cache_kind.KINDS, cluster.ROUTING_POLICIES
   before = [dict(names) for names in known]
   try:
     # A traceback names the page and its line.
@@ -81,3 +83,25 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     for names, old in zip(known, before, strict=True):
       names.clear()
       names.update(old)
+
+
+def test_the_page_of_models_names_every_family():
+  text = (DOCS / "models.md").read_text("utf-8")
+  first_column = re.findall(r"^\| ([\w, ]+) \|", text, re.M)
+  named = {name.strip() for row in first_column for name in row.split(",")}
+  assert {*models.list()} <= named
+
+
+def names_of_rows(text, heading):
+  """Names in the first column of the table below a row of headings."""
+  table = text.partition(heading)[2].partition("\n\n")[0]
+  cells = re.findall(r"^\| (.+?) \|", table, re.M)
+  return {name for cell in cells for name in re.findall("`([^`]+)`", cell)}
+
+
+def test_the_page_of_the_conductor_names_every_policy():
+  text = (DOCS / "how" / "conductor.md").read_text("utf-8")
+  rows = names_of_rows(text, "| name | prefill instance |")
+  assert rows == {*cluster.ROUTING_POLICIES}
+  for name in cluster.REJECTIONS:
+    assert f"`{name}:" in text

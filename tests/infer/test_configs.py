@@ -12,6 +12,8 @@ from absl import flags
 import ringjax as rj
 from launch import serve
 from launch.shared import common
+from launch.shared.flag_helpers import FlagHelper, option_values
+from ringjax.config import Config, config, option
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.infer import GenerateConfig, PrefillConfig
 from ringjax.infer.generate_config import PAIRS
@@ -180,3 +182,27 @@ def test_engines_and_calls_take_a_config(model):
     handle = at.submit(rj.serve.Request(prompt=[5, 6, 7], max_new_tokens=3))
     at.run()
     assert handle.answers[0].tokens == want.tokens[0].tolist()
+
+
+@config
+class _Every(Config):
+  """Options of each kind of value."""
+
+  fast: bool = option("Whether it is fast.", default=False)
+  share: float = option("Share to keep.", default=0.5, least=0.1)
+  floor: float | None = option("Smallest share.", default=None, least=0.0)
+  count: int = option("Number of parts.", default=2, least=1)
+  name: str = option("Name of it.", default="x")
+
+
+def test_flags_of_options_take_the_kind_of_their_values():
+  values = flags.FlagValues()
+  names = tuple(_Every.options())
+  FlagHelper(values).options(_Every, names)
+  values(["x", "--fast", "--share=.25", "--floor=0", "--count=3", "--name=y"])
+  made = _Every(**option_values(values, _Every, names))
+  assert made == _Every(fast=True, share=0.25, floor=0.0, count=3, name="y")
+  with pytest.raises(flags.IllegalFlagValueError, match=r"0\.1"):
+    values(["x", "--share=0"])
+  refused(OptionError, lambda: _Every(share=0.0), "at least 0.1")
+  refused(InputTypeError, lambda: _Every(fast="no"), "True or False")

@@ -113,3 +113,18 @@ def test_values_out_of_range_are_refused(options, words):
 def test_an_option_of_a_policy_is_written_once():
   text = "h2o:budget=8,budget=16"
   refused(OptionError, lambda: cache_kind(text), "each once")
+
+
+def test_every_option_of_a_part_is_written_and_kept_by_a_sum():
+  for options in (LayoutConfig, ExactConfig, TierConfig):
+    for field in options.fields():
+      # Set through `device` and `recent`: other fields alone are refused.
+      if field.name in ("block", "residual"):
+        continue
+      value = True if field.default is False else 512
+      if field.name == "page":
+        value = 64
+      kind = CacheConfig(**{field.name: value})
+      assert kind.text_options()[field.name] == value
+      assert kind + CacheConfig(windowed=True) == kind.replace(windowed=True)
+      assert CacheConfig(windowed=True) + kind == kind.replace(windowed=True)

@@ -772,13 +772,12 @@ jax.monitoring.register_event_duration_secs_listener(_heard)
 
 
 @pytest.mark.long
-def test_a_small_room_compiles_no_program_at_each_eviction():
+@pytest.mark.parametrize("kind", ["kivi2:room=4,recent=16", "h2o:room=4"])
+def test_a_small_room_compiles_no_program_at_each_eviction(kind):
   """Eight evictions more have arrays of one other size at most."""
   config = {**SMALL, "model_type": "llama", "num_hidden_layers": 2}
   model = rj.models.create(config, seed=0)
   tokens = np.random.default_rng(0).integers(1, 64, (1, 100)).astype(np.int32)
-
-  kind = "kivi2:room=4,recent=16"
 
   def compiled(count):
     before = _compiled[0]
@@ -788,6 +787,47 @@ def test_a_small_room_compiles_no_program_at_each_eviction():
   assert compiled(9) > 0
   # Four programs of each eviction would be 32.
   assert compiled(41) <= 20
+
+
+@pytest.mark.parametrize(
+  ("text", "length", "counts"),
+  [
+    # 1,638 without the 15 that come, in whole pages of 32.
+    ("h2o:budget=.2", 8192, 1600),
+    ("snapkv:budget=1024", 8192, 1024 - 15),
+    ("tova:budget=.2,room=1", 1000, 200),
+    # At most a sixteenth of a small budget.
+    ("sinks:budget=.2", 512, 102 - 6),
+    ("h2o:budget=.2,recent=30,page=8,room=3", 5000, 998),
+    ("h2o:budget=.3,recent=30,page=8,room=3", 5000, 30 + 1464),
+    ("knorm:budget=1.0", 8192, 8192),
+    ("snapkv:budget=1024", 700, 1024),
+    # Its budget is that of all heads and layers, once.
+    ("kvzip:budget=.5", 4096, 4 * 4096),
+  ],
+)
+def test_a_budget_includes_the_tokens_until_the_next_eviction(
+  text, length, counts
+):
+  kind = kind_text.parse(text)
+  assert kind.counts(length, [4, 4]) == [counts] * 2
+
+
+@pytest.mark.long
+def test_a_cache_stays_within_its_budget_while_an_answer_grows():
+  """No head holds more than the budget, or one token more, as in the paper."""
+  model = contract.model(1, "grouped")
+  kind = kind_text.parse("h2o:budget=64,room=4,page=8")
+  tokens = np.tile(contract.text("grouped")[0][:1], (1, 8))[:, :96]
+  session = rj.infer.Session(model, 256, batch=1, cache_kind=kind)
+  held = []
+  rj.infer.generate(
+    model, tokens, max_new_tokens=20, cache=session,
+    stream=lambda *_: held.append(int(session.cache.tokens()[0].max())),
+  )  # fmt: skip
+  assert len(held) == 20
+  # The next step is dispatched before a token is shown.
+  assert 61 <= min(held[1:]) <= 63 and 64 <= max(held[1:]) <= 65
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,7 @@ def test_refused(resident, tmp_path):
     refused(OptionError, call(**options), *words)
   cache = resident.init_cache(1, 8, placement="host")
   for do in (lambda: cache.take([0]), lambda: cache.keep(np.ones((1, 1), bool)),
+             lambda: cache.keep_first(np.ones(1, int), 1),
              lambda: cache.gathered(jax.devices()[0])):  # fmt: skip
     refused(OptionError, do, "host memory or on disk")
   spec = resident.init_cache_spec(1, 8, placement="host")

@@ -12,7 +12,10 @@ import tomllib
 import pytest
 from absl import flags
 
+import launch
 import ringjax
+from launch import plan
+from launch.__main__ import scripts
 from launch.shared.flag_helpers import FlagHelper
 from ringjax.infer import GenerateConfig
 
@@ -41,56 +44,76 @@ def test_lists_every_script_with_its_purpose():
   assert all(purpose.endswith(".") for purpose in rows.values())
 
 
-LIBRARY = [
-  path.stem
-  for path in sorted((ROOT / "launch").glob("[!_]*.py"))
-  if '\nif __name__ == "__main__":' not in path.read_text("utf-8")
-]
-
 # Those whose flags are defined by a function of that name.
 SCRIPTS = [
-  path.stem
-  for path in sorted((ROOT / "launch").glob("[!_]*.py"))
-  if path.stem not in LIBRARY and "\ndef define(" in path.read_text("utf-8")
+  name
+  for name in scripts()
+  if "\ndef define(" in (ROOT / "launch" / f"{name}.py").read_text("utf-8")
 ]
+# Scripts that are not installed, each with the reason.
+NOT_INSTALLED = {"bench": "benchmarks/ is not in the wheel"}
 
 
-@pytest.mark.parametrize("name", LIBRARY)
-def test_files_that_are_no_scripts_name_the_right_command(name):
+def test_a_file_that_is_no_script_names_the_right_command():
   done = subprocess.run(
-    [sys.executable, "-m", f"launch.{name}", "--help"],
+    [sys.executable, "-m", "launch.planning.cycles", "--help"],
     cwd=ROOT,
     capture_output=True,
     text=True,
   )
-  right = {
-    "aot": "launch.plan aot",
-    "cache": "launch.plan cache",
-    "capacity": "launch.plan capacity",
-    "cycles": "launch.plan cycles",
-    "elastic": "launch.plan elastic",
-    "offload": "launch.plan offload",
-    "ring": "launch.plan ring",
-    "routes": "launch.plan routes",
-    "serving_plan": "launch.plan serve",
-    "which": "launch.plan which",
-    "windows": "launch.plan window",
-  }.get(name, "launch")
   assert (done.returncode, done.stdout) == (2, "")
-  assert (
-    done.stderr == f"launch.{name} is not a command; run python -m {right}\n"
+  assert done.stderr == (
+    "launch.planning.cycles is not a command; run python -m launch.plan cycles"
+    "\n"
   )
+
+
+@pytest.mark.parametrize("command", plan._COMMANDS)
+def test_a_sub_command_of_plan_is_found_by_its_name(command):
+  right = f"python -m launch.plan {command}"
+  hint = launch._hint(f"launch.{command}")
+  if command == "serve":
+    # A script has that name.
+    assert hint is None
+  else:
+    assert right in hint.split(" or ")
+
+
+def test_files_of_sub_commands_name_them_in_their_first_line():
+  named = []
+  for path in sorted((ROOT / "launch" / "planning").glob("[!_]*.py")):
+    hint = launch._hint(f"launch.planning.{path.stem}")
+    named += hint.split(" or ")
+  named = {x.removeprefix("python -m launch.plan ") for x in named}
+  own = {"kvr", "pictures"}  # Those of plan.py itself.
+  assert {*plan._COMMANDS} - own == named - {"python -m launch"}
+
+
+@pytest.mark.parametrize(
+  ("name", "hint"),
+  [
+    ("shared.common", "python -m launch"),
+    (
+      "stages",
+      "python -m launch.plan fastdecode or python -m launch.plan liger",
+    ),
+    ("needle", "python -m launch.evaluate needle"),
+    ("serve", None),
+    ("nothing", None),
+  ],
+)
+def test_hints_to_what_is_no_script(name, hint):
+  assert launch._hint(f"launch.{name}") == hint
 
 
 def test_installed_commands_start_the_script_of_their_name(tmp_path):
   project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
   commands = project["project"]["scripts"]
-  for command, entry in commands.items():
-    assert (ROOT / "launch" / f"{command.split('-')[1]}.py").is_file()
-    assert entry == "launch.entry_points:main"
+  wanted = {f"ringjax-{name}" for name in {*scripts()} - {*NOT_INSTALLED}}
+  assert commands == dict.fromkeys(wanted, "launch.shared.entry_points:main")
   # What pip writes for an entry point.
   command = tmp_path / "ringjax-tokenize"
-  command.write_text("from launch.entry_points import main\nmain()\n")
+  command.write_text("from launch.shared.entry_points import main\nmain()\n")
   done = subprocess.run(
     [sys.executable, command, "--help"],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -127,7 +150,8 @@ def test_paths_of_flags_may_begin_at_home():
 
 # Flags of files that a script writes, of each script with its `define`.
 OUTPUTS = {
-  "calibrate": (), "chat": (), "evaluate": ("plot", "out"),
+  "calibrate": (), "chat": (), "doctor": ("json",),
+  "evaluate": ("plot", "out"),
   "generate": ("log",), "plan": ("plot", "hlo", "timeline"),
   "prefill": ("plot",), "serve": ("log_calls",), "tokenize": ("out",),
 }  # fmt: skip

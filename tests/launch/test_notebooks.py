@@ -373,7 +373,7 @@ def test_it_says_what_one_device_does_not_show(path: pathlib.Path):
 
 def hidden_names(code: str) -> list[str]:
   """Names of the library's inside that a cell uses."""
-  tree = ast.parse(re.sub(r"^(\s*)%.*", r"\1pass", code, flags=re.M))
+  tree = ast.parse(re.sub(r"^(\s*)[%!].*", r"\1pass", code, flags=re.M))
   attributes = [x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute)]
   imported = [
     part

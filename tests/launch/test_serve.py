@@ -63,6 +63,9 @@ def test_flags_are_checked_before_a_model_is_loaded(tmp_path, capsys):
   pytest.importorskip("uvicorn")
   broken = tmp_path / "broken"
   broken.write_text("{% for %}")
+  uneven = tmp_path / "uneven.json"
+  uneven.write_text("[[0, 1], [0]]")
+  part = ["--important=0.5", f"--store={tmp_path / 'kept'}"]
   for argv, word in (
     (["--cache=nothing"], "--cache"),
     ([f"--api_keys={tmp_path / 'no'}"], "api_keys"),
@@ -74,8 +77,14 @@ def test_flags_are_checked_before_a_model_is_loaded(tmp_path, capsys):
     (["--adapters=folder"], "NAME=DIR"),
     (["--adapters=a=x,a=y"], "each name once"),
     (["--important=0.5"], "--store"),
+    (["--store_bytes=99"], "--store"),
     (["--important=2", f"--store={tmp_path / 'kept'}"], "--important"),
     ([f"--store={tmp_path / 'kept'}", "--role=router"], "--host_store"),
+    (["--probe_heads=0"], "--important=0.25 too"),
+    ([*part, "--probe_heads=first"], "--probe_heads"),
+    ([*part, "--probe_heads="], "--probe_heads"),
+    ([*part, f"--probe_heads={tmp_path / 'no.json'}"], "No such file"),
+    ([*part, f"--probe_heads={uneven}"], "equally many for each layer"),
   ):
     assert serve.run(parsed("--port=0", *argv)) == 2
     assert word in capsys.readouterr().err
@@ -147,7 +156,8 @@ def test_a_store_of_which_a_part_is_read(tmp_path, chat_folder):
   body = BODY | {"prompt": "def main(x): return x\n" * 26, "max_tokens": 3}
   store, details = [f"--store={tmp_path / 'kept'}"], "prompt_tokens_details"
   answers = []
-  for options in ([], ["--important=1"], ["--important=1"], []):
+  heads = ["--important=1", "--probe_heads=0"]
+  for options in ([], heads, heads, []):
     with serving(chat_folder, *store, *options) as (process, port):
       with post(port, body) as link:
         answers.append(json.loads(link.getresponse().read()))

@@ -12,7 +12,10 @@ import threading
 import pytest
 
 from launch import serve
+from launch.serving.flag_modes import MODES, NO_FLAG
+from launch.shared.flag_helpers import flag_name, names_of
 from launch.shared.group import FAILED
+from ringjax.serve import EngineConfig
 from ringjax.serve.cluster import ask_router, read_calls
 from tests.launch.conftest import PATIENCE_S, command
 from tests.launch.test_serve import (
@@ -71,14 +74,13 @@ class Processes:
       f"--cluster_key={self._key}",
       f"--longest={LONGEST}",
       "--silence=60",
-      "--patience=120",
     ]
     if role == "router":
-      options += ["--port=0", "--cluster_port=0"]
+      options += ["--port=0", "--cluster_port=0", "--patience=120"]
     else:
       options += [f"--join={self.join}", "--capacity=2048"]
-    if not any(x.startswith("--stages") for x in argv):
-      options.append("--rows=4")
+      if not any(x.startswith("--stages") for x in argv):
+        options.append("--rows=4")
     argv = ("-m", "launch.serve", *options, *argv)
     return Process(self._stack.enter_context(command(*argv)))
 
@@ -157,6 +159,13 @@ def test_flags_of_a_cluster(tmp_path, capsys):
     ([*stages, "--host_store=9"], "--host_store"),
     ([*stages, "--mesh=seq:2"], "--mesh"),
     ([*stages, "--rows=2"], "--rows"),
+    ([*stages, "--budget=64"], "--budget"),
+    ([*stages, "--preempt=swap"], "--preempt"),
+    (["--role=router", f"--cluster_key={key}", "--rows=2"], "--rows"),
+    (["--role=router", f"--cluster_key={key}", "--piece=8"], "--replan"),
+    ([*joins, "--max_num_seqs=4", "--api_keys=x"], "--api_keys"),
+    (["--cluster_port=1"], "--role=router"),
+    ([*joins, "--instances", "--rows=2"], "--rows"),
     ([*stages[:-1], "--stages=99"], "layers"),
     ([*stages, "--longest=99999999"], "--longest"),
     (["--role=router", f"--cluster_key={key}", "--policy=best"], "conductor"),
@@ -184,8 +193,21 @@ def test_flags_of_a_cluster(tmp_path, capsys):
     (["--join=a:1", f"--cluster_key={key}", "--set_role=x"], "NAME=ROLE"),
     (["--join=127.0.0.1:1", f"--cluster_key={key}", "--instances"], "reached"),
   ):
-    assert serve.run(parsed("--port=0", *argv)) == 2
+    asks = any(x.startswith(("--instances", "--set_role")) for x in argv)
+    assert serve.run(parsed(*argv, *[] if asks else ["--port=0"])) == 2
     assert word in capsys.readouterr().err
+
+
+def test_every_flag_has_a_mode_that_uses_it():
+  names = names_of(serve.define)
+  used = {name for mode in MODES.values() for name in mode.used}
+  assert used == names, "launch/serving/flag_modes.py says which mode uses it"
+
+
+def test_every_option_of_an_engine_is_a_flag():
+  flag_names = {flag_name(EngineConfig, x) for x in EngineConfig.options()}
+  assert {*NO_FLAG} <= {*EngineConfig.options()}
+  assert flag_names - {*NO_FLAG} <= MODES["alone"].used | MODES["instance"].used
 
 
 def serves(router):

@@ -31,6 +31,9 @@ def read_facts():
 
 
 FACTS = read_facts()
+# Fixtures without facts: transformers builds their vision towers with timm and
+# torchvision, which an oracle may lack. Their text models have facts.
+NO_FACTS = {"fast_vlm", "gemma3n_vl", "perception_lm"}
 
 
 def spelt(name):
@@ -113,6 +116,17 @@ def deviations(name):
     for path, fact in facts.items():
       if fact != "error" and (fault := deviates(name, way, path, fact)):
         yield way, path, fact, fault
+
+
+def test_every_fixture_has_facts_in_each_spelling():
+  """Else: python tests/fixtures/defaults.py NAME, with transformers."""
+  names = {*checkpoints.names(), *checkpoints.image_names()} - NO_FACTS
+  older = {
+    f"{name} v4"
+    for name in names
+    if (checkpoints.home(name) / "config_v4.json").exists()
+  }
+  assert {*FACTS} == names | older
 
 
 @pytest.mark.long_cases(60)

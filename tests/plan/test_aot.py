@@ -416,6 +416,37 @@ class TestCompiled:
     assert re.search(arrays + "(get-tuple-element|parameter)", text)
     assert not re.search(arrays + "copy", text)
 
+  @pytest.mark.parametrize(
+    ("model", "kind", "rows", "tree", "mesh"),
+    [
+      (MODEL, "dense", 1, False, [["seq", 1]]),
+      (MODEL, "dense", 1, True, [["seq", 1]]),
+      *(
+        pytest.param(*x, marks=pytest.mark.slow)
+        for x in [
+          (NARROW, "dense", 8, True, [["seq", 4]]),
+          (MODEL, "int8", 4, True, [["seq", 2], ["model", 2]]),
+          (GEMMA, "windowed:slack=16", 4, True, [["data", 2], ["seq", 2]]),
+          (LATENT, "dense", 1, False, [["seq", 2], ["model", 2]]),
+        ]
+      ),
+    ],
+  )
+  def test_no_check_of_drafts_copies_its_cache(
+    self, model, kind, rows, tree, mesh
+  ):
+    """It moves at most a tenth more bytes than weights and keys have."""
+    options = {"model": model, "tokens": 1 << 17, "cache": kind, "rows": rows}
+    found = aot.compile(
+      "tests.plan.draft_checks:check",
+      "v5p:1x1x1" if mesh == [["seq", 1]] else "v5p:2x2x1",
+      options | {"tree": tree, "mesh": mesh},
+    )
+    assert found.memory.aliased >= found.facts["cache"]
+    # Temporaries are written and read once.
+    least = found.facts["cache"] + found.facts["weights"]
+    assert 2 * found.memory.temporaries < 0.1 * least
+
   def test_windowed_layers_are_decoded_from_their_window(self):
     options = {"model": GEMMA, "tokens": 65536}
     dense, windowed = (

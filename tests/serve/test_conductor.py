@@ -10,6 +10,7 @@ import pytest
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
 from ringjax.serve.cluster import (
+  ROUTING_POLICIES,
   ClusterSimulator,
   Conductor,
   EarlyRejection,
@@ -24,6 +25,7 @@ from ringjax.serve.cluster import (
   ShortestQueue,
   SimulatedInstance,
   fetch_bytes_per_flop,
+  needs_costs,
   routing_policy,
 )
 from ringjax.serve.traces import TraceRequest, poisson_trace
@@ -149,7 +151,7 @@ def test_reasons_of_rejections():
     prefill="p", decode=None
   )
   assert isinstance(late.decode_instance(asked(), [full, idle], 0.0), Rejected)
-  for name in ("random", "load", "local", "conductor"):
+  for name in ROUTING_POLICIES:
     found = routing_policy(name, COSTS).route(asked(), [full], 0.0)
     assert found == Rejected(reason="no instance reads prompts")
   # Without room it waits, and is not rejected.
@@ -183,6 +185,11 @@ def test_policies_by_name():
   for text, words in wrong.items():
     refused(OptionError, lambda t=text: routing_policy(t, COSTS), *words)
   refused(OptionError, lambda: routing_policy("load"), "costs", "shortest")
+  refused(OptionError, lambda: routing_policy("shortest:speed=2"), "policy")
+  assert routing_policy("shortest") == ShortestQueue()
+  needs = {name for name in ROUTING_POLICIES if needs_costs(name)}
+  assert needs == {*ROUTING_POLICIES} - {"shortest"}
+  assert needs_costs("early:tpot_s=1/shortest")
   refused(
     OptionError, lambda: RoutingCosts(times={"a": TIMES}).of("b"), "times", "a"
   )

@@ -251,6 +251,31 @@ def test_a_store_on_disk_that_lost_a_chunk(tmp_path):
 
 
 @pytest.mark.long
+def test_heads_that_are_named_choose_the_part(shelf):
+  def answer(probes):
+    how = ImportantShare(
+      share=0.25, segment=SEGMENT, **HOW | {"probes": probes}
+    )
+    with engine(shelf, important=how) as at:
+      ask(at, PROMPTS[0])
+    with engine(shelf, important=how) as at:
+      result = ask(at, PROMPTS[0])
+    assert result.kept_tokens == 16
+    return said(result)
+
+  layers = len(model().config.layers)
+  first = answer(1)
+  assert answer(np.array([0])) == first
+  assert answer(np.zeros((layers, 1), np.int32)) == first
+
+
+def test_heads_that_the_model_does_not_have_are_refused_at_once(shelf):
+  for probes in (np.array([2]), np.array([0, 0]), np.array([[0]])):
+    how = ImportantShare(segment=SEGMENT, probes=probes)
+    refused(OptionError, lambda how=how: engine(shelf, important=how), "probes")
+
+
+@pytest.mark.long
 def test_packed_chunks_are_fewer_and_answer_the_same(shelf):
   read = []
   how = ImportantShare(segment=SEGMENT, chunk=8, probes=1, alpha=9)

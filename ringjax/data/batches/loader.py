@@ -350,7 +350,7 @@ def _random(seed: int, *stream: int) -> np.random.Generator:
 
 def _stream(
   source: Any, number: int, packer: Packer, length: int, seed: int, first: int
-) -> Any:
+) -> _Epochs | _Examples:
   """The rows of a source, whose packed documents are segments from `first`."""
   if isinstance(source, DocumentSource):
     return _Epochs(source, number, packer, length, seed, first)

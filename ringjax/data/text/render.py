@@ -12,7 +12,10 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 OUTPUT_CHARS = 4_000_000
 _RANGE = 10_000
@@ -90,7 +93,7 @@ def _literals(environment: Any, source: str) -> list[str]:
 
 
 @functools.cache
-def _environment() -> Any:
+def _environment() -> ImmutableSandboxedEnvironment:
   import jinja2
   import jinja2.ext
   from jinja2.sandbox import ImmutableSandboxedEnvironment

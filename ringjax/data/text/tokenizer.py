@@ -29,7 +29,7 @@ import re
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int
@@ -53,6 +53,10 @@ from ringjax.data.text.tokenizer_files import (
   text_of,
 )
 from ringjax.errors import PromptError, TokenizerError
+from ringjax.json_text import Json
+
+if TYPE_CHECKING:
+  import tokenizers
 
 TOKENIZER_BYTES = 64 << 20
 
@@ -486,7 +490,7 @@ class _PieceReader:
     lead: Text that is removed from the start of a decoded text.
   """
 
-  engine: Any
+  engine: tokenizers.Tokenizer
   byte_level: bool = False
   replaced: tuple[tuple[str, str], ...] = ()
   byte_fallback: bool = False
@@ -511,7 +515,7 @@ class _PieceReader:
     return token.encode("utf-8")
 
 
-def _piece_reader(engine: Any) -> _PieceReader | None:
+def _piece_reader(engine: tokenizers.Tokenizer) -> _PieceReader | None:
   """The reader for a tokenizer's decoder; None if it looks at neighbours."""
   steps = _parts(engine.decoder, "decoders")
   kinds = [step.get("type") for step in steps]
@@ -546,11 +550,13 @@ _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _BYTE_OF = {char: byte for byte, char in enumerate(BYTE_CHARS)}
 
 
-def _encoded(engine: Any, text: str) -> list[int]:
+def _encoded(engine: tokenizers.Tokenizer, text: str) -> list[int]:
   return _guard("text", engine.encode, text, add_special_tokens=False).ids
 
 
-def _specials(engine: Any, settings: TokenizerConfig) -> Specials:
+def _specials(
+  engine: tokenizers.Tokenizer, settings: TokenizerConfig
+) -> Specials:
   """The special tokens; adds those of the side files to the library's."""
   for token_id, token in settings.added():
     text = text_of(token)
@@ -580,7 +586,9 @@ def _specials(engine: Any, settings: TokenizerConfig) -> Specials:
   )
 
 
-def _add(engine: Any, text: str, *, special: bool, **flags: bool) -> None:
+def _add(
+  engine: tokenizers.Tokenizer, text: str, *, special: bool, **flags: bool
+) -> None:
   import tokenizers
 
   token = tokenizers.AddedToken(
@@ -589,7 +597,7 @@ def _add(engine: Any, text: str, *, special: bool, **flags: bool) -> None:
   _guard("tokenizer.json", engine.add_tokens, [token])
 
 
-def _added_mark(engine: Any) -> tuple[str, int]:
+def _added_mark(engine: tokenizers.Tokenizer) -> tuple[str, int]:
   """A new token that no text contains, and its id, which no other one has."""
   used = set(engine.get_vocab().values())
   # If ids have gaps, the first new ids may be taken.
@@ -597,12 +605,12 @@ def _added_mark(engine: Any) -> tuple[str, int]:
     mark = f"\U0010fffd{secrets.token_hex(8)}\U0010fffd"
     _add(engine, mark, special=False)
     mark_id = engine.token_to_id(mark)
-    if mark_id > max(used):
+    if mark_id is not None and mark_id > max(used):
       return mark, mark_id
   raise fault("tokenizer.json", "ids with over 1000 gaps", "ids without gaps")
 
 
-def _make_plain(engine: Any) -> None:
+def _make_plain(engine: tokenizers.Tokenizer) -> None:
   """Turns off truncation, padding, added tokens and dropout."""
   _guard("tokenizer.json", engine.no_truncation)
   _guard("tokenizer.json", engine.no_padding)
@@ -624,7 +632,7 @@ def _make_plain(engine: Any) -> None:
     )
 
 
-def _state(part: Any) -> Any:
+def _state(part: Any) -> dict[str, Any] | None:
   return None if part is None else json.loads(part.__getstate__())
 
 
@@ -636,7 +644,7 @@ def _parts(part: Any, inner: str) -> list[dict[str, Any]]:
   return state[inner] if state.get("type") == "Sequence" else [state]
 
 
-def _walk(state: Any) -> Iterator[dict[str, Any]]:
+def _walk(state: Json) -> Iterator[dict[str, Any]]:
   """All tables in a JSON value. It is shallow: the library read it."""
   if isinstance(state, dict):
     yield state

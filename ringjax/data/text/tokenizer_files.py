@@ -48,7 +48,7 @@ class TokenizerConfig:
     self._config = _read_json(path / "special_tokens_map.json")
     # The newer file counts, unless a value is null.
     self._config |= {k: v for k, v in newer.items() if v is not None}
-    self._eos: Any = None
+    self._eos = None
     for file in ("config.json", "generation_config.json"):
       eos_ids = _read_json(path / file).get("eos_token_id")
       if eos_ids is not None:

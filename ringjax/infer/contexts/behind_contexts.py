@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from jaxtyping import Int
 
 from ringjax.checks import positive_int
 from ringjax.errors import MemoryEstimateError, OptionError, PromptError
@@ -264,10 +265,10 @@ def _is_context(x: Any) -> bool:
 
 def joined(
   contexts: Sequence[Any],
-  prompts: Sequence[np.ndarray],
+  prompts: Sequence[Int[np.ndarray, " _"]],
   how: Combine,
   vocab: int,
-) -> list[np.ndarray]:
+) -> list[Int[np.ndarray, " _"]]:
   """Joins prefix, contexts and prompt of each row to one text, for `Full`."""
   rows, joined_texts = context_rows(contexts, len(prompts)), []
   prefix = _prefix_ids(how, vocab)
@@ -539,7 +540,9 @@ def _cache_after_prefix(
   return placed(empty, [prefix_row] * session.batch)[0]
 
 
-def _weighing_view(strategy: Combine, owner: jax.Array, most: int) -> Any:
+def _weighing_view(
+  strategy: Combine, owner: jax.Array, most: int
+) -> SelectedView | WeighedView | None:
   """View that weighs or selects contexts' keys, for `ContextCache.weigh`."""
   if isinstance(strategy, APE) and (strategy.temperature, strategy.scale) != (
     1,

@@ -25,7 +25,7 @@ import safetensors
 import safetensors.numpy
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from ringjax.checks import positive_int
 from ringjax.errors import CheckpointFormatError, OptionError, PromptError
@@ -337,7 +337,7 @@ def cache_spec(
 
 def context_tokens(
   documents: Sequence[Any] | Shaped[Array | np.ndarray, "N _"], vocab: int
-) -> list[np.ndarray]:
+) -> list[Int[np.ndarray, " _"]]:
   """Token ids of documents, int32 [n] each.
 
   Raises:

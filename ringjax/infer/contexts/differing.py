@@ -15,6 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool
 
 from ringjax.errors import OptionError
 from ringjax.infer.contexts.context_library import EncodedContext
@@ -37,7 +38,7 @@ def differing_tokens(
   contexts: Sequence[EncodedContext],
   prefix: Sequence[int],
   count: int,
-) -> list[np.ndarray]:
+) -> list[Bool[np.ndarray, " _"]]:
   """Selects the `count` tokens whose keys differ most.
 
   Args:

@@ -86,7 +86,7 @@ class ImportantPrefixes:
     important: int | float = 0.25,
     alpha: int | float = 0.6,
     chunk: int = 32,
-    probes: int | Int[np.ndarray, "L P"] = 3,
+    probes: int | Int[np.ndarray, "*layers P"] = 3,
   ):
     """Prepares; nothing is read or compiled yet.
 
@@ -97,8 +97,8 @@ class ImportantPrefixes:
       alpha: Exponent of the threshold above which probes are believed, see
         `rj.store.overlap_threshold`.
       chunk: Tokens of a chunk.
-      probes: Number of probe heads, the first ones, or those of each layer,
-        as `probe_heads` chooses them.
+      probes: Number of probe heads, the first ones, or heads: int [P] of
+        every layer, or [L, P], as `probe_heads` chooses them.
 
     Raises:
       InputTypeError: If `store` has another type.
@@ -280,7 +280,9 @@ class ImportantPrefixes:
     work.counters = self.counters
     kept_tokens = []
 
-    def attend(number: int, q: Any, k: Any, v: Any, scale: float) -> Any:
+    def attend(
+      number: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float
+    ) -> jax.Array:
       mixed, tokens = work.attend(number, q, k, v, scale=scale)
       kept_tokens.append(tokens)
       return mixed
@@ -371,7 +373,7 @@ def probe_heads(
     RingjaxError: as of `ImportantPrefixes`.
   """
   count = positive_int("count", count)
-  total: Any = None
+  total = None
   for text, question in zip(prefixes, questions, strict=True):
     with Store(host=1 << 40) as store:
       # A threshold that is never passed: each head keeps its own.

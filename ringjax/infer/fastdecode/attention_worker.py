@@ -248,7 +248,9 @@ class AttentionServer:
     if self._link is not None:
       self._link.close()
 
-  def _greet(self, link: socket.socket, address: Any) -> PullConnection:
+  def _greet(
+    self, link: socket.socket, address: tuple[str, int]
+  ) -> PullConnection:
     """Authenticates a model by the key."""
     # Without keep-alive a client whose machine is gone would block others
     # until `_IDLE_S`.

@@ -514,8 +514,8 @@ class _Half:
     self.token = np.zeros(b, np.int32)
     self.pos = np.full(b, -1, np.int32)
     self.length = np.ones(b, np.int32)
-    self.x: Any = None
-    self.at: Any = None
+    self.x = None
+    self.at = None
     self.by_worker = {
       int(w): np.flatnonzero(owner == w) for w in np.unique(owner)
     }

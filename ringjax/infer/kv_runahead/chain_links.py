@@ -64,7 +64,9 @@ class LayerBlock(NamedTuple):
     return cls(0, end, *(np.zeros((*lead, n), np.uint8) for n in widths))
 
 
-def rows(blocks: Sequence[LayerBlock], first: int) -> list[np.ndarray]:
+def rows(
+  blocks: Sequence[LayerBlock], first: int
+) -> list[Shaped[np.ndarray, "_ _"]]:
   """Views of the rows from position `first` on, in the order of sending."""
   pairs = [
     (block, (np.asarray(block.k), np.asarray(block.v))) for block in blocks

@@ -514,7 +514,7 @@ def follow(
   *,
   sampler: Callable[..., Any] | None = None,
   stop: Iterable[int] = (),
-) -> np.ndarray:
+) -> Int[np.ndarray, " _"]:
   """Generate tokens after a read prompt, on the last rank: int32 [n].
 
   The session then continues with `rj.infer.generate(..., cache=session)`.

@@ -207,7 +207,7 @@ def read_pair(
         call_cache,
       )
     )
-  within: Any = attend
+  within = attend
   outputs = model.stack.together(stack_inputs, within)
   logits = []
   for (h, _), call in zip(outputs, calls, strict=True):
@@ -458,7 +458,7 @@ def step_beside(
         call_cache,
       )
     )
-  within: Any = attend
+  within = attend
   (h, chunk_cache), (g, answer_cache) = model.stack.together(
     stack_inputs, within
   )
@@ -523,7 +523,7 @@ def _refuse_changed(model: Transformer) -> None:
   """Refuses projections whose weights are not plain `Linear`s."""
   for run in model.stack.blocks:
     for block in run:
-      feedforward: Any = block.feedforward
+      feedforward = block.feedforward
       projections = [block.attention.o, feedforward.up, feedforward.down]
       for projection in projections:
         if type(projection) is not Linear:

@@ -128,7 +128,7 @@ class LayerSubgraphs:
   @functools.partial(jax.jit, static_argnums=(0,))
   def between(
     self, weights: Weights, x: Float[Array, "B T D"], wide: tuple[Result, ...]
-  ) -> jax.Array:
+  ) -> Float[Array, "B T F"]:
     """Compute the input of the feedforward's last map, [B, T, F]."""
     block = self._block(weights)
     results = dict(zip(self.wide, wide, strict=True))

@@ -153,7 +153,9 @@ class SlotPool:
     """Number of slots."""
     return self.seg.size
 
-  def __getitem__(self, layer: int) -> tuple[jax.Array, jax.Array]:
+  def __getitem__(
+    self, layer: int
+  ) -> tuple[Shaped[Array, "1 K S H"], Shaped[Array, "1 K S H"]]:
     """Keys and values [1, K, S, H] of a layer."""
     return self._layers[layer]
 
@@ -201,7 +203,7 @@ class SlotPool:
 
   def read(
     self, layer: int, slots: Int[np.ndarray, " n"]
-  ) -> tuple[np.ndarray, np.ndarray]:
+  ) -> tuple[Shaped[np.ndarray, "1 K n H"], Shaped[np.ndarray, "1 K n H"]]:
     """Reads keys and values [1, K, n, H] of slots, as NumPy arrays."""
     index = np.zeros(_power(slots.size, _FEW_ROWS), np.int32)
     index[: slots.size] = slots

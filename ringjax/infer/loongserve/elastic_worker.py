@@ -284,7 +284,9 @@ class ElasticWorker:
     for link in self._all:
       link.close()
 
-  def _greet(self, link: socket.socket, address: Any) -> PullConnection:
+  def _greet(
+    self, link: socket.socket, address: tuple[str, int]
+  ) -> PullConnection:
     wire = PullConnection(link, self._patience_s, f"{address[0]}:{address[1]}")
     wire.greet_reader(self._key, 5.0)
     return wire

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -50,7 +51,7 @@ class RetainedCache(CallCache):
   states: None = None
 
   @property
-  def mesh(self) -> Any:
+  def mesh(self) -> Mesh | None:
     return self.cache.mesh
 
   @property
@@ -62,7 +63,7 @@ class RetainedCache(CallCache):
     return self.cache.slots
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     return self.cache.length
 
   def layer(self, kind: int, slots: LayerKV, index: Index) -> RetainedLayer:
@@ -125,7 +126,7 @@ class RetainingParallel(ContextParallel):
     cache: RetainedLayer,
     mask: Mask,
     extras: Extras,
-  ) -> jax.Array:
+  ) -> Float[Array, "B T N J"]:
     """Attention of queries [B, T, N, H] to the call's keys, [B, T, N, J]."""
     assert cache.fresh is not None
     axis, (k, v, _) = self.of_mesh, cache.fresh

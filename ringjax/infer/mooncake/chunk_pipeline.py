@@ -41,7 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax.checks import float_dtype, one_of, positive_int
 from ringjax.data.text.special_tokens import TokenIds
@@ -223,7 +223,7 @@ class ChunkPipeline:
     model = self.model if self._part is None else self._part.model
     return sum(x.nbytes for x in jax.tree.leaves(model))
 
-  def own_weights(self) -> dict[str, jax.Array]:
+  def own_weights(self) -> dict[str, Shaped[Array, " ..."]]:
     """Weights of this rank by their paths in the whole model.
 
     Raises:

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ringjax.infer.finite import NOT_FINITE, finite_rows, or_not_finite
 from ringjax.infer.sampling import law, log_weights, noise
 from ringjax.infer.speculate.verifiers import DRAFT
-from ringjax.kv.base import CallCache
+from ringjax.kv.model_cache import ModelCache
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.parallel.programs import bounded
@@ -54,7 +54,7 @@ class Missing(NamedTuple):
 def read_more(
   model: Transformer,
   attend: CachedAttention,
-  cache: CallCache,
+  cache: ModelCache,
   read: Missing,
   length: Int[Array, ""],
 ) -> Any:
@@ -65,7 +65,7 @@ def read_more(
 @bounded
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
 def without(
-  cache: CallCache, end: Int[Array | np.ndarray, " B"], most: int
+  cache: ModelCache, end: Int[Array | np.ndarray, " B"], most: int
 ) -> Any:
   """Removes tokens from `end` on, at most `most` of a row, from the cache."""
   draft_cache: Any = cache
@@ -75,10 +75,10 @@ def without(
 def _begun(
   model: Transformer,
   attend: CachedAttention,
-  cache: Any,
+  cache: ModelCache,
   read: Missing,
   most: int,
-  length: Any,
+  length: Int[Array, ""],
 ) -> tuple[jax.Array, Any]:
   """Reads missing tokens; returns logits [B, V] after them, and the cache."""
   already_truncated = cache.kind.evicting or cache.kind.tier.device is not None
@@ -142,14 +142,20 @@ class _Drafting(NamedTuple):
   model: Transformer
   attend: CachedAttention
   drawn: bool
-  sampler: Any
-  live: Any
-  pos: Any
+  sampler: Callable[..., Any]
+  live: Int[ArrayLeaf, "B 1"]
+  pos: Int[ArrayLeaf, " B"]
   at: Any
   seen: Any
-  length: Any
+  length: Int[ArrayLeaf, ""]
 
-  def read(self, tokens: Any, pos: Any, cache: Any, parents: Any = None) -> Any:
+  def read(
+    self,
+    tokens: Int[Array, "B T"],
+    pos: Int[Array, "B T"],
+    cache: ModelCache,
+    parents: Int[Array, "B T"] | None = None,
+  ) -> tuple[Float[Array, "B T V"], ModelCache]:
     """Reads tokens; returns replicated logits [B, T, V] and the cache."""
     live = jnp.broadcast_to(self.live, tokens.shape)
     tokens = jnp.maximum(tokens, 0)
@@ -168,7 +174,7 @@ def drafted(
   shape: int | TreeShape,
   drawn: bool,
   sampler: Callable[..., Any],
-  cache: CallCache,
+  cache: ModelCache,
   read: Missing,
   at: Int[Array | np.ndarray, " B"],
   seen: Bool[Array | np.ndarray, "B V"] | None,
@@ -211,7 +217,7 @@ def drafted(
 
 
 def _chain(
-  call: _Drafting, count: int, logits: Float[Array, "B V"], cache: Any
+  call: _Drafting, count: int, logits: Float[Array, "B V"], cache: ModelCache
 ) -> tuple[tuple[Any, Any, Any], Any]:
   """Drafts `count` tokens one after the other."""
 
@@ -239,7 +245,7 @@ def _tree(
   call: _Drafting,
   shape: TreeShape,
   logits: Float[Array, "B V"],
-  cache: Any,
+  cache: ModelCache,
 ) -> tuple[tuple[Any, Any, Any], Any]:
   """Drafts a tree of tokens, depth by depth.
 
@@ -281,7 +287,8 @@ def _tree(
       depths = np.repeat(np.arange(depth + 1), widths[: depth + 1])
       pos = call.pos[:, None] + jnp.asarray(depths, jnp.int32)[None]
       tree_logits, cache = call.read(tokens, pos, cache, parents)
-      cache = cache.keep(jnp.zeros(tokens.shape, bool))
+      nothing = jnp.zeros((batch,), jnp.int32)
+      cache = cache.keep_first(nothing, tokens.shape[1])
       ends = tree_logits[:, first:]
   if shape.best < tokens.shape[1]:
     tokens, parents = _best(tokens, parents, values, shape.best)
@@ -313,7 +320,10 @@ def _best(
 
 
 def _next(
-  call: _Drafting, logits: Float[Array, "B V"], at: Int[Array, " B"], seen: Any
+  call: _Drafting,
+  logits: Float[Array, "B V"],
+  at: Int[Array, " B"],
+  seen: Bool[Array, "B V"] | None,
 ) -> tuple[jax.Array, Any]:
   """A drafted token [B] at `at`, and the distribution it was drawn from."""
   if not call.drawn:
@@ -378,7 +388,9 @@ def _likeliest(
   return token, place, total
 
 
-def _seen(seen: Any, token: jax.Array) -> Any:
+def _seen(
+  seen: Bool[Array, "B V"] | None, token: jax.Array
+) -> Bool[Array, "B V"] | None:
   if seen is None:
     return None
   return seen.at[jnp.arange(token.shape[0]), token].set(True)

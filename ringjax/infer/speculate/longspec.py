@@ -112,7 +112,7 @@ class _BlockDrafting(ModelDrafting):
     # Positions at which the target has the last token of each text.
     self._at = np.asarray(session.lengths)
     self._behind: list[list[int]] = [[] for _ in texts]
-    self._last: Any = None
+    self._last = None
     self._took = np.zeros(len(texts), bool)
     self._known = [[] for _ in texts]
     ring = draft.init_ring(len(texts), drafter.drafted + SLACK, self._attend)

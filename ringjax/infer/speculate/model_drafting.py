@@ -89,7 +89,7 @@ class ModelDrafting:
     self._behind: list[list[int]] = [[] for _ in texts]
     self._at = np.array([len(text) for text in texts])
     # From the round before: drafted tokens, and the rows that took part.
-    self._last: Any = None
+    self._last = None
     self._took = np.zeros(len(texts), bool)
     # Token ids of each text so far.
     self._known = [text.tolist() for text in texts]

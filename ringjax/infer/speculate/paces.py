@@ -23,7 +23,7 @@ import statistics
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from ringjax.infer.speculate.drafter import Drafter, TextDrafter
 
@@ -223,7 +223,7 @@ class Paces:
     live: int | None = None,
     behind: int | None = None,
     timed: bool = True,
-  ) -> np.ndarray:
+  ) -> Int[np.ndarray, " B"]:
     """Number of tokens to draft for each row, int [B].
 
     Args:

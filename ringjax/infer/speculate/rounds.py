@@ -1,11 +1,12 @@
 """Rounds of speculation: a draft, one call of the target, and acceptance.
 
 Guarantees: see `verifiers`. A row's result depends on no other row. Rejected
-tokens leave the cache as if they had never been read: by the cache's `keep`,
-or, where that is impossible (recurrent layers), by restoring the cache from
-before the call and reading the accepted tokens again.
+tokens leave the cache as if they had never been read: by the cache's
+`keep_first` or `keep`, or, where that is impossible (recurrent layers), by
+`undo_call` and reading the accepted tokens again.
 Cost: a call of the target for each round, which reads the cache once; with
-recurrent layers a second one where some token was rejected.
+recurrent layers a second one where some token was rejected. To keep a chain's
+tokens moves none; of a tree only the accepted path's tokens move, in place.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.errors import OptionError
 from ringjax.infer import decode
@@ -99,7 +100,9 @@ def verify(
   finite = jnp.cumprod(tokens >= 0, 1, dtype=jnp.int32) > 0
   real, tokens = real & finite, jnp.maximum(tokens, 0)
   pos = state.pos[:, None] + depth
-  snapshot = target_cache.snapshot() if target_cache.irreversible else None
+  state_before = (
+    target_cache.call_state() if target_cache.irreversible else None
+  )
   tree = None if draft.parents is None else parents
   read = lambda cache, real: forward(
     model, attend, tokens, pos, real.astype(jnp.int32), cache, None, length,
@@ -111,19 +114,22 @@ def verify(
     state.seen,
   )  # fmt: skip
   outcome = concluded(VERIFIERS[rule](sampler, nodes), nodes, left, stops)
-  if snapshot is None:
+  if state_before is None:
     # Without drafted tokens there is only the root, which stays.
-    target_cache = (
-      target_cache.keep(outcome.kept_nodes) if count else target_cache
-    )
+    if count and draft.parents is None:
+      # The accepted tokens of a chain are its first ones: none moves.
+      num_kept = jnp.sum(outcome.kept_nodes, 1, dtype=jnp.int32)
+      target_cache = target_cache.keep_first(num_kept, count + 1)
+    elif count:
+      target_cache = target_cache.keep(outcome.kept_nodes)
   else:
     # The draft is a chain, and its first tokens stay.
-    reread = lambda cache_after: read(
-      cache_after.restore(snapshot), outcome.kept_nodes
+    reread = lambda _, cache_after: read(
+      cache_after.undo_call(state_before), outcome.kept_nodes
     )[1]
-    target_cache = lax.cond(
-      jnp.all(outcome.kept_nodes == real), lambda x: x, reread, target_cache
-    )
+    # A loop of at most one step: a branch would copy the cache.
+    times = jnp.any(outcome.kept_nodes != real).astype(jnp.int32)
+    target_cache = lax.fori_loop(jnp.int32(0), times, reread, target_cache)
   last = jnp.maximum(outcome.count - 1, 0)[:, None]
   token = jnp.take_along_axis(outcome.new, last, 1)[:, 0]
   seen = state.seen
@@ -253,7 +259,9 @@ class Ending(Protocol):
   pad_id: int
   watches: bool
 
-  def told(self, tokens: np.ndarray, ended: np.ndarray) -> np.ndarray:
+  def told(
+    self, tokens: Int[np.ndarray, " B"], ended: Bool[np.ndarray, " B"]
+  ) -> Bool[np.ndarray, " B"]:
     """Shows tokens to the caller; returns the rows it ends, bool [B]."""
     ...
 
@@ -316,15 +324,15 @@ def speculated(
   session: Session,
   sampler: Callable[..., Any],
   logits: Float[Array, "B V"],
-  pos: np.ndarray,
+  pos: Int[np.ndarray, " B"],
   ending: Ending,
   total: np.ndarray,
   count: int,
   drafter: Drafter,
-  texts: Sequence[np.ndarray],
+  texts: Sequence[Int[np.ndarray, " _"]],
   marked: NotFiniteRows,
   undrafted: NotFiniteRows,
-) -> tuple[np.ndarray, np.ndarray, SpeculationReport]:
+) -> tuple[Int[np.ndarray, "B _"], Int[np.ndarray, " B"], SpeculationReport]:
   """Decodes in rounds until all rows have ended; see `generate`.
 
   Args:

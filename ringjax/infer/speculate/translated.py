@@ -17,6 +17,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from ringjax.checks import positive_int
 from ringjax.data.text.stream import UNKNOWN, Decodes
@@ -43,7 +44,7 @@ class Translates(Decodes, Protocol):
   bos_id: int | None
   adds_bos: bool
 
-  def encode(self, text: str, *, bos: bool = False) -> np.ndarray:
+  def encode(self, text: str, *, bos: bool = False) -> Int[np.ndarray, " T"]:
     """Encodes a text to token ids, int32 [T]."""
     ...
 

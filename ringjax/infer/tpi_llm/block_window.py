@@ -47,7 +47,7 @@ class BlockTimes:
   def restart(self) -> None:
     """Resets all counts; the next passes count as first ones."""
     self.later = False
-    empty_counts: Any = lambda: {
+    empty_counts = lambda: {
       kind: collections.defaultdict(float) for kind in self.KINDS
     }
     self._seconds = empty_counts(), empty_counts()

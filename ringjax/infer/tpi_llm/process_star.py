@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -118,7 +118,7 @@ class StarLink:
 
   def receive(
     self, number: int, shape: Sequence[int], dtype: DTypeLike
-  ) -> np.ndarray | None:
+  ) -> Shaped[np.ndarray, " ..."] | None:
     """Receives the next array, None where the other side sends an empty one.
 
     Args:
@@ -223,7 +223,7 @@ class Star:
   def __init__(self, links: dict[int, StarLink]):
     self.links = links
 
-  def __iter__(self) -> Any:
+  def __iter__(self) -> Iterator[StarLink]:
     """Iterates over the links in the order of ranks."""
     return iter([self.links[rank] for rank in sorted(self.links)])
 
@@ -261,7 +261,7 @@ class Star:
     fault: Exception | None = None
 
     def greet(
-      link: socket.socket, address: Any
+      link: socket.socket, address: tuple[str, int]
     ) -> tuple[StarLink, dict[str, Any]]:
       wire = PullConnection(link, patience_s, f"{address[0]}:{address[1]}")
       wire.greet_reader(key, min(_GREETING_S, patience_s))

@@ -142,7 +142,7 @@ class Codec:
     """Options that text can set: "name", "keys.name" or "values.name"."""
     values = {name: getattr(self, name) for name in self._own()}
     for part in ("keys", "values"):
-      vectors: Any = getattr(self, part)
+      vectors = getattr(self, part)
       for field in dataclasses.fields(vectors):
         values[f"{part}.{field.name}"] = getattr(vectors, field.name)
     return values
@@ -156,7 +156,7 @@ class Codec:
         for name, value in options.items()
         if name.startswith(f"{part}.")
       }
-      vectors: Any = getattr(self, part)
+      vectors = getattr(self, part)
       new[part] = dataclasses.replace(vectors, **part_options)
     return dataclasses.replace(self, **new)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
@@ -43,7 +42,7 @@ class CodecWire:
 
   def send(
     self, k: Shaped[Array, "B K S H"], v: Shaped[Array, "B K S J"]
-  ) -> tuple[jax.Array, int]:
+  ) -> tuple[Shaped[Array, "B K S X"], int]:
     """Encodes to uint8 [B, K, S, X]: bytes of keys, then those of values."""
     if self.dtype is not None:
       k, v = k.astype(self.dtype), v.astype(self.dtype)
@@ -54,7 +53,7 @@ class CodecWire:
     sent: Shaped[Array, "B K _ X"],
     k: Shaped[Array, "B K _ H"],
     v: Shaped[Array, "B K _ J"],
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[Shaped[Array, "B K _ H"], Shaped[Array, "B K _ J"]]:
     """Keys and values, with the dtypes and head dims of `k` and `v`."""
     of_k = self.keys.width(k.shape[-1])
     return (

@@ -52,7 +52,7 @@ class Floats:
     self, x: Float[Array, "B K T D"], constants: Sequence[Any] = ()
   ) -> UInt8[Array, "B K T X"]:
     del constants
-    dtype: Any = FORMATS[self.format]
+    dtype = FORMATS[self.format]
     if not self._scaled:
       return code_bytes.to_bytes(x.astype(dtype))
     x = x.astype(jnp.float32)

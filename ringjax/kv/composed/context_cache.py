@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import OptionError
@@ -39,7 +39,7 @@ from ringjax.ops.attention.cached.separate_contexts import (
 )
 from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.mask import Coords
-from ringjax.typing import Index
+from ringjax.typing import ArrayLeaf, Index
 
 
 class PlacedContext(NamedTuple):
@@ -82,7 +82,7 @@ class ContextCache(WithOpenCache):
     return Coords(*(jnp.concatenate(pair, 1) for pair in pairs))
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     """int32 [B], the position after each row's last token."""
     return jnp.maximum(self.contexts.length, self.open.length)
 
@@ -191,7 +191,7 @@ def slots_for(
 
 def placed(
   spec: KVCache, rows: Sequence[Sequence[PlacedContext]], tile: int = 1
-) -> tuple[KVCache, jax.Array]:
+) -> tuple[KVCache, Int[Array, "B _"]]:
   """Create a cache that holds contexts, with the context of each tile.
 
   Args:
@@ -208,7 +208,7 @@ def placed(
   host = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), spec.slots)
   parts = tuple(spec.unfilled(kind, x) for kind, x in enumerate(host))
   pos: Any = np.zeros(spec.at.pos.shape, np.int32)
-  seg: Any = np.zeros_like(pos)
+  seg = np.zeros_like(pos)
   used = np.zeros(spec.held.used.shape, np.int32)
   owner = np.full((spec.batch, spec.capacity // tile), -1, np.int32)
   for row, contexts in enumerate(rows):
@@ -275,7 +275,11 @@ def exported(
   for row, start, stop in spans:
     index, _ = cache.located(at, row, start, stop)
 
-    def take_tokens(x: Any, index: Any = index, row: int = row) -> np.ndarray:
+    def take_tokens(
+      x: ArrayLeaf,
+      index: jax.Array | np.ndarray = index,
+      row: int = row,
+    ) -> np.ndarray:
       return np.take(x[:, row], index, token_axis(x) - 1)
 
     coords = Coords(*(np.asarray(x)[row][index] for x in at))

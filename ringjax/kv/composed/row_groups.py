@@ -13,10 +13,9 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import CallCoords
@@ -102,10 +101,10 @@ class RowGroups(ModelCache):
     return tuple(cache.slots for cache in self.caches)
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     return jnp.concatenate([cache.length for cache in self.caches])
 
-  def free(self) -> np.ndarray | None:
+  def free(self) -> Int[np.ndarray, "B R"] | None:
     per_cache = [cache.free() for cache in self.caches]
     concrete = [x for x in per_cache if x is not None]
     return np.concatenate(concrete) if len(concrete) == len(per_cache) else None
@@ -155,6 +154,8 @@ class RowGroups(ModelCache):
   load = refused("load", "leave rows_at_once out")
   snapshot = refused("snapshot", "leave rows_at_once out")
   restore = refused("restore", "leave rows_at_once out")
+  call_state = refused("call_state", "leave rows_at_once out")
+  undo_call = refused("undo_call", "leave rows_at_once out")
   explain = refused("explain", "leave rows_at_once out")
   gathered = refused("gathered", "leave rows_at_once out")
   with_states = refused("with_states", "leave rows_at_once out")

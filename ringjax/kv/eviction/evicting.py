@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,12 @@ from ringjax.ops.mask import Causal, Coords
 from ringjax.parallel.local_arrays import move
 from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index
+
+if TYPE_CHECKING:
+  from ringjax.kv.cache import Blocks
+
+# Fields that a call changes besides the open cache.
+_CALL_FIELDS = ("noted", "watch", "marks")
 
 
 class Eviction(NamedTuple):
@@ -216,11 +222,11 @@ class EvictingCache(ResizableCache):
     return tuple(zip(self.open.slots, self.noted, strict=True))
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     """int32 [B], the position after each row's last token; 0 if empty."""
     return jnp.maximum(self.open.length, self.ends)
 
-  def positions(self, row: int) -> list[list[np.ndarray] | None]:
+  def positions(self, row: int) -> list[list[Int[np.ndarray, " _"]] | None]:
     """Positions of a row's tokens that each head of each layer holds.
 
     Returns:
@@ -245,7 +251,7 @@ class EvictingCache(ResizableCache):
         ]
     return [by_layer.get(n) for n in range(model_layers(self.shapes))]
 
-  def tokens(self) -> list[np.ndarray | None]:
+  def tokens(self) -> list[Int[np.ndarray, "_ B K"] | None]:
     """Number of tokens per KV head, int [L, B, K] for each kind of layer.
 
     None for recurrent layers and ring buffers.
@@ -282,7 +288,7 @@ class EvictingCache(ResizableCache):
           by_layer[layer] = [names[n - 1] for n in numbers]
     return by_layer
 
-  def free(self) -> np.ndarray | None:
+  def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of tokens that still fit, int [B, R]; None under a trace."""
     if isinstance(self.ends, jax.core.Tracer):
       return None
@@ -504,7 +510,7 @@ class EvictingCache(ResizableCache):
         counts.append(jnp.zeros((shape.layers, self.batch), jnp.int32))
         continue
       counts_by_row = np.asarray(
-        [policy.counts(int(n), heads) for n in lengths]
+        [self.kind.counts(int(n), heads) for n in lengths]
       )
       by_layer = counts_by_row.astype(np.int32)[:, list(shape.which)].T
       counts.append(jnp.asarray(by_layer))
@@ -620,6 +626,15 @@ class EvictingCache(ResizableCache):
     cache = super().keep(kept)
     return dataclasses.replace(cache, watch=self.watch.kept(kept))
 
+  def keep_first(
+    self, count: Int[Array | np.ndarray, " B"], tokens: int
+  ) -> EvictingCache:
+    """Keep the first `count` of the last call's tokens; see `keep`."""
+    cache = super().keep_first(count, tokens)
+    index = jnp.arange(tokens, dtype=jnp.int32)[None]
+    kept = index < jnp.asarray(count)[:, None]
+    return dataclasses.replace(cache, watch=self.watch.kept(kept))
+
   @property
   def irreversible(self) -> bool:
     return self.open.irreversible or self.watch.count is not None
@@ -690,6 +705,18 @@ class EvictingCache(ResizableCache):
 
   def restore(self, snapshot: EvictingCache) -> EvictingCache:
     return jax.tree.map(jnp.copy, snapshot)
+
+  def call_state(self) -> tuple[Any, dict[str, Any]]:
+    fields = {name: getattr(self, name) for name in _CALL_FIELDS}
+    return self.open.call_state(), jax.tree.map(jnp.copy, fields)
+
+  def undo_call(self, state: tuple[Any, dict[str, Any]]) -> EvictingCache:
+    of_open, fields = state
+    return dataclasses.replace(
+      self,
+      open=self.open.undo_call(of_open),
+      **jax.tree.map(jnp.copy, fields),
+    )
 
   def reset(self, rows: RowIndices) -> EvictingCache:
     """Empty these rows, int [n]; the others stay."""
@@ -779,7 +806,7 @@ class EvictingCache(ResizableCache):
     pages = tuple(x and x.take(rows) for x in self.pages)
     return dataclasses.replace(super().take(examples), pages=pages)
 
-  def export(self, row: int, start: int, stop: int) -> Any:
+  def export(self, row: int, start: int, stop: int) -> Blocks:
     """Copy out a row's tokens; refused after an eviction.
 
     Raises:
@@ -1041,15 +1068,18 @@ def open_slots(kind: CacheConfig, stays: int, shards: int) -> int:
   return few_sizes(stays + math.ceil(kind.exact.room / shards))
 
 
-def first_sizes(count: int, most: int) -> tuple[int, int]:
+def first_sizes(count: int, most: int, heads: int) -> tuple[int, int]:
   """Return pages of memory, and of a table, after a first eviction.
 
   Args:
     count: Pages that all heads need.
     most: Pages that one head needs, the most of them.
+    heads: Heads of all rows and layers on a device.
   """
-  # At most 1.6 % too many. The table of a head is small.
-  return few_sizes(count, 64), few_sizes(most, 2)
+  # At most 1.6 % too many; none if all heads need as many, up to 64. The table
+  # of a head is small.
+  pages = min(few_sizes(count, 64), heads * few_sizes(most, 64))
+  return pages, few_sizes(most, 2)
 
 
 def page_sizes(
@@ -1076,16 +1106,18 @@ def page_sizes(
     places, (*lead, table) = old_pages.places, old_pages.table.shape
     devices = 1 if places.mesh is None else places.size(places.axes)
     current[n] = old_pages.k.shape[0] // devices, table // places.shards
-    exact[n] = first_sizes(count, largest)
+    heads = math.ceil(math.prod(lead) * places.shards / devices)
+    exact[n] = first_sizes(count, largest, heads)
     if length is None:
       continue
     growth = 1 + _AHEAD / max(1, length)
+    # Rounded down: a page that has just begun has room, too.
+    pages, most = (int(x * growth) for x in (count, largest))
     grown_sizes[n] = (
-      few_sizes(math.ceil(count * growth)),
-      few_sizes(math.ceil(largest * growth), 2),
+      min(few_sizes(pages), heads * few_sizes(most, 64)),
+      few_sizes(most, 2),
     )
     pages_per_head = math.ceil(_AHEAD / old_pages.slots)
-    heads = math.ceil(math.prod(lead) * places.shards / devices)
     # Memory is released if much was evicted.
     limits = 2 * grown_sizes[n][0] - count, 2 * grown_sizes[n][1] - largest
     limits = (

@@ -81,7 +81,7 @@ def part_specs(part: _Part) -> _Part:
   places = part.pages.places
   batch, heads = places.batch or None, places.heads or None
   noted = part.noted
-  spec_or_none: Any = lambda x, spec: None if x is None else spec
+  spec_or_none = lambda x, spec: None if x is None else spec
   return _Part(
     places.of_slots(part.k),
     places.of_slots(part.v),

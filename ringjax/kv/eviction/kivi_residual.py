@@ -65,7 +65,7 @@ def with_codes(
   constants: PyTree,
   at: Coords,
   coded: tuple[Bool[Array, "B S"], Bool[Array, "B S"]],
-) -> dict[str, jax.Array]:
+) -> dict[str, Shaped[Array, "L B K S _"]]:
   """Return "k" and "v" of open tokens, `coded` ones encoded and decoded."""
   codec = kind.codec
   assert isinstance(codec, Codec)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.kv.eviction.eviction import (
   _Part,
@@ -55,7 +55,7 @@ class Repeated(NamedTuple):
     rows: Whether a row was repeated, NumPy bool [B]; other rows keep all.
   """
 
-  scores: dict[int, Any]
+  scores: dict[int, Float[Array, "_ B _ _"]]
   rows: Bool[np.ndarray, " B"]
 
 
@@ -80,7 +80,9 @@ def repeated_kinds(cache: EvictingCache) -> list[int]:
   return [n for n in paged_parts(cache) if not cache.windowed(n)]
 
 
-def of_chunk(cache: EvictingCache, chunk: Chunk) -> dict[int, jax.Array]:
+def of_chunk(
+  cache: EvictingCache, chunk: Chunk
+) -> dict[int, Float[Array, "_ B _ _"]]:
   """Score a chunk's tokens after the call that has repeated it.
 
   A query sees the first tokens, the chunk and the tokens repeated before it.

@@ -65,7 +65,7 @@ class LocalLook:
     return self.whole.seg > 0
 
   @property
-  def pos(self) -> jax.Array:
+  def pos(self) -> Int[Array, "B K S"]:
     return self.whole.pos
 
   @property
@@ -147,13 +147,13 @@ class LocalLook:
     assert self.score is not None
     return self.ordered(self.score)
 
-  def ordered(self, x: Shaped[Array, "B K s"]) -> jax.Array:
+  def ordered(self, x: Shaped[Array, "B K s"]) -> Shaped[Array, "B K _"]:
     """Gather [B, K, s] of this device's slots to [B, K, S] of all, in order."""
     if axis := self.places.axis:
       x = collectives.gather(x, axis, 2)
     return jnp.take_along_axis(x, self.order, 2)
 
-  def local(self, x: Shaped[Array, "B K S"]) -> jax.Array:
+  def local(self, x: Shaped[Array, "B K S"]) -> Shaped[Array, "B K _"]:
     """Convert [B, K, S] in order to [B, K, s] of this device's slots."""
     return unordered(self.order, self.places, self.at.pos.shape[2], x)
 
@@ -174,7 +174,7 @@ class LocalLook:
     return jnp.concatenate(results, 2)
 
 
-def ordering(at: Coords, places: Places) -> tuple[jax.Array, Coords]:
+def ordering(at: Coords, places: Places) -> tuple[Int[Array, "B K S"], Coords]:
   """Sort the slots of all devices; return the order and their coordinates.
 
   Sorted by document and position; empty slots are last.
@@ -193,7 +193,7 @@ def unordered(
   places: Places,
   size: int,
   x: Shaped[Array, "*rows S"],
-) -> jax.Array:
+) -> Shaped[Array, "*rows _"]:
   """Convert [..., S] in order to [..., size] of this device's slots."""
   x = jnp.take_along_axis(x, jnp.argsort(order, axis=-1), -1)
   if places.axis is None:

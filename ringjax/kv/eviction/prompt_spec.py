@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ringjax.kv.cache import model_layers
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.eviction.evicting import (
   EvictingCache,
@@ -80,9 +79,8 @@ def prompt_spec(
       reading,
     )
     reading = dataclasses.replace(reading, noted=noted)
-  all_tokens = [tokens] * model_layers(shapes)
-  heads = reading._competing()
-  counts = all_tokens if policy is None else policy.expected(tokens, heads)
+  competing = reading._competing()
+  counts = kind.counts(tokens, competing, expected=True)
   sizes, held_tokens = [(0, 0)] * len(shapes), {}
   like, masses = {}, {}
   for n, (shape, pages) in enumerate(zip(shapes, reading.pages, strict=True)):
@@ -101,7 +99,8 @@ def prompt_spec(
       math.ceil((count - open_tokens) / pages.slots) for count in layer_tokens
     ]
     num_pages = batch * shape.heads * sum(in_pages)
-    sizes[n] = first_sizes(num_pages, max(in_pages))
+    heads = batch * shape.heads * shape.layers
+    sizes[n] = first_sizes(num_pages, max(in_pages), heads)
     held_tokens[n] = batch * shape.heads * sum(layer_tokens)
     lead = (shape.layers, batch, shape.heads)
     size = slots + pages.table.shape[3] * pages.slots

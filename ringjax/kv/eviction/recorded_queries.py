@@ -8,8 +8,8 @@ Memory: L B W N H scalars for W queries; L B N H (H + 1) float32 for moments.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -137,7 +137,9 @@ class QueryWatch:
     """
     lead, names = (layers, room.batch), (None, "batch")
 
-    def like(shape: tuple[int, ...], dtype: DTypeLike, over: tuple) -> Any:
+    def like(
+      shape: tuple[int, ...], dtype: DTypeLike, over: tuple
+    ) -> ArrayLeaf:
       return room.like((*lead, *shape), dtype, (*names, *over))
 
     newest = total = squares = score = choice = fixed = None
@@ -323,7 +325,7 @@ tree.register(
 
 def moments_of(
   noted: Noted, count: Float[Array, " B"], groups: int
-) -> Sequence[jax.Array]:
+) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G H H"]]:
   """Mean [B, K, G, H] and covariance [B, K, G, H, H] of one layer's queries."""
   assert noted.total is not None and noted.squares is not None
   b, n, h = noted.total.shape

@@ -194,7 +194,9 @@ class CacheFiles:
     return result
 
 
-def read_blocks(number: int, first: int, count: int) -> np.ndarray:
+def read_blocks(
+  number: int, first: int, count: int
+) -> Shaped[np.ndarray, "_ ..."]:
   """Read blocks of an array; the next ones are read ahead.
 
   Args:

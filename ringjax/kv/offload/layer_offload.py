@@ -45,6 +45,7 @@ from ringjax.kv.base import (
 )
 from ringjax.kv.cache import (
   KVCache,
+  KVLayer,
   LayerCacheSpec,
   LayerKV,
 )
@@ -54,6 +55,7 @@ from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.model_cache import refused
 from ringjax.kv.offload.cache_files import CacheFiles, read_blocks, write_block
 from ringjax.kv.offload.tiered import default_device, host_zeros
+from ringjax.kv.state import StateLayer
 from ringjax.kv.storage.pages import Places
 from ringjax.ops.attention.cached.code_format import token_axis
 from ringjax.typing import Index
@@ -153,7 +155,7 @@ class OffloadedCache(WithOpenCache):
       OptionError: If the kind is not supported, or layers are on disk on a
         mesh of several devices, or as `KVCache.spec` does.
     """
-    mesh: Any = where.get("mesh")
+    mesh = where.get("mesh")
     if kind.evicting or kind.tier.device is not None:
       raise OptionError(
         "cache_placement",
@@ -217,7 +219,7 @@ class OffloadedCache(WithOpenCache):
     def allocate_arrays(x: OffloadedKV | None) -> OffloadedKV | None:
       if x is None:
         return None
-      filed: Any = ()
+      filed = ()
       if x.filed != ():
         assert files is not None
         count = x.layout.tiers.count(DISK) * x.layout.blocks
@@ -294,20 +296,22 @@ class OffloadedCache(WithOpenCache):
     slots: PyTree,
     index: Index,
     after: Shaped[Array, " ..."],
-  ) -> Any:
+  ) -> tuple[jax.Array, ...]:
     """Start to copy the blocks of a layer to the devices: keys and values."""
     del kind
     if not isinstance(slots, OffloadedKV):
       return ()
     return _fetched(slots, jnp.asarray(index, jnp.int32), after)
 
-  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+  def layer(
+    self, kind: int, slots: PyTree, index: Index
+  ) -> KVLayer | OffloadedLayer | StateLayer:
     fetched = self.fetch(kind, slots, index, jnp.zeros((1,), jnp.float32))
     return self.fetched_layer(kind, slots, index, fetched)
 
   def fetched_layer(
     self, kind: int, slots: PyTree, index: Index, fetched: PyTree
-  ) -> Any:
+  ) -> KVLayer | OffloadedLayer | StateLayer:
     if not isinstance(slots, OffloadedKV):
       return self.open.layer(kind, slots, index)
     merged = LayerKV(*_merged(slots, fetched))
@@ -318,7 +322,9 @@ class OffloadedCache(WithOpenCache):
     inner = open_cache.layer(kind, merged, jnp.int32(0))
     return OffloadedLayer(self, inner, slots, jnp.asarray(index, jnp.int32))
 
-  def behind(self, layer: LayerCache | StateCache, after: PyTree) -> Any:
+  def behind(
+    self, layer: LayerCache | StateCache, after: PyTree
+  ) -> LayerCache | OffloadedLayer | StateCache:
     if not isinstance(layer, OffloadedLayer):
       return layer
     return dataclasses.replace(layer, after=after)
@@ -338,12 +344,15 @@ class OffloadedCache(WithOpenCache):
   # -------------------------------------------------------------------------
 
   keep = refused("keep, of drafted tokens", "leave speculate= out")
+  keep_first = refused("keep_first, of drafted tokens", "leave speculate= out")
   take = refused("take", "leave the placement of the cache out")
   insert = refused("insert", "leave the placement of the cache out")
   export = refused("export", "leave the placement of the cache out")
   load = refused("load", "leave the placement of the cache out")
   snapshot = refused("snapshot", "leave the placement of the cache out")
   restore = refused("restore", "leave the placement of the cache out")
+  call_state = refused("call_state", "leave the placement of the cache out")
+  undo_call = refused("undo_call", "leave the placement of the cache out")
   explain = refused("explain", "call bytes_by_memory()")
   with_states = refused("with_states", "leave the placement of the cache out")
   gathered = refused("gathered", "pass keep='sharded'")
@@ -428,7 +437,7 @@ def _spec_of(
       specs.append(jax.ShapeDtypeStruct(like.shape, x.dtype, sharding=sharding))
     return tuple(specs)
 
-  filed: Any = ()
+  filed = ()
   if DISK in tiers:
     filed = jax.ShapeDtypeStruct((3,), jnp.int32)
   return OffloadedKV(
@@ -510,7 +519,12 @@ def _fetched(
     return lambda: tuple(run(rank, *arrays))
 
   def read_disk() -> tuple[jax.Array, ...]:
-    def call(filed: Any, first: Any, real: Any, _: Any) -> Any:
+    def call(
+      filed: Array | np.ndarray,
+      first: Array | np.ndarray,
+      real: Array | np.ndarray,
+      _: Any,
+    ) -> tuple[np.ndarray, ...]:
       if not real:
         return tuple(np.zeros(x.shape, x.dtype) for x in slots.stored)
       numbers = np.asarray(filed)[1:]
@@ -680,7 +694,11 @@ def _filed(
   """
   count = slots.layout.blocks
 
-  def call(filed: Any, block: Any, *blocks: Any) -> np.ndarray:
+  def call(
+    filed: Array | np.ndarray,
+    block: Array | np.ndarray,
+    *blocks: Array | np.ndarray,
+  ) -> np.ndarray:
     filed = np.array(filed)
     for number, x in zip(filed[1:], blocks, strict=False):
       write_block(int(number), int(block), np.asarray(x)[0], count)

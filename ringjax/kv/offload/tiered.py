@@ -30,7 +30,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.checks import one_of
@@ -58,7 +58,7 @@ from ringjax.ops.mask import Coords
 from ringjax.parallel import chips
 from ringjax.parallel.local_arrays import move
 from ringjax.parallel.programs import bounded
-from ringjax.typing import Index
+from ringjax.typing import ArrayLeaf, Index, leaf
 
 # Memories of the older part; "device" is for comparisons.
 MEMORIES = (HOST, "device")
@@ -173,7 +173,7 @@ class TieredCache(ResizableCache):
     return Coords(*(jnp.concatenate(pair, 1) for pair in pairs))
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     return jnp.maximum(self.open.length, self.held.length)
 
   def bytes_by_memory(self) -> dict[str, int]:
@@ -207,7 +207,7 @@ class TieredCache(ResizableCache):
     """
     return report(self, machine, tokens, weights, host_bandwidth)
 
-  def free(self) -> np.ndarray | None:
+  def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of tokens that still fit, int [B, R]; None under a trace.
 
     Slots that `truncate` left empty in a block are not free.
@@ -380,6 +380,22 @@ class TieredCache(ResizableCache):
     Raises:
       OptionError: If `evict` has moved some of them since.
     """
+    self._refuse_moved()
+    return super().keep(kept)
+
+  def keep_first(
+    self, count: Int[Array | np.ndarray, " B"], tokens: int
+  ) -> TieredCache:
+    """Keep the first `count` of the last call's tokens; see `keep`.
+
+    Raises:
+      OptionError: If `evict` has moved some of them since.
+    """
+    self._refuse_moved()
+    return super().keep_first(count, tokens)
+
+  def _refuse_moved(self) -> None:
+    """Refuse to take back tokens that `evict` has moved to the blocks."""
     last_call = self.open.held.before
     if not isinstance(last_call, jax.core.Tracer) and host(last_call).min() < 0:
       raise OptionError(
@@ -388,7 +404,6 @@ class TieredCache(ResizableCache):
         "the cache that the call returned",
         "call keep first, and evict behind it",
       )
-    return super().keep(kept)
 
   def reset(self, rows: RowIndices) -> TieredCache:
     block_table = placed_as(self.held.emptied(np.asarray(rows)), self.held)
@@ -454,9 +469,7 @@ class TieredCache(ResizableCache):
       )
       return jax.tree.map(take, slots)
 
-    parts: Any = tuple(
-      export_layer(n, x) for n, x in enumerate(self.open.slots)
-    )
+    parts = tuple(export_layer(n, x) for n, x in enumerate(self.open.slots))
     at = Coords(*(jnp.asarray(host(x)[row][located_slots]) for x in self.at))
     return Blocks(at, parts, self.open.kind)
 
@@ -613,7 +626,7 @@ def _blocks_spec(
     room, capacity=block, mesh=None, axes={}, target=room.platform
   )
 
-  def blocks(x: Any) -> Any:
+  def blocks(x: ArrayLeaf) -> ArrayLeaf:
     layers, *dims = x.shape
     names = ("tokens", "batch", "heads") if 0 not in dims else ()
     spec = room.like((layers * count, *dims), x.dtype, names)
@@ -624,7 +637,7 @@ def _blocks_spec(
       sharding = SingleDeviceSharding(default_device(), memory_kind=memory)
     else:
       sharding = sharding.with_memory_kind(memory)
-    return jax.ShapeDtypeStruct(spec.shape, x.dtype, sharding=sharding)
+    return leaf(jax.ShapeDtypeStruct(spec.shape, x.dtype, sharding=sharding))
 
   return LayerKV(*map(blocks, shape.slots(block_spec)))
 
@@ -653,7 +666,7 @@ def _check_memory(cache: TieredCache) -> None:
     )
 
 
-def host_zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+def host_zeros(x: jax.ShapeDtypeStruct) -> Shaped[Array, " ..."]:
   """Zeros of this shape and sharding, created in the hosts' memory."""
   if x.sharding is None or x.sharding.memory_kind != HOST:
     return jnp.zeros(x.shape, x.dtype, device=x.sharding)

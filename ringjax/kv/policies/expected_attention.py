@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from ringjax.checks import integer
 from ringjax.kv.policies.policy import Look, Policy
 from ringjax.ops.attention.blockwise import loop
+from ringjax.typing import Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class ExpectedAttention(Policy):
     mean, covariance = self._rotated(look)
     scale = look.reading.scores.scale
 
-    def logits(k, v):
+    def logits(k: jax.Array, v: jax.Array) -> jax.Array:
       del v
       s = scale * jnp.einsum("bksh,bkgh->bksg", k, mean)
       if self.covariance:
@@ -81,10 +82,10 @@ class ExpectedAttention(Policy):
     size = mean.shape[-1]
     units = jnp.eye(size, dtype=jnp.float32)[None, :, None]
 
-    def mean_rotation(start):
+    def mean_rotation(start: jax.Array) -> jax.Array:
       rotation = look.reading.rotation(start)
 
-      def add_rotation(n, total):
+      def add_rotation(n: Index, total: jax.Array) -> jax.Array:
         return (
           total + rotation.anywhere(units, (start + n)[None, None])[0, :, 0]
         )

@@ -20,13 +20,13 @@ class KeyDiff(Policy):
   def scores(self, look: Look) -> Float[Array, "B K S"]:
     mean = look.average(lambda k, v: _direction(k))
 
-    def unlike(k, v):
+    def unlike(k: Array, v: Array) -> Array:
       del v
       return -jnp.einsum("bksh,bkh->bks", _direction(k), _direction(mean))
 
     return look.by_token(unlike)
 
 
-def _direction(x):
+def _direction(x: Array) -> Array:
   size = jnp.sqrt(jnp.sum(jnp.square(x), -1, keepdims=True))
   return x / jnp.maximum(size, 1e-12)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.checks import boolean, integer
 from ringjax.kv.policies.policy import Look, Policy, highest
@@ -77,8 +76,10 @@ class KVzip(Policy):
     return jnp.where(look.pos < self.sinks, jnp.inf, look.repeated())
 
   def chosen(
-    self, scores: Sequence[Any], counts: Sequence[Any]
-  ) -> list[jax.Array]:
+    self,
+    scores: Sequence[Float[Array, "_ B _ _"]],
+    counts: Sequence[Int[Array, "_ B"]],
+  ) -> list[Bool[Array, "_ B _ _"]]:
     if self.by_layer:
       return [
         highest(x.reshape(*x.shape[:2], -1), count).reshape(x.shape)

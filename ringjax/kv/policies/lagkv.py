@@ -6,6 +6,7 @@ Ref: Liang et al. 2025, LagKV, arXiv 2504.04704.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ class LagKV(Policy):
       x = x[..., self.sinks : self.sinks + count * self.lag]
       return x.reshape(*shape[:2], count, self.lag)
 
-    def mass(f) -> Float[Array, "B K P l"]:
+    def mass(f: Callable[[Array, Array], Array]) -> Float[Array, "B K P l"]:
       low, high = look.extremes(f, part, count)
       # Range of the next part; the scores of the last part are not used.
       low, high = (jnp.roll(x, -1, 2) for x in (low, high))
@@ -69,7 +70,7 @@ class LagKV(Policy):
       width = jnp.where((width > 0) & jnp.isfinite(width), width, 1.0)
       low = jnp.where(jnp.isfinite(low), low, 0.0)
 
-      def spread(k, v, index):
+      def spread(k: jax.Array, v: jax.Array, index: jax.Array) -> jax.Array:
         at_index = lambda x: jnp.take_along_axis(
           x, jnp.maximum(index, 0)[..., None], 2
         )

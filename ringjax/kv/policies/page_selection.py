@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.kv.policies.policy import Look, Policy
 
@@ -42,7 +42,7 @@ class Select(Policy):
 
   def kept(
     self, scores: Float[Array, "L B K S"], counts: Int[Array, "L B"]
-  ) -> Array:
+  ) -> Bool[Array, "L B K S"]:
     del counts
     return scores > -jnp.inf
 

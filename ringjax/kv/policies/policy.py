@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -107,8 +106,8 @@ class Policy:
   """Base class of eviction policies; hashable, compared by value.
 
   Attributes:
-    budget: Number of tokens that each head keeps: an int, or a float share of
-      the tokens of its row, above 0 and at most 1.
+    budget: Number of tokens that each head holds until the next eviction: an
+      int, or a float share of the tokens of its row, above 0 and at most 1.
   """
 
   budget: int | float = 0.5
@@ -182,6 +181,11 @@ class Policy:
       for name in ("counts", "kept", "chosen")
     )
 
+  @property
+  def budgeted(self) -> bool:
+    """Whether a head keeps `counts` tokens, and a plan may expect as many."""
+    return type(self).expected is Policy.expected
+
   def __post_init__(self) -> None:
     budget = self.budget
     share = isinstance(budget, float) and 0 < budget <= 1
@@ -247,8 +251,10 @@ class Policy:
     return highest(scores, counts[:, :, None])
 
   def chosen(
-    self, scores: Sequence[Any], counts: Sequence[Any]
-  ) -> list[jax.Array]:
+    self,
+    scores: Sequence[Float[Array, "_ B _ _"]],
+    counts: Sequence[Int[Array, "_ B"]],
+  ) -> list[Bool[Array, "_ B _ _"]]:
     """Masks of the tokens that stay, for each kind of layer, by `kept`."""
     pairs = zip(scores, counts, strict=True)
     return [self.kept(kind_scores, count) for kind_scores, count in pairs]

@@ -29,7 +29,7 @@ class SnapKV(Policy):
     pool: Kind of pooling, "mean" or "max".
   """
 
-  window: int = 64
+  window: int = 32
   kernel: int = 5
   pool: str = "mean"
 

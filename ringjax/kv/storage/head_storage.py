@@ -30,7 +30,7 @@ from ringjax.ops.attention.cached.per_head import PerHeadView
 from ringjax.ops.attention.cached.views import Decoder
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
-from ringjax.typing import Index
+from ringjax.typing import ArrayLeaf, Index
 
 if TYPE_CHECKING:
   from ringjax.kv.cache import LayerCacheSpec
@@ -76,7 +76,7 @@ class HeadStorage:
       )
     names = (None, "batch", None)
 
-    def array_spec(way: int, vectors: VectorCodec, dim: int) -> Any:
+    def array_spec(way: int, vectors: VectorCodec, dim: int) -> ArrayLeaf:
       lead = (self.places.count(way), room.batch, self.places.group)
       shape, dtype = stored_codes(
         lead, room.capacity, vectors.width(dim), room.platform
@@ -176,7 +176,7 @@ class HeadStorage:
     v: Float[Array, "B K T J"],
     index: Index,
     constants: tuple[Any, ...],
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T J"]]:
     """Encode and decode keys and values by the codecs of layer `index`."""
     way, _ = self._groups(index)
     heads = jnp.repeat(way, self.places.group)[None, :, None, None]

@@ -60,7 +60,7 @@ class MasterSlots(ContiguousSlots):
     old: Shaped[Array, "B S"] | Shaped[Array, "L B K S H"],
     new: Shaped[Array, "C 1"] | Shaped[Array, "C K 1 H"],
     layer: Index | None = None,
-  ) -> jax.Array:
+  ) -> Shaped[Array, "B S"] | Shaped[Array, "L B K S H"]:
     """Write the tokens to slots of their rows' masters.
 
     Args:
@@ -102,4 +102,8 @@ class MasterSlots(ContiguousSlots):
     )(old, new, number, self.before, self.used)
 
 
-tree.register(MasterSlots, ("at", "used", "before"), ("mode", "mesh", "axis"))
+tree.register(
+  MasterSlots,
+  ("at", "used", "before"),
+  ("mode", "mesh", "axis", "batch_axes", "head_axis"),
+)

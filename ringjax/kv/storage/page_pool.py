@@ -55,7 +55,8 @@ from ringjax.kv.cache import (
 )
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Codec
-from ringjax.kv.state import State
+from ringjax.kv.state import State, StateLayer
+from ringjax.kv.storage.call_tiles import CacheTile, CallTiles
 from ringjax.ops.ancestors import MOST_DRAFTED, tree_coords
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.attention.cached.code_format import (
@@ -276,6 +277,7 @@ class PagePool:
     fresh: Bool[Array, " B"],
     shared: tuple[SharedTiles, ...] | None = None,
     parents: Int[Array, "B T"] | None = None,
+    tiles: tuple[CallTiles, ...] = (),
   ) -> PooledCache:
     """View of the pool for one call of the model.
 
@@ -291,6 +293,8 @@ class PagePool:
       parents: Parent of each token if they form trees, see
         `Transformer.__call__`. The tokens then take consecutive slots whatever
         their positions, see `moved`.
+      tiles: Tiles of the tokens, which then pass each layer one by one; ():
+        all tokens pass together.
     """
     is_state = lambda x: isinstance(x, State)
 
@@ -312,6 +316,7 @@ class PagePool:
       new=None,
       shared=shared,
       parents=parents,
+      tiles=tiles,
     )
 
   def rows(
@@ -582,7 +587,7 @@ class PagePool:
     layer: Index,
     new: Shaped[Array, "B K _ _"],
     writes: PageWrites,
-  ) -> jax.Array:
+  ) -> Shaped[Array, "L N K _ _"]:
     """Write tokens of rows to an array of pages.
 
     Args:
@@ -805,7 +810,9 @@ class PooledRows:
   def axis(self) -> str | None:
     return self.pool.axis
 
-  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+  def layer(
+    self, kind: int, slots: PyTree, index: Index
+  ) -> PooledLayer | StateLayer:
     ends = jnp.asarray(self.ends)
     rows = jnp.arange(ends.shape[0], dtype=jnp.int32)
     tables = tuple(map(jnp.asarray, self.tables))
@@ -831,7 +838,9 @@ class PooledCache(CallCache):
     new: Slots and segments of the call's tokens, [B, T].
     shared: Tiles that rows share, see `PagePool.call`.
     parents: Parent of each token in a tree, see `PagePool.call`.
-    writes: For each group, the destination of the call's tokens.
+    writes: For each group, the destination of the call's tokens; in tiles
+      those of all tiles of a size, for each size.
+    tiles: Tiles of the call's tokens.
   """
 
   pool: PagePool
@@ -843,7 +852,8 @@ class PooledCache(CallCache):
   new: Coords | None
   shared: tuple[SharedTiles, ...] | None = None
   parents: Int[Array, "B T"] | None = None
-  writes: tuple[PageWrites, ...] = ()
+  writes: tuple[Any, ...] = ()
+  tiles: tuple[CallTiles, ...] = ()
   # A pool has no encoder states for cross-attention.
   states = None
 
@@ -860,7 +870,7 @@ class PooledCache(CallCache):
     return self.pool.shards
 
   @property
-  def length(self) -> jax.Array:
+  def length(self) -> Int[Array, " B"]:
     """Number of tokens of each row, int32 [B]."""
     return self.ends
 
@@ -904,13 +914,64 @@ class PooledCache(CallCache):
     """Set the slots and segments of the appended tokens."""
     shape = (self.ends.shape[0], new.pos.shape[1])
     new = Coords(*(jnp.broadcast_to(x, shape) for x in new))
+    if self.tiles:
+      cache = dataclasses.replace(self, new=new)
+      writes = tuple(
+        jax.vmap(functools.partial(cache._tile_writes, level))(
+          jnp.arange(tiles.row.shape[0], dtype=jnp.int32)
+        )
+        for level, tiles in enumerate(self.tiles)
+      )
+      return dataclasses.replace(cache, writes=writes)
     writes = tuple(
       self.pool.writes(group, table, new)
       for group, table in enumerate(self.tables)
     )
     return dataclasses.replace(self, new=new, writes=writes)
 
-  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+  def tile(self, level: int, n: Index) -> CacheTile:
+    tile, new = self._tile(level, n)
+    assert self.new is not None
+    before = self.ends - jnp.sum(self.new.seg > 0, 1, dtype=jnp.int32)
+    # Slots after the tile's tokens may hold what no earlier call has written.
+    end = tile.take_row(before) + tile.start
+    end = end + jnp.sum(new.seg > 0, 1, dtype=jnp.int32)
+    tables = tuple(map(tile.take_row, self.tables))
+    cache = dataclasses.replace(
+      self,
+      tables=tables,
+      at=tuple(self.pool._coords(table, end) for table in tables),
+      ends=end,
+      rows=tile.take_row(self.rows),
+      new=new,
+      writes=jax.tree.map(lambda x: x[n], self.writes[level]),
+      tiles=(),
+    )
+    return tile._replace(cache=cache)
+
+  def _tile(self, level: int, n: Index) -> tuple[CacheTile, Coords]:
+    """A tile without its cache, and the slots and segments of its tokens."""
+    tiles, new = self.tiles[level], self.new
+    assert new is not None
+    row, start, filled = (
+      jnp.asarray(x)[n] for x in (tiles.row, tiles.start, tiles.filled)
+    )
+    is_filled = jnp.arange(tiles.size, dtype=jnp.int32)[None] < filled
+    tile = CacheTile(row, start, is_filled, None)
+    pos, seg = map(tile.take, new)
+    return tile, Coords(pos, jnp.where(is_filled, seg, 0))
+
+  def _tile_writes(self, level: int, n: Index) -> tuple[PageWrites, ...]:
+    """For each group, the destination of the tokens of a tile."""
+    tile, new = self._tile(level, n)
+    return tuple(
+      self.pool.writes(group, tile.take_row(table), new)
+      for group, table in enumerate(self.tables)
+    )
+
+  def layer(
+    self, kind: int, slots: PyTree, index: Index
+  ) -> PooledLayer | StateLayer:
     if isinstance(slots, State):
       return slots.layer(self, index)
     return PooledLayer(self, slots, index, kind, self.pool._group(kind))
@@ -959,6 +1020,15 @@ class PooledLayer(CallLayer):
       self, slots=slots, rotation=rotation.general(), fresh=at
     )
 
+  def of_tile(self, tile: CacheTile) -> PooledLayer:
+    """Part of the layer for the tokens of a tile."""
+    return dataclasses.replace(self, cache=tile.cache)
+
+  def with_tile(self, tile: CacheTile, new: PooledLayer) -> PooledLayer:
+    """Part of the layer with the keys that a tile has appended."""
+    del tile
+    return dataclasses.replace(self, slots=new.slots)
+
   def for_reading(self, rotation: Rotation) -> PooledLayer:
     """Prepare for a call that appends nothing, as `KVLayer.for_reading`."""
     return dataclasses.replace(self, rotation=rotation.general())
@@ -978,7 +1048,7 @@ class PooledLayer(CallLayer):
     else:
       decoders = shape.decoders(codec, pool.dtype)
     table, shared = self.cache.tables[self.group], self.cache.shared
-    view: Any = PooledView(
+    view = PooledView(
       *self.slots,
       self.cache.at[self.group],
       table.reshape(table.shape[0], -1),

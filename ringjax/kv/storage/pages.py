@@ -34,7 +34,7 @@ from ringjax.ops.attention.cached.views import Decoder, KVView
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
 from ringjax.parallel.local_arrays import move
-from ringjax.typing import ArrayLeaf, Index
+from ringjax.typing import ArrayLeaf, Index, leaf
 
 if TYPE_CHECKING:
   from ringjax.kv.cache import LayerCacheSpec
@@ -106,13 +106,13 @@ class Places:
     """Mesh axis of the sequence, or None."""
     return self.tokens[0] if self.tokens else None
 
-  def first_head(self, heads: int) -> jax.Array:
+  def first_head(self, heads: int) -> Int[Array, ""]:
     """Index of the first of a device's `heads`; inside of `local`."""
     if not self.heads:
       return jnp.int32(0)
     return collectives.axis_index(self.heads[0]) * heads
 
-  def all_heads(self, x: Shaped[Array, "B K S"]) -> jax.Array:
+  def all_heads(self, x: Shaped[Array, "B K S"]) -> Shaped[Array, "B _ S"]:
     """Gather the heads of all devices; inside of `local`."""
     return collectives.gather(x, self.heads[0], 1) if self.heads else x
 
@@ -209,16 +209,16 @@ class Pages:
       places: Mesh axes that shard the pages.
       alike: Heads that keep the same tokens, see `CacheConfig.alike`.
     """
-    stored: Any = shape.slots(room)
+    stored = shape.slots(room)
     num_devices = 1 if places.mesh is None else places.size(places.axes)
 
-    def like(shape: tuple[int, ...], dtype: DTypeLike, spec: P) -> Any:
+    def like(shape: tuple[int, ...], dtype: DTypeLike, spec: P) -> ArrayLeaf:
       if places.mesh is None:
-        return jax.ShapeDtypeStruct(shape, dtype)
+        return leaf(jax.ShapeDtypeStruct(shape, dtype))
       sharding = NamedSharding(places.mesh, spec)
-      return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+      return leaf(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
 
-    def pool(x: Any) -> Any:
+    def pool(x: ArrayLeaf) -> ArrayLeaf:
       width = x.shape[7 - token_axis(x)]
       dtype = jnp.uint8 if x.dtype == jnp.int8 else x.dtype
       return like((num_devices, slots, width), dtype, places.pool)
@@ -272,7 +272,7 @@ class Pages:
     by_page = x.reshape(*x.shape[:2], 1, -1, self.slots)
     return jnp.broadcast_to(by_page, (*self.table.shape, self.slots))
 
-  def counts(self) -> jax.Array:
+  def counts(self) -> Int[Array, "L B K M"]:
     """Number of tokens of each page in the table, int32 [L, B, K, M]."""
 
     def local(pages: Pages) -> jax.Array:
@@ -287,7 +287,7 @@ class Pages:
     places = self.places
     return places.local(local, (self.specs(),), places.by_head)(self)
 
-  def read_score(self, layer: Index) -> jax.Array:
+  def read_score(self, layer: Index) -> Float[Array, "B K _"]:
     """Policy scores [B, K, s] of one layer on this device."""
     table = lax.dynamic_index_in_dim(self.table, layer, 0, keepdims=False)
     lead, page = table.shape[:2], jnp.maximum(table, 0)
@@ -364,8 +364,8 @@ class Pages:
 
   def specs(self) -> Pages:
     """PartitionSpecs of the pages, as the same tree."""
-    pool: Any = self.places.pool
-    slots: Any = self.places.by_row if self.alike else pool
+    pool = self.places.pool
+    slots = self.places.by_row if self.alike else pool
     return tree.with_leaves(
       self,
       k=pool,
@@ -418,7 +418,7 @@ class Pages:
       flags = flags.at[page].max(drop, mode="drop")
       return jnp.where(flags, -1, pos)
 
-    specs: Any = self.specs()
+    specs = self.specs()
     pos = self.places.local(local, (specs,), specs.pos)(self)
     return dataclasses.replace(self, pos=pos)
 
@@ -432,7 +432,7 @@ tree.register(
 
 def page_bounds(
   view: KVView, pages: Pages, layer: Index, bounds: Float[Array, "N 2 H"]
-) -> jax.Array:
+) -> Float[Array, "N 2 H"]:
   """Set the key bounds of a layer's pages; inside of `Places.local`."""
   table = lax.dynamic_index_in_dim(pages.table, layer, 0, keepdims=False)
   real = (view.at.seg > 0).reshape(*table.shape, pages.slots)[..., None]
@@ -444,7 +444,7 @@ def page_bounds(
   return bounds.at[page].set(jnp.stack([low, high], 3), mode="drop")
 
 
-def page_counts(keep: Bool[Array, "L B K S"], slots: int) -> jax.Array:
+def page_counts(keep: Bool[Array, "L B K S"], slots: int) -> Int[Array, "1 2"]:
   """Pages of all heads together and of the largest, int32 [1, 2]."""
   pages_per_row = -(-jnp.sum(keep, -1, dtype=jnp.int32) // slots)
   return jnp.stack([jnp.sum(pages_per_row), jnp.max(pages_per_row)])[None]
@@ -527,7 +527,7 @@ def packed(
   )
 
 
-def host(x: Shaped[Array, " ..."]) -> np.ndarray:
+def host(x: Shaped[Array, "*shape"]) -> Shaped[np.ndarray, "*shape"]:
   """Copy a small array to the host."""
   return np.asarray(jax.device_get(x))
 

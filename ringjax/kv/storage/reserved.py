@@ -86,7 +86,7 @@ def _registered() -> None:
 
 
 @functools.cache
-def _libc() -> Any:
+def _libc() -> ctypes.CDLL:
   libc = ctypes.CDLL(None, use_errno=True)
   libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
   libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import CacheSpec, RowIndices, scattered_layer
@@ -47,6 +48,8 @@ class SlotGroup:
     mode: Layout of the current call's tokens: `FILL`, `SHARDED`, `REPLICATED`.
     mesh: Device mesh whose `axis` shards S; None for one device.
     axis: Mesh axis of the sequence.
+    batch_axes: Mesh axes that shard the rows if they divide them.
+    head_axis: Mesh axis that shards the KV heads if it divides them.
   """
 
   # Fields with the write cursors.
@@ -56,6 +59,18 @@ class SlotGroup:
   mode: str = FILL
   mesh: Mesh | None = None
   axis: str | None = None
+  batch_axes: tuple[str, ...] = ()
+  head_axis: str | None = None
+
+  @staticmethod
+  def places(room: CacheSpec) -> dict[str, Any]:
+    """Fields with the mesh and the axes of a cache."""
+    return dict(
+      mesh=room.mesh,
+      axis=room.axes.get("tokens"),
+      batch_axes=tuple(room.axes.get("batch") or ()),
+      head_axis=room.axes.get("heads"),
+    )
 
   @property
   def rows_whole(self) -> bool:
@@ -93,6 +108,47 @@ class SlotGroup:
       return x
     return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P()))
 
+  def _shard(self) -> jax.Array:
+    """Index of this shard of the sequence; inside of `_per_shard`."""
+    if self.axis is None:
+      return jnp.int32(0)
+    return collectives.axis_index(self.axis)
+
+  def _spec(self, x: Shaped[Array, " ..."], *, whole: bool = False) -> P:
+    """Spec of slots [B, S], [L, B, K, *slots] or of tokens [B, K, *tokens].
+
+    Args:
+      x: Array, also of a number for each row, [B].
+      whole: Whether each shard of the sequence has all of it.
+    """
+    if self.mesh is None:
+      return P()
+    shape: Any = self.mesh.shape
+    spec: list[Any] = [None] * x.ndim
+    row = 1 if x.ndim == 5 else 0
+    if x.shape[row] % math.prod(shape[a] for a in self.batch_axes) == 0:
+      spec[row] = self.batch_axes or None
+    head_axis = self.head_axis if x.ndim > 2 else None
+    if head_axis is not None and x.shape[row + 1] % shape[head_axis] == 0:
+      spec[row + 1] = head_axis
+    if not whole:
+      spec[token_axis(x)] = self.axis
+    return P(*spec)
+
+  def _per_shard(
+    self, f: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
+  ) -> Callable[..., Any]:
+    """Apply `f` on each device to its part.
+
+    All mesh axes are manual: over an automatic one XLA would replicate what has
+    a layout constraint, which is the slots of all layers.
+    """
+    if self.mesh is None:
+      return f
+    return jax.shard_map(
+      f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs
+    )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContiguousSlots(SlotGroup):
@@ -121,8 +177,7 @@ class ContiguousSlots(SlotGroup):
       at=Coords(tokens, tokens),
       used=cursors,
       before=cursors,
-      mesh=room.mesh,
-      axis=room.axes.get("tokens"),
+      **cls.places(room),
     )
 
   @property
@@ -130,7 +185,7 @@ class ContiguousSlots(SlotGroup):
     """Number of slots of a shard."""
     return self.capacity // self.shards
 
-  def free(self) -> np.ndarray | None:
+  def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of free slots, int [B, R]; None under a trace.
 
     Blocks until the program that computes them is done.
@@ -181,7 +236,7 @@ class ContiguousSlots(SlotGroup):
     old: Shaped[Array, "B S"] | Shaped[Array, "L B K *slots"],
     new: Shaped[Array, "B T"] | Shaped[Array, "B K *tokens"],
     layer: Index | None = None,
-  ) -> jax.Array:
+  ) -> Shaped[Array, "B S"] | Shaped[Array, "L B K *slots"]:
     """Write the call's tokens to their slots.
 
     Args:
@@ -202,10 +257,7 @@ class ContiguousSlots(SlotGroup):
       before: jax.Array,
       used: jax.Array,
     ) -> jax.Array:
-      new = new.astype(old.dtype)
-      me = jnp.int32(0)
-      if self.axis is not None:
-        me = collectives.axis_index(self.axis)
+      new, me = new.astype(old.dtype), self._shard()
       if mode == FILL:
         start = [jnp.int32(0)] * old.ndim
         start[:lead] = [layer] * lead
@@ -220,23 +272,17 @@ class ContiguousSlots(SlotGroup):
         new = _along(new, jnp.minimum(rank, new.shape[axis - lead] - 1))
       return self._put(old, new, layer, first, end - first)
 
-    arguments = (old, new, layer, self.before, self.used)
-    if self.axis is None:
-      return local(*arguments)
-    sharded = lambda n: P(*(None,) * n, self.axis)
-    return jax.shard_map(
-      local,
-      mesh=self.mesh,
-      in_specs=(
-        sharded(axis),
-        P() if mode == REPLICATED else sharded(axis - lead),
-        P(),
-        P(),
-        P(),
-      ),
-      out_specs=sharded(axis),
-      axis_names={self.axis},
-    )(*arguments)
+    cursors = self._spec(self.used, whole=True)
+    specs = (
+      self._spec(old),
+      self._spec(new, whole=mode == REPLICATED),
+      P(),
+      cursors,
+      cursors,
+    )
+    return self._per_shard(local, specs, specs[0])(
+      old, new, layer, self.before, self.used
+    )
 
   def _put(
     self,
@@ -306,23 +352,43 @@ class ContiguousSlots(SlotGroup):
       self, at=Coords(self.at.pos, seg), used=used, before=used + 0
     )
 
+  def kept_first(self, count: Int[Array, " B"]) -> ContiguousSlots:
+    """Keep only the first `count` [B] tokens of the last call; none moves.
+
+    The call's tokens must have been the same on all shards.
+    """
+    num_new = jnp.sum(self.used - self.before, 1, dtype=jnp.int32)
+    return self._ending(_levelled(self.before, jnp.minimum(count, num_new)))
+
+  def _ending(self, used: Int[Array, "B R"]) -> ContiguousSlots:
+    """Set the cursors to `used` and empty the slots after them."""
+    used = self._everywhere(used)
+    index = jnp.arange(self.capacity, dtype=jnp.int32)
+    shard, slot = jnp.divmod(index, jnp.int32(self.local))
+    in_use = slot[None] < jnp.take(used, shard, axis=1)
+    return dataclasses.replace(
+      self,
+      at=Coords(self.at.pos, jnp.where(in_use, self.at.seg, 0)),
+      used=used,
+      before=used + 0,
+    )
+
   def kept(self, keep: Bool[Array, "B T"]) -> tuple[ContiguousSlots, Any]:
     """Keep only the tokens in `keep`, bool [B, T], of the last call.
 
     The call's tokens must have been the same on all shards.
 
     Returns:
-      The slots, and a function that permutes an array [L, B, K, S, H] likewise.
+      The slots, and a function that moves the tokens of an array [L, B, K, S,
+      H] likewise, in place.
     """
     count = keep.shape[1]
 
-    def order(
+    def moves(
       before: jax.Array, used: jax.Array, keep: jax.Array
-    ) -> tuple[Any, Any]:
-      """Slots to read on this shard, [B, n], and number that stay, [B]."""
-      me = jnp.int32(0)
-      if self.axis is not None:
-        me = collectives.axis_index(self.axis)
+    ) -> tuple[TokenMoves, jax.Array]:
+      """Moves of tokens on this shard, and the number that stay, [B]."""
+      me = self._shard()
       take = lambda x: lax.dynamic_index_in_dim(x, me, 1, keepdims=False)
       first, end = take(before), take(used)
       size = min(count, self.local)
@@ -332,62 +398,34 @@ class ContiguousSlots(SlotGroup):
       stays = jnp.take_along_axis(keep, jnp.minimum(rank, count - 1), 1)
       stays &= (step[None] < (end - first)[:, None]) & (rank < count)
       sort = jnp.argsort(1 - stays.astype(jnp.int32), axis=1, stable=True)
+      num_stays = jnp.sum(stays, 1, dtype=jnp.int32)
       source = jnp.minimum(first[:, None] + sort, self.local - 1)
-      return source.astype(jnp.int32), jnp.sum(stays, 1, dtype=jnp.int32)
+      target = first[:, None] + step[None]
+      real = step[None] < num_stays[:, None]
+      return TokenMoves.of(source, target, real), num_stays
 
-    def permute(old: jax.Array, lead: int) -> jax.Array:
-      axis = token_axis(old)
+    def move_tokens(old: jax.Array) -> jax.Array:
+      if not old.size:
+        return old
 
       def local(
         old: jax.Array, before: jax.Array, used: jax.Array, keep: jax.Array
       ) -> jax.Array:
-        source, stays = order(before, used, keep)
-        me = jnp.int32(0)
-        if self.axis is not None:
-          me = collectives.axis_index(self.axis)
-        first = lax.dynamic_index_in_dim(before, me, 1, keepdims=False)
-        if lead == 0:
-          new = jnp.take_along_axis(old, source, 1)
-          return self._put(old, new, jnp.int32(0), first, stays)
-        new = jnp.take_along_axis(old, by_token(source, old), axis)
-        step = lambda n, x: self._put(x, new[n], n, first, stays)
-        return lax.fori_loop(jnp.int32(0), jnp.int32(old.shape[0]), step, old)
+        return moves(before, used, keep)[0].moved(old)
 
-      if self.axis is None:
-        return local(old, self.before, self.used, keep)
-      sharded = P(*(None,) * axis, self.axis)
-      return jax.shard_map(
-        local,
-        mesh=self.mesh,
-        in_specs=(sharded, P(), P(), P()),
-        out_specs=sharded,
-        axis_names={self.axis},
-      )(old, self.before, self.used, keep)
+      return self._per_shard(local, (self._spec(old), *specs), self._spec(old))(
+        old, *arguments
+      )
 
-    def counts(
-      before: jax.Array, used: jax.Array, keep: jax.Array
-    ) -> jax.Array:
-      return order(before, used, keep)[1][:, None]
+    def counts(*arguments: jax.Array) -> jax.Array:
+      return moves(*arguments)[1][:, None]
 
-    if self.axis is None:
-      stays = counts(self.before, self.used, keep)
-    else:
-      stays = jax.shard_map(
-        counts,
-        mesh=self.mesh,
-        in_specs=(P(), P(), P()),
-        out_specs=P(None, self.axis),
-        axis_names={self.axis},
-      )(self.before, self.used, keep)
-    used = self._everywhere(self.before + stays)
-    pos, seg = permute(self.at.pos, 0), permute(self.at.seg, 0)
-    index = jnp.arange(self.capacity, dtype=jnp.int32)
-    shard, slot = jnp.divmod(index, jnp.int32(self.local))
-    seg = jnp.where(slot[None] < jnp.take(used, shard, axis=1), seg, 0)
-    slots = dataclasses.replace(
-      self, at=Coords(pos, seg), used=used, before=used + 0
-    )
-    return slots, lambda old: permute(old, 1) if old.size else old
+    arguments = self.before, self.used, keep
+    specs = tuple(self._spec(x, whole=True) for x in arguments)
+    stays = self._per_shard(counts, specs, self._spec(self.used))(*arguments)
+    pos, seg = map(move_tokens, self.at)
+    slots = dataclasses.replace(self, at=Coords(pos, seg))
+    return slots._ending(self.before + stays), move_tokens
 
   def gathered(self, device: jax.Device) -> tuple[ContiguousSlots, Any]:
     """Copy to one device, with rows filled from their first slot.
@@ -412,8 +450,91 @@ class ContiguousSlots(SlotGroup):
     return slots, copy_array
 
 
+class TokenMoves(NamedTuple):
+  """Tokens of rows that move to other slots, one after another.
+
+  Fields:
+    row: Row of each token, int32 [n].
+    source: Slot of each token, int32 [n].
+    target: Its new slot, int32 [n].
+    count: Number of tokens that move, int32 []; later entries are not used.
+  """
+
+  row: Int[Array, " n"]
+  source: Int[Array, " n"]
+  target: Int[Array, " n"]
+  count: Int[Array, ""]
+
+  @classmethod
+  def of(
+    cls,
+    source: Int[Array, "B n"],
+    target: Int[Array, "B n"],
+    real: Bool[Array, "B n"],
+  ) -> TokenMoves:
+    """Moves of the `real` tokens of all rows whose slots differ.
+
+    Args:
+      source: Slots of the tokens.
+      target: New slots, of which none holds a later token of the same row.
+      real: Whether a token is one.
+    """
+    row = jnp.arange(source.shape[0], dtype=jnp.int32)[:, None]
+    row = jnp.broadcast_to(row, source.shape)
+    need = (real & (source != target)).reshape(-1)
+    order = jnp.argsort(1 - need.astype(jnp.int32), stable=True)
+    flat = lambda x: x.reshape(-1)[order].astype(jnp.int32)
+    return cls(
+      flat(row), flat(source), flat(target), jnp.sum(need, dtype=jnp.int32)
+    )
+
+  def moved(self, x: Shaped[Array, " ..."]) -> Shaped[Array, " ..."]:
+    """Move the tokens in slots [B, S] or [L, B, K, *slots], in place.
+
+    A gather of all tokens at once would copy the slots on a TPU.
+    """
+
+    def move(n: Index, x: jax.Array) -> jax.Array:
+      token = token_of(x, self.row[n], self.source[n])
+      return with_token(x, token, self.row[n], self.target[n])
+
+    return lax.fori_loop(jnp.int32(0), self.count, move, x)
+
+
+def token_of(
+  x: Shaped[Array, " ..."], row: Index, slot: Index
+) -> Shaped[Array, " ..."]:
+  """Token in a slot of [B, S] or [L, B, K, *slots], in all layers."""
+  start, shape = _corner(x, row, slot)
+  return lax.dynamic_slice(row_major(x), start, shape)
+
+
+def with_token(
+  x: Shaped[Array, " ..."],
+  token: Shaped[Array, " ..."],
+  row: Index,
+  slot: Index,
+) -> Shaped[Array, " ..."]:
+  """Slots with another token in a slot, in all layers, see `token_of`."""
+  start, _ = _corner(x, row, slot)
+  return lax.dynamic_update_slice(row_major(x), token, start)
+
+
+def _corner(
+  x: jax.Array, row: Index, slot: Index
+) -> tuple[list[Any], list[int]]:
+  """Start and shape of a token in an array of slots."""
+  start: list[Any] = [jnp.int32(0)] * x.ndim
+  shape = [*x.shape]
+  for axis, index in ((x.ndim == 5, row), (token_axis(x), slot)):
+    start[axis], shape[axis] = index, 1
+  return start, shape
+
+
 tree.register(
-  ContiguousSlots, ("at", "used", "before"), ("mode", "mesh", "axis")
+  ContiguousSlots,
+  ("at", "used", "before"),
+  ("mode", "mesh", "axis", "batch_axes", "head_axis"),
 )
 
 

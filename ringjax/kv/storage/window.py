@@ -19,14 +19,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import CacheSpec
@@ -34,7 +34,10 @@ from ringjax.kv.storage.slots import (
   FILL,
   REPLICATED,
   SlotGroup,
+  TokenMoves,
   by_token,
+  token_of,
+  with_token,
 )
 from ringjax.ops.attention.cached.code_format import row_major, token_axis
 from ringjax.ops.mask import Coords
@@ -84,8 +87,7 @@ class WindowSlots(SlotGroup):
       before=cursors,
       reach=reach,
       slack=slack,
-      mesh=room.mesh,
-      axis=room.axes.get("tokens"),
+      **cls.places(room),
     )
 
   @property
@@ -143,7 +145,7 @@ class WindowSlots(SlotGroup):
     old: Shaped[Array, "L B K *slots"],
     new: Shaped[Array, "B K *tokens"],
     layer: Index,
-  ) -> jax.Array:
+  ) -> Shaped[Array, "L B K *slots"]:
     """Write the call's keys or values to their slots of `layer`.
 
     Args:
@@ -219,12 +221,11 @@ class WindowSlots(SlotGroup):
       corner = (layer, *(jnp.int32(0),) * 4)
       return lax.dynamic_update_slice(row_major(old), values[None], corner)
 
-    sharded = lambda n: P(*(None,) * n, self.axis)
-    return self._per_shard(
-      local,
-      (sharded(axis), sharded(of_new) if sent else P(), P(), P(), P(), P()),
-      sharded(axis),
-    )(old, new, layer, self.source, self.before, self.count)
+    assert self.source is not None
+    of_rows = self.source, self.before, self.count
+    rows = [self._spec(x, whole=True) for x in of_rows]
+    specs = self._spec(old), self._spec(new, whole=not sent), P(), *rows
+    return self._per_shard(local, specs, specs[0])(old, new, layer, *of_rows)
 
   def _shard_tokens(
     self,
@@ -280,54 +281,59 @@ class WindowSlots(SlotGroup):
       before=self._everywhere(count + 0),
     )
 
+  def kept_first(self, count: Int[Array, " B"]) -> WindowSlots:
+    """Keep only the first `count` [B] of the last call's tokens; none moves.
+
+    The call's tokens must have been at most `slack`.
+    """
+    return self._ending(jnp.minimum(self.before + count, self.count))
+
+  def _ending(self, count: Int[Array, " B"]) -> WindowSlots:
+    """Set the number of tokens to `count` and empty the slots of later ones."""
+    newest = self._newest(self.count)
+    seg = jnp.where(newest >= count[:, None], 0, self.at.seg)
+    count = self._everywhere(count)
+    return dataclasses.replace(
+      self, at=Coords(self.at.pos, seg), count=count, before=count + 0
+    )
+
   def kept(
     self, keep: Bool[Array, "B T"]
   ) -> tuple[WindowSlots, Callable[[jax.Array], jax.Array]]:
     """Keep only the tokens in `keep` of the last call's T <= `slack` tokens.
 
     Returns:
-      The slots, and a function that permutes an array [L, B, K, W, D] likewise.
+      The slots, and a function that moves the tokens of an array [L, B, K, W,
+      D] likewise, in place.
     """
-    count = keep.shape[1]
-    keep = keep & (
-      jnp.arange(count, dtype=jnp.int32)[None]
-      < (self.count - self.before)[:, None]
-    )
-    stays = jnp.sum(keep, 1, dtype=jnp.int32)
+    step = jnp.arange(keep.shape[1], dtype=jnp.int32)[None]
+    keep = keep & (step < (self.count - self.before)[:, None])
+    stays = self._everywhere(jnp.sum(keep, 1, dtype=jnp.int32))
     sort = jnp.argsort(1 - keep.astype(jnp.int32), axis=1, stable=True)
-    sort = sort.astype(jnp.int32)
+    rows = self.before, stays, self._everywhere(sort.astype(jnp.int32))
 
-    def permute(old: jax.Array) -> jax.Array:
-      axis = token_axis(old)
+    def move_tokens(old: jax.Array) -> jax.Array:
+      if not old.size:
+        return old
+      size = self.capacity // self.shards
 
       def local(
         old: jax.Array, before: jax.Array, stays: jax.Array, sort: jax.Array
       ) -> jax.Array:
-        me, size = self._shard(), old.shape[axis]
-        number = before[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-        slot = number // self.shards % size
-        drafted = _tokens(old, slot)
-        if self.axis is not None:
-          on_shard = jnp.mod(number, self.shards) == me
-          drafted = jnp.where(_wide(on_shard, drafted), drafted, 0)
-          drafted = collectives.total(drafted, self.axis)
-        drafted = _tokens(drafted, sort)
-        token, slot = self._shard_tokens(before, stays, count, size, me)
-        return _put(old, _tokens(drafted, token), None, slot)
+        source = before[:, None] + sort
+        target = jnp.broadcast_to(before[:, None] + step, source.shape)
+        real = step < stays[:, None]
+        if self.axis is None or self.shards == 1:
+          return TokenMoves.of(source % size, target % size, real).moved(old)
+        moves = TokenMoves.of(source, target, real)
+        return _moved_over(moves, old, self.axis, self.shards)
 
-      sharded = P(*(None,) * axis, self.axis)
-      return self._per_shard(local, (sharded, P(), P(), P()), sharded)(
-        old, self.before, stays, sort
-      )
+      specs = self._spec(old), *(self._spec(x, whole=True) for x in rows)
+      return self._per_shard(local, specs, specs[0])(old, *rows)
 
-    newest = self._newest(self.count)
-    seg = permute(self.at.seg)
-    seg = jnp.where(newest >= (self.before + stays)[:, None], 0, seg)
-    used = self._everywhere(self.before + stays)
-    slots = dataclasses.replace(
-      self, at=Coords(permute(self.at.pos), seg), count=used, before=used + 0
-    )
-    return slots, lambda old: permute(old) if old.size else old
+    pos, seg = map(move_tokens, self.at)
+    slots = dataclasses.replace(self, at=Coords(pos, seg))
+    return slots._ending(self.before + stays), move_tokens
 
   def gathered(
     self, device: jax.Device
@@ -346,30 +352,54 @@ class WindowSlots(SlotGroup):
     )
     return slots, lambda x: put(x) if x.size else move(x, device)
 
-  def _shard(self) -> jax.Array:
-    if self.axis is None:
-      return jnp.int32(0)
-    return collectives.axis_index(self.axis)
-
-  def _per_shard(
-    self, f: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
-  ) -> Callable[..., Any]:
-    if self.axis is None:
-      return f
-    return jax.shard_map(
-      f,
-      mesh=self.mesh,
-      in_specs=in_specs,
-      out_specs=out_specs,
-      axis_names={self.axis},
-    )
-
 
 tree.register(
   WindowSlots,
   ("at", "count", "before", "source", "previous"),
-  ("mode", "tokens", "reach", "slack", "mesh", "axis"),
+  (
+    "mode",
+    "tokens",
+    "reach",
+    "slack",
+    "mesh",
+    "axis",
+    "batch_axes",
+    "head_axis",
+  ),
 )
+
+
+def _moved_over(
+  moves: TokenMoves, x: jax.Array, axis: str, shards: int
+) -> jax.Array:
+  """Move tokens between the shards of a ring, for `WindowSlots.kept`.
+
+  Args:
+    moves: Moves of tokens by their numbers, of which neighbours are on
+      different shards.
+    x: Slots of this shard, [B, W] or [L, B, K, *slots].
+    axis: Mesh axis of the sequence.
+    shards: Number of shards, R.
+  """
+  me, size = collectives.axis_index(axis), x.shape[token_axis(x)]
+  shape = token_of(x, 0, 0).shape
+
+  def read(n: Index, tokens: jax.Array) -> jax.Array:
+    number = moves.source[n]
+    token = token_of(x, moves.row[n], number // shards % size)
+    token = jnp.where(number % shards == me, token, 0)
+    return lax.dynamic_update_index_in_dim(tokens, token, n, 0)
+
+  def write(n: Index, x: jax.Array) -> jax.Array:
+    number, row = moves.target[n], moves.row[n]
+    slot = number // shards % size
+    token = jnp.where(number % shards == me, tokens[n], token_of(x, row, slot))
+    return with_token(x, token, row, slot)
+
+  tokens = collectives.zeros((moves.row.size, *shape), x.dtype, x)
+  tokens = lax.fori_loop(jnp.int32(0), moves.count, read, tokens)
+  tokens = collectives.total(tokens, axis)
+  return lax.fori_loop(jnp.int32(0), moves.count, write, x)
 
 
 def _tokens(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -410,28 +440,22 @@ def _put_one_by_one(
 
 
 def _put(
-  old: jax.Array, new: jax.Array, layer: Index | None, slot: jax.Array
+  old: jax.Array, new: jax.Array, layer: Index, slot: jax.Array
 ) -> jax.Array:
   """Write tokens to slots [B, n]; slots out of range are skipped.
 
   Args:
-    old: Array [B, W] or [L, B, K, W, D]; the token axis of codes is last.
-    new: Tokens [B, n]; [B, K, n, D] with a layer, [L, B, K, n, D] without.
-    layer: Index of the layer, int32 [], or None for all.
+    old: Array [L, B, K, W, D]; the token axis of codes is last.
+    new: Tokens [B, K, n, D].
+    layer: Index of the layer, int32 [].
     slot: Slots, int32 [B, n].
   """
   row = jnp.broadcast_to(
     jnp.arange(slot.shape[0], dtype=jnp.int32)[:, None], slot.shape
   )
-  if old.ndim == 2:
-    return old.at[row, slot].set(new, mode="drop")
   axis = token_axis(old)
   # Axis of the head dim or code bytes; codes have it before the tokens.
   numbers = () if axis == 3 else (slice(None),)
-  if layer is None:
-    tokens = jnp.transpose(jnp.moveaxis(new, axis, 3), (1, 3, 0, 2, 4))
-    place = (slice(None), row, slice(None), *numbers, slot)
-    return old.at[place].set(tokens, mode="drop")
   layers = jnp.broadcast_to(layer, slot.shape)
   tokens = jnp.transpose(jnp.moveaxis(new, axis - 1, 2), (0, 2, 1, 3))
   at = (layers, row, slice(None), *numbers, slot)

@@ -185,7 +185,9 @@ class LayerReader:
       for part in self.layers[number]
     )
 
-  def get(self, number: int, at: tuple[int, ...] = ()) -> Any:
+  def get(
+    self, number: int, at: tuple[int, ...] = ()
+  ) -> tuple[np.ndarray, ...] | None:
     """Returns the arrays of a layer's parts, and has the next layer read.
 
     Args:
@@ -332,7 +334,7 @@ class LayerReader:
     for x in arrays:
       self.bytes_read += x.nbytes
       # The bytes reserved for the layer are free when all its arrays are.
-      freed: Any = weakref.finalize(x, self._count, -x.nbytes)
+      freed = weakref.finalize(x, self._count, -x.nbytes)
       freed.atexit = False
     return tuple(arrays)
 

@@ -31,7 +31,7 @@ class Reshape:
   def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
     return (x.reshape(self.shape),)
 
-  def join(self, parts: tuple[Any, ...]) -> Any:
+  def join(self, parts: tuple[Any, ...]) -> Shaped[Array | np.ndarray, " ..."]:
     return parts[0].reshape(self.stored)
 
   def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -52,7 +52,7 @@ class Transpose:
   def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
     return (x.T.reshape(self.inputs + self.outputs),)
 
-  def join(self, parts: tuple[Any, ...]) -> Any:
+  def join(self, parts: tuple[Any, ...]) -> Shaped[Array | np.ndarray, " ..."]:
     return parts[0].reshape(self.stored[::-1]).T
 
   def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -88,7 +88,7 @@ class FusedRows:
       at += rows
     return tuple(params)
 
-  def join(self, parts: tuple[Any, ...]) -> Any:
+  def join(self, parts: tuple[Any, ...]) -> Shaped[Array | np.ndarray, " ..."]:
     pieces = [
       form.join((p,)).reshape(self.groups, -1, *self.stored[1:])
       for form, p in zip(self.parts, parts, strict=True)
@@ -121,7 +121,7 @@ class FusedColumns:
     f = self.shape[-1]
     return x[..., :f], x[..., f:]
 
-  def join(self, parts: tuple[Any, ...]) -> Any:
+  def join(self, parts: tuple[Any, ...]) -> Shaped[Array | np.ndarray, " ..."]:
     if not self.interleaved:
       return _concatenate(list(parts), -1)
     pair = _concatenate([p[..., None] for p in parts], -1)
@@ -145,7 +145,7 @@ class SwappedAxes:
   def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
     return self.form.split(x.swapaxes(-1, -2))
 
-  def join(self, parts: tuple[Any, ...]) -> Any:
+  def join(self, parts: tuple[Any, ...]) -> Shaped[Array | np.ndarray, " ..."]:
     return self.form.join(parts).swapaxes(-1, -2)
 
   def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -168,7 +168,7 @@ class FirstRows:
   def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
     return self.form.split(x[: self.form.stored[0]])
 
-  def join(self, parts: tuple[Any, ...]) -> Any:
+  def join(self, parts: tuple[Any, ...]) -> Shaped[Array | np.ndarray, " ..."]:
     x = self.form.join(parts)
     xp = np if isinstance(x, np.ndarray) else jnp
     padding = xp.zeros((self.extra_rows, *self.form.stored[1:]), x.dtype)
@@ -182,7 +182,9 @@ class FirstRows:
 Form = Reshape | Transpose | FusedRows | FusedColumns | SwappedAxes | FirstRows
 
 
-def _concatenate(parts: list[Any], axis: int) -> Any:
+def _concatenate(
+  parts: list[Any], axis: int
+) -> Shaped[Array | np.ndarray, " ..."]:
   """Concatenates arrays; on the host if they are there."""
   xp = np if isinstance(parts[0], np.ndarray) else jnp
   return xp.concatenate(parts, axis)

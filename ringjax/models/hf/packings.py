@@ -158,7 +158,7 @@ class ScaledPacking(Packing):
   ) -> None:
     del unread
     for tensor in tensors:
-      form: Any = tensor.form
+      form = tensor.form
       if isinstance(form, Scaled) and form.zero and self.zeros is False:
         name = tensor.pieces[2].name
         symmetric("symmetric", name, folder.raw(name), 0)
@@ -294,7 +294,7 @@ class PackedRowsPacking(Packing):
     self.plain.check(folder, tensors, unread)
     shapes = {n for n in unread if n.endswith(".weight_shape")}
     for tensor in tensors:
-      form: Any = tensor.form
+      form = tensor.form
       if not isinstance(form, PackedRows):
         continue
       names = [piece.name for piece in tensor.pieces]
@@ -338,7 +338,7 @@ class GptqPacking(Packing):
     unread: Iterable[str],
   ) -> None:
     for tensor in tensors:
-      form: Any = tensor.form
+      form = tensor.form
       if not isinstance(form, Gptq):
         continue
       names = [piece.name for piece in tensor.pieces]
@@ -397,7 +397,7 @@ class AwqPacking(Packing):
   ) -> None:
     del unread
     for tensor in tensors:
-      form: Any = tensor.form
+      form = tensor.form
       if isinstance(form, Awq) and form.zeros and self.symmetric:
         name = tensor.pieces[2].name
         # The order differs from that of the outputs; for equal zeros it is the

@@ -123,7 +123,9 @@ def _outer(
     yield CheckpointTensor(names.inputs[leaf], form, ((f"inputs.{leaf}", ()),))
 
 
-def _form(module: Any, leaf: str, shape: tuple[int, ...]) -> Any:
+def _form(
+  module: Any, leaf: str, shape: tuple[int, ...]
+) -> Reshape | Transpose:
   """Form in which a parameter of a module is stored."""
   if leaf == "weight" and isinstance(module, Linear):
     return Transpose(shape[: module.contracted], shape[module.contracted :])
@@ -167,7 +169,7 @@ def _layer(
     start = names.layer.format(names.number(layer, paths[0]))
     return CheckpointTensor(start + name, form, targets)
 
-  def form(path: str) -> Any:
+  def form(path: str) -> Reshape | Transpose:
     part, _, leaf = path.rpartition(".")
     return _form(_part(block, part), leaf, have[path])
 
@@ -187,7 +189,7 @@ def _layer(
       stored = (1, *shape) if names.rows(path) else shape
       yield tensor(names.leaves[path], Reshape(shape, stored), [path])
     elif path in names.experts:
-      expert_form: Any = Reshape(shape[1:], shape[1:])
+      expert_form = Reshape(shape[1:], shape[1:])
       if len(shape) > 2:
         expert_form = Transpose(shape[1:2], shape[2:])
       for expert in range(shape[0]):

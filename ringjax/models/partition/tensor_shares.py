@@ -218,7 +218,7 @@ class ModelShares:
     spans(1, self.weights)
     whole_config, source, family = read_source(config)
     self.config = whole_config
-    stored: Any = dtype
+    stored = dtype
     if stored is None and folder is not None:
       stored = checkpoint.stored_dtype(folder, source)
     if stored is None:
@@ -730,7 +730,7 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
   """
   size = math.prod(shape) * dtype.itemsize
   if size >= _LARGE:
-    memory: Any = mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size)
     return np.frombuffer(memory, dtype).reshape(shape)
   room = np.empty(size + _ALIGNED, np.uint8)
   first = -room.ctypes.data % _ALIGNED

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from ringjax.checks import positive_int
 from ringjax.models.partition.tensor_shares import (
@@ -99,7 +98,7 @@ class WindowLayout:
       window: Blocks in memory at once, next to those that stay; None: all.
       retain: Number of feedforwards of which the first stays; None: none stays.
     """
-    resident: Any = ()
+    resident = ()
     if retain is not None:
       feedforwards = [
         k

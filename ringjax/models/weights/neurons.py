@@ -251,7 +251,7 @@ def neuron_report(model: Transformer, *, reset: bool = False) -> NeuronReport:
       "one with its feedforward neurons on disk",
       "pass what rj.models.sparse_model returns",
     )
-  feedforward: Any = model.stack.blocks[0][0].feedforward
+  feedforward = model.stack.blocks[0][0].feedforward
   report = feedforward.store.report()
   if reset:
     feedforward.store.reset()

@@ -351,7 +351,7 @@ class Streaming:
       tensors: Tensors of layers on disk.
       targets: Function from a tensor to its pieces as device arrays.
     """
-    groups: Any = {}
+    groups = {}
     reader = None
     fault = ReadFault(ranks=joint_outcome.processes_of(self._mesh))
     if folder is not None and targets is not None:

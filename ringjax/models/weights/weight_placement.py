@@ -26,6 +26,7 @@ from ringjax.config import Config, Flag, config, option
 from ringjax.errors import OptionError
 from ringjax.kv.base import DEVICE, DISK, IN_HOST, TIERS, bytes_each
 from ringjax.kv.offload.cache_files import TransferEvent
+from ringjax.typing import ArrayLeaf
 
 if TYPE_CHECKING:
   from ringjax.models.transformer import Transformer
@@ -426,14 +427,14 @@ def _readers(model: Transformer) -> list[Any]:
   return list(readers.values())
 
 
-def _all_bytes(x: Any) -> int:
+def _all_bytes(x: ArrayLeaf) -> int:
   """Bytes of an array's shards on this process's devices, or of a shape."""
   if isinstance(x, jax.ShapeDtypeStruct):
     return _nbytes(x)
   return sum(shard.data.nbytes for shard in x.addressable_shards)
 
 
-def _nbytes(x: Any) -> int:
+def _nbytes(x: ArrayLeaf) -> int:
   return x.size * x.dtype.itemsize
 
 

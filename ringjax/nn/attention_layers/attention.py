@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from ringjax.kv.base import LayerCache
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.query_reading import KeyReading
-from ringjax.nn.linear import Identity, Linear, Norm
+from ringjax.nn.linear import Identity, LayerNorm, Linear, Norm, RMSNorm
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend, Extras
 from ringjax.nn.tokens import Tokens
@@ -160,7 +159,9 @@ class Attention:
     return GroupedQuery(rngs, self, embed)
 
 
-def head_norm(rngs: nnx.Rngs, spec: Attention, heads: int) -> Any:
+def head_norm(
+  rngs: nnx.Rngs, spec: Attention, heads: int
+) -> Identity | LayerNorm | RMSNorm:
   """Make the norm of queries or keys [..., heads, H] of a layer, if any."""
   if spec.qk_norm is None:
     return Identity()

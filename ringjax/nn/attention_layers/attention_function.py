@@ -50,7 +50,7 @@ def check_function(function: object, layers: tuple[Layer, ...]) -> None:
       "pass jax.nn.dot_product_attention, for instance",
     )
   for layer in layers:
-    mixer: Any = layer.attention
+    mixer = layer.attention
     if isinstance(mixer, Beside):
       mixer = mixer.attention
     if isinstance(mixer, Attention):

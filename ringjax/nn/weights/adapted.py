@@ -42,6 +42,11 @@ def adapter_rows(rows: Int[Array, " B"] | None) -> Iterator[None]:
     _ROWS.reset(token)
 
 
+def current_adapter_rows() -> Int[Array, " B"] | None:
+  """The adapter of each row that `adapter_rows` has set, or None."""
+  return _ROWS.get()
+
+
 class AdaptedLinear(nnx.Module):
   """A `Linear` with low-rank adapters that are added to it.
 
@@ -56,7 +61,9 @@ class AdaptedLinear(nnx.Module):
   ):
     self.base = base
     self.contracted = base.contracted
-    self.a, self.b = nnx.Param(a), nnx.Param(b)
+    # A call reads the factors of its rows' adapters, not those of all.
+    self.a = nnx.Param(a, by_index=True)
+    self.b = nnx.Param(b, by_index=True)
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
     y, rows = self.base(x), _ROWS.get()
@@ -71,7 +78,7 @@ class AdaptedLinear(nnx.Module):
         "a map of tokens [B, T], row by row",
         "leave this map out of the adapters' targets",
       )
-    a, b = self.a[...][rows], self.b[...][rows]
+    a, b = self.a.get_value()[rows], self.b.get_value()[rows]
     inner, rank = math.prod(x.shape[2:]), b.shape[1]
     low = jnp.einsum(
       "bti,bir->btr",

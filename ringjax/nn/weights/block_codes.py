@@ -112,12 +112,13 @@ class BlockCodesLinear(nnx.Module):
     if isinstance(base, ExpertLinear):
       # Shards run different experts, so that none may wait for another within.
       first, out = None, (None,) * len(out)
-    self.codes = nnx.Param(codes, axes=(*lead, first, None, *out), wide=True)
-    self.step = nnx.Param(step, axes=(*lead, first, *out), wide=True)
+    marks = {"wide": True, "by_index": base.by_index}
+    self.codes = nnx.Param(codes, axes=(*lead, first, None, *out), **marks)
+    self.step = nnx.Param(step, axes=(*lead, first, *out), **marks)
     self.least = (
       None
       if least is None
-      else nnx.Param(least, axes=(*lead, first, *out), wide=True)
+      else nnx.Param(least, axes=(*lead, first, *out), **marks)
     )
     self.bias = base.bias
 

@@ -44,8 +44,9 @@ class Coded8Linear(nnx.Module):
     self.contracted = base.contracted
     axes = tuple(base.weight.get_metadata()["axes"])
     lead, out = axes[: base.lead], axes[base.lead + self.contracted :]
-    self.codes = nnx.Param(codes, axes=axes, wide=True)
-    self.step = nnx.Param(step, axes=lead + out, wide=True)
+    marks = {"wide": True, "by_index": base.by_index}
+    self.codes = nnx.Param(codes, axes=axes, **marks)
+    self.step = nnx.Param(step, axes=lead + out, **marks)
     self.bias = base.bias
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
@@ -128,9 +129,10 @@ class Coded4Linear(nnx.Module):
       # Shards run different experts at the same time, so they must not wait for
       # each other within a product, as they would for sharded groups.
       first, out = None, (None,) * len(out)
-    self.codes = nnx.Param(codes, axes=(*lead, first, None, *out), wide=True)
-    self.step = nnx.Param(step, axes=(*lead, first, *out), wide=True)
-    self.least = nnx.Param(least, axes=(*lead, first, *out), wide=True)
+    marks = {"wide": True, "by_index": base.by_index}
+    self.codes = nnx.Param(codes, axes=(*lead, first, None, *out), **marks)
+    self.step = nnx.Param(step, axes=(*lead, first, *out), **marks)
+    self.least = nnx.Param(least, axes=(*lead, first, *out), **marks)
     self.bias = base.bias
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +56,7 @@ class IntegerLinear(nnx.Module):
     lead = axes[: base.lead]
     out = axes[base.lead + self.contracted :]
     wide_param = lambda x, axes, **more: nnx.Param(
-      x, axes=axes, wide=True, **more
+      x, axes=axes, wide=True, by_index=base.by_index, **more
     )
     self.codes, self.scales = (
       wide_param(codes, axes),
@@ -145,5 +144,5 @@ class NotedLinear(nnx.Module):
     jax.debug.callback(self._note, self.number[...], size.reshape(-1))
     return self.base(x)
 
-  def _note(self, number: Any, size: Any) -> None:
+  def _note(self, number: Array | np.ndarray, size: Array | np.ndarray) -> None:
     self.note(np.asarray(number), np.asarray(size))

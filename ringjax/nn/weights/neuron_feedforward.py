@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.experimental import io_callback
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ringjax.errors import (
@@ -250,7 +251,7 @@ class NeuronFeedforward(nnx.Module):
     h = jnp.where(counts, h, jnp.zeros((), h.dtype))
     return jnp.matmul(h, rows[:, -1], preferred_element_type=jnp.float32)
 
-  def _shape(self, rows: int, dtype: Any) -> jax.ShapeDtypeStruct:
+  def _shape(self, rows: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     parts = 3 if isinstance(self.spec, Gated) else 2
     parts -= self.deciding is not None
     embed = self._embed
@@ -262,16 +263,24 @@ class NeuronFeedforward(nnx.Module):
     weight = decides.weight if self.predictor is None else decides.down
     return weight[...].shape[-2]
 
-  def _prepare(self, number: Any, needed: Any) -> tuple[np.ndarray, ...]:
+  def _prepare(
+    self, number: Array | np.ndarray, needed: Array | np.ndarray
+  ) -> tuple[np.ndarray, ...]:
     branch_and_ticket = self.store.prepare(int(number), np.asarray(needed))
     return tuple(np.asarray(n, np.int32) for n in branch_and_ticket)
 
   def _fetch(
-    self, size: int, number: Any, ticket: Any, needed: Any
+    self,
+    size: int,
+    number: Array | np.ndarray,
+    ticket: Array | np.ndarray,
+    needed: Array | np.ndarray,
   ) -> tuple[np.ndarray, ...]:
     return self.store.fetch(int(number), size, int(ticket), np.asarray(needed))
 
-  def _block(self, number: Any, index: Any) -> np.ndarray:
+  def _block(
+    self, number: Array | np.ndarray, index: Array | np.ndarray
+  ) -> np.ndarray:
     return self.store.block(int(number), int(index))
 
   def _guarded(self, f: Callable[..., Any]) -> Callable[..., Any]:
@@ -339,5 +348,10 @@ class NotedFeedforward(nnx.Module):
     jax.debug.callback(self._note, self.number[...], x, act(decides(x)) != 0)
     return base(x, attend)
 
-  def _note(self, number: Any, x: Any, active: Any) -> None:
+  def _note(
+    self,
+    number: Array | np.ndarray,
+    x: Array | np.ndarray,
+    active: Array | np.ndarray,
+  ) -> None:
     self.note(int(number), np.asarray(x, np.float32), np.asarray(active))

@@ -107,7 +107,9 @@ class DiskLayers:
     barrier = lax.stop_gradient(after)
     fill_nan = mesh is not None
 
-    def call(which: Any, at: Any, _: Any) -> tuple[Any, ...]:
+    def call(
+      which: Array | np.ndarray, at: Array | np.ndarray, _: Any
+    ) -> tuple[Any, ...]:
       shard = tuple(int(n) for n in np.asarray(at)[1:])
       try:
         return self.reader.get(self.numbers[int(which)], shard)

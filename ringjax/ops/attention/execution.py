@@ -177,7 +177,7 @@ def _per_shard(
           "pad the sequence, or call outside of shard_map",
         )
     lengths = (shards[0] * size, shards[1] * size)
-  index: Any = 0
+  index = 0
   if place.axis is not None:
     index = collectives.axis_index(place.axis)
   natural = [layout.positions(index, size, n)[None] for n in shards]

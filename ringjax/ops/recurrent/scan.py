@@ -396,7 +396,7 @@ class _Rule:
   state_dtype: str
 
   @property
-  def first(self) -> Any:
+  def first(self) -> jax.Array | bool:
     """Whether this shard is the first in the recurrence's direction."""
     if self.axis is None:
       return True

@@ -163,14 +163,19 @@ def letters(rank: int) -> str:
   return _LETTERS[:rank]
 
 
-def _run_shard(f: Callable[..., Any], shards: Shards, x: Any, dims: Any) -> Any:
+def _run_shard(
+  f: Callable[..., Any],
+  shards: Shards,
+  x: tuple[Any, ...],
+  dims: tuple[str, ...],
+) -> tuple[Any, ...]:
   # A caller may pass the same tokens to all shards; they vary from here on.
   axes = () if shards.axis is None else (shards.axis,)
-  x = (
+  operands = (
     collectives.vary(a, axes) if "t" in d else a
     for a, d in zip(x, dims, strict=True)
   )
-  return f(shards, *x)
+  return f(shards, *operands)
 
 
 # Compiled here: without this, each call outside of a jit would compile its
@@ -183,10 +188,10 @@ def _on_mesh(
   f: Callable[..., Any],
   shards: Shards,
   place: CallSharding,
-  dims: Any,
-  outs: Any,
-  x: Any,
-) -> Any:
+  dims: tuple[str, ...],
+  outs: tuple[str, ...],
+  x: tuple[Any, ...],
+) -> tuple[Any, ...]:
   mesh, length = place.mesh, x[0].shape[1]
   assert mesh is not None
   slots = (
@@ -230,7 +235,10 @@ def _on_mesh(
 
 
 def _axes_of(
-  x: Any, dims: Any, mesh: Mesh | AbstractMesh, axis: str | None
+  x: Sequence[Array | None],
+  dims: Sequence[str],
+  mesh: Mesh | AbstractMesh,
+  axis: str | None,
 ) -> dict[str, Any]:
   """Explicit mesh axes of each letter, as in the operands' shardings."""
   axes_of_dim: dict[str, Any] = {}
@@ -261,7 +269,7 @@ def _axes_of(
   return axes_of_dim
 
 
-def _spec(x: Any, dims: str, axes_of_dim: dict[str, Any]) -> P | None:
+def _spec(x: Array | None, dims: str, axes_of_dim: dict[str, Any]) -> P | None:
   if x is None:
     return None
   return P(
@@ -272,7 +280,7 @@ def _spec(x: Any, dims: str, axes_of_dim: dict[str, Any]) -> P | None:
   )
 
 
-def _reshard(x: Any, mesh: Mesh | AbstractMesh, spec: P | None) -> Any:
+def _reshard(x: Array | None, mesh: Mesh | AbstractMesh, spec: P | None) -> Any:
   if x is None or spec is None:
     return x
   sharding = jax.typeof(x).sharding
@@ -281,7 +289,9 @@ def _reshard(x: Any, mesh: Mesh | AbstractMesh, spec: P | None) -> Any:
   return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
-def _to_mesh(x: Any, mesh: Mesh, dims: str, axis: str | None) -> Any:
+def _to_mesh(
+  x: Array | None, mesh: Mesh, dims: str, axis: str | None
+) -> Array | None:
   """Move an array that was made without the mesh to its devices."""
   if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
     return x

@@ -36,7 +36,8 @@ from ringjax.json_text import json_text
 from ringjax.parallel import chips
 from ringjax.plan import files
 from ringjax.plan.compiler import overlap
-from ringjax.plan.compiler.hlo import Trips
+from ringjax.plan.compiler.hlo import HloProgram, Trips
+from ringjax.plan.compiler.traffic import MemoryTraffic, traffic
 
 # Variables of the caller's environment that a compilation sees; libtpu reads
 # others as flags by parts of their names.
@@ -137,6 +138,8 @@ class Compiled:
     limit_bytes: Bytes per device that a program may take.
     largest: Largest buffers of a program that does not fit.
     report: Report on the schedule; None if `memory` is.
+    traffic: Bytes read and written; None if `memory` is. Branches of a
+      conditional run as often as "filled_blocks" among the facts says.
     trace_s: Seconds of tracing and lowering.
     compile_s: Seconds of compiling.
     text_bytes: Length of the scheduled program's text.
@@ -159,12 +162,17 @@ class Compiled:
   facts: Mapping[str, Any]
   versions: Mapping[str, str]
   text_path: str | None = None
+  traffic: MemoryTraffic | None = None
 
   def record(self) -> dict[str, Any]:
     """Fields as a dict for JSON, with the report as "schedule"."""
-    body = files.record(self, leave=("report",))
-    report = self.report
-    return {**body, "schedule": None if report is None else report.record()}
+    body = files.record(self, leave=("report", "traffic"))
+    report, moved = self.report, self.traffic
+    return {
+      **body,
+      "schedule": None if report is None else report.record(),
+      "traffic": None if moved is None else moved.record(),
+    }
 
 
 class CompileError(RingjaxError, RuntimeError):
@@ -274,7 +282,7 @@ def compile(
   answer, program = _run(text, flags, timeout_s)
   if text_path is not None and program:
     pathlib.Path(text_path).write_text(program)
-  memory = report = None
+  memory = report = moved = None
   needed = answer.get("needed_bytes") or 0
   if "memory" in answer:
     memory = Memory(limit=core.hbm_bytes, **answer["memory"])
@@ -287,6 +295,10 @@ def compile(
       wraps=core.wraps(sides),
       kernels=kernels,
       data_trips=answer["data_trips"],
+    )
+    moved = traffic(
+      HloProgram(program, core, data_trips=answer["data_trips"]),
+      taken=answer["facts"].get("filled_blocks", 1.0),
     )
   return Compiled(
     topology=topology,
@@ -303,6 +315,7 @@ def compile(
     facts=answer["facts"],
     versions=answer["versions"],
     text_path=text_path if program else None,
+    traffic=moved,
   )
 
 

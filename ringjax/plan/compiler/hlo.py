@@ -22,7 +22,7 @@ from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Core
 
-_BYTES = {
+BYTES = {
   "pred": 1.0, "s4": 0.5, "u4": 0.5, "s8": 1.0, "u8": 1.0, "s16": 2.0,
   "u16": 2.0, "bf16": 2.0, "f16": 2.0, "s32": 4.0, "u32": 4.0, "f32": 4.0,
   "s64": 8.0, "u64": 8.0, "f64": 8.0, "f8e4m3fn": 1.0, "f8e5m2": 1.0,
@@ -82,7 +82,7 @@ class HloInstruction:
     return tuple(
       (kind, tuple(int(n) for n in sizes.split(",") if n))
       for kind, sizes in _ARRAY.findall(self.shape)
-      if kind in _BYTES
+      if kind in BYTES
     )
 
   @property
@@ -97,7 +97,7 @@ class HloInstruction:
 
   @staticmethod
   def _bytes(kind: str, sizes: tuple[int, ...]) -> float:
-    return _BYTES[kind] * math.prod(sizes)
+    return BYTES[kind] * math.prod(sizes)
 
   @property
   def op_name(self) -> str:

@@ -9,21 +9,29 @@ parameter that is not supported is taken where its value asks for nothing
 
 from __future__ import annotations
 
+import enum
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn, TypeGuard
 
 from ringjax.checks import integer, number
 from ringjax.data.text.chat import ROLES
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.infer.sampling import PARAMETERS
-from ringjax.json_text import json_text
+from ringjax.json_text import Json, json_text
 from ringjax.serve.row_sampler import BIASES, TOP
 
 _UNSUPPORTED = "unsupported_parameter"
-# Result of a parser for a value that means the same as no parameter.
-ABSENT = object()
+
+
+class Absent(enum.Enum):
+  """Result of a parser for a value that means the same as no parameter."""
+
+  ABSENT = enum.auto()
+
+
+ABSENT = Absent.ABSENT
 Parser = Callable[[str, Any], Any]
 
 
@@ -91,7 +99,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
       raise ValueError("a name occurs twice in an object")
     return parsed
 
-  def constant(name: str) -> Any:
+  def constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
   try:
@@ -187,7 +195,7 @@ def members(name: str, value: object, *known: str) -> dict[str, Any]:
   return {key: x for key, x in value.items() if x is not None}
 
 
-def is_ids(value: object) -> bool:
+def is_ids(value: object) -> TypeGuard[list[int]]:
   """Whether a value is a list of integers that is not empty."""
   return (
     isinstance(value, list)
@@ -209,7 +217,7 @@ def utf8(name: str, value: str) -> None:
     ) from None
 
 
-def _plain(name: str, value: Any, want: str) -> Any:
+def _plain(name: str, value: Json, want: str) -> str | int | float | None:
   """Check that a value may be a number: no bool, list or object."""
   if isinstance(value, bool | list | dict):
     raise OptionError(name, kind_of(value), want, "pass one")
@@ -217,7 +225,7 @@ def _plain(name: str, value: Any, want: str) -> Any:
 
 
 def _whole(least: int, most: int | None = None) -> Parser:
-  def parse(name: str, value: Any) -> int:
+  def parse(name: str, value: Json) -> int:
     value = _plain(name, value, "an integer")
     return integer(name, value, least=least, most=most)
 
@@ -229,7 +237,7 @@ def _real(
   most: int | float | None,
   above: int | float | None = None,
 ) -> Parser:
-  def parse(name: str, value: Any) -> float:
+  def parse(name: str, value: Json) -> float:
     value = _plain(name, value, "a number")
     return number(name, value, least=least, most=most, above=above)
 
@@ -245,19 +253,19 @@ def _range_of(name: str) -> Parser:
 _TOP_K, _COUNT, _BIAS = _whole(1, 2**31 - 1), _whole(0, TOP), _real(-100, 100)
 
 
-def _top_k(name: str, value: Any) -> Any:
+def _top_k(name: str, value: Json) -> int | Absent:
   # 0 and -1 stand for all tokens in vLLM.
   if type(value) is int and value in (0, -1):
     return ABSENT
   return _TOP_K(name, value)
 
 
-def _count(name: str, value: Any) -> Any:
+def _count(name: str, value: Json) -> int | Absent:
   """Parse the number of log-probabilities; false means none, as in chats."""
   return ABSENT if value is False else _COUNT(name, value)
 
 
-def _stop(name: str, value: Any) -> Any:
+def _stop(name: str, value: Json) -> tuple[str, ...] | Absent:
   parsed = [value] if isinstance(value, str) else value
   # The same limits as those of `Stop`.
   if (
@@ -275,7 +283,7 @@ def _stop(name: str, value: Any) -> Any:
   return tuple(parsed) or ABSENT
 
 
-def _stop_ids(name: str, value: Any) -> Any:
+def _stop_ids(name: str, value: Json) -> tuple[int, ...] | Absent:
   if value == [] and isinstance(value, list):
     return ABSENT
   if not is_ids(value) or len(value) > 128:
@@ -285,7 +293,7 @@ def _stop_ids(name: str, value: Any) -> Any:
   return tuple(value)
 
 
-def _bias(name: str, value: Any) -> Any:
+def _bias(name: str, value: Json) -> dict[int, float] | Absent:
   if not isinstance(value, dict):
     raise OptionError(
       name, kind_of(value), "an object", 'pass {"token id": bias}'
@@ -304,7 +312,7 @@ def _bias(name: str, value: Any) -> Any:
   return parsed or ABSENT
 
 
-def _stream_options(name: str, value: Any) -> Any:
+def _stream_options(name: str, value: Json) -> bool | Absent:
   parsed = members(name, value, "include_usage", "include_obfuscation")
   if parsed.pop("include_obfuscation", False) is not False:
     raise OptionError(
@@ -317,7 +325,7 @@ def _stream_options(name: str, value: Any) -> Any:
   return flag(f"{name}.include_usage", usage) or ABSENT
 
 
-def _response_format(name: str, value: Any) -> Any:
+def _response_format(name: str, value: Json) -> dict[str, Any] | Absent:
   """Parse a response format: nothing for text, or the schema as an object."""
   parsed = members(name, value, "type", "json_schema")
   kind = parsed.get("type")
@@ -345,7 +353,7 @@ def _response_format(name: str, value: Any) -> Any:
   )
 
 
-def _variables(name: str, value: Any) -> Any:
+def _variables(name: str, value: Json) -> dict[str, Any] | Absent:
   """Parse variables of a chat template; as in transformers, unused ones are
   ignored."""
   if not isinstance(value, dict):
@@ -366,24 +374,24 @@ def _variables(name: str, value: Any) -> Any:
   return value or ABSENT
 
 
-def _anything(name: str, value: Any) -> Any:
+def _anything(name: str, value: Json) -> Json:
   return value
 
 
 def _nothing(kind: Parser) -> Parser:
   """Parser of a parameter that is checked and then ignored."""
 
-  def parse(name: str, value: Any) -> Any:
+  def parse(name: str, value: Json) -> Absent:
     kind(name, value)
     return ABSENT
 
   return parse
 
 
-def _only(*values: Any) -> Parser:
+def _only(*values: Json) -> Parser:
   """Parser of an unsupported parameter that accepts only neutral values."""
 
-  def parse(name: str, value: Any) -> Any:
+  def parse(name: str, value: Json) -> Absent:
     # Compare types as well, as 1 == True.
     if any(type(x) is type(value) and x == value for x in values):
       return ABSENT
@@ -400,7 +408,7 @@ def _only(*values: Any) -> Parser:
 
 
 def _choice(*values: str) -> Parser:
-  def parse(name: str, value: Any) -> Any:
+  def parse(name: str, value: Json) -> str:
     if value not in values or not isinstance(value, str):
       raise OptionError(
         name, json_text(value)[:80], f"one of {', '.join(values)}", "pass one"
@@ -410,7 +418,7 @@ def _choice(*values: str) -> Parser:
   return parse
 
 
-def _metadata(name: str, value: Any) -> Any:
+def _metadata(name: str, value: Json) -> dict[str, str]:
   if not isinstance(value, dict) or not all(
     isinstance(x, str) for x in value.values()
   ):
@@ -610,7 +618,7 @@ _OF_ROLE = {
 }
 
 
-def _message(name: str, given: Any, calls: bool) -> dict[str, Any]:
+def _message(name: str, given: Json, calls: bool) -> dict[str, Any]:
   if not isinstance(given, dict):
     raise OptionError(name, kind_of(given), "an object", "pass an object")
   role = given.get("role")
@@ -652,7 +660,7 @@ def _message(name: str, given: Any, calls: bool) -> dict[str, Any]:
   return parsed | {"role": role, "content": content}
 
 
-def _tool_calls(name: str, given: Any, calls: bool) -> list[dict[str, Any]]:
+def _tool_calls(name: str, given: Json, calls: bool) -> list[dict[str, Any]]:
   """Parse tool calls, with arguments as objects for templates."""
   if not calls:
     raise OptionError(

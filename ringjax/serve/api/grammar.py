@@ -35,7 +35,7 @@ class GrammarCompiler:
     """
     self._tokenizer, self._vocab = tokenizer, vocab
     self._lock = threading.Lock()
-    self._known: Any = None
+    self._known = None
 
   def mask(
     self, schema: dict[str, Any] | None, regex: str | None, answers: int

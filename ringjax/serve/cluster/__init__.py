@@ -9,6 +9,8 @@ from ringjax.serve.cluster.block_index import (
   tree_keys,
 )
 from ringjax.serve.cluster.conductor import (
+  REJECTIONS,
+  ROUTING_POLICIES,
   Conductor,
   EarlyRejection,
   FastestDecode,
@@ -19,6 +21,7 @@ from ringjax.serve.cluster.conductor import (
   RoutingCosts,
   ShortestWait,
   fetch_bytes_per_flop,
+  needs_costs,
   routing_policy,
 )
 from ringjax.serve.cluster.control_link import ask_router
@@ -171,6 +174,8 @@ from ringjax.serve.cluster.times.request_times import (
 from ringjax.serve.cluster.worker import ClusterWorker
 
 __all__ = [
+  "REJECTIONS",
+  "ROUTING_POLICIES",
   "BlockEvent",
   "BlockIndex",
   "BlockLog",
@@ -276,6 +281,7 @@ __all__ = [
   "log_calls",
   "measure_calls",
   "mixed_lengths",
+  "needs_costs",
   "percentiles",
   "random_trace",
   "read_calls",

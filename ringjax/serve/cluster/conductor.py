@@ -6,12 +6,7 @@ prefix counts as infinitely worse than one with some.
 Cost: one or two predictions for each prefill instance; for a live one
 also one for each prompt of its queue, at most 257 and those sent last.
 
-  random   any instance; a hash of the request's number
-  load     the instance whose queue is finished first
-  local    the least predicted time to the first token, with the prefix that
-           the instance has itself
-  conductor  as "local", where an instance may first fetch the longest prefix
-           from the instance that has it (Mooncake's algorithm 1)
+Names of policies are at the end, in `ROUTING_POLICIES` and `REJECTIONS`.
 
 An instance that fetches a prefix keeps it, so that the blocks in highest demand
 are soon on several instances. With `hot_s` the conductor also copies a prefix
@@ -608,8 +603,10 @@ class PredictiveRejection(EarlyRejection):
 # Policies by name
 # ---------------------------------------------------------------------------
 
-# Policies that decide alone, and those that wrap another policy.
-POLICIES: dict[str, Callable[..., RoutingPolicy]] = {
+# Policies that decide alone, and those that wrap another policy. A class with a
+# field `costs` gets `RoutingCosts`.
+ROUTING_POLICIES: dict[str, Callable[..., RoutingPolicy]] = {
+  "shortest": ShortestQueue,
   "random": RandomRoute,
   "load": ShortestWait,
   "local": LocalConductor,
@@ -619,7 +616,18 @@ REJECTIONS: dict[str, Callable[..., RoutingPolicy]] = {
   "early": EarlyRejection,
   "predictive": PredictiveRejection,
 }
-_SHORTEST = "shortest"
+
+
+def needs_costs(text: str) -> bool:
+  """Whether a policy predicts, by its text as of `routing_policy`.
+
+  Raises:
+    OptionError: If a name is unknown.
+  """
+  *rejections, base = text.split("/")
+  classes = [_class_of(base, ROUTING_POLICIES)]
+  classes += [_class_of(rejection, REJECTIONS) for rejection in rejections]
+  return any(map(_has_costs, classes))
 
 
 def routing_policy(
@@ -628,10 +636,10 @@ def routing_policy(
   """Make a routing policy from its name, or return a policy as it is.
 
   Args:
-    value: A policy; or "shortest" (`ShortestQueue`), one of `POLICIES` with
-      options, "conductor:threshold=2,ttft_s=30", with rejections in front of
-      it, "predictive:tpot_s=0.1,decode_s=20/conductor".
-    costs: Costs with which it predicts; all but "shortest" need them.
+    value: A policy; or one of `ROUTING_POLICIES` with options,
+      "conductor:threshold=2,ttft_s=30", with `REJECTIONS` in front of it,
+      "predictive:tpot_s=0.1,decode_s=20/conductor".
+    costs: Costs with which it predicts, see `needs_costs`.
 
   Raises:
     OptionError: If a name or option is unknown, or costs are missing.
@@ -639,35 +647,41 @@ def routing_policy(
   if not isinstance(value, str):
     return value
   *rejections, base = value.split("/")
-  policy: RoutingPolicy
-  if base == _SHORTEST:
-    policy = ShortestQueue()
-  else:
-    policy = _named(base, POLICIES, (_SHORTEST, *POLICIES), costs, {})
+  policy = _named(base, ROUTING_POLICIES, costs, {})
   for rejection in reversed(rejections):
-    policy = _named(
-      rejection, REJECTIONS, (*REJECTIONS,), costs, {"policy": policy}
-    )
+    policy = _named(rejection, REJECTIONS, costs, {"policy": policy})
   return policy
+
+
+def _class_of(
+  text: str, policies: Mapping[str, Callable[..., RoutingPolicy]]
+) -> Callable[..., RoutingPolicy]:
+  """Find the class of a policy by its text."""
+  name = text.partition(":")[0]
+  if name not in policies:
+    raise OptionError(
+      "policy",
+      repr(text),
+      f"one of {', '.join(policies)}, or a RoutingPolicy",
+      "pass policy='conductor:threshold=2', or "
+      "'predictive:tpot_s=0.1,decode_s=20/conductor'",
+    )
+  return policies[name]
+
+
+def _has_costs(policy_class: Callable[..., RoutingPolicy]) -> bool:
+  fields = dataclasses.fields(policy_class)  # pyrefly: ignore
+  return any(field.name == "costs" for field in fields)
 
 
 def _named(
   text: str,
   policies: Mapping[str, Callable[..., RoutingPolicy]],
-  names: Sequence[str],
   costs: RoutingCosts | None,
   fixed: Mapping[str, RoutingPolicy],
 ) -> RoutingPolicy:
+  policy_class = _class_of(text, policies)
   name, colon, options_text = text.partition(":")
-  if name not in policies:
-    raise OptionError(
-      "policy",
-      repr(text),
-      f"one of {', '.join(names)}, or a RoutingPolicy",
-      "pass policy='conductor:threshold=2', or "
-      "'predictive:tpot_s=0.1,decode_s=20/conductor'",
-    )
-  policy_class = policies[name]
   options = [
     f.name
     for f in dataclasses.fields(policy_class)  # pyrefly: ignore
@@ -676,14 +690,17 @@ def _named(
   given_options = option_text.pairs(
     options_text if colon else None, options, "policy", name
   )
+  values = {key: _option_number(text) for key, text in given_options.items()}
+  if not _has_costs(policy_class):
+    return policy_class(**fixed, **values)
   if costs is None:
+    others = [x for x, kind in ROUTING_POLICIES.items() if not _has_costs(kind)]
     raise OptionError(
       "costs",
       f"none for {name!r}",
       "RoutingCosts",
-      "pass the times that it predicts with, or policy='shortest'",
+      f"pass the times that it predicts with, or policy={others[0]!r}",
     )
-  values = {key: _option_number(text) for key, text in given_options.items()}
   return policy_class(costs=costs, **fixed, **values)
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -306,7 +307,11 @@ class PipelineWorker:
         self._work.wait()
     return None
 
-  def _publish(self, task: PipelineTask, blocks: Any) -> None:
+  def _publish(
+    self,
+    task: PipelineTask,
+    blocks: Sequence[tuple[np.ndarray, np.ndarray]] | None,
+  ) -> None:
     """Publish the whole pages of a prompt, and tell the router."""
     ticket, count = None, task.prompt.size // self._pages.page
     with self._work:

@@ -148,7 +148,7 @@ class ModelRowDrafts:
     dtype: DTypeLike,
   ) -> None:
     """Make the model and its cache."""
-    drafter: Any = self._drafter
+    drafter = self._drafter
     assert isinstance(drafter, ModelDrafter)
     model = drafter.drafts(self._target)
     kind = model.cache_kind(drafter.cache_kind)
@@ -363,7 +363,7 @@ class BlockRowDrafts(ModelRowDrafts):
     dtype: DTypeLike,
   ) -> None:
     del axis, dtype
-    drafter: Any = self._drafter
+    drafter = self._drafter
     assert isinstance(drafter, LongSpec)
     model = drafter.drafts(self._target)
     check_devices(model, mesh)

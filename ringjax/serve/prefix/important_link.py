@@ -59,6 +59,7 @@ from ringjax.store import (
   Store,
   StoredNode,
 )
+from ringjax.store.impress.importance import heads_of_layers
 
 if TYPE_CHECKING:
   from ringjax.serve.engine import EngineCounters
@@ -85,7 +86,8 @@ class ImportantShare:
     alpha: Exponent of the threshold above which probes are believed, see
       `rj.store.overlap_threshold`.
     probes: Number of probe heads, the first ones; of models with fewer, all. Or
-      those of each layer, int [L, P].
+      heads, int [P] of every layer or [L, P], see
+      `rj.infer.contexts.probe_heads`.
     segment: Tokens of a segment, a multiple of the page: what a prefix is
       stored in.
     chunk: Tokens of a chunk, which is read whole.
@@ -96,7 +98,7 @@ class ImportantShare:
 
   share: int | float = 0.25
   alpha: int | float = 0.6
-  probes: int | Int[np.ndarray, "L P"] = 3
+  probes: int | Int[np.ndarray, "*layers P"] = 3
   segment: int = 512
   chunk: int = 32
 
@@ -184,7 +186,7 @@ class ImportantLink(StoreLink):
 
     Raises:
       InputTypeError, OptionError, ConfigError: If parts of the model's keys or
-        of the pages can't be read separately.
+        of the pages can't be read separately, or probes are not its heads.
     """
     page = scheduler.tree.page
     if how.segment % page:
@@ -209,12 +211,15 @@ class ImportantLink(StoreLink):
         "leave mesh or important out",
       )
     self._programs = softmax_layers(model)
+    mixer: Any = self._programs.layers[0].spec.attention
+    self._heads = mixer.kv_heads
+    self._probes = heads_of_layers(
+      how.probes, len(self._programs.layers), self._heads
+    )
     super().__init__(store, model, pool, scheduler, counters, longest)
     # Single pages are not stored on eviction.
     self._tree.on_evict = None
     self.how, self._dtype = how, np.dtype(pool.dtype)
-    mixer: Any = self._programs.layers[0].spec.attention
-    self._heads = mixer.kv_heads
     self._widths = mixer.head_dim, mixer.value
     self._pages_each = how.segment // page
     self._nodes: collections.OrderedDict[bytes, _NodeUse] = (
@@ -253,7 +258,11 @@ class ImportantLink(StoreLink):
 
   def _mark(self, name: bytes) -> bytes:
     """Key of the block that marks a segment as completely written."""
-    facts = self.how.segment, self.how.chunk, repr(self.how.probes)
+    probes = self.how.probes
+    if np.ndim(probes):
+      # `repr` of a large array leaves heads out.
+      probes = self._probes.tolist()
+    facts = self.how.segment, self.how.chunk, repr(probes)
     return hashlib.sha256(b"written" + repr(facts).encode() + name).digest()
 
   def _use(self, name: bytes) -> _NodeUse:
@@ -273,7 +282,7 @@ class ImportantLink(StoreLink):
         jax.ShapeDtypeStruct((*shape, x), self._dtype) for x in self._widths
       ]
     return StoredNode(
-      self.store, name, *arrays, chunk=self.how.chunk, probes=self.how.probes
+      self.store, name, *arrays, chunk=self.how.chunk, probes=self._probes
     )
 
   # -------------------------------------------------------------------------
@@ -435,7 +444,9 @@ class ImportantLink(StoreLink):
     work = Impress(chain, keep=pages / count, alpha=options.alpha)
     kept_tokens = []
 
-    def attend(number: int, q: Any, k: Any, v: Any, scale: float) -> Any:
+    def attend(
+      number: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float
+    ) -> jax.Array:
       mixed, tokens = work.attend(
         number, q, k, v, scale=scale, real=question.size
       )

@@ -601,7 +601,7 @@ def _begin_copies(
       shard, column = block.depth % shards, n // shards
       pages[shard, column] = page
       places.append(shard * _BATCH + column)
-    arrays: Any = read_pages(pool, group, pages, layers)
+    arrays = read_pages(pool, group, pages, layers)
     copies.append((arrays, places))
   return copies
 

@@ -258,7 +258,8 @@ class NeuronFile:
     self.dtype = np.dtype(jnp.dtype(header["dtype"]))
     self.model, self.size = str(header["model"]), int(header["size"])
     self.bundled = bool(header["bundled"])
-    tables, offset = {}, 0
+    tables: dict[int, np.ndarray] = {}
+    offset = 0
     for layer in layers:
       count = len(layer.parts) * layer.neurons
       table = np.frombuffer(sums, np.uint32, count, offset)

@@ -34,7 +34,6 @@ import itertools
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +43,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError, ShapeError
 from ringjax.store.prefix_store import Store
+from ringjax.typing import Index
 
 
 class MissingChunk(LookupError):
@@ -147,7 +147,7 @@ class StoredNode:
     values: Shaped[np.ndarray, "L K m J"] | jax.ShapeDtypeStruct,
     *,
     chunk: int = 32,
-    probes: int | Int[np.ndarray, "L P"] = 3,
+    probes: int | Int[np.ndarray, "*layers P"] = 3,
   ):
     """Write a prefix to a store, or the missing parts of a stored one.
 
@@ -159,7 +159,7 @@ class StoredNode:
       values: Values of all layers, or their shape.
       chunk: Number of tokens of a chunk.
       probes: Number of heads, the first ones; of models with fewer, all. Or
-        the heads of each layer.
+        heads, int [P] of every layer or [L, P].
 
     Raises:
       OptionError: If probes are not heads of the layers.
@@ -566,13 +566,13 @@ class Impress:
 
 
 def heads_of_layers(
-  probes: int | Int[np.ndarray, "L P"], layers: int, heads: int
+  probes: int | Int[np.ndarray, "*layers P"], layers: int, heads: int
 ) -> Int[np.ndarray, "L P"]:
   """Probe heads of each layer, int64 [L, P], rising.
 
   Args:
-    probes: Number of heads, the first ones; of fewer, all. Or those of each
-      layer.
+    probes: Number of heads, the first ones; of fewer, all. Or heads, int [P]
+      of every layer or [L, P].
     layers: Number of layers, L.
     heads: Number of heads that keys have, K.
 
@@ -583,6 +583,8 @@ def heads_of_layers(
     count = min(positive_int("probes", probes), heads)
     return np.tile(np.arange(count), (layers, 1))
   head_numbers = np.sort(np.asarray(probes), axis=-1)
+  if head_numbers.ndim == 1:
+    head_numbers = np.tile(head_numbers, (layers, 1))
   right = (
     head_numbers.ndim == 2
     and len(head_numbers) == layers
@@ -598,7 +600,7 @@ def heads_of_layers(
       "probes",
       f"{head_numbers.tolist()}",
       f"for each of {layers} layers different heads below {heads}",
-      "pass an array of layers and heads, or their number",
+      "pass heads of every layer, an array of layers and heads, or a number",
     )
   return head_numbers.astype(np.int64)
 
@@ -611,7 +613,11 @@ def _top(sums: np.ndarray, kept: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=4)
 def _column_sums(
-  q: Any, old: Any, new: Any, real: Any, scale: float
+  q: Float[Array, "T N H"],
+  old: Float[Array, "K m H"],
+  new: Float[Array, "T K H"],
+  real: Index,
+  scale: float,
 ) -> jax.Array:
   """Importance [K, m] of the prefix's tokens, as the module defines it."""
   weights = _weights(q, old, new, scale)
@@ -622,7 +628,12 @@ def _column_sums(
 
 @functools.partial(jax.jit, static_argnums=5)
 def _attention(
-  q: Any, old_k: Any, old_v: Any, k: Any, v: Any, scale: float
+  q: Float[Array, "T N H"],
+  old_k: Float[Array, "K m H"],
+  old_v: Float[Array, "K m J"],
+  k: Float[Array, "T K H"],
+  v: Float[Array, "T K J"],
+  scale: float,
 ) -> jax.Array:
   weights = _weights(q, old_k, k, scale)
   values = jnp.concatenate([old_v, jnp.swapaxes(v, 0, 1)], 1)
@@ -632,7 +643,12 @@ def _attention(
   return attended.reshape(q.shape[0], q.shape[1], -1).astype(q.dtype)
 
 
-def _weights(q: Any, old: Any, new: Any, scale: float) -> jax.Array:
+def _weights(
+  q: Float[Array, "T N H"],
+  old: Float[Array, "K m H"],
+  new: Float[Array, "T K H"],
+  scale: float,
+) -> jax.Array:
   """Softmax weights [K, G, T, m + T] over prefix and, causally, new tokens."""
   t, n, h = q.shape
   heads, m = old.shape[:2]

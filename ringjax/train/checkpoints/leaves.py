@@ -160,7 +160,7 @@ def target(name: str, like: PyTree) -> PyTree:
       "a sharding that divides it",
       f"pass a `like` with another sharding ({str(error)[:80]})",
     ) from None
-  x: Any = jax.ShapeDtypeStruct(like.shape, like.dtype)
+  x = jax.ShapeDtypeStruct(like.shape, like.dtype)
   if _is_key(like):
     x = jax.eval_shape(jax.random.key_data, x)
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

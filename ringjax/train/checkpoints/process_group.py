@@ -56,10 +56,9 @@ class ProcessGroup:
     self.numbers = itertools.count()
     self._group = next(_GROUPS)
     self._calls = itertools.count()
-    state: Any = distributed.global_state
-    self._client = state.client
+    self._client = distributed.global_state.client
 
-  def options(self) -> Any:
+  def options(self) -> ocp.options.MultiprocessingOptions:
     """Orbax' options for several processes."""
     return ocp.options.MultiprocessingOptions(
       primary_host=0,
@@ -138,15 +137,16 @@ class ProcessGroup:
 
   def _gather(self, text: str) -> list[Any]:
     """JSON values of all processes, in the order of their ranks."""
-    call = next(self._calls)
+    call, client = next(self._calls), self._client
+    assert client is not None
     key = lambda n, r: f"ringjax/checkpoints/{self._group}/{n}/{r}"
-    self._client.key_value_set(key(call, self.rank), text)
+    client.key_value_set(key(call, self.rank), text)
     values = []
     for rank in range(self.size):
       try:
         values.append(
           json.loads(
-            self._client.blocking_key_value_get(
+            client.blocking_key_value_get(
               key(call, rank), 1000 * self.timeout_s
             )
           )
@@ -162,5 +162,5 @@ class ProcessGroup:
     if call:
       # All have reached this call, so all have read the answers of the last
       # one.
-      self._client.key_value_delete(key(call - 1, self.rank))
+      client.key_value_delete(key(call - 1, self.rank))
     return values

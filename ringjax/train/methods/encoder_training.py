@@ -108,7 +108,7 @@ class ContextSplit:
     decoder_fields: list[Any] = [
       np.asarray(getattr(rows, name))[:, first:] for name in BY_TOKEN
     ]
-    positions: Any = decoder_fields[-2]
+    positions = decoder_fields[-2]
     # The positions of a document that the split cuts begin at 0 again.
     cut = decoder_fields[-1] == decoder_fields[-1][:, :1]
     positions = positions - np.where(cut, positions[:, :1], 0)

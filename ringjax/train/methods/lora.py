@@ -286,7 +286,7 @@ def _check_part(
     )
 
 
-def _dotted(path: Any) -> str:
+def _dotted(path: tuple[Any, ...]) -> str:
   """Dotted path, as 'stack.blocks.0.0.attention.q.weight', of a key path."""
   return ".".join(str(getattr(k, "name", getattr(k, "idx", k))) for k in path)
 

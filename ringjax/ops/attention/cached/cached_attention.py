@@ -70,8 +70,11 @@ class ShardedDecode:
     batch_axes: Mesh axes over which the examples are sharded.
     head_axes: Mesh axes over which the heads are sharded; with a single kv head
       each device has a copy of it.
+    query_axes: Mesh axes over which the queries are sharded besides `axis`,
+      where no head is sharded over them.
     fully_manual: Whether all sharding is over these axes: then XLA partitions
-      nothing, which could not partition a kernel.
+      nothing. It could not partition a kernel, and over an automatic axis it
+      would gather keys that have a layout constraint, or copy a part of them.
     sharded: Whether the queries are sharded over `axis` too.
     masters: Whether the queries' rows are sharded over it, in equal parts; rows
       after the cache's rows are empty.
@@ -84,6 +87,7 @@ class ShardedDecode:
   axis: str | None = None
   batch_axes: tuple[str, ...] = ()
   head_axes: tuple[str, ...] = ()
+  query_axes: tuple[str, ...] = ()
   fully_manual: bool = False
   sharded: bool = False
   masters: bool = False
@@ -134,12 +138,16 @@ class ShardedDecode:
       ).over(views)
       return _finish(partial, q, terms)
     head_specs = (heads, ()) if q.shape[1] > 1 else ((), heads)
-    at_q = self.axis if self.sharded else None
+    query_axes = self.query_axes if self.fully_manual else ()
+    sharding_axes = collectives.names(self.axis if self.sharded else None)
+    at_q = (*sharding_axes, *query_axes) or None
     by_row: Any = (self.axis,) if self.masters else batch
     # The sharded dimension of the queries, and that of their coordinates.
     q_axis, coords_axis = (0, 0) if self.masters else (3, 1)
     rows = views[0].shape[0]
-    varying_axes = frozenset({*collectives.names(self.axis), *batch, *heads})
+    varying_axes = frozenset(
+      {*collectives.names(self.axis), *batch, *heads, *query_axes}
+    )
     specs = jax.tree.leaves(
       tuple(view.specs(batch, head_specs[0], self.axis) for view in views),
       is_leaf=lambda x: isinstance(x, P),

@@ -100,8 +100,8 @@ class PagedView(StoredView):
   def specs(
     self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
   ) -> PagedView:
-    pool: Any = P(self.axes or None)
-    slots: Any = pool if self.pos.ndim == 2 else P(batch, None, tokens)
+    pool = P(self.axes or None)
+    slots = pool if self.pos.ndim == 2 else P(batch, None, tokens)
     return tree.with_leaves(
       self,
       k=pool,
@@ -180,7 +180,7 @@ class PagedView(StoredView):
     table = jnp.where(reads, table, -1).reshape(b, heads * count, n)
     repeat = lambda x: jnp.repeat(x, count, 0)
 
-    def of_slots(x: jax.Array | None) -> Any:
+    def of_slots(x: jax.Array | None) -> jax.Array | None:
       if x is None or x.ndim == 2:
         return x
       by_page = jnp.repeat(self._in_table(x), count, 1)
@@ -233,7 +233,7 @@ def read_by_query(
   pages = selecting(view)
   assert pages is not None
   b, heads, groups, count, dim = q.shape
-  page_view: Any = pages.by_query(q)
+  page_view = pages.by_query(q)
   if isinstance(view, UnrotatedView):
     page_view = view._replace(stored=page_view)
   split_q = jnp.swapaxes(q, 2, 3).reshape(b, heads * count, groups, 1, dim)

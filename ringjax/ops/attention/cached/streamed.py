@@ -112,7 +112,7 @@ class HostView(StoredView):
     k = v = stored[0]
     if self.v is not self.k:
       v = stored[1] if self.v.size else self.v[:1]
-    view: Any = ContiguousView(k, v, at, jnp.int32(0))
+    view = ContiguousView(k, v, at, jnp.int32(0))
     if self.decoders is not None:
       view = EncodedView(k, v, at, jnp.int32(0), self.constants, self.decoders)
     if self.rotation is not None:

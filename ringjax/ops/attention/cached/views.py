@@ -528,6 +528,10 @@ def in_order(view: KVView) -> bool:
   return isinstance(view, StreamedView) or getattr(view, "in_order", False)
 
 
+# Queries of a row that are many on a CPU, and the slots of a tile for them.
+_MANY, _KEYS_OF_MANY = 16, 256
+
+
 def tile_slots(view: KVView, platform: str = "cpu") -> int:
   """Number of slots of a tile."""
   if isinstance(view, StreamedView):
@@ -547,6 +551,10 @@ def decode_attention(
   `args.context.allow` has keys in whole tiles, see `tiled`.
   """
   rows, block = q.shape[3], tile_slots(keys, platform)
+  many = platform == "cpu" and rows >= _MANY and in_order(keys)
+  if many and not isinstance(keys, StreamedView):
+    # A tile of queries computes the scores of whole tiles of keys.
+    block = min(block, _KEYS_OF_MANY)
   args = args.of_keys(tiled(args.context.k, block), 0)
   context = args.context
   kinds = tile_kinds(context.mask, context.q, context.k, rows, block)
@@ -557,11 +565,17 @@ def decode_attention(
   def step(
     masked: bool, first: Index, k: jax.Array, v: jax.Array, carry: Partial
   ) -> Partial:
-    s = product("bkth,bkgqh->bktgq", k.astype(q.dtype), q)
+    k = k.astype(q.dtype)
+    if many:
+      # Rows of many scores are read faster in the order of keys.
+      s = product("bkgqh,bkth->bkgqt", q, k)
+    else:
+      s = product("bkth,bkgqh->bktgq", k, q)
+      s = jnp.transpose(s, (0, 1, 3, 4, 2))
     k_at = cut_coords(context.k, first, block)
     return fold_tile(
       ScoreTile(args, FORWARD, 0, first, context.q, k_at),
-      jnp.transpose(s, (0, 1, 3, 4, 2)),
+      s,
       v,
       finite_flag(v, s.dtype) if masked else None,
       carry,

@@ -3,7 +3,9 @@
 Guarantees: `AutoKernel` equals `Blockwise`, which serves what every kernel
 declines. `choose` reports the kernel for a call and why others do not serve it,
 `rj.explain` whether a kernel is used. A kernel that fails its check on this
-machine is declined with one line in the log.
+machine is declined with one line in the log, and so is one that the environment
+variable RINGJAX_OFF names ("flash_tpu,decode_pool_tpu"), which is read when a
+program is traced. A kernel that is passed explicitly runs in any case.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import dataclasses
 import functools
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
@@ -23,6 +26,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
+from ringjax.checks import one_of
 from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import (
   Blockwise,
@@ -68,6 +72,50 @@ DECODERS: dict[str, tuple[type, ...]] = {
   "tpu": (DecodeTPU, DecodeCodesTPU, DecodePoolTPU),
   "gpu": (DecodeGPU,),
 }
+# Environment variable with the names of kernels that `AutoKernel` leaves out.
+OFF_VARIABLE = "RINGJAX_OFF"
+
+
+def kernel_name(kind: type) -> str:
+  """Name of a kernel in RINGJAX_OFF, which is that of its file: "flash_tpu"."""
+  return kind.__module__.rpartition(".")[2]
+
+
+def switched_off() -> frozenset[str]:
+  """Names of the kernels that RINGJAX_OFF switches off.
+
+  Raises:
+    OptionError: If it names no kernel.
+  """
+  return _parse_off(os.environ.get(OFF_VARIABLE, ""))
+
+
+@functools.cache
+def _parse_off(text: str) -> frozenset[str]:
+  kinds = (*KERNELS.values(), *DECODERS.values())
+  all_names = sorted({kernel_name(kind) for row in kinds for kind in row})
+  words = [word.strip() for word in text.split(",")]
+  names = frozenset(
+    one_of(
+      OFF_VARIABLE, word, all_names, remedy="pass names with commas between"
+    )
+    for word in words
+    if word
+  )
+  if names:
+    # Cached, so once in a process.
+    _log.warning(
+      "%s switches off %s; XLA's loops are used",
+      OFF_VARIABLE,
+      ", ".join(sorted(names)),
+    )
+  return names
+
+
+def _off_reason(kind: type) -> str | None:
+  if kernel_name(kind) in switched_off():
+    return f"switched off by {OFF_VARIABLE}"
+  return None
 
 
 def expected(
@@ -98,7 +146,9 @@ def expected(
   scores = Scores(scale=1.0)
   declined = []
   for kind in KERNELS.get(platform, ()):
-    reason = kind(chip=chip).foreseen(scores, x, terms, context)
+    reason = _off_reason(kind)
+    if reason is None:
+      reason = kind(chip=chip).foreseen(scores, x, terms, context)
     if reason is None:
       return "kernel", tuple(declined)
     declined.append((kind.__name__, reason))
@@ -144,7 +194,12 @@ class AutoKernel(LocalAlgorithm):
     Args:
       alone: Whether it runs in a shard_map or on one device; in any other
         program XLA partitions, and no kernel can be partitioned.
+
+    Raises:
+      OptionError: If RINGJAX_OFF names no kernel.
     """
+    # Refuse a misspelt name on every platform.
+    switched_off()
     if platform not in KERNELS or not alone:
       blockwise = Blockwise(self.q_block, self.kv_block)
       return blockwise.on_device(platform, kind, alone)
@@ -154,8 +209,9 @@ class AutoKernel(LocalAlgorithm):
 
   def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
     """Tile of the preferred algorithm for calls of these lengths."""
-    kinds = KERNELS.get(self.platform or jax.default_backend(), (Blockwise,))
-    kernel = kinds[0](self.q_block, self.kv_block)
+    kinds = KERNELS.get(self.platform or jax.default_backend(), ())
+    kinds = [kind for kind in kinds if _off_reason(kind) is None]
+    kernel = (*kinds, Blockwise)[0](self.q_block, self.kv_block)
     return kernel.blocks(q_length, k_length)
 
   def choose(
@@ -226,10 +282,12 @@ def _first_serving(
   kernels: Sequence[Any], decline: Callable[[Any], str | None], fallback: Any
 ) -> KernelChoice:
   """Choose the first kernel that serves, else `fallback`."""
+  # Refuse a misspelt name where a platform has no kernels, too.
+  switched_off()
   declined = []
   axis = collectives.partitioned()
   for kernel in kernels:
-    reason = decline(kernel)
+    reason = _off_reason(type(kernel)) or decline(kernel)
     if reason is None and axis is not None:
       reason = f"XLA cuts no kernel along {axis}"
     reason = reason or _fault(type(kernel))

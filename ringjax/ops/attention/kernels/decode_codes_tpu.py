@@ -816,7 +816,7 @@ def _gather_places(
   lanes, blocks = tile_ops.LANES, []
   for first in range(0, place.shape[1], lanes):
     block_place = place[:, first : first + lanes]
-    picked: Any = None
+    picked = None
     for start in range(0, x.shape[1], lanes):
       part = _gather(x[:, start : start + lanes], block_place & (lanes - 1), 1)
       picked = (
@@ -1215,7 +1215,7 @@ def _kernel(
       k_zero = k_zero - k_scales.scale * (
         _BIAS * arrangement(k_format).rows_per_element
       )
-    rotated_zeros: Any = None
+    rotated_zeros = None
     if frequencies is not None:
       for lanes in pieces:
         rotated_codes.fill(tables, frequencies[...], columns.pos, lanes, dtype)

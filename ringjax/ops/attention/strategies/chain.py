@@ -103,7 +103,7 @@ class Chain(KVStrategy):
     # Without the barrier a compiler merges these sends with those of the
     # forward pass, and keeps the blocks that they brought until now.
     block = lax.optimization_barrier(KVBlock.of(x, args.context, self._wire))
-    sums: Any = None
+    sums = None
     total: Any = None
     for t in range(steps + 1):
       incoming = self._send(block, t + 1, size) if t < steps else block

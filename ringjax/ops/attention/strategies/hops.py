@@ -136,7 +136,7 @@ class RingStrategy(Strategy):
   unroll: int = 2
 
   def __post_init__(self) -> None:
-    hops: Any = self.hops
+    hops = self.hops
     if hops is not None and not (
       isinstance(hops, tuple | list)
       and len(hops) == 2

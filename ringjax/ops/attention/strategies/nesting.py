@@ -62,7 +62,7 @@ def built(name: str, options: Mapping[str, Any], *, levels: int) -> Strategy:
 
   `levels`: mesh axes of the sequence; two of them are the groups.
   """
-  strategy: Any = named(name)
+  strategy = named(name)
   tiles = AutoKernel(options.get("q_block"), options.get("kv_block"))
   strategy = around(strategy, tiles)
   if "wire" in options:
@@ -93,7 +93,7 @@ def around(strategy: Strategy, local: Any) -> Any:
 
 def on_device(
   strategy: Strategy, platform: str, kind: str, alone: bool = True
-) -> Any:
+) -> Strategy:
   """Specialize the local algorithm to this kind of device."""
   local = innermost(strategy)
   if not hasattr(local, "on_device"):
@@ -206,7 +206,7 @@ def group_of(strategy: Strategy, size: int, kv_heads: int) -> int:
   Raises:
     OptionError: If there are no such groups, or `inner` does not divide `size`.
   """
-  inner: Any = getattr(strategy, "inner", None)
+  inner = getattr(strategy, "inner", None)
   divisors = [n for n in range(2, size) if size % n == 0]
   if inner is None and size == 1:
     return 1

@@ -12,7 +12,7 @@ Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526, section 4.1.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +93,6 @@ class RetainingRing(Ring):
       )
       return (self.local.forward(operands, context, partial), kept_slots), None
 
-    carry: Any = (empty_partial(x), slots)
+    carry = (empty_partial(x), slots)
     block = KVBlock.of(x, args.context)
     return full_ring._walk(full_ring._lanes(), block, carry, visit)[0]

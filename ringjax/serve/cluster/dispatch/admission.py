@@ -113,7 +113,7 @@ class Admission:
       instance.link.close("the router was closed")
 
   def _greet(
-    self, link: socket.socket, address: Any
+    self, link: socket.socket, address: tuple[str, int]
   ) -> tuple[PullConnection, str]:
     """Authenticate an instance or a command client by its key."""
     wire = PullConnection(

@@ -266,9 +266,7 @@ class PlacementSearch:
     self.model, self.cluster, self.limits = model, cluster, limits
     self.trace, self.near, self.each = list(trace), near, each
     self.policy = ShortestQueue() if policy is None else policy
-    self.moving: Any = dict(
-      stream=stream, transfer="push" if stream else "pull"
-    )
+    self.moving = dict(stream=stream, transfer="push" if stream else "pull")
     self.progress = progress
     self.simulations = 0
     # If all answers have one token, there is no decode to place.

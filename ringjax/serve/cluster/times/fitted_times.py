@@ -23,7 +23,6 @@ import importlib
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -192,7 +191,7 @@ def _least_squares(
 ) -> list[float]:
   """Non-negative constants with the least relative errors."""
   try:
-    optimize: Any = importlib.import_module("scipy.optimize")
+    optimize = importlib.import_module("scipy.optimize")
   except ModuleNotFoundError:
     raise OptionError(
       "fit",

@@ -113,7 +113,7 @@ def main() -> int:
   for slots, queries, h in (
     (1000, 3, 128), (16_384, 1, 64), (131_072, 1, 128), (131_072, 16, 96),
   ):  # fmt: skip
-    off, times = visit(rj.DecodeGPU(), slots, queries, h)
+    off, times = decode(rj.DecodeGPU(), slots, queries, h)
     mark = "" if off <= FORWARD else "WRONG "
     wrong += off > FORWARD
     # What it reads: keys and values of eight heads, but for the empty slots.

@@ -10,7 +10,9 @@ import pytest
 
 import ringjax as rj
 from ringjax import AutoKernel, Blockwise, Gather, Ring, Ulysses
+from ringjax.errors import OptionError
 from ringjax.ops.attention.blockwise import Local
+from ringjax.ops.attention.cost.call_shape import CallShape
 from ringjax.ops.attention.kernels import (
   auto_kernel,
   cudnn,
@@ -104,6 +106,55 @@ def test_elsewhere_it_is_blockwise():
   # What somebody asked for stays.
   mine = Ring(Blockwise(8, 8, wide=True))
   assert nesting.on_device(mine, "tpu", "TPU v4") == mine
+
+
+@pytest.fixture
+def switch_off(fresh, monkeypatch):
+  """Sets RINGJAX_OFF, as if for a process that starts."""
+
+  def switch(text):
+    auto_kernel._parse_off.cache_clear()
+    monkeypatch.setenv("RINGJAX_OFF", text)
+
+  yield switch
+  auto_kernel._parse_off.cache_clear()
+
+
+def test_a_kernel_that_is_switched_off_is_not_taken(switch_off, caplog):
+  ours = AutoKernel(platform="tpu", chip="tpu-v5e")
+  shape = CallShape(
+    batch=1, queries=1024, keys=1024, heads=4, kv_heads=2, head_dim=64,
+    mask=Causal(), axes=(("seq", 4),), dtype="bfloat16",
+  )  # fmt: skip
+  assert ours.choose(*call()).algorithm == FlashTPU(chip="tpu-v5e")
+  assert auto_kernel.expected(shape, "tpu", "tpu-v5e")[0] == "kernel"
+  switch_off(" decode_tpu, flash_tpu,")
+  with caplog.at_level(logging.WARNING):
+    choices = [ours.choose(*call()) for _ in range(2)]
+  for choice in choices:
+    assert choice.algorithm == Blockwise()
+    assert "not FlashTPU: switched off by RINGJAX_OFF" in str(choice)
+  assert ours.blocks(4096, 4096) == Blockwise().blocks(4096, 4096)
+  local, declined = auto_kernel.expected(shape, "tpu", "tpu-v5e")
+  assert local == "blockwise" and "RINGJAX_OFF" in dict(declined)["FlashTPU"]
+  lines = [r.getMessage() for r in caplog.records]
+  assert lines == [
+    "RINGJAX_OFF switches off decode_tpu, flash_tpu; XLA's loops are used"
+  ]
+  switch_off("decode_tpu")
+  assert ours.choose(*call()).algorithm == FlashTPU(chip="tpu-v5e")
+
+
+def test_a_name_of_no_kernel_is_refused_on_every_platform(switch_off):
+  switch_off("flash_tpu,flash")
+  for platform in ("tpu", "gpu", "cpu"):
+    with pytest.raises(OptionError, match="RINGJAX_OFF.*'flash'.*decode_tpu"):
+      AutoKernel().on_device(platform, platform)
+    with pytest.raises(OptionError, match="RINGJAX_OFF"):
+      AutoKernel(platform=platform).choose(*call())
+  q = jnp.ones((1, 24, 2, 8))
+  with pytest.raises(OptionError, match="RINGJAX_OFF"):
+    rj.dot_product_attention(q, q, q)
 
 
 @dataclasses.dataclass(frozen=True)

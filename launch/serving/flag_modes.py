@@ -1,0 +1,183 @@
+"""Flags that each mode of launch.serve uses; all others are refused there.
+
+A mode is what a process does: serve alone, be a router, be an instance, be one
+of the processes of an instance (stages), or ask a router. A flag that no mode
+lists is refused in all of them, so that a new one can't be ignored silently.
+Options of `EngineConfig` are flags but for `NO_FLAG`, and are used wherever
+there is an engine.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from absl import flags
+
+from launch.shared.flag_helpers import flag_name
+from ringjax.errors import OptionError
+from ringjax.serve.engine_config import EngineConfig
+
+# Options of an engine that are no flags, each with the reason.
+NO_FLAG = {"dtype": "--dtype is that of the weights, which the cache has too"}
+ENGINE_OPTIONS = tuple(
+  name for name in EngineConfig.options() if name not in NO_FLAG
+)
+
+
+class Mode(NamedTuple):
+  """One of the things that a process of launch.serve can be.
+
+  Fields:
+    text: Noun phrase with the flags that choose the mode.
+    used: Names of the flags that the mode uses.
+  """
+
+  text: str
+  used: frozenset[str]
+
+
+_ENGINE = frozenset(flag_name(EngineConfig, x) for x in ENGINE_OPTIONS)
+# Engine flags that have a meaning only with another flag or mode.
+_ALONE = {"important"}
+_INSTANCE = {"layer_parts"}
+_DEVICES = {"devices", "distributed", "mesh"}
+_PROCESSES = {"coordinator", "num_processes", "process_id", "init_timeout"}
+_MODEL = {"model", "strict", "dtype", "longest"}
+_SERVER = {
+  "admin",
+  "api_keys",
+  "body_bytes",
+  "chat_template",
+  "grace",
+  "host",
+  "model_name",
+  "port",
+  "queue",
+  "stall",
+}
+_JOINS = {
+  "cluster_key",
+  "grace",
+  "host",
+  "join",
+  "lease",
+  "name",
+  "port",
+  "role",
+  "silence",
+}
+# Flags of stages that all processes of the instance need.
+STAGE_PASSED = frozenset(
+  {
+    "cache",
+    "capacity",
+    "cluster_key",
+    "dtype",
+    "init_timeout",
+    "join",
+    "longest",
+    "page",
+    "piece",
+    "pieces",
+    "silence",
+    "strict",
+  }
+)
+MODES = {
+  "alone": Mode(
+    "a server alone",
+    (_ENGINE - _INSTANCE)
+    | _MODEL
+    | _SERVER
+    | _DEVICES
+    | _PROCESSES
+    | {
+      "adapters",
+      "log_calls",
+      "probe_heads",
+      "role",
+      "store",
+      "store_bytes",
+    },
+  ),
+  "router": Mode(
+    "a router (--role=router)",
+    _SERVER
+    | _MODEL
+    | _PROCESSES
+    | {"devices", "distributed"}
+    | {
+      "bandwidth",
+      "chip",
+      "cluster_key",
+      "cluster_port",
+      "instance_devices",
+      "patience",
+      "piece",
+      "pieces",
+      "policy",
+      "replan",
+      "role",
+      "silence",
+      "slo",
+      "stream",
+      "times",
+    },
+  ),
+  "instance": Mode(
+    "an instance (--join)",
+    (_ENGINE - _ALONE)
+    | _MODEL
+    | _JOINS
+    | _DEVICES
+    | _PROCESSES
+    | {"adapters", "device_pages", "host_store", "log_calls"},
+  ),
+  "stages": Mode(
+    "an instance of several processes (--stages or --num_processes)",
+    STAGE_PASSED | _PROCESSES | _JOINS | {"model", "stages"},
+  ),
+  "command": Mode(
+    "a question to a router (--instances or --set_role)",
+    frozenset(
+      {"cluster_key", "instances", "join", "role", "set_role", "silence"}
+    ),
+  ),
+}
+# What takes the place of a flag in modes without it.
+_INSTEAD = {
+  "store": ": an instance keeps what comes in --host_store",
+}
+
+
+def mode_of(values: flags.FlagValues) -> str:
+  """Name of the mode that the flags choose, a key of `MODES`."""
+  if values.instances or values.set_role is not None:
+    return "command"
+  if values.stages is not None or (values.num_processes or 1) > 1:
+    return "stages"
+  if values.role == "router":
+    return "router"
+  return "alone" if values.join is None else "instance"
+
+
+def check(values: flags.FlagValues, names: frozenset[str]) -> None:
+  """Refuses flags that the mode of a process does not use.
+
+  Args:
+    values: Flags as passed.
+    names: Names of the flags of the script.
+
+  Raises:
+    OptionError: If such a flag is passed.
+  """
+  mode = MODES[mode_of(values)]
+  for name in sorted(names - mode.used):
+    if values[name].present:
+      users = [x.text for x in MODES.values() if name in x.used]
+      raise OptionError(
+        f"--{name}",
+        f"{values[name].value} for {mode.text}",
+        f"nothing, unless for {' or '.join(users)}{_INSTEAD.get(name, '')}",
+        "leave it out, or pass it there",
+      )

@@ -1,0 +1,72 @@
+"""A layer over the tiles of a call, one after another.
+
+Guarantees: a tile sees the keys and the states that the tiles of its row before
+it have written, as in one call over all tokens.
+Cost: the layer once for each tile that holds tokens; forward only, as a loop
+whose length is data has no gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from ringjax.kv.base import CallCache
+from ringjax.nn.tokens import Tokens
+from ringjax.nn.weights.adapted import adapter_rows, current_adapter_rows
+from ringjax.ops.attention.blockwise import loop
+from ringjax.typing import Index
+
+
+def over_tiles(
+  layer: Callable[..., tuple[Any, tuple[Any, ...]]],
+  x: Float[Array, "B T *D"],
+  tokens: Tokens,
+  parts: tuple[Any, ...],
+  cache: CallCache,
+) -> tuple[Float[Array, "B T *D"], tuple[Any, ...]]:
+  """Output of a layer, and its parts of the cache with the call's tokens.
+
+  Args:
+    layer: Function of (x, tokens, parts) of a batch of one row of a tile's
+      tokens that returns its output and its parts.
+    x: Input of the layer; tokens without a tile keep it.
+    tokens: Coordinates and rotations of the call's tokens.
+    parts: Parts of the layer's mixers in the cache.
+    cache: Cache of the call, which has tiles.
+  """
+  adapters = current_adapter_rows()
+
+  def step(level: int, n: Index, carry: Any) -> Any:
+    x, slots = carry
+    tile = cache.tile(level, n)
+    whole = [
+      dataclasses.replace(part, slots=part_slots)
+      for part, part_slots in zip(parts, slots, strict=True)
+    ]
+    tile_adapters = None if adapters is None else tile.take_row(adapters)
+    with adapter_rows(tile_adapters):
+      y, new = layer(
+        tile.take(x),
+        tokens.of_tile(tile.take, tile.take_row, tile.is_filled),
+        tuple(part.of_tile(tile) for part in whole),
+      )
+    slots = tuple(
+      part.with_tile(tile, new_part).slots
+      for part, new_part in zip(whole, new, strict=True)
+    )
+    return tile.put(x, y), slots
+
+  carry: Any = x, tuple(part.slots for part in parts)
+  # Larger tiles are of later positions.
+  for level, tiles in enumerate(cache.tiles):
+    carry = loop(tiles.count, functools.partial(step, level), carry)
+  x, slots = carry
+  return x, tuple(
+    dataclasses.replace(part, slots=part_slots)
+    for part, part_slots in zip(parts, slots, strict=True)
+  )
