@@ -407,10 +407,10 @@ class Stack(nnx.Module):
             states: Any = cache.states,
             layer_number: Index = layer_number,
           ) -> tuple[jax.Array, tuple[Any, ...]]:
-            several = len(parts) > 1
-            part = parts if several else parts[0]
+            has_several = len(parts) > 1
+            part = parts if has_several else parts[0]
             x, new_part = block(x, tokens, part, attend, states, layer_number)
-            return x, new_part if several else (new_part,)
+            return x, new_part if has_several else (new_part,)
 
           if cache.tiles:
             x, parts = over_tiles(run_layer, x, tokens, parts, cache)

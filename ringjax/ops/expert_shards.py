@@ -191,8 +191,8 @@ def mix_sharded(
     return exchange.forward(weights, x, experts, mixing)
 
   def backward(kept: Any, g: jax.Array) -> Any:
+    weights, x, experts, mixing = kept
     with collectives.bound(with_sizes):
-      weights, x, experts, mixing = kept
       dw, dx, dmixing = exchange.backward(weights, x, experts, mixing, g)
     return dw, dx, None, dmixing
 

@@ -7,11 +7,10 @@ holds.
 
 from __future__ import annotations
 
-from typing import Any
-
 from ringjax.errors import OptionError
 from ringjax.kv.storage.call_tiles import tile_sizes
 from ringjax.models.transformer import Transformer
+from ringjax.nn.attention_layers.attention_function import DenseFunction
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.nn.stack import keeps
 from ringjax.serve.engine_config import EngineConfig
@@ -25,7 +24,7 @@ def prompt_tiles(
   config: EngineConfig,
   attend: CachedAttention,
   platform: str,
-  attention_fn: Any = None,
+  attention_fn: DenseFunction | None = None,
 ) -> tuple[int, ...]:
   """Sizes of the tiles of prompts, ascending; () if a call is one tile.
 
@@ -53,7 +52,7 @@ def _reason_for_one_tile(
   model: Transformer,
   config: EngineConfig,
   attend: CachedAttention,
-  attention_fn: Any,
+  attention_fn: DenseFunction | None,
 ) -> str:
   """Reason for which a call for prompts can't be cut into tiles, or ""."""
   if attend.batch_axes(config.pieces):

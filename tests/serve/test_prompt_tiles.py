@@ -93,7 +93,7 @@ def test_alone_with_neighbours_and_at_any_alignment_bit_for_bit(loaded):
     assert found.cached_tokens >= length // PAGE * PAGE
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "family", ["gpt_oss", "gemma2", "deepseek_v3", "qwen3_next", "mixtral"]
 )
@@ -102,7 +102,7 @@ def test_tiles_answer_as_generate(loaded, family):
   rng = np.random.default_rng(1)
   draw = lambda n: rng.integers(0, model.config.vocab, n).astype(np.int32)
   prompts = [draw(n) for n in (90, 3, 21, 80, 1)]
-  at = engine(model)
+  at = engine(model, longest=96, piece=16)
   handles = [
     at.submit(Request(prompt=prompt, max_new_tokens=4)) for prompt in prompts
   ]

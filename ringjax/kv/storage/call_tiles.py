@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,10 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 from ringjax import tree
-from ringjax.typing import ArrayLeaf, Index
+from ringjax.typing import Index
+
+if TYPE_CHECKING:
+  from ringjax.kv.base import CallCache
 
 # A tile serves positions from this many times its size.
 _BEFORE = 4
@@ -42,10 +45,10 @@ class CallTiles:
     size: Number of tokens for which a tile has room.
   """
 
-  row: Int[ArrayLeaf, " n"]
-  start: Int[ArrayLeaf, " n"]
-  filled: Int[ArrayLeaf, " n"]
-  count: Int[ArrayLeaf, ""]
+  row: Int[Array | np.ndarray, " n"]
+  start: Int[Array | np.ndarray, " n"]
+  filled: Int[Array | np.ndarray, " n"]
+  count: Int[Array | np.ndarray, ""]
   size: int
 
 
@@ -108,13 +111,14 @@ class CacheTile(NamedTuple):
     row: Row of the tile, int32 [].
     start: Index of its first token, int32 [].
     is_filled: Whether each of its t places holds a token, bool [1, t].
-    cache: Cache of the call for this tile alone, a batch of one row.
+    cache: Cache of the call for this tile alone, a batch of one row; None where
+      only places are used.
   """
 
   row: Index
   start: Index
   is_filled: jax.Array
-  cache: Any
+  cache: CallCache | None
 
   def take(self, x: Shaped[Array, "B T *d"]) -> Shaped[Array, "1 t *d"]:
     """The tile's part of an array of the call's tokens."""
@@ -130,7 +134,7 @@ class CacheTile(NamedTuple):
     new = jnp.where(is_filled, new.astype(x.dtype), self.take(x))
     return lax.dynamic_update_slice(x, new, self._at(x))
 
-  def take_row(self, x: Shaped[Array, B * d]) -> Shaped[Array, 1 * d]:
+  def take_row(self, x: Shaped[Array, "B ..."]) -> Shaped[Array, "1 ..."]:
     """The part of the tile's row in an array of the call's rows."""
     return lax.dynamic_slice_in_dim(x, self.row, 1, 0)
 

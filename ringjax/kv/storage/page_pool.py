@@ -932,9 +932,9 @@ class PooledCache(CallCache):
   def tile(self, level: int, n: Index) -> CacheTile:
     tile, new = self._tile(level, n)
     assert self.new is not None
-    before = self.ends - jnp.sum(self.new.seg > 0, 1, dtype=jnp.int32)
+    first_slot = self.ends - jnp.sum(self.new.seg > 0, 1, dtype=jnp.int32)
     # Slots after the tile's tokens may hold what no earlier call has written.
-    end = tile.take_row(before) + tile.start
+    end = tile.take_row(first_slot) + tile.start
     end = end + jnp.sum(new.seg > 0, 1, dtype=jnp.int32)
     tables = tuple(map(tile.take_row, self.tables))
     cache = dataclasses.replace(
@@ -1022,7 +1022,8 @@ class PooledLayer(CallLayer):
 
   def of_tile(self, tile: CacheTile) -> PooledLayer:
     """Part of the layer for the tokens of a tile."""
-    return dataclasses.replace(self, cache=tile.cache)
+    cache: Any = tile.cache
+    return dataclasses.replace(self, cache=cache)
 
   def with_tile(self, tile: CacheTile, new: PooledLayer) -> PooledLayer:
     """Part of the layer with the keys that a tile has appended."""

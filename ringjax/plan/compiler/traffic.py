@@ -122,10 +122,13 @@ class _Counter:
     if line.op == "custom-call":
       return self._custom_call(line, stored)
     if line.op.endswith("-start"):
-      # The result is the source, the destination and a flag.
+      # The results are the source, the destination and a flag; of copies the
+      # destination is first.
       called = self._program.computations.get(line.called("calls"))
       if called is None:
         source, destination = _arrays(line.shape)[:2]
+        if line.op == "copy-start":
+          source, destination = destination, source
         part = min(source[0], destination[0])
         return _moved(line, part * source[1], part * destination[1])
     inner = self._inner(line)
