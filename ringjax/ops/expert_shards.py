@@ -177,7 +177,7 @@ def mix_sharded(
     shards=shards,
     local_experts=count // math.prod(sizes.values()),
     count=count,
-    rows=_Rows(f, entry or _entry, scale_input),
+    rows=_ExpertRows(f, entry or _entry, scale_input),
     dispatch=dispatch,
   )
   axes = collectives.varying_axes(x, weights) | {*shards.over}
@@ -208,7 +208,7 @@ def _entry(weights: PyTree, expert: Int[Array, ""]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rows:
+class _ExpertRows:
   """f on the rows of tokens, block by block, each block of one expert.
 
   Attributes:
@@ -335,7 +335,7 @@ class _Exchange:
   shards: ExpertShards
   count: int
   local_experts: int
-  rows: _Rows
+  rows: _ExpertRows
   dispatch: Dispatch
 
   def forward(
