@@ -27,7 +27,7 @@ def bits(printed: dict[str, Any]) -> Figures:
   }
 
 
-def found(printed: dict[str, Any]) -> Figures:
+def needles_found(printed: dict[str, Any]) -> Figures:
   """Takes hidden facts that were found and asked for, by kind of cache."""
   counts: dict[str, list[float]] = {}
   for cell in printed["cells"]:
@@ -123,12 +123,12 @@ def says_found(figures: Figures | None, text: str, *kinds: str) -> str:
   """Facts that were found with kinds of caches; "" before it has run."""
   if figures is None:
     return ""
-  found = ", ".join(
+  counts = ", ".join(
     f"{kind} {figures[kind]['found']:.0f} of {figures[kind]['asked']}"
     for kind in kinds
     if kind in figures
   )
-  return f"; needles found {text}: {found}"
+  return f"; needles found {text}: {counts}"
 
 
 def says_drafters(names: Figures) -> str:
@@ -283,7 +283,7 @@ def needle(*kinds: str, flags: str, before: tuple[Step, ...] = ()) -> Run:
   return Run(
     f"python -m launch.evaluate needle {_SMOL} --devices=1 "
     f"--task=passkey_noise --trials=1 {flags} {caches} --json",
-    found,
+    needles_found,
     before,
   )
 

@@ -38,6 +38,8 @@
       of a cluster, calibrated by turns on other requests.
   python -m launch.bench serve --compare=plain --speculate=lookup
       An engine that checks drafts next to one that does not.
+  python -m launch.bench serve --compare=generate --rows=8
+      Lone requests to an engine with room for more, next to generate.
   python -m launch.bench serve --compare=transformers --model=llama-100m
       The same requests with transformers' continuous batching.
   python -m launch.bench store --trace=FILE --capacity=3000000

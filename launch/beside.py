@@ -21,7 +21,7 @@ from __future__ import annotations
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 from absl import flags
 
@@ -105,7 +105,7 @@ def run(
 
 def _answer(
   values: flags.FlagValues,
-  model: Any,
+  model: rj.models.Transformer,
   tokenizer: Tokenizer,
   workers: AttentionWorkers,
   texts: list[str],

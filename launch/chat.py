@@ -26,6 +26,7 @@ from typing import Any, TextIO
 
 import jax
 from absl import flags
+from jax.sharding import Mesh
 
 import ringjax as rj
 from launch.answers.conversation import Conversation, Interrupted, Turn
@@ -192,12 +193,12 @@ class _Chat:
       f"{context:,} tokens of context; /help lists the commands"
     )
 
-  def _context(self, model: Any) -> int:
+  def _context(self, model: rj.models.Transformer) -> int:
     """Largest number of tokens of the conversation."""
     return self._values.context or min(model.config.max_positions, _CONTEXT)
 
   def _call_bytes(
-    self, model: Any, mesh: Any
+    self, model: rj.models.Transformer, mesh: Mesh | None
   ) -> Mapping[str, Mapping[str, int]]:
     """Bytes that the longest call needs, for --memory."""
     values, context = self._values, self._context(model)

@@ -43,6 +43,7 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 from absl import flags
+from jax.sharding import Mesh
 
 import ringjax as rj
 from launch.answers import answer_entropy, next_prompt
@@ -318,7 +319,7 @@ class _Work:
     return tokenizer, chat, ids
 
   def _load(
-    self, folder: pathlib.Path, mesh: Any, tokens: int | None
+    self, folder: pathlib.Path, mesh: Mesh | None, tokens: int | None
   ) -> tuple[Transformer, dict[str, Any]]:
     self._begin(f"loading {folder}", "loading the model")
     start = time.monotonic()
@@ -361,7 +362,9 @@ class _Work:
     """
     values, count = self._values, self._count()
 
-    def needs(model: Transformer, mesh: Any) -> Mapping[str, Mapping[str, int]]:
+    def needs(
+      model: Transformer, mesh: Mesh | None
+    ) -> Mapping[str, Mapping[str, int]]:
       call = rj.infer.CallMemory(
         prompt=tokens,
         new=count,
@@ -416,7 +419,7 @@ class _Work:
   def _read_contexts(
     self,
     model: Transformer,
-    mesh: Any,
+    mesh: Mesh | None,
     tokenizer: Tokenizer,
     chat: Any,
     folder: pathlib.Path,
@@ -620,7 +623,7 @@ class _Work:
       },
     }
 
-  def _where(self, mesh: Any) -> dict[str, Any]:
+  def _where(self, mesh: Mesh | None) -> dict[str, Any]:
     """Arguments of `generate` for the cache and mesh, or for contexts."""
     if "library" in self._contexts:
       return self._contexts
@@ -628,7 +631,7 @@ class _Work:
     return {"cache_kind": kind, "mesh": mesh, **self._contexts}
 
   def _offload(
-    self, model: Transformer, mesh: Any, tokens: int
+    self, model: Transformer, mesh: Mesh | None, tokens: int
   ) -> dict[str, Any]:
     """Arguments of `generate` that place the cache and hidden states.
 

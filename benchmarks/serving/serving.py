@@ -15,6 +15,9 @@
            --rounds times, medians of TTFT and TPOT. See `agreement`.
   --compare=plain  an engine with --speculate and one without, on prompts of the
            six kinds of `launch.bench speculate`.
+  --compare=generate  lone requests to an engine with room for --rows, next to
+           rj.infer.generate: a prompt of 12 tokens, alone and next to other
+           prompts, its answer of --new_tokens, and a prompt of --prompt_tokens.
 
 A simulated step has the cost of --cost, or else that of the live engine's steps
 on this machine, which is measured first.
@@ -107,7 +110,7 @@ class ServeSettings(BenchmarkSettings):
   speculate: str | None = option(None, ())
   cost: str | None = option(None, ())
   compare: str | None = option(
-    None, ("sequential", "transformers", "plain", "simulated")
+    None, ("sequential", "transformers", "plain", "simulated", "generate")
   )
   clock: str = option("wall", ("wall", "cpu"))
   rounds: int = option(5)
@@ -131,6 +134,8 @@ class ServeSettings(BenchmarkSettings):
        and not self.trace),
       ("clock", "--compare=simulated with it",
        self.clock != "wall" and self.compare != "simulated"),
+      ("speculate and compare=generate", "one of them",
+       self.speculate and self.compare == "generate"),
       ("speculate and a simulated engine", "engine=live, or a comparison",
        self.speculate and self.engine != "live"
        and self.compare in (None, "simulated")),
@@ -190,11 +195,10 @@ class ServeBenchmark:
         raise OptionError(
           "plot", "--compare", "a replay", "leave --plot or --compare out"
         )
-      work = (
-        _compare_with_simulators
-        if settings.compare == "simulated"
-        else _compare
-      )
+      work = {
+        "simulated": _compare_with_simulators,
+        "generate": _compare_lone_requests,
+      }.get(settings.compare, _compare)
       result |= work(settings, say)
     else:
       replayed, extra = _replay(settings, say)
@@ -331,6 +335,24 @@ def _compare_with_simulators(
     "worst": {side: agreement.worst(side) for side in SIDES[1:]},
     "load": agreement.load,
   }
+
+
+def _compare_lone_requests(
+  settings: ServeSettings, say: Callable[[str], Any]
+) -> dict[str, Any]:
+  """Compares lone requests to an engine with `generate`."""
+  from benchmarks.serving.lone_requests import compare_with_generate
+
+  same_lengths = dataclasses.replace(settings, spread="0", requests=1)
+  sizes = _sizes(settings, requests_of(same_lengths)) | {"share": "nothing"}
+  lone = compare_with_generate(
+    _engine(settings, sizes),
+    prompt_tokens=settings.prompt_tokens,
+    new_tokens=settings.new_tokens,
+    rounds=settings.rounds,
+    say=say,
+  )
+  return {"lone": lone}
 
 
 def _warm(engine: Engine) -> None:

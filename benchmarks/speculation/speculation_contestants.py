@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ringjax.errors import OptionError
 from ringjax.infer import speculate
 from ringjax.kv import kind_text
 
@@ -28,7 +29,7 @@ def drafter(
   cache: str = "int4",
   tokenizers: tuple[Any, Any] | None = None,
 ) -> Any:
-  """Creates a drafter by its name, one of `speculating.DRAFTERS`.
+  """Creates a drafter by its name, one of `speculating.DRAFTERS` or "best".
 
   Args:
     name: Name of the drafter.
@@ -40,6 +41,9 @@ def drafter(
     cache: Kind of cache of "self".
     tokenizers: Tokenizers of the draft model of "model" and of the target, if
       they differ.
+
+  Raises:
+    OptionError: If there is no such drafter.
   """
   options: dict[str, Any] = dict(count=count, adapt=adapt)
   if name == "lookup":
@@ -51,6 +55,13 @@ def drafter(
     return speculate.EarlyExit(layers=half, **options)
   if name == "self":
     return speculate.SelfDraft(cache_kind=kind_text.parse(cache), **options)
+  if name not in ("model", "tree", "best"):
+    raise OptionError(
+      "contestants",
+      repr(name),
+      "lookup, suffix, early, self, model, tree or best",
+      "add it here",
+    )
   if name in ("tree", "best"):
     options["widths"] = _WIDTHS[:count]
   if name == "best":

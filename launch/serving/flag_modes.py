@@ -38,23 +38,25 @@ class Mode(NamedTuple):
 
 _ENGINE = frozenset(flag_name(EngineConfig, x) for x in ENGINE_OPTIONS)
 # Engine flags that have a meaning only with another flag or mode.
-_ALONE = {"important"}
+_ALONE = frozenset({"important"})
 _INSTANCE = {"layer_parts"}
 _DEVICES = {"devices", "distributed", "mesh"}
 _PROCESSES = {"coordinator", "num_processes", "process_id", "init_timeout"}
 _MODEL = {"model", "strict", "dtype", "longest"}
-_SERVER = {
-  "admin",
-  "api_keys",
-  "body_bytes",
-  "chat_template",
-  "grace",
-  "host",
-  "model_name",
-  "port",
-  "queue",
-  "stall",
-}
+_SERVER = frozenset(
+  {
+    "admin",
+    "api_keys",
+    "body_bytes",
+    "chat_template",
+    "grace",
+    "host",
+    "model_name",
+    "port",
+    "queue",
+    "stall",
+  }
+)
 _JOINS = {
   "cluster_key",
   "grace",
@@ -102,7 +104,7 @@ MODES = {
   ),
   "router": Mode(
     "a router (--role=router)",
-    _SERVER
+    frozenset(_SERVER)
     | _MODEL
     | _PROCESSES
     | {"devices", "distributed"}

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 import jax
 from absl import flags
+from jax.sharding import Mesh
 
 import ringjax as rj
 from launch.shared import (
@@ -210,7 +211,7 @@ def checked_drafter(text: str) -> speculate.Drafter:
 def load(
   values: flags.FlagValues,
   folder: pathlib.Path,
-  mesh: Any,
+  mesh: Mesh | None,
   say: Callable[[str], Any],
   *,
   policy: Any = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -92,9 +92,19 @@ class Generated:
     """Number of rows."""
     return len(self.tokens)
 
+  @overload
+  def __getitem__(
+    self, key: int | np.integer | slice
+  ) -> Int[np.ndarray, " ..."]: ...
+
+  @overload
+  def __getitem__(
+    self, key: tuple[int | np.integer | slice, ...]
+  ) -> Int[np.ndarray, " ..."] | np.integer: ...
+
   def __getitem__(
     self, key: int | np.integer | slice | tuple[int | np.integer | slice, ...]
-  ) -> Int[np.ndarray, " ..."]:
+  ) -> Int[np.ndarray, " ..."] | np.integer:
     """A row without padding, int32 [lengths[row]]; else `tokens[key]`."""
     if isinstance(key, int | np.integer):
       return self.tokens[key, : self.lengths[key]]

@@ -273,14 +273,14 @@ class ModelCache(CallCache):
     cache: Any = self
     return dataclasses.replace(cache, **jax.tree.map(jnp.copy, snapshot))
 
-  def call_state(self) -> Any:
+  def call_state(self) -> PyTree:
     """Save what a call changes besides new slots, for `undo_call`.
 
     No key or value is copied.
     """
     return tuple(part.call_state() for part in self.parts)
 
-  def undo_call(self, state: PyTree) -> Any:
+  def undo_call(self: CacheT, state: PyTree) -> CacheT:
     """Undo the last call, whose tokens were the same on all shards.
 
     Args:

@@ -498,7 +498,7 @@ class ExpertsLayer(nnx.Module):
       y = attend.per_expert_shard(run, weights, maps, x, self.over)
     else:
       _check_all_here(maps, spec.experts)
-      y = attend.per_shard(lambda w, x: run(*w, x), (weights, maps), x)
+      y = attend.per_shard(lambda w, x: run(w[0], w[1], x), (weights, maps), x)
     if self.shared is None:
       return y
     return y + attend.rowwise(self._shared, x)

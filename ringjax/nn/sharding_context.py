@@ -356,8 +356,10 @@ def _expert_specs(experts: PyTree, over: tuple[str, ...]) -> PyTree:
 
   def spec_of(array: object) -> Any:
     if isinstance(array, LayerArray):
-      specs: Any = LayerArray(stacked=P(None, over), layer=P())
-      return specs
+      # Specs in the place of the arrays, as shard_map takes them.
+      stacked: Any = P(None, over)
+      layer: Any = P()
+      return LayerArray(stacked=stacked, layer=layer)
     return P(over)
 
   is_array = lambda x: isinstance(x, LayerArray)

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ringjax.kv.base import CallCache
@@ -64,7 +65,8 @@ def over_tiles(
   carry: Any = x, tuple(part.slots for part in parts)
   # Larger tiles are of later positions.
   for level, tiles in enumerate(cache.tiles):
-    carry = loop(tiles.count, functools.partial(step, level), carry)
+    count = jnp.asarray(tiles.count)
+    carry = loop(count, functools.partial(step, level), carry)
   x, slots = carry
   return x, tuple(
     dataclasses.replace(part, slots=part_slots)

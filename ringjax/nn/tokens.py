@@ -80,7 +80,8 @@ class Tokens:
     if np.ndim(self.length):
       tile.length = take_row(jnp.asarray(self.length))
     tile._tables = {
-      rope: tuple(map(take, tables)) for rope, tables in self._tables.items()
+      rope: (take(cosines), take(sines))
+      for rope, (cosines, sines) in self._tables.items()
     }
     return tile
 

@@ -68,7 +68,7 @@ class ExpertShards:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dispatch:
-  """How rows and experts come together, and why.
+  """Way to bring rows and experts together, with its reason.
 
   Attributes:
     kind: "own": each shard runs its experts on the tokens that it has;
@@ -120,13 +120,13 @@ def choose_dispatch(
   others = shards - 1
   gather = others * tokens * width * (itemsize + 4)
   rounds = others * chunks * capacity * (2 * width * itemsize + 8)
-  held = shards * tokens * width * (itemsize + 4)
+  gathered_bytes = shards * tokens * width * (itemsize + 4)
   compared = f"{gather:,} bytes gathered, {rounds:,} in rounds"
   rounds_kind = Dispatch(
     kind="rounds", reason=compared, chunk=chunk, capacity=capacity
   )
-  if held > _GATHERED_BYTES:
-    reason = f"{compared}, but gathered tokens take {held:,}"
+  if gathered_bytes > _GATHERED_BYTES:
+    reason = f"{compared}, but gathered tokens take {gathered_bytes:,}"
     return dataclasses.replace(rounds_kind, reason=reason)
   if rounds < gather:
     return rounds_kind
@@ -160,7 +160,8 @@ def mix_sharded(
     scale_input: Whether `mixing` multiplies the inputs of f, not its outputs.
     entry: Function (weights, expert int32 []) -> weights of one expert;
       default: all arrays are indexed along their first axis.
-    dispatch: How rows and experts come together; default: `choose_dispatch`.
+    dispatch: Way to bring rows and experts together; default: that of
+      `choose_dispatch`.
 
   Returns:
     Outputs [T, D] in x's dtype; sums are float32.
@@ -174,9 +175,9 @@ def mix_sharded(
     )
   exchange = _Exchange(
     shards=shards,
-    own=count // math.prod(sizes.values()),
+    local_experts=count // math.prod(sizes.values()),
     count=count,
-    rows=_Rows(f, entry or _entry, scale_input),
+    rows=_ExpertRows(f, entry or _entry, scale_input),
     dispatch=dispatch,
   )
   axes = collectives.varying_axes(x, weights) | {*shards.over}
@@ -190,8 +191,9 @@ def mix_sharded(
     return exchange.forward(weights, x, experts, mixing)
 
   def backward(kept: Any, g: jax.Array) -> Any:
+    weights, x, experts, mixing = kept
     with collectives.bound(with_sizes):
-      dw, dx, dmixing = exchange.backward(*kept, g)
+      dw, dx, dmixing = exchange.backward(weights, x, experts, mixing, g)
     return dw, dx, None, dmixing
 
   run.defvjp(lambda *args: (run(*args), args), backward)
@@ -206,7 +208,7 @@ def _entry(weights: PyTree, expert: Int[Array, ""]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rows:
+class _ExpertRows:
   """f on the rows of tokens, block by block, each block of one expert.
 
   Attributes:
@@ -225,12 +227,12 @@ class _Rows:
     x: Float[Array, "T D"],
     experts: Int[Array, "T k"],
     mixing: Float[Array, "T k"],
-    own: int,
+    local_experts: int,
     size: int,
   ) -> Float[Array, "T D"]:
-    """Sum over each token's experts of 0 to own - 1, float32."""
+    """Sum over each token's experts on this shard, float32."""
     tokens, chosen = experts.shape
-    blocks = blocks_by_expert(experts.reshape(-1), own, size)
+    blocks = blocks_by_expert(experts.reshape(-1), local_experts, size)
     flat = mixing.reshape(-1)
 
     def body(n: jax.Array, sums: jax.Array) -> jax.Array:
@@ -256,14 +258,14 @@ class _Rows:
     experts: Int[Array, "T k"],
     mixing: Float[Array, "T k"],
     g: Float[Array, "T D"],
-    own: int,
+    local_experts: int,
     size: int,
     dw: list[jax.Array],
   ) -> tuple[list[jax.Array], Float[Array, "T D"], Float[Array, "T k"]]:
     """Add to gradients of float weights; those of x and mixing, float32."""
     tokens, chosen = experts.shape
     rows = tokens * chosen
-    blocks = blocks_by_expert(experts.reshape(-1), own, size)
+    blocks = blocks_by_expert(experts.reshape(-1), local_experts, size)
     flat = mixing.reshape(-1)
 
     def body(n: jax.Array, sums: Any) -> Any:
@@ -276,8 +278,8 @@ class _Rows:
       arrays, tree = jax.tree.flatten(self.entry(weights, expert))
 
       def f(floats: list[jax.Array], part: jax.Array) -> jax.Array:
-        left = iter(floats)
-        all_ = [next(left) if _is_float(a) else a for a in arrays]
+        float_arrays = iter(floats)
+        all_ = [next(float_arrays) if _is_float(a) else a for a in arrays]
         return self.f(jax.tree.unflatten(tree, all_), part)
 
       inputs = part * factor.astype(x.dtype) if self.scale_input else part
@@ -306,10 +308,10 @@ class _Rows:
 def _block(
   row: Int[Array, " size"], rows: int
 ) -> tuple[Int[Array, " size"], Int[Array, " size"]]:
-  """Rows of a block, beyond all tokens where there is none; and real ones.
+  """Rows of a block as they are, and with real rows in place of padding.
 
-  In place of none the block's first row is repeated, which is one: so f sees
-  rows of its expert alone, and may record their magnitude.
+  Padding repeats the block's first row, which is never padding: f sees rows of
+  its expert alone, and may record their magnitude.
   """
   return row, jnp.where(row < rows, row, row[0])
 
@@ -325,15 +327,15 @@ class _Exchange:
   Attributes:
     shards: Axes of experts and tokens.
     count: Number of all experts.
-    own: Number of a shard's experts.
+    local_experts: Number of a shard's experts.
     rows: f on rows.
-    dispatch: How rows and experts come together.
+    dispatch: Way to bring rows and experts together.
   """
 
   shards: ExpertShards
   count: int
-  own: int
-  rows: _Rows
+  local_experts: int
+  rows: _ExpertRows
   dispatch: Dispatch
 
   def forward(
@@ -350,7 +352,12 @@ class _Exchange:
     if self.dispatch.kind == "gather":
       x, experts, mixing = collectives.gather((x, experts, mixing), over, 0)
     sums = self.rows.forward(
-      weights, x, self._local(experts), mixing, self.own, self._size(experts)
+      weights,
+      x,
+      self._local(experts),
+      mixing,
+      self.local_experts,
+      self._size(experts),
     )
     if self.dispatch.kind == "gather":
       sums = collectives.scatter_sum(sums, over, 0)
@@ -387,16 +394,16 @@ class _Exchange:
         self._local(experts),
         mixing,
         g,
-        self.own,
+        self.local_experts,
         self._size(experts),
         dw,
       )
       if self.dispatch.kind == "gather":
         dx, dmixing = collectives.scatter_sum((dx, dmixing), over, 0)
-    left = iter(dw)
+    gradients = iter(dw)
     dweights = jax.tree.map(
       lambda a: (
-        next(left).astype(a.dtype)
+        next(gradients).astype(a.dtype)
         if _is_float(a)
         else np.zeros(a.shape, jax.dtypes.float0)
       ),
@@ -408,9 +415,10 @@ class _Exchange:
     return block_rows(experts.size, self.count)
 
   def _local(self, experts: Int[Array, "T k"]) -> Int[Array, "T k"]:
-    """Numbers among the shard's own experts; `own` for those of others."""
-    own = experts - collectives.axis_index(self.shards.over) * self.own
-    return jnp.where((own >= 0) & (own < self.own), own, self.own)
+    """Numbers on this shard; `local_experts` for experts of other shards."""
+    count = self.local_experts
+    number = experts - collectives.axis_index(self.shards.over) * count
+    return jnp.where((number >= 0) & (number < count), number, count)
 
   def _peer(self, experts: Int[Array, "*n k"]) -> Int[Array, "*n k"]:
     """Shard along `tokens` to which rows go; their number for none.
@@ -418,7 +426,7 @@ class _Exchange:
     Of several shards with the same tokens each sends rows to those experts
     that agree with it along the axes of replicas.
     """
-    owner, peer = experts // self.own, jnp.zeros_like(experts)
+    owner, peer = experts // self.local_experts, jnp.zeros_like(experts)
     sends = experts < self.count
     stride, peer_stride = 1, 1
     for axis in reversed(self.shards.over):
@@ -493,7 +501,9 @@ class _Exchange:
   ) -> tuple[Int[Array, "n 1"], Float[Array, "n 1"]]:
     """Experts on their shard, and mixing weights, of rows sent to it."""
     chosen = experts.reshape(-1).at[row].get(mode="fill", fill_value=0)
-    local = jnp.where(row < experts.size, chosen % self.own, self.own)
+    local = jnp.where(
+      row < experts.size, chosen % self.local_experts, self.local_experts
+    )
     factor = mixing.reshape(-1).at[row].get(mode="fill", fill_value=0)
     bits = lax.bitcast_convert_type(factor, jnp.int32)
     local, bits = self._swap(jnp.stack([local, bits], 1)).T
@@ -524,8 +534,8 @@ class _Exchange:
           self._swap(sent),
           local,
           factor if scale_input else jnp.ones_like(factor),
-          self.own,
-          block_rows(local.size, self.own),
+          self.local_experts,
+          block_rows(local.size, self.local_experts),
         )
         y = self._swap(y.astype(x.dtype))
         return outputs.at[row].set(y, mode="drop")
@@ -570,8 +580,8 @@ class _Exchange:
           local,
           factor,
           there_g,
-          self.own,
-          block_rows(local.size, self.own),
+          self.local_experts,
+          block_rows(local.size, self.local_experts),
           dw,
         )
         row_dx, row_dmixing = self._swap(

@@ -37,7 +37,7 @@ class RowBlocks(NamedTuple):
     expert: Expert of each block, int32 [n]; the number of experts where the
       block has no rows.
     row: Row in each place of a block, int32 [n, size]; the number of rows
-      where there is none.
+      for padding.
     slot: Place of each row among those of all blocks, int32 [N]; their number
       for a row that is of no expert.
     used: Number of blocks that have rows, int32 []; they are the first ones.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -38,10 +39,10 @@ def _share_text(share: object) -> object:
   """Plain value of `important` if it has no settings besides the share."""
   if isinstance(share, ImportantShare):
     # Arrays of probe heads have no truth value, which == of objects needs.
+    plain = ImportantShare(share=share.share)
     alone = all(
-      np.array_equal(getattr(share, field.name), field.default)
+      np.array_equal(getattr(share, field.name), getattr(plain, field.name))
       for field in dataclasses.fields(share)
-      if field.name != "share"
     )
     return share.share if alone else share
   return share

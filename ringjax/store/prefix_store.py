@@ -22,6 +22,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 from ringjax.checks import boolean, integer, positive_int
@@ -328,7 +329,9 @@ class Store:
   def __enter__(self) -> Store:
     return self
 
-  def __exit__(self, *_: Any) -> None:
+  def __exit__(
+    self, *_: BaseException | type[BaseException] | TracebackType | None
+  ) -> None:
     self.close()
 
   def _guarded(self, call: Callable[[], Any]) -> Any:

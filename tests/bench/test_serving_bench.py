@@ -121,6 +121,8 @@ def test_live_and_compared():
   found, said = run(ServeSettings(compare="sequential", rounds=2, **small))
   assert found["ratio"] > 0 and "of medians" in said
   assert found["equal"]
+  lone, said = run(ServeSettings(compare="generate", rounds=1, **small))
+  assert len(lone["lone"]) == 4 and "lone answer" in said
   small |= dict(compare="plain", rounds=1)
   small |= dict(speculate="lookup:count=3,adapt=false")
   small |= dict(prompt_tokens=400, longest=512, spread="0")

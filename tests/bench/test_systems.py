@@ -275,7 +275,7 @@ def test_needles_of_kinds_are_counted():
       cell("nuq3:calibration=runs/x", 1.0),
     ]
   }  # fmt: skip
-  figures = systems_alone.found(printed)
+  figures = systems_alone.needles_found(printed)
   assert figures["nuq3"] == {"found": 1.0, "asked": 1}
   said = systems_alone.says_found(
     figures, "in 4,096 tokens", "dense", "h2o:budget=.2", "h2o:budget=.4"

@@ -95,6 +95,7 @@ class Sizes(NamedTuple):
     vocab: Size of the vocabulary, V.
     seq: Shards of the sequence.
     model: Shards of the heads.
+    data: Shards of the rows.
     parameters: Bytes of all parameters of the model, unsharded.
   """
 
@@ -108,6 +109,7 @@ class Sizes(NamedTuple):
   vocab: int
   seq: int
   model: int
+  data: int
   parameters: int
 
 
@@ -153,9 +155,11 @@ def few_tokens(s: Sizes) -> dict[str, float]:
   over_seq = rows * s.heads * (s.value + 2) if s.seq > 1 else 0
   over_model = 2 * rows * s.embed if s.model > 1 else 0
   ends = rows * (s.embed + 2 * s.vocab) if s.model > 1 else 0
+  # Every device has the logits of all rows, so that each process can read them.
+  logits = rows * s.data * s.vocab if s.data > 1 else 0
   return {
     "all-reduce": s.layers * (over_seq + over_model) + ends,
-    "all-gather": ends,
+    "all-gather": ends + logits,
   }
 
 
@@ -287,6 +291,7 @@ def read(case: Case) -> Reading:
     vocab=model.config.vocab,
     seq=axes.get("seq", 1),
     model=share,
+    data=data,
     parameters=sum(4 * x.size for x in jax.tree.leaves(model)),
   )
   cache_bytes = bytes_each(cache)

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from ringjax import models
+from ringjax.infer.speculate import DRAFTERS
 from ringjax.kv import cache_kind
 from ringjax.models import families
 from ringjax.serve import cluster
@@ -97,6 +98,14 @@ def names_of_rows(text, heading):
   table = text.partition(heading)[2].partition("\n\n")[0]
   cells = re.findall(r"^\| (.+?) \|", table, re.M)
   return {name for cell in cells for name in re.findall("`([^`]+)`", cell)}
+
+
+def test_the_page_of_speculation_names_every_drafter():
+  text = (DOCS / "how" / "speculate.md").read_text("utf-8")
+  table = text.partition("| `speculate=` |")[2].partition("\n\n")[0]
+  rows = re.findall(r"^\| `(?:speculate\.)?(\w+)", table, re.M)
+  names = {"TranslatedDraft" if x == "translated" else x for x in DRAFTERS}
+  assert {*rows} == names
 
 
 def test_the_page_of_the_conductor_names_every_policy():

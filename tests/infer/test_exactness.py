@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ringjax.kv import KINDS
 from tests.contracts import exactness as contract
 
 # One of each fault that this was written for, and what is refused at once.
@@ -23,6 +24,16 @@ EVERY = [
   for situation in contract.SITUATIONS
   if contract.applies(name, situation)
 ]
+
+
+def test_every_policy_is_a_path():
+  kinds = [
+    path.options()["cache_kind"]
+    for path in contract.PATHS.values()
+    if path.refusals.get("crowd") == "policy"
+  ]
+  classes = {type(kind.policy) for kind in kinds}
+  assert {type(x.policy) for x in KINDS.values() if x.policy} <= classes
 
 
 @pytest.mark.long_cases(6)

@@ -43,6 +43,19 @@ def drafters(model):
   }
 
 
+# Drafters with tests of their own: test_draft_models.py has another tokenizer,
+# test_longspec.py a block that is made for the model.
+ELSEWHERE = {"translated", "longspec"}
+
+
+def test_every_drafter_is_tested(loaded):
+  model, _ = loaded("llama3")
+  classes = {type(x) for x in drafters(model).values()}
+  assert classes == {
+    kind for name, kind in speculate.DRAFTERS.items() if name not in ELSEWHERE
+  }
+
+
 def same(model, drafter, options=GREEDY, *, count=16, lengths=(9, 23, 4),
          seed=0, **how):  # fmt: skip
   """The report of a call whose tokens are those of one without drafts."""

@@ -813,6 +813,18 @@ def test_a_budget_includes_the_tokens_until_the_next_eviction(
   assert kind.counts(length, [4, 4]) == [counts] * 2
 
 
+def test_kinds_of_layers_have_sizes_of_their_own_when_they_grow():
+  """Pages for the heads of two kinds of layers, of which one needs more."""
+  kind = kind_text.parse("h2o:room=4,page=8")
+  cache = contract.model(1, "grouped").init_cache_spec(1, 256, kind=kind)
+  (pages,) = cache.pages
+  heads = math.prod(pages.table.shape[:3])
+  needs = {0: (heads * 13, 13), 1: (heads * 25, 25)}
+  few, many = page_sizes((pages, pages), needs, 200)
+  assert heads * 13 <= few[0] < heads * 25 <= many[0]
+  assert few[1] >= 13 and many[1] >= 25
+
+
 @pytest.mark.long
 def test_a_cache_stays_within_its_budget_while_an_answer_grows():
   """No head holds more than the budget, or one token more, as in the paper."""

@@ -14,6 +14,8 @@ from ringjax.infer import speculate
 from ringjax.models import longspec, small, tiny
 from ringjax.serve import Engine, Request, RowSampling
 from ringjax.serve import calls as calls_module
+from ringjax.serve.drafts.row_drafts import ENGINE_DRAFTERS
+from ringjax.serve.engine_config import EngineConfig
 from tests.helpers import refused
 from tests.serve.test_engine import alone, check, engine, requests, served
 
@@ -256,6 +258,13 @@ def test_a_folder_drafts_for_rows_that_come_and_go():
   # What a prompt has of tokens is more than a draft reads at once.
   long = dataclasses.replace(wanted[0], prompt=np.arange(80) % 9)
   assert at.submit(long).result().tokens.tolist() == alone(model, long)
+
+
+def test_the_drafters_of_an_engine_are_named_where_it_is_configured():
+  meaning = EngineConfig.field("speculate")[0].metadata["meaning"]
+  assert {*ENGINE_DRAFTERS} == {*speculate.DRAFTERS} - {"translated"}
+  for name in ENGINE_DRAFTERS:
+    assert f'"{name}' in meaning
 
 
 def test_bad_drafters_are_refused(loaded):

@@ -13,6 +13,7 @@ from ringjax.infer import speculate
 from ringjax.infer.contexts import ImportantPrefixes
 from ringjax.serve import Engine, ImportantShare, Request, RowSampling
 from ringjax.serve.cluster import ClusterWorker
+from ringjax.serve.engine_config import EngineConfig
 from tests import checkpoints
 from tests.helpers import refused
 
@@ -269,7 +270,17 @@ def test_heads_that_are_named_choose_the_part(shelf):
   assert answer(np.zeros((layers, 1), np.int32)) == first
 
 
-def test_heads_that_the_model_does_not_have_are_refused_at_once(shelf):
+def test_a_share_is_written_as_a_number_unless_heads_are_named():
+  config = lambda **how: EngineConfig(
+    important=ImportantShare(share=0.25, **how)
+  )
+  assert config().to_dict() == {"important": 0.25}
+  for probes in (np.array([0, 1]), np.array([[0]]), 2):
+    refused(OptionError, config(probes=probes).to_dict, "important")
+
+
+def test_heads_that_the_model_does_not_have_are_refused_at_once():
+  shelf = rj.store.Store(host=1 << 20)
   for probes in (np.array([2]), np.array([0, 0]), np.array([[0]])):
     how = ImportantShare(segment=SEGMENT, probes=probes)
     refused(OptionError, lambda how=how: engine(shelf, important=how), "probes")

@@ -135,6 +135,7 @@ def _mesh(mesh: Mesh) -> str:
 
 
 def _device_memory(device: jax.Device) -> str:
+  stats: Mapping[str, int]
   try:
     stats = device.memory_stats() or {}
   except (NotImplementedError, RuntimeError):

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree
 
 from ringjax.kv.codecs import CodeBook, Hadamard, Integers
 from ringjax.ops.attention.attend import attend
@@ -329,7 +330,7 @@ def _encoded(
   ]
   (k_codes, k_constants), (v_codes, v_constants) = sides
 
-  def aligned(dtype: Any, q: jax.Array) -> tuple[KVView, jax.Array]:
+  def aligned(dtype: DTypeLike, q: jax.Array) -> tuple[KVView, jax.Array]:
     decoders = (
       Decoder(k_codec, _DIM, dtype),
       Decoder(v_codec, _DIM, dtype),
@@ -459,12 +460,12 @@ def _in_float64() -> Generator[None]:
     yield
 
 
-def _on_default_device(tree: Any) -> Any:
+def _on_default_device(tree: PyTree) -> PyTree:
   """Moves the arrays of a tree to the current default device."""
   return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree)
 
 
-def _wide(tree: Any) -> Any:
+def _wide(tree: PyTree) -> PyTree:
   """Converts the floats of a tree to float64."""
   convert = lambda x: x if x.dtype.kind in "ib" else x.astype(np.float64)
   return jax.tree.map(convert, tree)

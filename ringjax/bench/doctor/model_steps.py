@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from ringjax.bench import timing
 from ringjax.bench.doctor.findings import OK, SLOW, WRONG, Findings
@@ -120,7 +121,7 @@ def _check_answers(
   last = (jnp.full(1, tokens - 1, jnp.int32), jnp.int32(tokens))
   outputs: list[Any] = []
 
-  def read_prompt() -> Any:
+  def read_prompt() -> jax.Array:
     outputs[:] = [prefill.read(model, attend, *call, caches.pop(), *last)]
     return outputs[0][0]
 
@@ -135,7 +136,7 @@ def _check_answers(
   )
   carry = [state, cache]
 
-  def take_step() -> Any:
+  def take_step() -> jax.Array:
     carry[:] = decode.step(
       model, around, sampler, carry[1], carry[0], stops, jnp.int32(tokens)
     )
@@ -238,5 +239,5 @@ def _ids(size: ModelSize, count: int) -> jax.Array:
   return jnp.asarray(rng.integers(0, size.vocab, (1, count)), jnp.int32)
 
 
-def _bytes(part: Any) -> float:
+def _bytes(part: PyTree) -> float:
   return float(sum(x.nbytes for x in jax.tree.leaves(part)))

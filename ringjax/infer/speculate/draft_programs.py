@@ -57,7 +57,7 @@ def read_more(
   cache: ModelCache,
   read: Missing,
   length: Int[Array, ""],
-) -> Any:
+) -> ModelCache:
   """Reads missing tokens into the cache, at most `WINDOW`."""
   return _begun(model, attend, cache, read, WINDOW, length)[1]
 
@@ -66,10 +66,9 @@ def read_more(
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
 def without(
   cache: ModelCache, end: Int[Array | np.ndarray, " B"], most: int
-) -> Any:
+) -> ModelCache:
   """Removes tokens from `end` on, at most `most` of a row, from the cache."""
-  draft_cache: Any = cache
-  return draft_cache.truncate(end, most)
+  return cache.truncate(end, most)
 
 
 def _begun(

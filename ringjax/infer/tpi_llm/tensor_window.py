@@ -33,6 +33,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -968,7 +969,12 @@ class _Failing:
   def __enter__(self) -> None:
     return None
 
-  def __exit__(self, _: Any, error: BaseException | None, *__: Any) -> None:
+  def __exit__(
+    self,
+    _: type[BaseException] | None,
+    error: BaseException | None,
+    *__: TracebackType | None,
+  ) -> None:
     if error is not None:
       self._window._broken = error
       self._window._star.fail(error)

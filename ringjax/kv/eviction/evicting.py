@@ -1112,9 +1112,9 @@ def page_sizes(
       continue
     growth = 1 + _AHEAD / max(1, length)
     # Rounded down: a page that has just begun has room, too.
-    pages, most = (int(x * growth) for x in (count, largest))
+    grown_count, most = (int(x * growth) for x in (count, largest))
     grown_sizes[n] = (
-      min(few_sizes(pages), heads * few_sizes(most, 64)),
+      min(few_sizes(grown_count), heads * few_sizes(most, 64)),
       few_sizes(most, 2),
     )
     pages_per_head = math.ceil(_AHEAD / old_pages.slots)

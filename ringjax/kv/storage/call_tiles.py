@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 from ringjax import tree
-from ringjax.typing import ArrayLeaf, Index
+from ringjax.typing import Index
 
 if TYPE_CHECKING:
   from ringjax.kv.base import CallCache
@@ -45,10 +45,10 @@ class CallTiles:
     size: Number of tokens for which a tile has room.
   """
 
-  row: Int[ArrayLeaf, " n"]
-  start: Int[ArrayLeaf, " n"]
-  filled: Int[ArrayLeaf, " n"]
-  count: Int[ArrayLeaf, ""]
+  row: Int[Array | np.ndarray, " n"]
+  start: Int[Array | np.ndarray, " n"]
+  filled: Int[Array | np.ndarray, " n"]
+  count: Int[Array | np.ndarray, ""]
   size: int
 
 
@@ -134,7 +134,7 @@ class CacheTile(NamedTuple):
     new = jnp.where(is_filled, new.astype(x.dtype), self.take(x))
     return lax.dynamic_update_slice(x, new, self._at(x))
 
-  def take_row(self, x: Shaped[Array, B * d]) -> Shaped[Array, 1 * d]:
+  def take_row(self, x: Shaped[Array, "B ..."]) -> Shaped[Array, "1 ..."]:
     """The part of the tile's row in an array of the call's rows."""
     return lax.dynamic_slice_in_dim(x, self.row, 1, 0)
 

@@ -130,6 +130,7 @@ class _Change:
     """Shardings of the parameters that replace a map's."""
     name = path if path in old_params else f"{path}.weight"
     spec, mesh = tuple(self._specs[name]), self._kind.mesh
+    axis_sizes = {} if mesh is None else dict(mesh.shape)
     named = dict(
       zip(old_params[name].get_metadata()["axes"], spec, strict=False)
     )
@@ -140,7 +141,7 @@ class _Change:
       cuts = [
         cut
         if (cut := named.get(axis))
-        and n % math.prod(mesh.shape[a] for a in axis_names(cut)) == 0
+        and n % math.prod(axis_sizes[a] for a in axis_names(cut)) == 0
         else None
         for axis, n in zip(
           p.get_metadata()["axes"], p.get_value().shape[1:], strict=True

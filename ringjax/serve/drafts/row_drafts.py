@@ -15,7 +15,7 @@ from ringjax.errors import OptionError
 from ringjax.infer.speculate.draft_model import ModelDrafter
 from ringjax.infer.speculate.drafter import Drafter, TextDrafter, TextReader
 from ringjax.infer.speculate.longspec import LongSpec
-from ringjax.infer.speculate.speculation import drafter_of
+from ringjax.infer.speculate.speculation import DRAFTERS, drafter_of
 from ringjax.infer.speculate.translated import TranslatedDraft
 from ringjax.kv.cache_kind import cache_kind
 from ringjax.kv.state import StateShape
@@ -29,6 +29,14 @@ from ringjax.serve.scheduler import RowDraft
 
 if TYPE_CHECKING:
   from ringjax.serve.scheduler import ServedRow
+
+# Classes of drafters that an engine can use, but for `TranslatedDraft`.
+_TAKEN = (TextDrafter, ModelDrafter, LongSpec)
+ENGINE_DRAFTERS = tuple(
+  name
+  for name, kind in DRAFTERS.items()
+  if issubclass(kind, _TAKEN) and not issubclass(kind, TranslatedDraft)
+)
 
 
 class RowDrafts:
@@ -55,15 +63,15 @@ class RowDrafts:
     drafter = drafter_of(how, name)
     self._name = name
     if (
-      not isinstance(drafter, TextDrafter | ModelDrafter | LongSpec)
+      not isinstance(drafter, _TAKEN)
       or isinstance(drafter, TranslatedDraft)
       or (isinstance(drafter, ModelDrafter) and drafter.place is not None)
     ):
       raise OptionError(
         name,
         f"{drafter.name!r} for an engine",
-        "'lookup', 'suffix', 'early', 'self', 'longspec' or a 'model' with the "
-        "target's tokenizer, on the engine's devices",
+        f"{', '.join(ENGINE_DRAFTERS)}, with the target's tokenizer and on the "
+        "engine's devices",
         f"pass {name}=lookup, or draft with rj.infer.generate",
       )
     if isinstance(drafter, ModelDrafter):
