@@ -47,6 +47,9 @@ def cases():
 
 def marked(case):
   marks = [] if case in FIRST else [pytest.mark.long]
+  # Trees take the way of chains but for `keep`, which knows no family.
+  if case.phase == "verify_tree" and case.family != "dense":
+    marks.append(pytest.mark.slow)
   return pytest.param(case, marks=marks, id=str(case))
 
 
