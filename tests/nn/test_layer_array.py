@@ -134,7 +134,6 @@ def test_a_step_copies_no_layer_s_experts(codes):
 @pytest.mark.long
 @pytest.mark.parametrize("axis", ["ffn", "experts"])
 def test_sharded_experts_are_the_same_and_never_all_gathered(axis):
-  """Of all layers; and if widths are sharded, of none."""
   config = MIXTURE | {"num_local_experts": 6}
   model = rj.models.create(config, seed=0)
   mesh = jax.make_mesh(
@@ -158,13 +157,13 @@ def test_rows_read_their_adapters_alone():
     (lora, jax.tree.map(lambda x: x + 0.1, lora.start(model, seed=n)))
     for n in range(12)
   ]
-  made, rows = with_adapters(model, adapters), jnp.asarray([3, 0])
+  adapted, rows = with_adapters(model, adapters), jnp.asarray([3, 0])
   with adapter_rows(rows):
-    text, got = program(made), logits(made)
-  own = lora.model(adapters[2][1], model)
-  np.testing.assert_allclose(got[0], logits(own)[0], rtol=0, atol=1e-4)
+    text, got = program(adapted), logits(adapted)
+  merged = lora.model(adapters[2][1], model)
+  np.testing.assert_allclose(got[0], logits(merged)[0], rtol=0, atol=1e-4)
   np.testing.assert_allclose(got[1], logits(model)[1], rtol=0, atol=1e-4)
-  factors = made.stack.blocks[0][0].attention.q.a.get_value()
+  factors = adapted.stack.blocks[0][0].attention.q.a.get_value()
   assert factors.shape == (3, 13, 32, 2)
   assert not written(text, 13, 32, 2)
 

@@ -100,12 +100,12 @@ def test_a_slice_into_vector_memory_is_read_alone():
 
 
 def test_a_copy_between_memories_counts_on_one_side():
-  near, far = "f32[64]{0:S(1)}", "f32[64]{0}"
+  vector, main = "f32[64]{0:S(1)}", "f32[64]{0}"
   start = "  %s = ({}, {}, u32[]) copy-start(%x)"
-  done = "  %d = {} copy-done(%s)"
-  into = moved(start.format(near, far), done.format(near))
+  end = "  %d = {} copy-done(%s)"
+  into = moved(start.format(vector, main), end.format(vector))
   assert (into.read, into.written) == (5 * ROW, 0)
-  out = moved(start.format(far, near), done.format(far))
+  out = moved(start.format(main, vector), end.format(main))
   assert (out.read, out.written) == (0, 5 * ROW)
 
 

@@ -109,9 +109,9 @@ class _Counter:
     callees = [self.count(callee) for callee in self._program.callees(line)]
     if line.op == "conditional":
       callees.sort(key=lambda moved: moved.total)
-      fewest, most = callees[0], callees[-1]
+      light, heavy = callees[0], callees[-1]
       return _sum(
-        (_times(most, self._taken), _times(fewest, 1.0 - self._taken))
+        (_times(heavy, self._taken), _times(light, 1.0 - self._taken))
       )
     if callees:
       trips = self._program.trips(name, line) if line.op == "while" else 1.0
@@ -135,8 +135,8 @@ class _Counter:
     if inner is None:
       return self._plain(line, stored, lines)
     read = sum(
-      self._read(inner, number) if nbytes else 0.0
-      for number, nbytes in enumerate(stored)
+      self._read(inner, operand) if nbytes else 0.0
+      for operand, nbytes in enumerate(stored)
     )
     return _moved(line, read, self._written(inner, line.shape))
 
@@ -286,12 +286,12 @@ def _times(moved: MemoryTraffic, count: float) -> MemoryTraffic:
 
 
 def _sum(parts: Iterator[MemoryTraffic] | Any) -> MemoryTraffic:
-  read = written = most = 0.0
+  read = written = largest_written = 0.0
   largest = ""
   for part in parts:
     read, written = read + part.read, written + part.written
-    if part.largest_written > most:
-      most, largest = part.largest_written, part.largest
+    if part.largest_written > largest_written:
+      largest_written, largest = part.largest_written, part.largest
   return MemoryTraffic(
-    read=read, written=written, largest_written=most, largest=largest
+    read=read, written=written, largest_written=largest_written, largest=largest
   )
