@@ -12,7 +12,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
@@ -60,9 +59,9 @@ def read_by_index(leaf: object) -> bool:
 
   The mark is `by_index=True` of `param`, or in a parameter's metadata.
   """
-  return isinstance(leaf, nnx.Variable) and bool(
-    leaf.get_metadata().get("by_index")
-  )
+  # Without flax, which benchmarks of attention alone do not import.
+  metadata = getattr(leaf, "get_metadata", None)
+  return metadata is not None and bool(metadata().get("by_index"))
 
 
 def entry_of(weights: object, entry: Int[Array, ""]) -> object:
