@@ -4,7 +4,8 @@ Guarantees: a call has the same shape for any work, so that each of the two is
 compiled once (that of prompts once for each part of the layers), and so are the
 copies of forked rows; the result of a row depends on no other row.
 Cost: the host writes a few numbers for each row; tiles that rows share are
-recomputed only when they have changed.
+recomputed only when they have changed. A call for prompts that is cut into
+tiles takes the time of the tiles that it holds, another the time of its room.
 """
 
 from __future__ import annotations
