@@ -42,8 +42,11 @@ def json_text(
     return json.dumps(_finite(value), default=clean, allow_nan=False, **options)
 
 
-def _finite(value: Any) -> Json:
-  """Replace each number in the value that is not finite by None."""
+def _finite(value: Any) -> Any:
+  """Replace each number in the value that is not finite by None.
+
+  Values that are not of JSON stay, for the caller's `default`.
+  """
   if isinstance(value, float):
     return value if math.isfinite(value) else None
   if isinstance(value, Mapping):
