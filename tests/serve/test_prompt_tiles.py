@@ -127,4 +127,4 @@ def test_calls_that_can_t_be_cut_are_refused_by_name(loaded):
     devices=jax.devices()[:2],
   )
   with pytest.raises(OptionError, match=r"prompt_tile.*mesh axis"):
-    engine(model, mesh=mesh)
+    engine(rj.models.place(model, mesh), mesh=mesh)
