@@ -321,7 +321,7 @@ def test_an_instance_of_two_processes(tmp_path, folder):
     moved = metric(port, "ringjax_requests_moved_total")
     stages = cluster.instances(router, {"s": ("prefill", "--stages=2")})["s"]
     weights = [
-      int(stages.said(rf"rank {n} of 2, .* (\d+(?:,\d+)*) bytes")
+      int(stages.said(rf"rank {n} of 2, .*? (\d+(?:,\d+)*) bytes")
           .replace(",", ""))
       for n in range(2)
     ]  # fmt: skip
