@@ -98,7 +98,7 @@ class ImportantShare:
 
   share: int | float = 0.25
   alpha: int | float = 0.6
-  probes: int | Int[np.ndarray, "*layers P"] = 3
+  probes: int | Int[np.ndarray, "... P"] = 3
   segment: int = 512
   chunk: int = 32
 
