@@ -49,10 +49,13 @@ def config(name, layers=1):
   if "router_aux_loss_coef" in content:
     # No loss is computed from it, which training warns about.
     content["router_aux_loss_coef"] = 0.0
+  if "moe_layers" in content:
+    content |= {"interleave_moe_layer_step": 1, "moe_layers": [*range(layers)]}
   if "first_k_dense_replace" in content:
     content["first_k_dense_replace"] = 0
-  if "layer_types" in content:
-    content["layer_types"] = content["layer_types"][:layers]
+  for key in ("layer_types", "no_rope_layers"):
+    if key in content:
+      content[key] = content[key][:layers]
   return content
 
 
@@ -154,6 +157,7 @@ def test_logits_and_gradients_equal_those_of_one_device(family, name):
   sizes, over = MESHES[name]
   model = one_device(family)
   sharded = models.place(model, mesh_of(**sizes), models.Rules(experts=over))
+  assert experts_of(sharded).sharding.spec[1] == over
   tokens = np.random.default_rng(0).integers(0, 64, (BATCH, 32))
 
   @jax.jit
