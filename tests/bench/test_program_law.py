@@ -85,7 +85,7 @@ def test_a_planted_fault_is_caught(fault):
   each = 4 * 4 * 2 * 2 * 8192 * 8
   sizes = program.Sizes(
     rows=2, tokens=1, layers=4, heads=2, value=8, keys=32, embed=16, vocab=64,
-    seq=8, model=1, data=1, parameters=0,
+    seq=8, model=1, data=1,
   )  # fmt: skip
   reading = program.Reading(
     CompiledProgram(compiled.as_text()),

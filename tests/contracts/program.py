@@ -6,7 +6,7 @@ instruction by instruction:
 
 * a collective of each kind carries at most the bytes that a formula states;
 * no instruction writes an array as large as one layer's cache, one layer's
-  experts or the embedding, except those that the phase names;
+  experts or the embedding;
 * a donated cache stays in place: temporaries are smaller than one layer's.
 
 A fault names the instruction, its shape and the line of source that made it.
@@ -96,7 +96,6 @@ class Sizes(NamedTuple):
     seq: Shards of the sequence.
     model: Shards of the heads.
     data: Shards of the rows.
-    parameters: Bytes of all parameters of the model, unsharded.
   """
 
   rows: int
@@ -110,7 +109,6 @@ class Sizes(NamedTuple):
   seq: int
   model: int
   data: int
-  parameters: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,20 +121,15 @@ class Phase:
     tokens: Tokens of a row that are computed; None: all.
     sends: Most bytes that each kind of collective may carry on one device, over
       all loops; kinds without an entry may only carry `SLACK` bytes.
-    writes: Parts of traced names of instructions that may write large arrays,
-      and why.
     large: Bytes from which an array is large, if not as large as one layer's
       cache, its experts or the embedding.
-    keeps: Whether a cache is donated.
   """
 
   builder: Callable[..., Any]
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   tokens: int | None = 1
   sends: Callable[[Sizes], dict[str, float]]
-  writes: Mapping[str, str] = dataclasses.field(default_factory=dict)
   large: Callable[[Sizes], int] | None = None
-  keeps: bool = True
 
 
 # Bytes of coordinates, lengths and flags.
@@ -292,7 +285,6 @@ def read(case: Case) -> Reading:
     seq=axes.get("seq", 1),
     model=share,
     data=data,
-    parameters=sum(4 * x.size for x in jax.tree.leaves(model)),
   )
   cache_bytes = bytes_each(cache)
   experts = config.get("num_local_experts", 0)
@@ -360,8 +352,8 @@ def judged(reading: Reading, phase: Phase) -> list[Fault]:
   """List all that a compiled program does and its phase does not allow."""
   return [
     *_sends(reading, phase.sends(reading.sizes)),
-    *_writes(reading, phase.writes),
-    *(_copies(reading, phase.large is None) if phase.keeps else ()),
+    *_writes(reading),
+    *_copies(reading, phase.large is None),
   ]
 
 
@@ -413,7 +405,7 @@ def _sends(reading: Reading, allowed: Mapping[str, float]) -> list[Fault]:
   return found
 
 
-def _writes(reading: Reading, allowed: Mapping[str, str]) -> list[Fault]:
+def _writes(reading: Reading) -> list[Fault]:
   program = reading.program
   fused = _fused(program)
   return [
@@ -428,7 +420,6 @@ def _writes(reading: Reading, allowed: Mapping[str, str]) -> list[Fault]:
     if instruction.op not in _NAMES
     and instruction.nbytes >= reading.large
     and not _in_place(program, instruction)
-    and not any(part in instruction.op_name for part in allowed)
   ]
 
 
