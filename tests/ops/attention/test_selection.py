@@ -11,8 +11,9 @@ from ringjax.ops.attention.cached import selection, views
 from ringjax.ops.attention.cached.cached_attention import ShardedDecode
 from ringjax.ops.attention.cached.selection import KeySelection, chosen_pairs
 from ringjax.ops.attention.cached.views import ContiguousView
-from ringjax.ops.attention.scores import Scores, Terms
-from ringjax.ops.mask import Causal, Coords
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
+from ringjax.ops.mask import Causal, Coords, Everything
+from ringjax.ops.softmax import finalize
 from tests.helpers import make_mesh
 
 B, T, S, HEADS, DIM, FIRST, INDEX = 2, 40, 640, 3, 6, 4, 2
@@ -145,3 +146,37 @@ def test_reading_a_cache(shards, queries, cut, ties, monkeypatch):
   got = jax.jit(run)(jax.tree.map(jnp.asarray, x))[..., :FIRST]
   want = read(x, best(x, q_at, k_at, 9))
   np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+
+
+def test_many_queries_read_chosen_keys_as_few_do(monkeypatch):
+  """Choices are in whole tiles, of a size that both have in common."""
+  monkeypatch.setattr(views, "in_order", lambda view: True)
+  slots, block, dim = 1000, 512, 8
+  draw = np.random.default_rng(3).normal
+  array = lambda *shape: jnp.asarray(draw(size=shape), jnp.float32)
+  monkeypatch.setattr(views, "tile_slots", lambda *_: block)
+  at = Coords(
+    jnp.arange(slots, dtype=jnp.int32)[None], jnp.ones((1, slots), jnp.int32)
+  )
+  view = ContiguousView(
+    array(1, 1, 1, slots, dim), array(1, 1, 1, slots, dim), at, jnp.int32(0)
+  )
+  tiled_slots = views.tiled(at, block).pos.shape[1]
+  q = array(1, 1, 1, 16, dim)
+
+  def read(count):
+    q_at = Coords(*(jnp.full((1, count), n, jnp.int32) for n in (slots, 1)))
+    pos = views.tiled(at, block).pos
+    chosen = (pos >= 700) & (pos < 720)
+    allow = jnp.broadcast_to(
+      chosen[:, None, None, None], (1, 1, 1, count, tiled_slots)
+    )
+    context = Context(q_at, at, Everything(), allow)
+    args = ScoreArgs(Scores(scale=1.0), Terms(), context)
+    partial = views.decode_attention(q[:, :, :, :count], view, args)
+    return finalize(partial)[0]
+
+  keys, values = view.k[0, 0, 0, 700:720], view.v[0, 0, 0, 700:720]
+  want = jax.nn.softmax(q[0, 0, 0] @ keys.T, -1) @ values
+  for count in (15, 16):
+    np.testing.assert_allclose(read(count)[0, 0, 0], want[:count], atol=1e-5)

@@ -552,7 +552,8 @@ def decode_attention(
   """
   rows, block = q.shape[3], tile_slots(keys, platform)
   many = platform == "cpu" and rows >= _MANY and in_order(keys)
-  if many and not isinstance(keys, StreamedView):
+  # `allow` and streamed views have tiles of their own.
+  if many and args.context.allow is None and not isinstance(keys, StreamedView):
     # A tile of queries computes the scores of whole tiles of keys.
     block = min(block, _KEYS_OF_MANY)
   args = args.of_keys(tiled(args.context.k, block), 0)
