@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -39,6 +40,16 @@ def make_mesh(n: int, kind: Literal["auto", "explicit"]) -> Mesh:
   """
   return jax.make_mesh(
     (n,), ("seq",), axis_types=(_KINDS[kind],), devices=jax.devices()[:n]
+  )
+
+
+def mesh_of(**sizes: int) -> Mesh:
+  """A mesh of automatic axes, by their names and sizes."""
+  return jax.make_mesh(
+    tuple(sizes.values()),
+    tuple(sizes),
+    axis_types=(AxisType.Auto,) * len(sizes),
+    devices=jax.devices()[: math.prod(sizes.values())],
   )
 
 

@@ -37,6 +37,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from ringjax.errors import OptionError
 from ringjax.ops.moe import block_rows, blocks_by_expert
 from ringjax.parallel import collectives
 
@@ -236,7 +237,8 @@ class _ExpertRows:
     flat = mixing.reshape(-1)
 
     def body(n: jax.Array, sums: jax.Array) -> jax.Array:
-      row, safe = _block(blocks.row[n], tokens * chosen)
+      row = blocks.row[n]
+      safe = _without_padding(row, tokens * chosen)
       part = x[safe // chosen]
       factor = flat[safe][:, None]
       if self.scale_input:
@@ -270,7 +272,8 @@ class _ExpertRows:
 
     def body(n: jax.Array, sums: Any) -> Any:
       dw, dx, dmixing = sums
-      row, safe = _block(blocks.row[n], rows)
+      row = blocks.row[n]
+      safe = _without_padding(row, rows)
       part, factor = x[safe // chosen], flat[safe][:, None]
       dy = jnp.where((row < rows)[:, None], g[safe // chosen], 0)
       dy = dy.astype(jnp.float32)
@@ -305,15 +308,15 @@ class _ExpertRows:
     return dw, dx, dmixing.reshape(tokens, chosen)
 
 
-def _block(
+def _without_padding(
   row: Int[Array, " size"], rows: int
-) -> tuple[Int[Array, " size"], Int[Array, " size"]]:
-  """Rows of a block as they are, and with real rows in place of padding.
+) -> Int[Array, " size"]:
+  """Rows of a block, with its first row in place of padding.
 
-  Padding repeats the block's first row, which is never padding: f sees rows of
-  its expert alone, and may record their magnitude.
+  The first row is never padding: f sees rows of its expert alone, and may
+  record their magnitude.
   """
-  return row, jnp.where(row < rows, row, row[0])
+  return jnp.where(row < rows, row, row[0])
 
 
 def _is_float(x: Array) -> bool:
@@ -346,11 +349,9 @@ class _Exchange:
     mixing: Float[Array, "T k"],
   ) -> Float[Array, "T D"]:
     """Sums of the tokens' rows, float32; over replicas they are parts."""
-    over = self.shards.tokens
     if self.dispatch.kind == "rounds":
       return self._rounds(weights, x, experts, mixing)
-    if self.dispatch.kind == "gather":
-      x, experts, mixing = collectives.gather((x, experts, mixing), over, 0)
+    x, experts, mixing = self._brought((x, experts, mixing))
     sums = self.rows.forward(
       weights,
       x,
@@ -359,9 +360,7 @@ class _Exchange:
       self.local_experts,
       self._size(experts),
     )
-    if self.dispatch.kind == "gather":
-      sums = collectives.scatter_sum(sums, over, 0)
-    return sums
+    return self._returned(sums)
 
   def backward(
     self,
@@ -372,7 +371,18 @@ class _Exchange:
     g: Float[Array, "T D"],
   ) -> tuple[PyTree, Float[Array, "T D"], Float[Array, "T k"]]:
     """Gradients of weights, x and mixing, from that of `forward`."""
-    over, dtype = self.shards.tokens, x.dtype
+    dtype = x.dtype
+    shapes = [a.shape for a in jax.tree.leaves(weights)]
+    entry = jax.eval_shape(self.rows.entry, weights, jnp.int32(0))
+    one_layer = [(self.local_experts, *a.shape) for a in jax.tree.leaves(entry)]
+    if shapes != one_layer:
+      # Arrays of all layers, of which `entry` takes one.
+      raise OptionError(
+        "weights",
+        f"arrays {shapes}, for a gradient",
+        f"arrays {one_layer} of one layer",
+        "take the gradient of a call without a cache",
+      )
     dw = [
       collectives.zeros(a.shape, jnp.float32, (a, x))
       for a in jax.tree.leaves(weights)
@@ -384,10 +394,7 @@ class _Exchange:
         weights, x, experts, mixing, g, dw
       )
     else:
-      if self.dispatch.kind == "gather":
-        x, experts, mixing, g = collectives.gather(
-          (x, experts, mixing, g), over, 0
-        )
+      x, experts, mixing, g = self._brought((x, experts, mixing, g))
       dw, dx, dmixing = self.rows.backward(
         weights,
         x,
@@ -398,8 +405,7 @@ class _Exchange:
         self._size(experts),
         dw,
       )
-      if self.dispatch.kind == "gather":
-        dx, dmixing = collectives.scatter_sum((dx, dmixing), over, 0)
+      dx, dmixing = self._returned((dx, dmixing))
     gradients = iter(dw)
     dweights = jax.tree.map(
       lambda a: (
@@ -410,6 +416,18 @@ class _Exchange:
       weights,
     )
     return dweights, dx.astype(dtype), dmixing
+
+  def _brought(self, tokens: PyTree) -> Any:
+    """Arrays of the tokens that the shard's experts read."""
+    if self.dispatch.kind != "gather":
+      return tokens
+    return collectives.gather(tokens, self.shards.tokens, 0)
+
+  def _returned(self, sums: PyTree) -> Any:
+    """Sums of the shard's own tokens, over all shards that they went to."""
+    if self.dispatch.kind != "gather":
+      return sums
+    return collectives.scatter_sum(sums, self.shards.tokens, 0)
 
   def _size(self, experts: Int[Array, "T k"]) -> int:
     return block_rows(experts.size, self.count)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
@@ -22,6 +22,7 @@ from ringjax.serve import Engine, Request
 from ringjax.train import batch as batches
 from ringjax.train import step
 from tests import checkpoints
+from tests.helpers import mesh_of
 
 BATCH, TOKENS = 2, 128
 # Mesh and mesh axes of the experts.
@@ -30,14 +31,6 @@ MESHES = {
   "expert": (dict(seq=2, expert=4), "expert"),
   "model": (dict(data=2, seq=2, model=2), "model"),
 }
-
-
-def mesh_of(**sizes):
-  return jax.make_mesh(
-    tuple(sizes.values()),
-    tuple(sizes),
-    axis_types=(AxisType.Auto,) * len(sizes),
-  )
 
 
 def config(name, layers=1):

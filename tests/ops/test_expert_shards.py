@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ringjax.bench.program import Program
+from ringjax.errors import OptionError
 from ringjax.ops import expert_shards
 from ringjax.ops.expert_shards import (
   Dispatch,
@@ -20,16 +20,9 @@ from ringjax.ops.expert_shards import (
   mix_sharded,
 )
 from ringjax.ops.moe import mix
+from tests.helpers import mesh_of
 
 DIM, HIDDEN, COUNT, CHOSEN = 8, 16, 8, 3
-
-
-def mesh_of(**sizes):
-  return jax.make_mesh(
-    tuple(sizes.values()),
-    tuple(sizes),
-    axis_types=(AxisType.Auto,) * len(sizes),
-  )
 
 
 def expert(w, rows):
@@ -207,3 +200,34 @@ def test_a_long_call_is_sent_in_chunks():
   rows = dispatch.chunk * 8
   assert rows <= expert_shards._CHUNK_ROWS
   assert dispatch.capacity >= rows / 4
+
+
+def test_a_gradient_of_arrays_of_all_layers_is_refused():
+  """Their first axis is that of layers: gradients would go to other layers."""
+  sizes, over, tokens_over, dispatch = CASES["own"]
+  weights, x, experts, mixing = problem(64)
+  stacked = jax.tree.map(lambda a: jnp.stack([a, a, a]), weights)
+  shards = ExpertShards(over=over, tokens=tokens_over)
+
+  def local(weights, x, experts, mixing):
+    return mix_sharded(
+      expert, weights, x, experts, mixing, COUNT, shards,
+      entry=lambda w, n: jax.tree.map(lambda a: a[1, n], w), dispatch=dispatch,
+    )  # fmt: skip
+
+  run = jax.shard_map(
+    local,
+    mesh=mesh_of(**sizes),
+    in_specs=(P(None, over), P(), P(), P()),
+    out_specs=P(),
+    axis_names={*over},
+  )
+  np.testing.assert_allclose(
+    jax.jit(run)(stacked, x, experts, mixing),
+    one_device(weights, x, experts, mixing),
+    rtol=0,
+    atol=1e-5,
+  )
+  loss = lambda weights: jnp.sum(run(weights, x, experts, mixing))
+  with pytest.raises(OptionError, match="a call without a cache"):
+    jax.jit(jax.grad(loss))(stacked)
