@@ -689,7 +689,7 @@ class KVCache(ModelCache):
         f"bool [{self.batch}, T], a value for each token of the last call",
         "pass jnp.arange(T)[None] < accepted[:, None], for instance",
       )
-    self._refuse_beyond_slack(kept.shape[1])
+    self._refuse_beyond_slack("kept", kept.shape[1])
     return _keep(self, kept)
 
   def keep_first(
@@ -718,14 +718,14 @@ class KVCache(ModelCache):
         f"int [{self.batch}], a number of tokens for each row",
         "pass jnp.sum(accepted, 1), for instance",
       )
-    self._refuse_beyond_slack(tokens)
+    self._refuse_beyond_slack("tokens", tokens)
     return _keep_first(self, count)
 
-  def _refuse_beyond_slack(self, tokens: int) -> None:
+  def _refuse_beyond_slack(self, option: str, tokens: int) -> None:
     """Refuse to take back tokens of a call that overwrote others in a ring."""
     if self.rings and tokens > self.kind.layout.slack:
       raise OptionError(
-        "kept",
+        option,
         f"{tokens} tokens, with windowed layers",
         f"at most {self.kind.layout.slack}, of which these can take some back",
         "make the cache with kind='dense', or with a larger slack",
@@ -748,7 +748,8 @@ class KVCache(ModelCache):
     slot_table, rings = jax.tree.map(jnp.copy, (snapshot.slots, snapshot.rings))
     return dataclasses.replace(self, slots=slots, held=slot_table, rings=rings)
 
-  def call_state(self) -> tuple[State | None, ...]:
+  def call_state(self, tokens: int) -> tuple[State | None, ...]:
+    self._refuse_beyond_slack("tokens", tokens)
     states = tuple(s if isinstance(s, State) else None for s in self.slots)
     return jax.tree.map(jnp.copy, states)
 

@@ -273,12 +273,19 @@ class ModelCache(CallCache):
     cache: Any = self
     return dataclasses.replace(cache, **jax.tree.map(jnp.copy, snapshot))
 
-  def call_state(self) -> PyTree:
+  def call_state(self, tokens: int) -> PyTree:
     """Save what a call changes besides new slots, for `undo_call`.
 
     No key or value is copied.
+
+    Args:
+      tokens: Number of tokens of the call, with windowed layers at most their
+        `slack`.
+
+    Raises:
+      OptionError: If windowed layers could not take so many back.
     """
-    return tuple(part.call_state() for part in self.parts)
+    return tuple(part.call_state(tokens) for part in self.parts)
 
   def undo_call(self: CacheT, state: PyTree) -> CacheT:
     """Undo the last call, whose tokens were the same on all shards.

@@ -331,17 +331,20 @@ def load(
     folder = open_model(path)
     config, source, family = read_source(folder.config, strict=strict)
     stored = stored_dtype(folder, source) if dtype is None else dtype
-    shapes_in = lambda dtype: jax.eval_shape(
-      lambda: _with_source(
-        cast(Transformer(config, nnx.Rngs(0), scan=scan), dtype), source
-      )
+    shapes_in = lambda dtype: _over_experts(
+      jax.eval_shape(
+        lambda: _with_source(
+          cast(Transformer(config, nnx.Rngs(0), scan=scan), dtype), source
+        )
+      ),
+      mesh,
+      rules,
     )
     empty = shapes_in(float_dtype("dtype", stored))
-    empty = _over_experts(empty, mesh, rules)
     if dtype is None and placement is None and memory is None:
       widened = wide_on_cpu(parameters(empty), empty.dtype, mesh)
       if widened:
-        empty = _over_experts(shapes_in(jnp.float32), mesh, rules)
+        empty = shapes_in(jnp.float32)
         empty.saved_dtype = jnp.dtype(stored).name
     model_contents = contents(folder, family, empty, source)
     empty.origin = origin_of(

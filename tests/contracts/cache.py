@@ -522,6 +522,20 @@ def a_snapshot_comes_back(setup):
   setup.close(logits, want[:, T:])
 
 
+def an_undone_call_leaves_no_trace(setup):
+  """Without a copy of keys: as drafts that recurrent layers rejected."""
+  tokens, want = setup.text()
+  _, cache = setup.read(tokens[:, :T], setup.empty())
+  if not isinstance(cache, (rj.kv.KVCache, rj.kv.EvictingCache)):
+    return
+  before = cache.call_state(4)
+  _, cache = setup.read(np.full((B, 4), 5, np.int32), cache)
+  cache = cache.undo_call(before)
+  assert cache.length.tolist() == [T] * B
+  logits, _ = setup.read(tokens[:, T:], cache)
+  setup.close(logits, want[:, T:])
+
+
 def short_rows_cost_no_slots(setup):
   """Padding takes none, so that rows of unequal turns fit."""
   tokens, want = setup.text()
@@ -671,6 +685,7 @@ LAWS = (
   blocks_are_loaded_bit_for_bit,
   rows_are_independent,
   a_snapshot_comes_back,
+  an_undone_call_leaves_no_trace,
   short_rows_cost_no_slots,
   a_full_row_is_filled_to_its_last_slot,
   any_split_is_read_the_same,

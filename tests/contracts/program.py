@@ -462,7 +462,7 @@ def _in_place(program: CompiledProgram, one: CompiledInstruction) -> bool:
   if one.op != "fusion" or not inner:
     return False
   root = next(x for x in inner.values() if x.root)
-  while root.op in ("bitcast", "convert", "copy") and root.operands:
+  while root.op == "bitcast" and root.operands:
     root = inner[root.operands[0]]
   if root.op == "tuple":
     return all(inner[x].op in _IN_PLACE for x in root.operands)

@@ -101,7 +101,7 @@ def verify(
   real, tokens = real & finite, jnp.maximum(tokens, 0)
   pos = state.pos[:, None] + depth
   state_before = (
-    target_cache.call_state() if target_cache.irreversible else None
+    target_cache.call_state(count + 1) if target_cache.irreversible else None
   )
   tree = None if draft.parents is None else parents
   read = lambda cache, real: forward(

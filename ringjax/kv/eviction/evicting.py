@@ -706,9 +706,9 @@ class EvictingCache(ResizableCache):
   def restore(self, snapshot: EvictingCache) -> EvictingCache:
     return jax.tree.map(jnp.copy, snapshot)
 
-  def call_state(self) -> tuple[Any, dict[str, Any]]:
+  def call_state(self, tokens: int) -> tuple[Any, dict[str, Any]]:
     fields = {name: getattr(self, name) for name in _CALL_FIELDS}
-    return self.open.call_state(), jax.tree.map(jnp.copy, fields)
+    return self.open.call_state(tokens), jax.tree.map(jnp.copy, fields)
 
   def undo_call(self, state: tuple[Any, dict[str, Any]]) -> EvictingCache:
     of_open, fields = state

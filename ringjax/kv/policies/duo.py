@@ -32,6 +32,7 @@ class Duo(Policy):
   newest: int = 256
 
   reads: ClassVar[bool] = False
+  budgeted: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -47,6 +48,8 @@ class FastGen(Policy):
   special: int = 1
   window: int = 512
   punctuation: tuple[int, ...] = ()
+
+  budgeted: ClassVar[bool] = False
 
   @property
   def choices(self) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ class KVzip(Policy):
   by_layer: bool = False
 
   repeats: ClassVar[bool] = True
+  budgeted: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
     super().__post_init__()

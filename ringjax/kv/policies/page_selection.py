@@ -28,6 +28,7 @@ class Select(Policy):
   """
 
   selects: ClassVar[bool] = True
+  budgeted: ClassVar[bool] = False
 
   @property
   def alike(self) -> str | None:

@@ -106,8 +106,10 @@ class Policy:
   """Base class of eviction policies; hashable, compared by value.
 
   Attributes:
-    budget: Number of tokens that each head holds until the next eviction: an
-      int, or a float share of the tokens of its row, above 0 and at most 1.
+    budget: Number of tokens of each head: an int, or a float share of the
+      tokens of its row, above 0 and at most 1. It includes those that come
+      until the next eviction, of which at most a sixteenth of it is left free;
+      a larger `room` exceeds it, see `CacheConfig.counts`.
   """
 
   budget: int | float = 0.5
@@ -155,6 +157,8 @@ class Policy:
   sums: ClassVar[bool] = False
   # Whether it scores tokens by a repetition of the context.
   repeats: ClassVar[bool] = False
+  # Whether the budget includes the tokens until the next eviction.
+  budgeted: ClassVar[bool] = True
   # Whether it reads keys, values or queries, and not positions alone.
   reads: ClassVar[bool] = True
 
@@ -180,11 +184,6 @@ class Policy:
       getattr(policy_class, name) is getattr(Policy, name)
       for name in ("counts", "kept", "chosen")
     )
-
-  @property
-  def budgeted(self) -> bool:
-    """Whether a head keeps `counts` tokens, and a plan may expect as many."""
-    return type(self).expected is Policy.expected
 
   def __post_init__(self) -> None:
     budget = self.budget
