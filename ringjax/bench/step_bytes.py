@@ -66,11 +66,19 @@ def filled_blocks(model: Transformer, tokens: int) -> float:
   size = block_rows(rows, experts)
   blocks = -(-rows // size) + min(experts, rows)
   p = chosen / experts
-  chance = [
-    math.comb(tokens, n) * p**n * (1 - p) ** (tokens - n)
-    for n in range(tokens + 1)
-  ]
-  filled = sum(-(-n // size) * x for n, x in enumerate(chance))
+  if p >= 1:
+    return experts * -(-tokens // size) / blocks
+  # Of a binomial distribution; the factors alone exceed a float's range.
+  log_chance = lambda n: (
+    math.lgamma(tokens + 1)
+    - math.lgamma(n + 1)
+    - math.lgamma(tokens - n + 1)
+    + n * math.log(p)
+    + (tokens - n) * math.log1p(-p)
+  )
+  filled = sum(
+    -(-n // size) * math.exp(log_chance(n)) for n in range(tokens + 1)
+  )
   return experts * filled / blocks
 
 

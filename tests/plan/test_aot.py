@@ -444,16 +444,15 @@ class TestCompiled:
     self, model, kind, rows, tree, mesh
   ):
     """It moves at most a tenth more bytes than weights and keys have."""
-    options = {"model": model, "tokens": 1 << 17, "cache": kind, "rows": rows}
+    options = {"model": model, "tokens": 1 << 17, "cache": kind, "batch": rows}
     found = aot.compile(
-      "tests.plan.draft_checks:check",
+      f"{STEPS}:verify",
       "v5p:1x1x1" if mesh == [["seq", 1]] else "v5p:2x2x1",
-      options | {"tree": tree, "mesh": mesh},
+      options | {"tree": tree, "mesh": mesh, "drafted": 7, "shard": None},
     )
-    assert found.memory.aliased >= found.facts["cache"]
-    # Temporaries are written and read once.
-    least = found.facts["cache"] + found.facts["weights"]
-    assert 2 * found.memory.temporaries < 0.1 * least
+    assert found.memory.aliased >= found.facts["cache_bytes"]["device"]
+    # Arguments are weights and keys; temporaries are written and read once.
+    assert 2 * found.memory.temporaries < 0.1 * found.memory.arguments
 
   @pytest.mark.parametrize(
     ("model", "rows"),

@@ -5,12 +5,16 @@ A loop of 5 turns over layers of 4,096 bytes.
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import pytest
 
+import ringjax as rj
+from ringjax.bench.step_bytes import filled_blocks
 from ringjax.errors import OptionError
 from ringjax.parallel import chips
 from ringjax.plan.compiler.hlo import HloProgram
 from ringjax.plan.compiler.traffic import traffic
+from tests import checkpoints
 
 ROW = 256
 
@@ -109,6 +113,24 @@ def test_a_copy_between_memories_counts_on_one_side():
   assert (out.read, out.written) == (0, 5 * ROW)
 
 
+@pytest.mark.parametrize(
+  ("start", "end", "result", "read", "written"),
+  [
+    ("({}, {}, u32[]{{:S(2)}}) collective-permute-start",
+     "collective-permute-done", "f32[64]{0}", ROW, ROW),
+    ("({}, f32[256]{{0}}) all-gather-start", "all-gather-done", "f32[256]{0}",
+     ROW, 4 * ROW),
+    ("{} all-reduce-start", "all-reduce-done", "f32[64]{0}", ROW, ROW),
+  ],
+)  # fmt: skip
+def test_a_collective_counts_where_it_begins(start, end, result, read, written):
+  array = "f32[64]{0}"
+  cut = moved(
+    f"  %s = {start.format(array, array)}(%x)", f"  %d = {result} {end}(%s)"
+  )
+  assert (cut.read, cut.written) == (5 * read, 5 * written)
+
+
 def test_a_fusion_reads_the_part_that_it_slices():
   cut = moved("  %f = f32[64]{0} fusion(%all, %i), kind=kLoop, calls=%sliced")
   assert (cut.read, cut.written) == (5 * ROW, 5 * ROW)
@@ -146,3 +168,12 @@ def test_branches_are_taken_as_often_as_is_said(taken, bytes_):
   assert cut.total == bytes_
   with pytest.raises(OptionError, match="taken"):
     moved(branch, taken=1.5)
+
+
+def test_blocks_of_many_tokens_are_filled():
+  """Beyond the range of a float's factors; nearly all blocks have rows."""
+  config = checkpoints.config("qwen3_moe")
+  model = rj.models.abstract(config, dtype=jnp.float32)
+  shares = [filled_blocks(model, n) for n in (1, 1000, 5000)]
+  assert all(0 < share <= 1 for share in shares)
+  assert shares[2] > 0.9

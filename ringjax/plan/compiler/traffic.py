@@ -23,13 +23,12 @@ from ringjax.plan.compiler.hlo import BYTES, HloInstruction, HloProgram
 
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
-# Instructions that move nothing: names of values, and ends of copies.
+# Instructions that move nothing, besides the ends of what others began.
 _FREE = frozenset(
   {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast",
     "after-all", "partition-id", "replica-id", "opt-barrier", "domain",
-    "get-dimension-size", "add-dependency", "copy-done", "slice-done",
-    "dynamic-slice-done", "call-done", "async-done", "async-update", "iota",
+    "get-dimension-size", "add-dependency", "async-update", "iota",
   }
 )  # fmt: skip
 # Views of an operand, through which its uses are followed.
@@ -116,11 +115,18 @@ class _Counter:
     if callees:
       trips = self._program.trips(name, line) if line.op == "while" else 1.0
       return _times(_sum(callees), trips)
-    if line.op in _FREE:
+    if line.op in _FREE or line.op.endswith("-done"):
       return _moved(line, 0.0, 0.0)
     stored = [_stored(lines[x].shape) for x in line.operands if x in lines]
     if line.op == "custom-call":
       return self._custom_call(line, stored)
+    if line.kind is not None and line.op.endswith("-start"):
+      # The results are those of the collective; of most kinds the operands come
+      # before them, and flags after.
+      result = _stored(line.shape) - (
+        0.0 if line.kind == "all-reduce" else sum(stored)
+      )
+      return _moved(line, sum(stored), max(result, 0.0))
     if line.op.endswith("-start"):
       # The results are the source, the destination and a flag; of copies the
       # destination is first.
