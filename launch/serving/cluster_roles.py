@@ -24,6 +24,9 @@ from ringjax.serve import cluster
 from ringjax.serve.cluster.router import PATIENCE_S
 from ringjax.serve.cluster.routing import ROLES
 
+# Flags of the times by which a router predicts.
+_OF_COSTS = ("bandwidth", "chip", "dtype", "instance_devices", "times")
+
 # Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
 
@@ -234,6 +237,14 @@ def check(values: flags.FlagValues) -> None:
           "only to plan roles",
           "pass it to the instances, or pass --replan too",
         )
+    for name in () if _predicts(values) else _OF_COSTS:
+      if values[name].present:
+        raise OptionError(
+          f"--{name}",
+          f"{values[name].value} with --policy={values.policy}",
+          "a policy that predicts times, or --replan",
+          "leave it out, or pass e.g. --policy=conductor",
+        )
     if values.chip is not None:
       if values.times is not None:
         raise OptionError(
@@ -280,6 +291,11 @@ def check(values: flags.FlagValues) -> None:
     )
 
 
+def _predicts(values: flags.FlagValues) -> bool:
+  """Whether a router needs times of calls."""
+  return cluster.needs_costs(values.policy) or values.replan is not None
+
+
 def router(
   values: flags.FlagValues, folder: pathlib.Path, tokenizer: rj.data.Tokenizer
 ) -> cluster.ClusterRouter:
@@ -287,7 +303,7 @@ def router(
   config, _ = rj.models.read_config(_config(folder), strict=values.strict)
   longest = values.longest or min(config.longest or 16384, 16384)
   costs = roles = None
-  if cluster.needs_costs(values.policy) or values.replan is not None:
+  if _predicts(values):
     costs = _costs(values, folder)
     if values.replan is not None:
       roles = _roles(values, costs)

@@ -141,9 +141,7 @@ MODES = {
   ),
   "command": Mode(
     "a question to a router (--instances or --set_role)",
-    frozenset(
-      {"cluster_key", "instances", "join", "role", "set_role", "silence"}
-    ),
+    frozenset({"cluster_key", "instances", "join", "set_role", "silence"}),
   ),
 }
 # What takes the place of a flag in modes without it.

@@ -77,7 +77,7 @@ def test_flags_are_checked_before_a_model_is_loaded(tmp_path, capsys):
     (["--adapters=folder"], "NAME=DIR"),
     (["--adapters=a=x,a=y"], "each name once"),
     (["--important=0.5"], "--store"),
-    (["--store_bytes=99"], "--store"),
+    (["--store_bytes=99"], "pass --store=DIR too"),
     (["--important=2", f"--store={tmp_path / 'kept'}"], "--important"),
     ([f"--store={tmp_path / 'kept'}", "--role=router"], "--host_store"),
     (["--probe_heads=0"], "--important=0.25 too"),
