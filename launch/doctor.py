@@ -82,6 +82,9 @@ def run(
       stream=io.StringIO(),
     )
     screen.end()
+    # A full disk must not cost the findings.
+    if first:
+      print("\n".join(table(rows)), file=stdout, flush=True)
     doing = "writing"
     if first and values.json is not None:
       record = checkup.record(rows, f"python -m launch.{NAME}")
@@ -91,8 +94,6 @@ def run(
     return console.INTERRUPTED
   except Exception as error:
     return screen.failed(error, doing, _MEMORY)
-  if first:
-    print("\n".join(table(rows)), file=stdout, flush=True)
   return int(is_wrong(rows))
 
 
@@ -104,6 +105,13 @@ def _parts(values: flags.FlagValues) -> tuple[str, ...]:
   """
   if values.parts is None:
     return checkup.QUICK if values.quick else checkup.PARTS
+  if values.interpret and "kernels" not in values.parts:
+    raise OptionError(
+      "--interpret",
+      f"it with --parts={','.join(values.parts)}",
+      "the part kernels, which it is about",
+      "add kernels to --parts, or leave --interpret out",
+    )
   if values.quick:
     raise OptionError(
       "--quick", "it with --parts", "one of them", "leave one of them out"

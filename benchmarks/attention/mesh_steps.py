@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ringjax as rj
+from launch.shared import common
 from ringjax.bench import timing
 from ringjax.infer import Greedy, decode
 from ringjax.models import CachedAttention
@@ -82,6 +83,7 @@ def main() -> None:
   parser.add_argument("--slots", type=int, default=65_536)
   parser.add_argument("--rounds", type=int, default=9)
   flags = parser.parse_args()
+  common.give_threads(8)
   jax.config.update("jax_num_cpu_devices", 8)
   runs = {}
   for text in flags.meshes.split(","):

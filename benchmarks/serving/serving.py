@@ -134,6 +134,11 @@ class ServeSettings(BenchmarkSettings):
        and not self.trace),
       ("clock", "--compare=simulated with it",
        self.clock != "wall" and self.compare != "simulated"),
+      ("compare=generate", "no flags of several requests with it",
+       self.compare == "generate" and any(
+         getattr(self, name) != getattr(ServeSettings, name)
+         for name in ("requests", "rate", "share", "spread")
+       )),
       ("speculate and compare=generate", "one of them",
        self.speculate and self.compare == "generate"),
       ("speculate and a simulated engine", "engine=live, or a comparison",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
@@ -241,7 +242,7 @@ def read_rate(
   timings = timing.timed(runs, rounds, stream)
   fastest_s = lambda name: min(timings[name].seconds)
   read_s = min(fastest_s("sum"), fastest_s("product")) - fastest_s("call")
-  return nbytes / max(read_s, 1e-9)
+  return nbytes / read_s if read_s > 0 else math.nan
 
 
 def _pairs(count: int) -> float:

@@ -349,8 +349,16 @@ def read_json(path: str) -> Any:
 
 
 def write_json(path: str, value: object) -> None:
-  """Writes `value` atomically: a reader never sees half a file."""
+  """Writes `value` atomically: a reader never sees half a file.
+
+  A device or a pipe is written to, not replaced.
+  """
+  text = json_text(value, indent=1) + "\n"
+  if os.path.exists(path) and not os.path.isfile(path):
+    with open(path, "w") as file:
+      file.write(text)
+    return
   temporary = f"{path}.tmp"
   with open(temporary, "w") as file:
-    file.write(json_text(value, indent=1) + "\n")
+    file.write(text)
   os.replace(temporary, path)

@@ -42,15 +42,3 @@ def gpu_variables(rank: int, size: int, gpus: Sequence[str]) -> dict[str, str]:
     # Several processes share a GPU: none may preallocate 75 % of its memory.
     variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
   return variables
-
-
-def tpu_files(folder: str = "/dev") -> tuple[str, ...]:
-  """Names of the device files of TPUs; empty on other machines.
-
-  Args:
-    folder: Folder of the device files.
-  """
-  # Google's PCI devices have one of these two drivers.
-  root = pathlib.Path(folder)
-  paths = [*root.glob("accel[0-9]*"), *root.glob("vfio/[0-9]*")]
-  return tuple(sorted(path.name for path in paths))

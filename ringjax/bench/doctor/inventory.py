@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import pathlib
 import platform
 from collections.abc import Mapping
 
@@ -32,6 +33,8 @@ _OF_PROGRAMS = (
   "XLA_FLAGS",
 )
 # Variables of a process. None holds an address or a name of a host.
+# Vendor of Google's PCI devices.
+_GOOGLE = "0x1ae0"
 _OF_PROCESS = (
   "CUDA_VISIBLE_DEVICES",
   "JAX_NUM_CPU_DEVICES",
@@ -39,6 +42,7 @@ _OF_PROCESS = (
   "NPROC",
   "TF_GPU_ALLOCATOR",
   "TPU_VISIBLE_CHIPS",
+  "XLA_CLIENT_MEM_FRACTION",
   "XLA_PYTHON_CLIENT_ALLOCATOR",
   "XLA_PYTHON_CLIENT_MEM_FRACTION",
   "XLA_PYTHON_CLIENT_PREALLOCATE",
@@ -96,17 +100,37 @@ def unused_accelerator(
   """
   if device_platform != "cpu" or variables.get("JAX_PLATFORMS") == "cpu":
     return None
-  if gpu_processes.visible_gpus(variables, folder):
+  # Batch systems set CUDA_VISIBLE_DEVICES where there is no GPU, too.
+  if gpu_processes.visible_gpus({}, folder):
     return (
       "an NVIDIA GPU is there, but JAX uses the CPU; install ringjax[cuda12] "
       "or ringjax[cuda13], by the driver"
     )
-  if gpu_processes.tpu_files(folder):
+  if tpu_files(folder):
     return (
       "a TPU is there, but JAX uses the CPU; install ringjax[tpu], and end "
       "other processes that hold the TPU"
     )
   return None
+
+
+def tpu_files(
+  folder: str = "/dev", groups: str = "/sys/kernel/iommu_groups"
+) -> tuple[str, ...]:
+  """Names of the device files of TPUs; empty on other machines.
+
+  Args:
+    folder: Folder of the device files.
+    groups: Folder of the PCI devices behind each file of the driver vfio, which
+      other devices have, too.
+  """
+  root = pathlib.Path(folder)
+  paths = list(root.glob("accel[0-9]*"))
+  for path in root.glob("vfio/[0-9]*"):
+    files = pathlib.Path(groups, path.name).glob("devices/*/vendor")
+    if any(file.read_text().strip() == _GOOGLE for file in files):
+      paths.append(path)
+  return tuple(sorted(path.name for path in paths))
 
 
 def _devices(device: jax.Device) -> str:

@@ -14,9 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
-from ringjax.bench import timing
+from ringjax.bench import step_bytes, timing
 from ringjax.bench.doctor.findings import OK, SLOW, WRONG, Findings
 from ringjax.bench.doctor.rates import DeviceRates
 from ringjax.infer import decode, prefill
@@ -148,8 +147,7 @@ def _check_answers(
   is_finite = bool(jnp.isfinite(logits).all())
   work = work_profile.profile(model, tokens)
   head_flops = 2.0 * size.vocab * size.embed
-  # A token reads one row of the table of embeddings.
-  weight_bytes = _bytes(model) - _bytes(model.embed)
+  weight_bytes = step_bytes.weight_bytes(model, 1)
   cache_bytes = bytes_each(cache)
   pairs = tokens * (tokens + 1) / 2
   judge = _Judge(findings, rates, size, is_finite)
@@ -219,7 +217,9 @@ class _Judge:
   ) -> None:
     """Adds the finding of a step that takes `seconds`."""
     product_s = flops / self.rates.product(self.size.dtype)
-    read_s = nbytes / self.rates.read
+    # Too small a machine's read may be lost in noise.
+    rate = self.rates.read
+    read_s = nbytes / rate if rate > 0 else 0.0
     floor_s = max(product_s, read_s)
     bound = "products" if product_s >= read_s else "memory"
     share = floor_s / seconds
@@ -237,7 +237,3 @@ class _Judge:
 def _ids(size: ModelSize, count: int) -> jax.Array:
   rng = np.random.default_rng(0)
   return jnp.asarray(rng.integers(0, size.vocab, (1, count)), jnp.int32)
-
-
-def _bytes(part: PyTree) -> float:
-  return float(sum(x.nbytes for x in jax.tree.leaves(part)))

@@ -94,10 +94,11 @@ def _gpu_memory(variables: Mapping[str, str]) -> str:
     "0",
   ):
     return "allocated as it is needed"
-  share = variables.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+  old_name = variables.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+  share = variables.get("XLA_CLIENT_MEM_FRACTION", old_name)
   return (
     f"{share} of the GPU's is allocated at the start; if no other program "
-    "needs it, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+    "needs it, set XLA_CLIENT_MEM_FRACTION=0.95"
   )
 
 
