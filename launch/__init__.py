@@ -10,9 +10,9 @@ _GUARD = '\nif __name__ == "__main__":'
 
 
 def _hint(name: str) -> str | None:
-  """How to run what `python -m NAME` names; None if it is a script.
+  """Command that runs a module `python -m NAME` names; None for a script.
 
-  What it names may be a file that is no script, or a sub-command of one.
+  The module may be a file that is no script, or a sub-command of one.
   """
   folder = Path(__file__).parent
   last = name.rsplit(".", 1)[-1]

@@ -52,19 +52,19 @@ def stepper(axes: Sequence[tuple[str, int]], slots: int) -> Callable[[], Any]:
   model = rj.models.create(MODEL, mesh=mesh)
   attend = CachedAttention(mesh=mesh, axis="seq")
   cache = model.init_cache(1, slots, sharding=attend)
-  held = cache.held
+  slot_table = cache.held
   pos = np.arange(slots, dtype=np.int32)[None]
-  used = np.full((1, held.shards), held.local, np.int32)
+  used = np.full((1, slot_table.shards), slot_table.local, np.int32)
   put = lambda x, like: jax.device_put(x, like.sharding)
-  held = dataclasses.replace(
-    held,
-    at=Coords(put(pos, held.at.pos), put(pos * 0 + 1, held.at.seg)),
-    used=put(used, held.used),
-    before=put(used, held.before),
+  slot_table = dataclasses.replace(
+    slot_table,
+    at=Coords(put(pos, slot_table.at.pos), put(pos * 0 + 1, slot_table.at.seg)),
+    used=put(used, slot_table.used),
+    before=put(used, slot_table.before),
   )
   row = lambda value: jnp.full((1,), value, jnp.int32)
   state = decode.DecodeState(row(1), row(slots - 1), row(0) > 0, None)
-  last = [dataclasses.replace(cache, held=held).truncate(slots - 1)]
+  last = [dataclasses.replace(cache, held=slot_table).truncate(slots - 1)]
 
   def step() -> jax.Array:
     new, cache = decode.step(

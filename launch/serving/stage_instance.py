@@ -61,7 +61,7 @@ def check_role(values: flags.FlagValues) -> None:
   """Refuses stages of a process that is no prefill instance of a router.
 
   Raises:
-    OptionError: If it is none, or its processes are not named.
+    OptionError: If it has another role, no router, or processes without names.
   """
   if values.role != "prefill" or values.join is None:
     raise OptionError(

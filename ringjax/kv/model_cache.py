@@ -291,7 +291,7 @@ class ModelCache(CallCache):
     """Undo the last call, whose tokens were the same on all shards.
 
     Args:
-      state: What `call_state` returned before the call.
+      state: Result of `call_state` before the call.
     """
     states = iter(state)
     return self.each_part(lambda part: part.undo_call(next(states)))
