@@ -124,12 +124,13 @@ def _of(kind: str, most: str = "") -> Callable[..., str]:
     base = kind.partition(":")[0]
     names = ("dense", kind, *(f"{base}:budget={x}" for x in (".1", ".4")))
     needles = systems_alone.says_found
+    before = "where chunks are evicted before the question"
     return (
       f"loss {kinds[kind]['loss']:+.3f} nat above dense ({kind}, texts of "
       f"1,024 tokens); {most}{shares['8192']:.3f} of a dense cache's bytes "
       f"behind 8,192 tokens, {shares['32768']:.3f} behind 32,768"
       f"{needles(asked, 'in 4,096 tokens', *names)}"
-      f"{needles(blind, 'where chunks are evicted before the question', *names)}"
+      f"{needles(blind, before, *names)}"
     )
 
   return says

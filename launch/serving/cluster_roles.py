@@ -237,14 +237,6 @@ def check(values: flags.FlagValues) -> None:
           "only to plan roles",
           "pass it to the instances, or pass --replan too",
         )
-    for name in () if _predicts(values) else _OF_COSTS:
-      if values[name].present:
-        raise OptionError(
-          f"--{name}",
-          f"{values[name].value} with --policy={values.policy}",
-          "a policy that predicts times, or --replan",
-          "leave it out, or pass e.g. --policy=conductor",
-        )
     if values.chip is not None:
       if values.times is not None:
         raise OptionError(
@@ -261,6 +253,14 @@ def check(values: flags.FlagValues) -> None:
         "nothing: instances measure their calls on the devices that they have",
         "leave it out, or pass --times or --chip",
       )
+    for name in () if _predicts(values) else _OF_COSTS:
+      if values[name].present:
+        raise OptionError(
+          f"--{name}",
+          f"{values[name].value} with --policy={values.policy}",
+          "a policy that predicts times, or --replan",
+          "leave it out, or pass e.g. --policy=conductor",
+        )
     if values.replan is not None and values.slo is None:
       raise OptionError(
         "--slo",

@@ -179,6 +179,15 @@ def test_flags_of_a_cluster(tmp_path, capsys):
       ["--role=router", f"--cluster_key={key}", "--instance_devices=2"],
       "--times or --chip",
     ),
+    (
+      ["--role=router", f"--cluster_key={key}", "--chip=h100"],
+      "a policy that predicts times",
+    ),
+    (
+      ["--role=router", f"--cluster_key={key}", "--bandwidth=1e9"],
+      "a policy that predicts times",
+    ),
+    ([*joins, "--instances", "--role=prefill"], "--role"),
     (["--role=router", f"--cluster_key={key}", "--log_calls=x"], "instance"),
     (["--role=prefill", "--join=a:1", "--stream=4096"], "--role=router"),
     (["--replan=60"], "--role=router"),
