@@ -348,8 +348,9 @@ def _compare_lone_requests(
   """Compares lone requests to an engine with `generate`."""
   from benchmarks.serving.lone_requests import compare_with_generate
 
-  same_lengths = dataclasses.replace(settings, spread="0", requests=1)
-  sizes = _sizes(settings, requests_of(same_lengths)) | {"share": "nothing"}
+  # A trace of one request of the longest prompt.
+  longest = dataclasses.replace(settings, compare=None, spread="0", requests=1)
+  sizes = _sizes(settings, requests_of(longest)) | {"share": "nothing"}
   lone = compare_with_generate(
     _engine(settings, sizes),
     prompt_tokens=settings.prompt_tokens,
