@@ -124,9 +124,9 @@ class _Counter:
       # The results are those of the collective; of most kinds the operands come
       # before them, and flags after.
       result = _stored(line.shape) - (
-        0.0 if line.kind == "all-reduce" else sum(stored)
+        0.0 if line.kind == "all-reduce" else math.fsum(stored)
       )
-      return _moved(line, sum(stored), max(result, 0.0))
+      return _moved(line, math.fsum(stored), max(result, 0.0))
     if line.op.endswith("-start"):
       # The results are the source, the destination and a flag; of copies the
       # destination is first.
@@ -140,7 +140,7 @@ class _Counter:
     inner = self._inner(line)
     if inner is None:
       return self._plain(line, stored, lines)
-    read = sum(
+    read = math.fsum(
       self._read(inner, operand) if nbytes else 0.0
       for operand, nbytes in enumerate(stored)
     )
@@ -159,13 +159,13 @@ class _Counter:
   ) -> MemoryTraffic:
     result = _stored(line.shape)
     if line.op in _PARTS and stored:
-      part = sum(size for size, _ in _arrays(line.shape))
-      return _moved(line, min(part, stored[0]) + sum(stored[1:]), result)
+      part = math.fsum(size for size, _ in _arrays(line.shape))
+      return _moved(line, min(part, stored[0]) + math.fsum(stored[1:]), result)
     if line.op in _UPDATES and stored:
       part = line.operands[_UPDATES[line.op]]
       written = min(_size(lines[part].shape), result)
       return _moved(line, _stored(lines[part].shape), written)
-    return _moved(line, sum(stored), result)
+    return _moved(line, math.fsum(stored), result)
 
   def _custom_call(
     self, line: HloInstruction, stored: list[float]
@@ -174,7 +174,7 @@ class _Counter:
       return _moved(line, 0.0, 0.0)
     result = _stored(line.shape)
     stated = re.search(r'"bytes_accessed":"?(\d+)', line.text)
-    read = float(stated[1]) - result if stated else sum(stored)
+    read = float(stated[1]) - result if stated else math.fsum(stored)
     return _moved(line, max(read, 0.0), result)
 
   def _read(self, computation: str, operand: int) -> float:
@@ -227,7 +227,7 @@ class _Counter:
     arrays = _arrays(shape)
     if len(roots) != len(arrays):
       return _stored(shape)
-    return sum(
+    return math.fsum(
       self._root_bytes(computation, lines, line, size) * in_memory
       for line, (size, in_memory) in zip(roots, arrays, strict=True)
     )
@@ -265,12 +265,12 @@ def _arrays(shape: str) -> list[tuple[float, bool]]:
 
 
 def _size(shape: str) -> float:
-  return sum(size for size, _ in _arrays(shape))
+  return math.fsum(size for size, _ in _arrays(shape))
 
 
 def _stored(shape: str) -> float:
   """Bytes of a shape's arrays that are in the main memory."""
-  return sum(size * in_memory for size, in_memory in _arrays(shape))
+  return math.fsum(size * in_memory for size, in_memory in _arrays(shape))
 
 
 def _moved(line: HloInstruction, read: float, written: float) -> MemoryTraffic:
