@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -101,6 +102,12 @@ _QUICK = (
   "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
   "--xla_cpu_parallel_codegen_split_count=1",
 )
+
+
+# A shell's background jobs ignore Ctrl-C, and so would all processes that they
+# start: tests that send the signal would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+  signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config) -> None:
