@@ -700,7 +700,8 @@ def default_config() -> ConfigDict:
     held_out: Text whose loss is computed during the training, as by
       launch.evaluate perplexity: every (steps), and path (a folder of .txt
       files; default: the held-out files of Python's library), rows (8) and
-      length (1024); {} for none.
+      length (1024); {} for none. That of a draft is the loss of its training,
+      with positions and lags drawn for these rows.
     rules: Mesh axis that shards each axis of the parameters; default: their
       width over the larger of seq and data. {"embed": None} replicates them on
       every device.
@@ -766,8 +767,7 @@ def _held_out(config: ConfigDict) -> dict[str, Any]:
   """The entries of `held_out` with their defaults; every None for no text.
 
   Raises:
-    OptionError: If an entry is unknown or out of range, or if a draft is
-      trained, whose loss is no perplexity.
+    OptionError: If an entry is unknown or out of range.
   """
   defaults = {"every": None, "path": None, "rows": 8, "length": 1024}
   config_entries = json.loads(config.held_out.to_json())
@@ -779,17 +779,13 @@ def _held_out(config: ConfigDict) -> dict[str, Any]:
       f"{', '.join(defaults)}",
       "set --config.held_out.every=100, for instance",
     )
-  if config_entries and len(config.draft):
-    raise OptionError(
-      "held_out",
-      "it with a draft, whose loss is no perplexity",
-      "a model that is trained",
-      "leave it out, and measure the draft: python -m launch.evaluate drafts",
-    )
   entries = {**defaults, **config_entries}
   for name in ("every", "rows", "length"):
     if entries[name] is not None:
       positive_int(f"held_out.{name}", entries[name])
+  draft_training = _draft_training(config)
+  if entries["every"] is not None and draft_training is not None:
+    draft_training.check(entries["length"])
   return entries
 
 
@@ -816,10 +812,12 @@ def _evaluation(
       "pass more text, or fewer or shorter rows",
     )
   token_rows = [ids[n * span : (n + 1) * span] for n in range(rows)]
+  # Positions and lags of a draft are drawn as in its training.
+  options = {"draft": _draft_training(config), "seed": config.seed}
 
   def loss(model: Transformer) -> float:
     curve = perplexity(
-      model, token_rows, length=length, rows=rows, bos=bos, mesh=mesh
+      model, token_rows, length=length, rows=rows, bos=bos, mesh=mesh, **options
     )
     return curve.mean
 

@@ -3,7 +3,8 @@
 Guarantees: every token of a row counts once, at its position; each bucket ends
 at twice the position where it begins. Rows are complete: every token has as
 much context as its position. The id that begins a text is read and never
-predicted.
+predicted. The losses of a draft are those of its training: each query sees the
+keys of its target that a drafted token would see.
 Cost: one forward pass for each row, with logits of a block of tokens at a time.
 """
 
@@ -28,11 +29,13 @@ from ringjax.eval.finite_losses import check_losses
 from ringjax.infer.prefill import Prefill, PrefillConfig
 from ringjax.infer.session import Session, on_its_mesh, place_of
 from ringjax.kv.model_cache import ModelCache
+from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
 from ringjax.parallel.layout import Uneven
 from ringjax.parallel.mesh import entering
 from ringjax.train.batch import Batch, place, whole_rows
+from ringjax.train.methods.draft_training import DraftTraining
 from ringjax.train.objective import each_token, each_token_cached
 
 
@@ -131,6 +134,8 @@ def reader(
   axis: str | None = None,
   chunk: int | None = None,
   cache_dtype: DTypeLike | None = None,
+  draft: DraftTraining | None = None,
+  seed: int = 0,
 ) -> Callable[[Callable[[int], Any]], Curve]:
   """Checks the arguments of `perplexity`; returns a function that computes it.
 
@@ -148,6 +153,9 @@ def reader(
     axis: Mesh axis that shards the sequence; default "seq" if it exists.
     chunk: Tokens of a chunk.
     cache_dtype: Dtype of the cache; default: the model's.
+    draft: Training of a `DraftTransformer`, by which positions and lags of its
+      rows are drawn; None for other models.
+    seed: Seed of these positions and lags, as of the recipe.
 
   Returns:
     A function of `on_row`, which reads the rows.
@@ -155,7 +163,8 @@ def reader(
   Raises:
     PromptError: If too few documents are long enough, or an id is not in the
       model's vocabulary.
-    OptionError: If the prefill method does not fit.
+    OptionError: If the prefill method does not fit, or `draft` does not fit the
+      model.
     MemoryEstimateError: If the cache does not fit the memory.
     NotFiniteLogitsError: From the returned function, if losses of a document
       are NaN or infinite.
@@ -180,6 +189,7 @@ def reader(
       "prefill='chunked'",
       "leave cache_dtype= out, or pass prefill='chunked'",
     )
+  _check_draft(model, draft, plan, length)
   unit = 2 * plan.attend.size if plan.attend.size > 1 else 1
   if plan.chunk is None and length % unit:
     raise OptionError(
@@ -195,6 +205,10 @@ def reader(
 
   def losses(ids: np.ndarray) -> np.ndarray:
     batch = whole_rows(ids[None])
+    if draft is not None:
+      index = np.arange(length, dtype=np.int32)[None]
+      batch = batch._replace(positions=index, segments=np.ones_like(index))
+      batch = draft.rows(batch, seed)
     if plan.chunk is not None:
       return _in_chunks(model, batch, plan, mesh, axis, cache_dtype)
     layout, shards = plan.attend.layout, plan.attend.size
@@ -218,6 +232,34 @@ def reader(
     return _curve(total / rows, length, rows, last)
 
   return read
+
+
+def _check_draft(
+  model: Transformer, draft: DraftTraining | None, plan: Prefill, length: int
+) -> None:
+  """Refuses a draft without its training, and prefills that it does not have.
+
+  Raises:
+    OptionError: If only one of the two is a draft's, if the prefill is chunked
+      or has uneven parts, or if rows are longer than the draft's positions.
+  """
+  if isinstance(model, DraftTransformer) != (draft is not None):
+    raise OptionError(
+      "draft",
+      f"{draft} for a {type(model).__name__}",
+      "DraftTraining() for the draft of a target, and None for other models",
+      "pass the draft= of its recipe, or the draft's target as the model",
+    )
+  if draft is None:
+    return
+  if plan.chunk is not None or isinstance(plan.attend.layout, Uneven):
+    raise OptionError(
+      "prefill",
+      f"{plan.name!r} for a draft, which reads a row at once",
+      "a method without chunks and uneven parts",
+      "leave prefill= and chunk= out",
+    )
+  draft.check(length)
 
 
 def _rows(

@@ -351,8 +351,9 @@ def test_what_a_held_out_text_must_have(small):
     with pytest.raises(OptionError, match=words):
       train.recipe_of(config)
   config = overridden(small)
-  config.draft, config.held_out = {"window": 16}, {"every": 1}
-  with pytest.raises(OptionError, match=r"draft.*launch\.evaluate drafts"):
+  config.draft, config.held_out = {"window": 16}, {"every": 1, "length": 512}
+  config.draft_training = {"longest": 256}
+  with pytest.raises(OptionError, match=r"longest.*512"):
     train.recipe_of(config)
 
 
@@ -384,6 +385,32 @@ def test_the_held_out_loss_is_that_of_launch_evaluate(small, tmp_path):
   rows = [ids[n * span : (n + 1) * span].astype(np.int32) for n in range(2)]
   curve = perplexity(model, rows, length=64, rows=2, bos=bos)
   assert losses[-1] == pytest.approx(curve.mean, rel=1e-5)
+
+
+@pytest.mark.long
+def test_a_draft_has_a_held_out_loss_while_it_is_trained(small, tmp_path):
+  """The same on one device and two, at each interval and in the log."""
+  (tmp_path / "text").mkdir()
+  (tmp_path / "text" / "a.txt").write_text("A line of text.\n" * 40)
+  losses = []
+  for shards in (1, 2):
+    out = tmp_path / f"{shards}"
+    status, _, err = run(
+      f"--config={small}",
+      f"--mesh=seq:{shards}",
+      f"--out={out}",
+      "--config.draft.window=16",
+      "--config.draft_training.longest=512",
+      "--config.held_out.every=1",
+      f"--config.held_out.path={tmp_path / 'text'}",
+      "--config.held_out.rows=2",
+      "--config.held_out.length=64",
+      "--config.stages=({'steps': 2, 'length': 160, 'batch': 2},)",
+    )
+    assert status == 0 and "held out" in err, err
+    losses.append([row["held_out"] for row in lines(out)])
+  assert len(losses[0]) == 2 and losses[0][0] != losses[0][1]
+  assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 @pytest.mark.long

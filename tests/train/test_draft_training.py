@@ -185,3 +185,27 @@ def test_configs_name_the_draft_and_its_training():
   refused(OptionError, lambda: recipe_of(config), "draft.init", "copy")
   config.draft = {}
   refused(OptionError, lambda: recipe_of(config), "without a draft")
+
+
+@LONG
+def test_the_perplexity_of_a_draft_is_the_loss_of_its_training():
+  """Rows have the positions and lags that the training draws for them."""
+  method, block = DraftTraining(longest=256), draft()
+  given = rows()
+  ids = [np.append(row, end[-1]) for row, end in zip(*given[:2], strict=True)]
+  options = {"length": 32, "rows": 2, "bos": None}
+  for seed in (0, 3):
+    batch = batches.place(method.rows(given, seed), ContextParallel())
+    batch = jax.tree.map(lambda x: x[0], batch)
+    expected = np.asarray(each_token(block, batch, ContextParallel())).mean()
+    curve = rj.eval.perplexity(block, ids, draft=method, seed=seed, **options)
+    assert curve.mean == pytest.approx(expected, rel=1e-5)
+  evaluate = lambda model, **more: rj.eval.perplexity(
+    model, ids, **options | more
+  )
+  refused(OptionError, lambda: evaluate(block), "draft", "DraftTraining()")
+  refused(OptionError, lambda: evaluate(block.target, draft=method), "draft")
+  chunked = {"draft": method, "prefill": "chunked", "chunk": 16}
+  refused(OptionError, lambda: evaluate(block, **chunked), "at once")
+  few = DraftTraining(longest=16)
+  refused(OptionError, lambda: evaluate(block, draft=few), "longest")
