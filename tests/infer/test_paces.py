@@ -138,6 +138,20 @@ def test_the_first_draft_of_a_model_is_short():
   assert Paces(EarlyExit(widths=(2, 2)), 1).draft_lengths().tolist() == [4]
 
 
+def test_a_trial_that_may_not_pay_has_a_length_that_was_timed():
+  """Another one would compile a draft and a check of that length."""
+  paces, lengths, tokens = Paces(EarlyExit(count=4), 1), [], np.ones(1, int)
+  seconds = lambda length: 1.25 + 0.06 * length if length else PLAIN_S
+  for length in (1, 4) * 30:
+    draft = np.full(1, length)
+    paces.add(draft, draft, tokens, seconds(length))
+  for _ in range(4000):
+    most = paces.draft_lengths()
+    lengths.append(int(most[0]))
+    paces.add(most, most, tokens, seconds(lengths[-1]))
+  assert {1, 4} & set(lengths) and set(lengths) <= {0, 1, 4}
+
+
 def test_rounds_that_compile_are_not_measured():
   paces, full = Paces(PromptLookup(count=4), 1), np.full(1, 4)
   assert paces.draft_lengths().tolist() == [4]

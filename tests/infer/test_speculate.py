@@ -15,6 +15,8 @@ import ringjax as rj
 from ringjax.data import Bytes
 from ringjax.errors import OptionError
 from ringjax.infer import speculate
+from ringjax.infer.speculate import model_drafting
+from ringjax.infer.speculate.paces import Paces
 from ringjax.infer.speculate.suffixes import SuffixAutomaton
 from ringjax.kv import CacheConfig, kind_text
 from tests.helpers import refused, swept
@@ -166,6 +168,33 @@ def test_recurrent_layers_go_back(loaded, options):
   model, _ = loaded("qwen3_next")
   found = same(model, speculate.PromptLookup(adapt=False), options, count=12)
   assert found.drafted > found.accepted
+
+
+@pytest.mark.long
+def test_a_draft_has_one_program_for_a_length_behind_any_pause(
+  loaded, monkeypatch
+):
+  """A draft model reads the tokens of a pause, and then drafts as without."""
+  model, _ = loaded("llama3")
+  shapes, compiled = [], model_drafting.drafted
+
+  def drafted(*given):
+    shapes.append((given[2], given[6].tokens.shape))
+    return compiled(*given)
+
+  pauses = [0, 1, 2, 5, 17, 40]
+  plan = itertools.chain.from_iterable([0] * n + [2] for n in pauses)
+  monkeypatch.setattr(model_drafting, "drafted", drafted)
+  monkeypatch.setattr(
+    Paces, "draft_lengths", lambda self: np.full(1, next(plan, 0))
+  )
+  tokens = sum(pauses) + 3 * len(pauses) + 1
+  found = same(
+    model, speculate.DraftModel(model=model), count=tokens, lengths=(9,)
+  )
+  assert set(shapes) == {(2, (1, 2))} and len(shapes) == len(pauses)
+  # The model itself is always right: it has read every token.
+  assert found.accepted == found.drafted == 2 * len(pauses)
 
 
 @pytest.mark.long_cases(0)

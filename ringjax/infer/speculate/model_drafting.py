@@ -34,6 +34,10 @@ from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
 
+# Tokens that a draft reads at most before its first one: those that an accepted
+# draft leaves, the last drafted token and the target's own.
+_LEFT = 2
+
 
 class ModelDrafting:
   """Drafting by a model that has a separate session.
@@ -193,9 +197,15 @@ class ModelDrafting:
     self._last = None
 
   def _read(self, most: np.ndarray) -> Missing:
-    """Reads missing tokens until at most `WINDOW` are left; returns those."""
+    """Reads missing tokens until rows to draft have at most two; returns those.
+
+    A draft has one program for each length, however long the pause was.
+    """
     missing = np.array(list(map(len, self._behind)))
-    while missing.max() > WINDOW:
+    drafting = most > 0
+    while missing.max(where=drafting, initial=0) > _LEFT or (
+      missing.max() > WINDOW
+    ):
       # After steps without drafts; the last token is left to the draft.
       count = np.minimum(np.maximum(missing - 1, 0), WINDOW)
       read = self._part(count, WINDOW)
@@ -210,8 +220,7 @@ class ModelDrafting:
         del pending[:n]
       self._at += count
       missing = missing - count
-    width = 2 if missing.max() <= 2 else WINDOW
-    return self._part(np.where(most > 0, missing, 0), width)
+    return self._part(np.where(drafting, missing, 0), _LEFT)
 
   def _part(self, count: np.ndarray, width: int) -> Missing:
     """The first `count` [B] missing tokens, padded to `width`."""

@@ -4,7 +4,8 @@ Guarantees: no round is drafted that could bring the measured cost of drafting
 above `SHARE` of the time of plain decoding. The first draft is measured by
 making it, once more where it was compiled; the time in which a draft model
 reads the tokens of a pause is estimated until it has done so once. Rounds that
-save time pay for those that do not.
+save time pay for those that do not. A draft that is not expected to save time
+has a length that was timed before: it compiles nothing.
 Ref: Leviathan et al. 2023 (arXiv 2211.17192), sections 3.4 and 3.5: a draft of
 n tokens of which each is accepted with probability a gives
 (1 - a^(n + 1)) / (1 - a) tokens. Rounds are timed where nothing was compiled;
@@ -260,11 +261,14 @@ class Paces:
       self._filled, self._asked = self._filled * _FADED, self._asked * _FADED
       self._all_right *= _FADED
       self._all_looked *= _FADED
-    length, tokens, time = max(
-      (self._offer(n, plain, rows, live) for n in self._lengths),
-      key=lambda offer: offer[1] / max(offer[2], 1e-12),
-    )
+    offers = [self._offer(n, plain, rows, live) for n in self._lengths]
+    speed = lambda offer: offer[1] / max(offer[2], 1e-12)
+    length, tokens, time = max(offers, key=speed)
     pays = tokens * plain >= time
+    timed_offers = [x for x in offers if times.time(x[0]) is not None]
+    if times.due and not pays and timed_offers:
+      # Another length may need programs that are not compiled yet.
+      length, tokens, time = max(timed_offers, key=speed)
     why = (
       f"a draft of {length} takes {_ratio(time, plain):.2f} steps and gives "
       f"{tokens:.2f} tokens"
