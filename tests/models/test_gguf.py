@@ -601,6 +601,9 @@ def test_a_bad_file_is_refused(tmp_path, fault):
 def _header_only(path, name, values):
   w = _writer(path, name, _SIZES | CASES[name])
   for key, value in values.items():
+    if value is None:
+      w.kv_data[0].pop(key, None)
+      continue
     kind = gguf.GGUFValueType.get_type(value)
     w.kv_data[0][key] = gguf.GGUFValue(value=value, type=kind)
   w.write_header_to_file()
@@ -638,6 +641,69 @@ def test_a_key_that_nothing_reads_is_refused_by_its_name(tmp_path, key, value):
     rj.models.read_config(config)
   with pytest.warns(UserWarning, match="gguf_keys"):
     rj.models.read_config(config, strict=False)
+
+
+# What changes a computation and no tensor shows, by architecture: a key that
+# is missing (None) or has a value that the model does not compute.
+FACTS = [
+  ("gemma2", "attention.sliding_window_pattern", 3),
+  ("gemma2", "attention.scale", 0.5),
+  ("gemma3", "attention.sliding_window", None),
+  ("gemma3", "final_logit_softcapping", 30.0),
+  ("gemma4", "attention.sliding_window", None),
+  ("gemma4-mixture", "expert_used_count", None),
+  ("gpt-oss", "attention.sliding_window", None),
+  ("gpt-oss", "expert_used_count", None),
+  ("qwen3moe", "expert_used_count", None),
+  ("qwen3moe", "expert_weights_norm", False),
+  ("qwen3moe", "expert_weights_scale", 2.5),
+  ("qwen3moe", "expert_gating_func", 2),
+  ("qwen2moe", "expert_weights_norm", True),
+  ("qwen2moe", "expert_used_count", None),
+  ("minimax-m2", "expert_used_count", None),
+  ("minimax-m2", "rope.dimension_count", None),
+  ("minimax-m2", "expert_gating_func", 1),
+  ("qwen2", "rope.dimension_count", 4),
+  ("qwen2", "rope.scaling.type", "longrope"),
+  ("qwen3", "attention.scale", 0.5),
+  ("starcoder2", "attention.sliding_window", 8),
+  ("falcon", "attention.max_alibi_bias", 8.0),
+  ("bloom", "attention.max_alibi_bias", 4.0),
+  ("bloom", "attention.layer_norm_epsilon", None),
+  ("lfm2", "attention.layer_norm_rms_epsilon", None),
+  ("nemotron", "attention.clamp_kqv", 8.0),
+  ("stablelm", "logit_scale", 0.5),
+  ("gpt2", "attention.layer_norm_epsilon", None),
+  ("mamba", "residual_scale", 0.5),
+  ("phi3", "rope.scaling.alpha", 2.0),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value"), FACTS)
+def test_a_fact_that_no_tensor_shows_is_stated_or_refused(
+  tmp_path, name, key, value
+):
+  prefix = name.partition("-mixture")[0]
+  path = tmp_path / "m.gguf"
+  _header_only(path, name, {f"{prefix}.{key}": value})
+  with pytest.raises(rj.errors.ConfigError, match=key):
+    rj.models.read_config(config_of(_with_embedding(path)))
+
+
+@pytest.mark.parametrize(
+  ("key", "value"),
+  [("rope.scaling.type", "yarn"), ("rope.scaling.factor", 4.0)],
+)
+def test_a_scaling_beside_factors_is_refused(tmp_path, key, value):
+  config, tensors = _small(tmp_path, "llama", rope_theta=500_000.0)
+  tensors.append(("rope_freqs.weight", np.ones(4, np.float32)))
+  _write(tmp_path / "m.gguf", "llama", config, tensors)
+  files = open_gguf(tmp_path / "m.gguf")
+  assert "rope_scaling" in config_of(files)
+  metadata = files.metadata | {f"llama.{key}": value}
+  files = dataclasses.replace(files, metadata=metadata)
+  with pytest.raises(rj.errors.ConfigError, match=rf"{key}.*factors"):
+    config_of(files)
 
 
 def test_keys_without_an_effect_are_accepted(tmp_path):

@@ -388,6 +388,16 @@ _KEYS = {
 # Keys that are required, if they are read.
 _SIZES = (*_KEYS, "ssm.inner_size", "ssm.conv_kernel", "ssm.state_size",
           "ssm.time_step_rank")  # fmt: skip
+# Keys that are required where the config reads them, though no tensor shows
+# what they state: a config's default may be another model's.
+_STATED = {
+  "gemma3": ("attention.sliding_window",),
+  "gemma4": ("attention.sliding_window",),
+  "gpt-oss": ("attention.sliding_window", "expert_used_count"),
+  "qwen2moe": ("expert_used_count",),
+  "qwen3moe": ("expert_used_count",),
+  "minimax-m2": ("expert_used_count", "rope.dimension_count"),
+}
 # Keys whose value is a number.
 _NUMBERS = (
   "rope.freq_base", "rope.freq_base_swa", "rope.dimension_count",
@@ -419,7 +429,6 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
   "expert_group_count": (0, 1),
   "expert_group_used_count": (0, 1),
   "expert_used_count": (0,),
-  "expert_weights_norm": (True,),
   "expert_weights_scale": (0, 1),
   "final_logit_softcapping": (0,),
   "leading_dense_block_count": (0,),
@@ -577,12 +586,22 @@ def config_of(files: GgufFiles) -> dict[str, Any]:
       refuse(f"{prefix}.{key}", "no such key" if x is None else x, want)
     if name and x is not None:
       config[name] = x
+  stated = list(_STATED.get(prefix, ()))
+  if entries.get("expert_count"):
+    stated.append("expert_used_count")
+  for key in stated:
+    if entries.get(key) is None:
+      refuse(f"{prefix}.{key}", "no such key", "a number")
   for ending in ("rms_epsilon", "epsilon"):
     epsilon = f"attention.layer_norm_{ending}"
     if epsilon in entries:
       config[arch.norm_eps] = entries[epsilon]
   if arch.norm_eps not in config:
-    refuse(f"{prefix}.attention.layer_norm_rms_epsilon", "no such key", "it")
+    refuse(
+      f"{prefix}.attention.layer_norm_epsilon",
+      "neither this key nor layer_norm_rms_epsilon",
+      "one of them",
+    )
   embedding = files.tensors.get("token_embd.weight")
   if embedding is None:
     refuse("token_embd.weight", "no such tensor", "an embedding")
@@ -617,6 +636,7 @@ def _unread(
     "attention.value_length": (head,),
     "attention.value_length_swa": (entries.get("attention.key_length_swa"),),
     "expert_gating_func": (0, _GATING.get(name, 1)),
+    "expert_weights_norm": (config.get("norm_topk_prob", True),),
     "rope.dimension_count": (head,),
     "rope.dimension_count_swa": (entries.get("attention.key_length_swa"),),
     "rope.freq_base_swa": (entries.get("rope.freq_base"),),
@@ -828,6 +848,12 @@ def _rope(
   kind = entries.get("rope.scaling.type", "none")
   factor = entries.get("rope.scaling.factor", entries.get("rope.scale_linear"))
   length = entries.get("rope.scaling.original_context_length")
+  by_factors = {"rope_freqs.weight", "rope_factors_long.weight"}
+  if by_factors & files.tensors.keys():
+    if kind not in ("none", "longrope"):
+      refuse("rope.scaling.type", f"{kind} beside tensors of factors", "none")
+    if factor not in (None, 0, 1):
+      refuse("rope.scaling.factor", f"{factor} beside tensors of factors", "1")
   if "rope_freqs.weight" in files.tensors:
     config["rope_scaling"] = _llama3(files.floats("rope_freqs.weight"))
   elif "rope_factors_long.weight" in files.tensors:
