@@ -784,8 +784,8 @@ def _held_out(config: ConfigDict) -> dict[str, Any]:
     if entries[name] is not None:
       positive_int(f"held_out.{name}", entries[name])
   draft_training = _draft_training(config)
-  if entries["every"] is not None and draft_training is not None:
-    draft_training.check(entries["length"])
+  if config_entries and draft_training is not None:
+    draft_training.check(int(entries["length"] or 0))
   return entries
 
 

@@ -206,8 +206,8 @@ def reader(
   def losses(ids: np.ndarray) -> np.ndarray:
     batch = whole_rows(ids[None])
     if draft is not None:
-      index = np.arange(length, dtype=np.int32)[None]
-      batch = batch._replace(positions=index, segments=np.ones_like(index))
+      index: Any = np.arange(length, dtype=np.int32)[None]
+      batch = batch._replace(positions=index, segments=index * 0 + 1)
       batch = draft.rows(batch, seed)
     if plan.chunk is not None:
       return _in_chunks(model, batch, plan, mesh, axis, cache_dtype)
