@@ -80,11 +80,13 @@ class TestCompiled:
   )
   def test_a_step_copies_no_layer_of_a_cache_or_of_experts(self, model, cache):
     found = compiled("decode", model=model, cache=cache, batch=4, shard=None)
-    layers = found.facts["layers"]
-    each = found.facts["cache_bytes"]["device"] // layers
+    nbytes = found.facts["cache_bytes"]["device"]
     assert found.fits
-    assert found.memory.aliased >= layers * each
-    assert found.memory.temporaries < each + (64 << 20)
+    # All but numbers of a few bytes is updated in place.
+    assert found.memory.aliased > nbytes - 1024
+    # A tile of codes becomes numbers, at most 64 MB of them.
+    tile = 0 if cache in ("dense", "windowed") else 80 << 20
+    assert found.memory.temporaries < nbytes / found.facts["layers"] / 2 + tile
 
   @pytest.mark.parametrize(
     ("program", "options"),
