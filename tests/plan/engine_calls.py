@@ -32,6 +32,7 @@ _SIZES = {
   "drafts": (ROWS, 5),
   "trees": (ROWS, 5),
   "prompts": (2, 128),
+  "many": (4, 512),
   "layers": (2, 128),
 }
 

@@ -48,7 +48,7 @@ from ringjax.plan.compiler.traffic import (
 # others as flags by parts of their names.
 _KEPT = (
   "PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV",
-  "LD_LIBRARY_PATH", "TPU_LIBRARY_PATH",
+  "LD_LIBRARY_PATH", "TPU_LIBRARY_PATH", "RINGJAX_OFF",
 )  # fmt: skip
 _SET = {
   "JAX_PLATFORMS": "cpu",
