@@ -35,7 +35,8 @@ from ringjax.infer.speculate import rounds
 from ringjax.infer.speculate.drafter import Draft
 from ringjax.kv import kind_text
 from ringjax.kv.base import HOST, bytes_each
-from ringjax.kv.cache import KVCache, LayerCacheSpec, LayerKV
+from ringjax.kv.cache import KVCache
+from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
 from ringjax.kv.offload.layer_offload import OffloadedCache
 from ringjax.kv.offload.tiered import TieredCache
 from ringjax.models import work_profile

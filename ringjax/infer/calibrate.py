@@ -41,10 +41,10 @@ from ringjax.errors import (
 from ringjax.infer import inputs
 from ringjax.infer.session import place_of
 from ringjax.kv.base import FreshLayer, NoCache
-from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.codecs import page_outliers
 from ringjax.kv.codecs.calibration import BITS, KEYS, WEIGHTS, Calibration
 from ringjax.kv.codecs.code_book import CodeBook
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.state import StateShape
 from ringjax.models.transformer import Transformer, tokens_of
 from ringjax.models.weights import calibration as files

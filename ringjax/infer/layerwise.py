@@ -24,9 +24,10 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ringjax.errors import ConfigError
 from ringjax.kv.base import KV, NoCache
-from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import DENSE, CacheConfig
 from ringjax.kv.codecs import Codec
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.models.transformer import (
   Transformer,
   TransformerConfig,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -32,18 +32,22 @@ from ringjax.errors import (
   PromptError,
   ShapeError,
 )
-from ringjax.kv.base import KV, CacheSpec, CallLayer, Ends, RowIndices, zeros
+from ringjax.kv.base import CacheSpec, Ends, RowIndices, zeros
 from ringjax.kv.cache_kind import DENSE, CacheConfig
 from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.cache_rows import placed_as, row_indices
-from ringjax.kv.codecs import Allocated, Codec, PerHead, VectorCodec
-from ringjax.kv.codecs.codec import through
 from ringjax.kv.encoder_states import EncoderStates, checked, inserted
+from ringjax.kv.kv_layer import KVLayer
+from ringjax.kv.layer_spec import (
+  LayerCacheSpec,
+  LayerKV,
+  constants_spec,
+  filled_constants,
+)
 from ringjax.kv.model_cache import ModelCache, refuse_unseen
 from ringjax.kv.offload.cache_files import CacheFiles
-from ringjax.kv.query_reading import KeyReading
 from ringjax.kv.state import State, StateShape
-from ringjax.kv.storage.head_storage import HeadStorage
+from ringjax.kv.storage.exported_blocks import Blocks, located_slots
 from ringjax.kv.storage.slots import (
   FILL,
   REPLICATED,
@@ -53,135 +57,13 @@ from ringjax.kv.storage.slots import (
 from ringjax.kv.storage.window import WindowSlots, window_slots
 from ringjax.ops.attention.cached.code_format import (
   as_stored,
-  filled_up,
-  stored_codes,
   token_axis,
 )
-from ringjax.ops.attention.cached.views import (
-  ContiguousView,
-  Decoder,
-  EncodedView,
-  KVView,
-  UnrotatedView,
-)
 from ringjax.ops.mask import Coords
-from ringjax.ops.rope import Rotation
 from ringjax.parallel import chips
 from ringjax.parallel.local_arrays import move
 from ringjax.parallel.programs import bounded
-from ringjax.typing import ArrayLeaf, Index
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerCacheSpec:
-  """Cached vectors of one token in the layers of one kind.
-
-  Attributes:
-    layers: Number of layers that share the array, L.
-    heads: Number of KV heads, K.
-    key: Head dim of the keys, H.
-    value: Head dim of the values, J; 0 where values are part of the keys.
-    reach: Number of earlier tokens that a query attends to; None for all.
-    reading: Rotation and scale of the queries, for eviction policies.
-    which: Indices of the layers in the model.
-  """
-
-  layers: int
-  heads: int
-  key: int
-  value: int
-  reach: int | None = None
-  reading: KeyReading | None = None
-  which: tuple[int, ...] = ()
-
-  def numbers(self) -> int:
-    """Count the scalars that one token takes."""
-    return self.layers * self.heads * (self.key + self.value)
-
-  def decoders(self, codec: Codec, dtype: DTypeLike) -> tuple[Decoder, Decoder]:
-    """Decoders of a codec's bytes to keys and to values."""
-    return (
-      Decoder(codec.keys, self.key, dtype),
-      Decoder(codec.values, self.value, dtype),
-    )
-
-  def slots(self, room: CacheSpec) -> LayerKV:
-    """Shapes, dtypes and shardings of the arrays."""
-    names = (None, "batch", "heads", "tokens")
-    lead = (self.layers, room.batch, self.heads, room.capacity)
-
-    def array_spec(dim: int, vectors: VectorCodec | None) -> ArrayLeaf:
-      if not dim:
-        # Compiled programs return arrays of size 0 replicated.
-        return room.like((*lead, dim), room.dtype, (None,) * 5)
-      if vectors is None:
-        return room.like((*lead, dim), room.dtype, names)
-      shape, dtype = stored_codes(
-        lead[:3], room.capacity, vectors.width(dim), room.platform
-      )
-      last = dtype == jnp.int8
-      return room.like(
-        shape, dtype, (*names[:3], None, "tokens") if last else names
-      )
-
-    if room.codec is None:
-      return LayerKV(array_spec(self.key, None), array_spec(self.value, None))
-    if isinstance(room.codec, PerHead):
-      by_head: Any = HeadStorage(room.codec, self).slots(room)
-      return LayerKV(*by_head)
-    assert isinstance(room.codec, Codec)
-    of_k, of_v = room.codec.keys, room.codec.values
-    return LayerKV(array_spec(self.key, of_k), array_spec(self.value, of_v))
-
-  def filled_slots(self, room: CacheSpec) -> LayerKV:
-    """Specs of the arrays, with head dims padded on a TPU by `filled_up`."""
-    layer_kv = self.slots(room)
-    if room.codec is not None or room.platform != "tpu":
-      return layer_kv
-    return jax.tree.map(filled_up, layer_kv)
-
-  def widths(self, slots: LayerKV) -> tuple[int, int] | None:
-    """Head dims of keys and values if the slots are padded, else None."""
-    widths = self.key, self.value
-    return None if widths == tuple(x.shape[-1] for x in slots) else widths
-
-
-def model_layers(shapes: Sequence[LayerCacheSpec | StateShape]) -> int:
-  """Number of layers of a model, up to the last one that has a cache.
-
-  A layer with several mixers has several shapes and counts once.
-  """
-  return 1 + max(n for shape in shapes for n in shape.which)
-
-
-class LayerKV(NamedTuple):
-  """Keys and values of the layers of one kind.
-
-  Fields:
-    k: Keys [L, B, K, S, H]; with a codec its codes, see `stored_codes`. With a
-      codec per head, one array for each codec, see `HeadStorage`.
-    v: Values [L, B, K, S, J], or their codes.
-  """
-
-  k: Shaped[ArrayLeaf, "L B K _ _"]
-  v: Shaped[ArrayLeaf, "L B K _ _"]
-
-
-class Blocks(NamedTuple):
-  """Exported tokens of one row of a cache.
-
-  Fields:
-    at: Coordinates [n], in order of position.
-    parts: For each kind of layer keys [L, K, n, H] and values [L, K, n, J];
-      codes on a TPU are [L, K, X, n].
-    kind: Kind of the cache that exported them.
-
-  Layers with a ring buffer export only the last `reach` tokens.
-  """
-
-  at: Coords
-  parts: tuple[LayerKV, ...]
-  kind: CacheConfig
+from ringjax.typing import Index
 
 
 class Growth(NamedTuple):
@@ -862,28 +744,7 @@ class KVCache(ModelCache):
       Slots of the layers that keep all tokens, and slots of each ring buffer.
     """
     self._refuse_states("export")
-    token_slots, complete = _found(at, row, start, stop)
-    if not complete:
-      raise PromptError(
-        "start, stop",
-        f"{start} to {stop}, of which row {row} holds {token_slots.size}",
-        f"positions from 0 to {_end(at, row)}",
-        "name positions that the row has read",
-      )
-    rings = []
-    for ring in self.rings:
-      first = max(start, stop - ring.reach)
-      last, complete = _found(ring.at, row, first, stop)
-      if not complete:
-        raise PromptError(
-          "stop",
-          f"{stop}, where windowed layers of row {row} hold no longer all "
-          f"positions from {first} on",
-          f"a position among the last {ring.slack} of the row",
-          "export sooner, or make the cache with kind='dense'",
-        )
-      rings.append(last)
-    return token_slots, rings
+    return located_slots(at, self.rings, row, start, stop)
 
   def load(self, row: int, blocks: Blocks, at: Coords | None = None) -> KVCache:
     """Append exported tokens to a row, bit for bit.
@@ -1015,39 +876,6 @@ def _keep_first(cache: KVCache, count: jax.Array) -> KVCache:
   return cache._with_tables(lambda table: table.kept_first(count))
 
 
-def _constants(
-  number: int, shape: LayerCacheSpec | StateShape, kind: CacheConfig
-) -> Any:
-  """Codec constants of a kind of layer, [L, K, n] each."""
-  if kind.codec is None or isinstance(shape, StateShape):
-    return (), ()
-  assert not isinstance(kind.codec, Allocated)
-  return kind.codec.constants(number, shape)
-
-
-def filled_constants(
-  shapes: tuple[Any, ...], kind: CacheConfig, like: tuple[Any, ...]
-) -> tuple[Any, ...]:
-  """Codec constants of all kinds of layers, with dtypes of `like`."""
-  fill = lambda like, x: jnp.asarray(x, like.dtype, device=like.sharding)
-  constants = tuple(_constants(n, s, kind) for n, s in enumerate(shapes))
-  return jax.tree.map(fill, like, constants)
-
-
-def constants_spec(
-  shape: LayerCacheSpec | StateShape, kind: CacheConfig, room: CacheSpec
-) -> PyTree:
-  """Specs of the codec constants of a kind of layer."""
-  if kind.codec is None or isinstance(shape, StateShape):
-    return (), ()
-  assert not isinstance(kind.codec, Allocated)
-  return jax.tree.map(
-    lambda shape: room.like(shape, jnp.float32, (None, "heads", None)),
-    kind.codec.constant_shapes(shape),
-    is_leaf=lambda x: bool(x) and isinstance(x[0], int),
-  )
-
-
 def _ring_size(
   shape: LayerCacheSpec | StateShape, kind: CacheConfig, room: CacheSpec
 ) -> tuple[int, int] | None:
@@ -1058,233 +886,3 @@ def _ring_size(
   reach = max(1, reach)
   size = window_slots(reach, kind.layout.slack, room.shards)
   return (size, reach) if size < room.capacity else None
-
-
-def _found(at: Coords, row: int, start: int, stop: int) -> tuple[Any, bool]:
-  """Find slots of a row's positions; tell if each occurs exactly once."""
-  pos, seg = (np.asarray(x)[row] for x in at)
-  slots = np.flatnonzero((seg > 0) & (pos >= start) & (pos < stop))
-  slots = slots[np.argsort(pos[slots], kind="stable")]
-  complete = stop > start and np.array_equal(pos[slots], np.arange(start, stop))
-  return slots, complete
-
-
-def _end(at: Coords, row: int) -> int:
-  """Position after a row's last token."""
-  pos, seg = (np.asarray(x)[row] for x in at)
-  return int(np.max(np.where(seg > 0, pos + 1, 0), initial=0))
-
-
-@dataclasses.dataclass(frozen=True)
-class KVLayer(CallLayer):
-  """One layer's part of a `KVCache` during one call.
-
-  A call may overwrite tokens that its first queries still attend to. It then
-  reads two views, the old slots and its own keys, and merges the partials.
-  """
-
-  cache: KVCache
-  held: ContiguousSlots | WindowSlots
-  slots: LayerKV
-  index: Index
-  kind: int
-  fresh: KV | None = None
-  rotation: Rotation = Rotation()
-  old: LayerKV | None = None
-  # The call's keys before rotation, if the cache stores unrotated keys.
-  plain: Shaped[Array, "B K T H"] | None = None
-
-  def append(
-    self,
-    k: Shaped[Array, "B K T H"],
-    v: Shaped[Array, "B K T J"],
-    at: Coords,
-    rotation: Rotation,
-  ) -> KVLayer:
-    rotated = rotation.own(k)
-    if self.cache.kind.codec is not None:
-      # Encode exactly the values that a strategy may encode for transfer.
-      rotated, v = lax.optimization_barrier((rotated, v))
-    return dataclasses.replace(
-      self,
-      slots=self._written(
-        k if self.cache.kind.layout.unrotated else rotated, v
-      ),
-      fresh=KV(rotated, v, at),
-      rotation=rotation.general(),
-      old=self._alone() if self.held.apart else None,
-      plain=k if self.cache.kind.layout.unrotated else None,
-    )
-
-  def load(
-    self, k: Shaped[Array, "B K T X"], v: Shaped[Array, "B K T Y"]
-  ) -> KVLayer:
-    """Write the call's already encoded keys and values, bit for bit."""
-    write = lambda old, new: self.held.write(
-      old, as_stored(new, old), self.index
-    )
-    stored = LayerKV(write(self.slots.k, k), write(self.slots.v, v))
-    return dataclasses.replace(self, slots=stored)
-
-  def for_reading(self, rotation: Rotation) -> KVLayer:
-    """Prepare for a call that appends nothing: `views` covers the cache.
-
-    `rotation` applies to keys that are stored unrotated.
-    """
-    return dataclasses.replace(self, rotation=rotation.general())
-
-  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
-    if self.fresh is None:
-      return (self._view(self.slots, self.held.at, self.index),)
-    if self.old is None and not apart:
-      return (self._view(self.slots, self.held.at, self.index),)
-    # A call reads its own tokens as later calls will: after the codec.
-    own_view = self._given_back(self.fresh).view(self.cache.shards)
-    if self.old is None:
-      return self._view(self.slots, self.held.earlier(), self.index), own_view
-    assert self.held.previous is not None
-    return self._old_view(self.old, self.held.previous), own_view
-
-  def view(self, rotation: Rotation) -> KVView:
-    """View of the cache; `rotation` applies to keys stored unrotated."""
-    layer = dataclasses.replace(self, rotation=rotation)
-    return layer._view(self.slots, self.held.at, self.index)
-
-  def _given_back(self, fresh: KV) -> KV:
-    """The call's keys and values after encoding and decoding."""
-    codec, dtype = self.cache.kind.codec, self.cache.dtype
-    k = fresh.k if self.plain is None else self.plain
-    k, v = k.astype(dtype), fresh.v.astype(dtype)
-    if self._by_head is not None:
-      constants = self.cache.constants[self.kind]
-      k, v = self._by_head.through(k, v, self.index, constants)
-    elif isinstance(codec, Codec):
-      of_k, of_v = self._constants()
-      k, v = through(codec.keys, k, of_k), through(codec.values, v, of_v)
-    if self.plain is not None:
-      k = self.rotation.anywhere(k, fresh.at.pos)
-    return KV(k, v, fresh.at)
-
-  @property
-  def _by_head(self) -> HeadStorage | None:
-    """Storage of heads with a codec each; None for other codecs."""
-    codec = self.cache.kind.codec
-    if not isinstance(codec, PerHead):
-      return None
-    shape = self.cache.shapes[self.kind]
-    assert isinstance(shape, LayerCacheSpec)
-    return HeadStorage(codec, shape)
-
-  def _written(self, k: jax.Array, v: jax.Array) -> LayerKV:
-    """Write the call's keys and values to the slots."""
-    by_head, constants = self._by_head, self.cache.constants[self.kind]
-    if by_head is not None:
-      dtype = self.cache.dtype
-      k, v = k.astype(dtype), v.astype(dtype)
-      slots: Any = (self.slots.k, self.slots.v)
-      written: Any = by_head.written(
-        self.held, slots, k, v, self.index, constants
-      )
-      return LayerKV(*written)
-    write = lambda old, new: (
-      self.held.write(old, new, self.index) if old.size else old
-    )
-    return LayerKV(*map(write, self.slots, self._encoded(k, v)))
-
-  def _alone(self) -> LayerKV:
-    """Slots of this layer as a stack of one layer; decoded if per head."""
-    if self._by_head is None:
-      take_layer = lambda x: lax.dynamic_index_in_dim(x, self.index, 0)
-      return LayerKV(*map(take_layer, self.slots))
-    unrotated = dataclasses.replace(self, rotation=Rotation())
-    assert self.held.previous is not None
-    view = unrotated._view(self.slots, self.held.previous, self.index)
-    k, v = view.tile(jnp.int32(0), view.shape[2])
-    return LayerKV(k[None], v[None] if self.slots.v else k[None])
-
-  def _old_view(self, old: LayerKV, at: Coords) -> KVView:
-    """View of the old slots by `_alone`."""
-    if self._by_head is None:
-      return self._view(old, at, jnp.int32(0))
-    view = ContiguousView(*old, at, jnp.int32(0))
-    return rotated_view(view, self.cache.kind, self.rotation)
-
-  def _view(self, slots: LayerKV, at: Coords, index: Index) -> KVView:
-    codec, by_head = self.cache.kind.codec, self._by_head
-    shape: Any = self.cache.shapes[self.kind]
-    view: Any
-    if by_head is not None:
-      rotates = self.cache.kind.layout.unrotated and not self.rotation.trivial
-      parts: Any = (slots.k, slots.v)
-      assert self.cache.dtype is not None
-      return by_head.view(
-        parts,
-        at,
-        index,
-        self.cache.constants[self.kind],
-        self.cache.dtype,
-        self.rotation if rotates else None,
-      )
-    if codec is None:
-      widths = shape.widths(slots)
-      view = ContiguousView(*slots, at, index, widths=widths)
-    else:
-      decoders = shape.decoders(codec, self.cache.dtype)
-      view = EncodedView(*slots, at, index, self._constants(), decoders)
-    return rotated_view(view, self.cache.kind, self.rotation)
-
-  def _encoded(self, k: jax.Array, v: jax.Array) -> LayerKV:
-    """Encode keys and values as the slots store them."""
-    codec, into = self.cache.kind.codec, self.slots
-    if codec is None:
-      return LayerKV(as_stored(k, into.k), as_stored(v, into.v))
-    assert isinstance(codec, Codec) and self.cache.dtype is not None
-    tokens, dtype = LayerKV(k, v), self.cache.dtype
-    return encoded(codec, tokens, self._constants(), into, dtype)
-
-  def _constants(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Codec constants of this layer, [K, n] each."""
-    return of_layer(self.cache.constants[self.kind], self.index)
-
-
-def of_layer(arrays: PyTree, index: Index) -> Any:
-  """Arrays of one layer, of those of all layers of a kind."""
-  take = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
-  return jax.tree.map(take, arrays)
-
-
-def encoded(
-  codec: Codec,
-  tokens: LayerKV,
-  constants: PyTree,
-  slots: LayerKV,
-  dtype: DTypeLike,
-) -> LayerKV:
-  """Encode a call's keys and values as the slots of a kind of layer store them.
-
-  Args:
-    codec: Codec of all heads.
-    tokens: Keys [B, K, T, H] and values [B, K, T, J].
-    constants: Constants of the layer's codecs, see `KVLayer`.
-    slots: Slots that will store the codes.
-    dtype: Dtype of keys and values before encoding.
-  """
-
-  def encode(
-    vectors: VectorCodec, x: jax.Array, of_x: PyTree, stored: jax.Array
-  ) -> jax.Array:
-    return as_stored(vectors.encode(x.astype(dtype), of_x), stored)
-
-  of_k, of_v = constants
-  k, v = tokens
-  return LayerKV(
-    encode(codec.keys, k, of_k, slots.k),
-    encode(codec.values, v, of_v, slots.v) if v.shape[-1] else v,
-  )
-
-
-def rotated_view(view: KVView, kind: CacheConfig, rotation: Rotation) -> KVView:
-  """View whose keys are rotated when they are read, if stored unrotated."""
-  if kind.layout.unrotated and not rotation.trivial:
-    return UnrotatedView(view, rotation)
-  return view

@@ -43,10 +43,11 @@ from ringjax.parallel import chips
 from ringjax.typing import ArrayLeaf
 
 if TYPE_CHECKING:
-  from ringjax.kv.cache import KVCache, LayerCacheSpec, LayerKV
+  from ringjax.kv.cache import KVCache
   from ringjax.kv.cache_kind import CacheConfig
   from ringjax.kv.codecs.codec import VectorCodec
   from ringjax.kv.composed.open_cache import WithOpenCache
+  from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
   from ringjax.kv.storage.pages import Pages
 
 # Factor by which XLA's loops over codes on a TPU take more cycles than the

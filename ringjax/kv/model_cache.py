@@ -26,8 +26,8 @@ from ringjax.kv.encoder_states import EncoderStates
 from ringjax.ops.mask import Coords, SameSegment
 
 if TYPE_CHECKING:
-  from ringjax.kv.cache import Blocks
   from ringjax.kv.offload.cache_files import CacheFiles
+  from ringjax.kv.storage.exported_blocks import Blocks
 
 
 CacheT = TypeVar("CacheT", bound="ModelCache")

@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.kv.base import KV, FreshLayer, NoCache
-from ringjax.kv.cache import model_layers
+from ringjax.kv.layer_spec import model_layers
 from ringjax.kv.state import StateShape
 from ringjax.ops.attention.api import attention_statistics
 from ringjax.ops.attention.cached.views import KVView

@@ -13,7 +13,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.infer import prefill
-from ringjax.kv.cache import LayerKV
+from ringjax.kv.layer_spec import LayerKV
 from ringjax.nn.sharding_context import (
   CachedAttention,
   ChainParallel,

@@ -11,11 +11,12 @@ from ringjax import infer, kv
 from ringjax.errors import OptionError
 from ringjax.kv import kind_text
 from ringjax.kv.base import bytes_each
-from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import KINDS
 from ringjax.kv.cache_report import report
 from ringjax.kv.composed.context_cache import ContextCache
 from ringjax.kv.eviction.prompt_spec import prompt_spec
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.offload.tiered import TieredCache
 from ringjax.models.checkpoint import abstract
 from ringjax.parallel import chips

@@ -11,9 +11,10 @@ import ringjax as rj
 from ringjax.errors import OptionError, ShapeError
 from ringjax.kv import ChannelGroups, CodeBook, Floats, Hadamard, Integers
 from ringjax.kv.base import CacheSpec
-from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache import KVCache
 from ringjax.kv.codecs import code_bytes
 from ringjax.kv.codecs.hadamard import gaussian_levels, transform
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.ops.attention.cached.views import (
   Decoder,
   EncodedView,

@@ -9,8 +9,9 @@ import pytest
 from jax import lax
 
 from ringjax.kv import CacheConfig
-from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache import KVCache
 from ringjax.kv.codecs import Codec, Integers
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.storage.slots import SHARDED, ContiguousSlots
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation

@@ -43,7 +43,6 @@ from ringjax.infer.layerwise import LayerPrograms, TokenSpan
 from ringjax.infer.prefill import padded
 from ringjax.infer.prompt_reading import read_context
 from ringjax.infer.session import Session
-from ringjax.kv.cache import Blocks, LayerKV
 from ringjax.kv.composed.context_cache import (
   ContextCache,
   PlacedContext,
@@ -51,6 +50,8 @@ from ringjax.kv.composed.context_cache import (
   placed,
   slots_for,
 )
+from ringjax.kv.layer_spec import LayerKV
+from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.ops.mask import Causal, Coords

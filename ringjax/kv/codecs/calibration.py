@@ -19,7 +19,7 @@ from ringjax.kv.codecs.code_book import CodeBook
 from ringjax.kv.codecs.codec import Codec
 
 if TYPE_CHECKING:
-  from ringjax.kv.cache import LayerCacheSpec
+  from ringjax.kv.layer_spec import LayerCacheSpec
 
 # File that `rj.infer.calibrate` writes next to a model.
 CALIBRATION_FILE = "kv_calibration.safetensors"

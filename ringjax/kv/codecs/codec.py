@@ -20,7 +20,7 @@ from ringjax.errors import OptionError
 from ringjax.kv.codecs.codec_wire import CodecWire
 
 if TYPE_CHECKING:
-  from ringjax.kv.cache import LayerCacheSpec
+  from ringjax.kv.layer_spec import LayerCacheSpec
 
 
 @runtime_checkable

@@ -19,7 +19,7 @@ from ringjax.errors import OptionError
 from ringjax.kv.codecs.codec import Codec
 
 if TYPE_CHECKING:
-  from ringjax.kv.cache import LayerCacheSpec
+  from ringjax.kv.layer_spec import LayerCacheSpec
 
 # File that `allocate_bits` writes next to a model.
 BITS_FILE = "kv_bits.json"

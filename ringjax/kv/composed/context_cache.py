@@ -27,9 +27,11 @@ from jaxtyping import Array, Int, PyTree
 from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.kv.base import RowIndices, donated
-from ringjax.kv.cache import Blocks, KVCache, filled_constants
+from ringjax.kv.cache import KVCache
 from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
+from ringjax.kv.layer_spec import filled_constants
 from ringjax.kv.model_cache import refused
+from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.kv.storage.pages import few_sizes
 from ringjax.kv.storage.slots import REPLICATED
 from ringjax.ops.attention.cached.code_format import token_axis

@@ -21,8 +21,8 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from ringjax import tree
-from ringjax.kv.cache import LayerCacheSpec, model_layers
 from ringjax.kv.composed.context_cache import ContextCache, ContextLayer
+from ringjax.kv.layer_spec import LayerCacheSpec, model_layers
 from ringjax.ops.attention.cached.cached_attention import CacheVisit
 from ringjax.ops.attention.cached.view_statistics import view_statistics
 from ringjax.ops.attention.scores import Terms

@@ -31,13 +31,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 from ringjax import tree
 from ringjax.errors import NotFiniteError, OptionError
 from ringjax.kv.base import CacheSpec, CallCoords, Ends, RowIndices, zeros
-from ringjax.kv.cache import (
-  KVCache,
-  LayerCacheSpec,
-  constants_spec,
-  filled_constants,
-  model_layers,
-)
+from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_rows import placed_as, row_indices
 from ringjax.kv.composed.open_cache import ResizableCache, WithOpenLayer
@@ -51,6 +45,12 @@ from ringjax.kv.eviction.eviction import (
 )
 from ringjax.kv.eviction.peak_attention import Repeated
 from ringjax.kv.eviction.recorded_queries import Noted, QueryWatch
+from ringjax.kv.layer_spec import (
+  LayerCacheSpec,
+  constants_spec,
+  filled_constants,
+  model_layers,
+)
 from ringjax.kv.model_cache import refuse_unseen
 from ringjax.kv.offload.cache_files import CacheFiles
 from ringjax.kv.policies import Policy
@@ -72,7 +72,7 @@ from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index
 
 if TYPE_CHECKING:
-  from ringjax.kv.cache import Blocks
+  from ringjax.kv.storage.exported_blocks import Blocks
 
 # Fields that a call changes besides the open cache.
 _CALL_FIELDS = ("noted", "watch", "marks")

@@ -43,15 +43,12 @@ from ringjax.kv.base import (
   LayerCache,
   StateCache,
 )
-from ringjax.kv.cache import (
-  KVCache,
-  KVLayer,
-  LayerCacheSpec,
-  LayerKV,
-)
+from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Allocated, PerHead
 from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
+from ringjax.kv.kv_layer import KVLayer
+from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
 from ringjax.kv.model_cache import refused
 from ringjax.kv.offload.cache_files import CacheFiles, read_blocks, write_block
 from ringjax.kv.offload.tiered import default_device, host_zeros

@@ -36,18 +36,15 @@ from ringjax import tree
 from ringjax.checks import one_of
 from ringjax.errors import OptionError, PromptError
 from ringjax.kv.base import HOST, CacheSpec, Ends, RowIndices, zeros
-from ringjax.kv.cache import (
-  Blocks,
-  KVCache,
-  LayerCacheSpec,
-  LayerKV,
-)
+from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_report import HOST_BANDWIDTH, CacheReport, report
 from ringjax.kv.cache_rows import on_host, placed_as, row_indices
 from ringjax.kv.composed.open_cache import ResizableCache, WithOpenLayer
+from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
 from ringjax.kv.model_cache import refuse_unseen
 from ringjax.kv.offload.cache_files import CacheFiles
+from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.kv.storage.pages import Places, host
 from ringjax.kv.storage.slots import ContiguousSlots, by_token
 from ringjax.ops.attention.blockwise import loop
