@@ -13,7 +13,6 @@ kind of layer of the model has one array of keys and one of values.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -21,18 +20,16 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import (
   OptionError,
-  PromptError,
   ShapeError,
 )
-from ringjax.kv.base import CacheSpec, Ends, RowIndices, zeros
+from ringjax.kv.base import CacheSpec, zeros
 from ringjax.kv.cache_kind import DENSE, CacheConfig
 from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.cache_rows import placed_as, row_indices
@@ -44,19 +41,38 @@ from ringjax.kv.layer_spec import (
   constants_spec,
   filled_constants,
 )
-from ringjax.kv.model_cache import ModelCache, refuse_unseen
+from ringjax.kv.model_cache import (
+  ModelCache,
+  fitting,
+  refuse_full,
+  refuse_lost,
+  refuse_unseen,
+)
 from ringjax.kv.offload.cache_files import CacheFiles
 from ringjax.kv.state import State, StateShape
-from ringjax.kv.storage.exported_blocks import Blocks, located_slots
+from ringjax.kv.storage.changes import (
+  CacheChange,
+  InsertRows,
+  KeepFirst,
+  KeepTokens,
+  ResetRows,
+  Truncate,
+)
+from ringjax.kv.storage.exported_blocks import (
+  Blocks,
+  appended_blocks,
+  check_blocks,
+  located_slots,
+)
+from ringjax.kv.storage.growth import Growth, widened_slots
 from ringjax.kv.storage.slots import (
   FILL,
   REPLICATED,
   SHARDED,
   ContiguousSlots,
 )
-from ringjax.kv.storage.window import WindowSlots, window_slots
+from ringjax.kv.storage.window import WindowSlots, ring_size
 from ringjax.ops.attention.cached.code_format import (
-  as_stored,
   token_axis,
 )
 from ringjax.ops.mask import Coords
@@ -64,26 +80,6 @@ from ringjax.parallel import chips
 from ringjax.parallel.local_arrays import move
 from ringjax.parallel.programs import bounded
 from ringjax.typing import Index
-
-
-class Growth(NamedTuple):
-  """Growth policy of a cache's memory.
-
-  Fields:
-    step: Minimum number of slots to add.
-    limit: Maximum number of tokens in a row.
-  """
-
-  step: int
-  limit: int
-
-  def size(self, tokens: int) -> int:
-    """Capacity for `tokens` tokens, rounded up to one of few sizes.
-
-    At most a ninth of the slots, or less than one step, stays unused.
-    """
-    step = self.step << max(0, tokens // (8 * self.step)).bit_length()
-    return min(self.limit, -(-tokens // step) * step)
 
 
 class Snapshot(NamedTuple):
@@ -193,7 +189,7 @@ class KVCache(ModelCache):
       batch_axes=batch_axes,
       platform=platform,
     )
-    sizes = [_ring_size(s, kind, room) for s in shapes]
+    sizes = [ring_size(getattr(s, "reach", None), kind, room) for s in shapes]
     rings = sorted({x for x in sizes if x is not None})
     rooms = [dataclasses.replace(room, capacity=n) for n, _ in rings]
     ring_of = tuple(None if x is None else rings.index(x) for x in sizes)
@@ -294,23 +290,6 @@ class KVCache(ModelCache):
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
   ) -> None:
-    """Check that tokens [B, T] fit.
-
-    Under a trace the contents are unknown: only shapes are checked, and the
-    caller must ensure that the tokens fit.
-
-    Args:
-      batch: Number of rows, B.
-      tokens: Number of tokens per row, T.
-      replicated: Whether the tokens are the same on all shards.
-      sees: Whether the call attends to tokens already in the cache.
-
-    Raises:
-      ShapeError: If the batch differs, or the shards do not divide the tokens.
-      PromptError: If there are too few free slots.
-      OptionError: If the call would not see the tokens in the cache, or the
-        buffers were donated.
-    """
     size = self.shards
     if batch != self.batch:
       raise ShapeError(
@@ -326,43 +305,25 @@ class KVCache(ModelCache):
         f"a multiple of {size}",
         "fill them up with tokens whose segment_ids are 0",
       )
-    if self.lost:
-      raise OptionError(
-        "cache",
-        "one whose buffers were donated to an earlier call",
-        "the cache that the last call returned",
-        "pass that one, or make a new one with model.init_cache",
-      )
+    refuse_lost(self, "an earlier call", "the last call")
     free = self.held.free()
     if free is None:
       free = np.full((batch, size), self.capacity // size)
     refuse_unseen(sees, int(self.capacity - free.sum(1).min()))
-    free_slots = int(free.sum(1).min() if replicated else size * free.min())
-    if tokens > free_slots:
-      raise PromptError(
-        "cache",
-        f"{tokens} more tokens for a cache of {self.capacity} slots, of "
-        f"which {self.capacity - free_slots} are taken",
-        f"at most {free_slots}",
-        "make a larger one, with model.init_cache(batch, capacity)"
-        if self.growth is None
-        else f"call cache.with_room({tokens}) before, outside of jit",
-      )
+    refuse_full(
+      tokens,
+      fitting(free, replicated=replicated),
+      self.capacity,
+      "make a larger one, with model.init_cache(batch, capacity)"
+      if self.growth is None
+      else f"call cache.with_room({tokens}) before, outside of jit",
+    )
 
   # -------------------------------------------------------------------------
   # A call
   # -------------------------------------------------------------------------
 
   def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> KVCache:
-    """Allocate slots for T tokens with these coordinates, [B, T].
-
-    Args:
-      at: Coordinates of the tokens.
-      replicated: Whether the tokens are the same on all shards; otherwise T
-        is sharded and each shard keeps its part.
-      sees: Whether the call attends to tokens in the cache; if not, it starts
-        from an empty cache.
-    """
     mode = REPLICATED if replicated else SHARDED if sees else FILL
     return self._with_tables(lambda table: table.allocate(at, mode))
 
@@ -411,7 +372,6 @@ class KVCache(ModelCache):
     return self.ring_of[kind] if self.ring_of else None
 
   def updated(self, slots: tuple[Any, ...]) -> KVCache:
-    """Return the cache with the slots that the layers returned."""
     cache = self._with_tables(lambda table: table.committed())
     return dataclasses.replace(cache, slots=slots)
 
@@ -420,17 +380,6 @@ class KVCache(ModelCache):
   # -------------------------------------------------------------------------
 
   def with_states(self, states: EncoderStates | None) -> KVCache:
-    """Attach copies of encoder states for cross-attention of later calls.
-
-    Tokens already in the cache were computed without them.
-
-    Args:
-      states: Encoder states of B rows, by `rj.models.cepe.encode`, or None.
-
-    Raises:
-      InputTypeError: If `states` is of another type.
-      ShapeError: If its batch differs.
-    """
     if states is None:
       return dataclasses.replace(self, states=None)
     states = checked(states, self.batch)
@@ -483,13 +432,7 @@ class KVCache(ModelCache):
     if need <= self.capacity or self.capacity >= self.growth.limit:
       return self
     added_slots = self.growth.size(need) - self.capacity
-
-    def widened(x: jax.Array, axis: int) -> jax.Array:
-      larger = _widened(x, axis, added_slots) if x.size else x
-      if larger is not x:
-        x.delete()
-      return larger
-
+    widened = lambda x, axis: widened_slots(x, axis, added_slots)
     slots = tuple(
       s
       if isinstance(s, State)
@@ -505,28 +448,29 @@ class KVCache(ModelCache):
     return int(np.asarray(self.held.free()).min())
 
   def steps(self) -> int:
-    """Number of tokens that can be appended before `flush` is due."""
     return self.capacity + 1 if self.growth is None else self._spare()
 
-  def truncate(self, length: Ends, most: int | None = None) -> KVCache:
-    """Drop the tokens at positions from `length` on, an int or int [B].
-
-    Slots after the last remaining token become free.
-
-    Args:
-      length: Number of tokens to keep; may be traced, with ring buffers only
-        if `most` is given.
-      most: Upper bound of the tokens dropped per row, known to the caller.
-
-    Raises:
-      OptionError: If a layer is recurrent, or if more than the last `slack`
-        tokens of a ring buffer would be dropped.
-    """
-    self._refuse_states("truncate")
-    end = self.row_ends(length)
-    if self.rings and (most is None or most > self.kind.layout.slack):
-      self._refuse_far(end)
-    return self._with_tables(lambda table: table.truncate(end))
+  def changed(self, change: CacheChange) -> KVCache:
+    slack = self.kind.layout.slack
+    match change:
+      case Truncate(end, most):
+        self._refuse_states("truncate")
+        if self.rings and (most is None or most > slack):
+          self._refuse_far(end)
+        return self._with_tables(lambda table: table.truncate(end))
+      case KeepTokens(kept):
+        self._refuse_states("keep")
+        self._refuse_beyond_slack("kept", kept.shape[1])
+        return _keep(self, kept)
+      case KeepFirst(count, tokens):
+        self._refuse_states("keep_first")
+        self._refuse_beyond_slack("tokens", tokens)
+        return _keep_first(self, count)
+      case ResetRows(rows):
+        return self._emptied(rows)
+      case InsertRows(rows, other):
+        return self._inserted(rows, other)
+    return super().changed(change)
 
   def _refuse_far(self, end: jax.Array) -> None:
     """Check that ring buffers can be truncated as far as `end`."""
@@ -550,58 +494,6 @@ class KVCache(ModelCache):
         f"at most the last {slack}, or all of a row",
         "make the cache with kind='dense', or with a larger slack",
       )
-
-  def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> KVCache:
-    """Keep only the tokens in `kept`, bool [B, T], of the last call's T tokens.
-
-    The others are dropped as if never appended, for instance rejected draft
-    tokens. The call's tokens must have been the same on all shards. Kept tokens
-    move to the first slots of the call, in place if the cache is donated.
-
-    Raises:
-      OptionError: If a layer is recurrent: use `snapshot` and `restore`.
-      ShapeError: If `kept` is not a bool for each token.
-    """
-    self._refuse_states("keep")
-    kept = jnp.asarray(kept)
-    if kept.dtype != bool or kept.ndim != 2 or kept.shape[0] != self.batch:
-      raise ShapeError(
-        "kept",
-        f"{kept.dtype} {list(kept.shape)}",
-        f"bool [{self.batch}, T], a value for each token of the last call",
-        "pass jnp.arange(T)[None] < accepted[:, None], for instance",
-      )
-    self._refuse_beyond_slack("kept", kept.shape[1])
-    return _keep(self, kept)
-
-  def keep_first(
-    self, count: Int[Array | np.ndarray, " B"], tokens: int
-  ) -> KVCache:
-    """Keep only the first `count` of the last call's tokens, in each row.
-
-    As `keep` with these tokens, but no token moves: the cursors go back, and
-    the slots after them are empty.
-
-    Args:
-      count: Number of tokens to keep, int [B].
-      tokens: Number of tokens of the last call, T.
-
-    Raises:
-      OptionError: If a layer is recurrent: use `snapshot` and `restore`.
-      ShapeError: If `count` is not an integer for each row.
-    """
-    self._refuse_states("keep_first")
-    count = jnp.asarray(count)
-    integers = jnp.issubdtype(count.dtype, jnp.integer)
-    if not integers or count.shape != (self.batch,):
-      raise ShapeError(
-        "count",
-        f"{count.dtype} {list(count.shape)}",
-        f"int [{self.batch}], a number of tokens for each row",
-        "pass jnp.sum(accepted, 1), for instance",
-      )
-    self._refuse_beyond_slack("tokens", tokens)
-    return _keep_first(self, count)
 
   def _refuse_beyond_slack(self, option: str, tokens: int) -> None:
     """Refuse to take back tokens of a call that overwrote others in a ring."""
@@ -644,9 +536,7 @@ class KVCache(ModelCache):
     )
     return dataclasses.replace(cache, slots=slots)
 
-  def reset(self, rows: RowIndices) -> KVCache:
-    """Empty these rows, int [n]; the others stay."""
-    rows = row_indices(rows, self.batch)
+  def _emptied(self, rows: Int[np.ndarray, " n"]) -> KVCache:
     emptied = lambda table: placed_as(table.emptied(rows), table)
     cache = self._with_tables(emptied)
     clear = lambda x: x.at[:, rows].set(0)
@@ -659,14 +549,7 @@ class KVCache(ModelCache):
       states=self.states and self.states.reset(rows),
     )
 
-  def insert(self, rows: RowIndices, other: KVCache) -> KVCache:
-    """Replace `rows`, int [n], by the rows of another cache.
-
-    Raises:
-      OptionError: If model, capacity, kind or mesh of the caches differ.
-      ShapeError: If `rows` are not as many as the other cache has.
-    """
-    indices = row_indices(rows, self.batch)
+  def _inserted(self, rows: Int[np.ndarray, " n"], other: KVCache) -> KVCache:
     shape = lambda c: (
       [(x.shape[0], *x.shape[2:]) for x in jax.tree.leaves(c.slots)]
       + [c.capacity, c.kind, c.shards]
@@ -680,28 +563,21 @@ class KVCache(ModelCache):
         f"and {self.shards} shard(s)",
         "make both with model.init_cache and the same arguments but batch",
       )
-    if indices.size != other.batch:
+    if rows.size != other.batch:
       raise ShapeError(
         "rows",
-        f"{indices.size} for a cache of {other.batch}",
+        f"{rows.size} for a cache of {other.batch}",
         f"{other.batch}, one for each row of the other cache",
         "take the rows to insert: other.take(examples)",
       )
-    states = inserted(self.states, indices, other.states, self.batch)
+    states = inserted(self.states, rows, other.states, self.batch)
     slot_table = dataclasses.replace(other.held, mode=self.held.mode)
     other = dataclasses.replace(other, held=slot_table, states=None)
     stateless = dataclasses.replace(self, states=None)
-    fields = stateless.rows_replaced(indices, other) | {"states": states}
+    fields = stateless.rows_replaced(rows, other) | {"states": states}
     return dataclasses.replace(self, **fields)
 
   def export(self, row: int, start: int, stop: int) -> Blocks:
-    """Copy out a row's tokens at positions from `start` to `stop` - 1.
-
-    Raises:
-      OptionError: If a layer is recurrent: it has no state per token.
-      PromptError: If the row lacks some of these positions; ring buffers need
-        only the last `reach` of them.
-    """
     row = int(row_indices([row], self.batch)[0])
     token_slots, rings = self.located(self.at, row, start, stop)
 
@@ -747,50 +623,16 @@ class KVCache(ModelCache):
     return located_slots(at, self.rings, row, start, stop)
 
   def load(self, row: int, blocks: Blocks, at: Coords | None = None) -> KVCache:
-    """Append exported tokens to a row, bit for bit.
-
-    Args:
-      row: Index of the row in the cache.
-      blocks: Tokens by `export` of a cache of the same model and kind.
-      at: New coordinates [n]; rotated keys must keep their positions.
-
-    Raises:
-      OptionError: If kind or model differ, or rotated keys would move.
-      PromptError: If there are too few free slots.
-    """
     self._refuse_states("load")
     row = int(row_indices([row], self.batch)[0])
-    # Shape of one token: layers, heads, and head dim or bytes.
-    token = lambda x: [n for i, n in enumerate(x.shape) if i != token_axis(x)]
-    block_shapes = [token(x) for x in jax.tree.leaves(blocks.parts)]
-    one_token = lambda n, x: self.unfilled(
-      n, jax.tree.map(lambda x: x[:, 0], x)
-    )
-    row_of = lambda slots: [one_token(n, x) for n, x in enumerate(slots)]
-    own_shapes = jax.tree.leaves(jax.eval_shape(row_of, self.slots))
-    own_shapes = [token(x) for x in own_shapes]
-    if blocks.kind != self.kind or block_shapes != own_shapes:
-      raise OptionError(
-        "blocks",
-        f"of kind {blocks.kind}, {block_shapes}",
-        f"kind {self.kind}, {own_shapes}",
-        "export them from a cache of this model and kind",
-      )
     at = blocks.at if at is None else at
-    moved = not np.array_equal(np.asarray(at.pos), np.asarray(blocks.at.pos))
-    if moved and not self.kind.layout.unrotated:
-      raise OptionError(
-        "at",
-        "other positions for keys that are stored rotated",
-        "the positions at which they were read",
-        "make both caches with kind='unrotated'",
-      )
+    check_blocks(self, blocks, at)
     count = at.pos.shape[0]
     grown = self.with_room(count)
     row_cache = grown.take(np.array([row]))
     row_cache.check(1, count, replicated=True, sees=True)
     at = Coords(*(jnp.asarray(x, jnp.int32)[None] for x in at))
-    filled = _appended(row_cache, blocks.parts, at)
+    filled = appended_blocks(row_cache, blocks.parts, at)
     return grown.insert(np.array([row]), filled)
 
   def gathered(self, device: jax.Device) -> KVCache:
@@ -826,44 +668,6 @@ tree.register(
 
 
 @bounded
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _widened(x: Shaped[Array, " ..."], axis: int, more: int) -> jax.Array:
-  """Pad an axis at its end with zeros."""
-  return jnp.pad(x, [(0, more * (n == axis)) for n in range(x.ndim)])
-
-
-@bounded
-@jax.jit
-def _appended(cache: KVCache, parts: PyTree, at: Coords) -> KVCache:
-  """Append stored keys and values [L, K, n, ...] to a cache of one row."""
-  # Windowed layers export only their last tokens.
-  rings = tuple(
-    ring.allocate(Coords(*(x[:, -ring.reach :] for x in at)), REPLICATED)
-    for ring in cache.rings
-  )
-  slot_table = cache.held.allocate(at, REPLICATED)
-  allocated = dataclasses.replace(cache, held=slot_table, rings=rings)
-
-  def append_layer(kind: int, old: PyTree, new: PyTree) -> PyTree:
-    table = allocated.table(kind)
-
-    def write(old: jax.Array, new: jax.Array) -> jax.Array:
-      if not old.size:
-        return old
-      new = as_stored(new, old)
-      layer = lambda n, x: table.write(
-        x, lax.dynamic_index_in_dim(new, n, 0), n
-      )
-      return lax.fori_loop(jnp.int32(0), jnp.int32(old.shape[0]), layer, old)
-
-    return jax.tree.map(write, old, new)
-
-  pairs = enumerate(zip(cache.slots, parts, strict=True))
-  slots = tuple(append_layer(kind, old, new) for kind, (old, new) in pairs)
-  return allocated.updated(slots)
-
-
-@bounded
 @jax.jit
 def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
   return cache._permuted(lambda table: table.kept(kept))
@@ -874,15 +678,3 @@ def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
 def _keep_first(cache: KVCache, count: jax.Array) -> KVCache:
   count = jnp.maximum(count, 0).astype(jnp.int32)
   return cache._with_tables(lambda table: table.kept_first(count))
-
-
-def _ring_size(
-  shape: LayerCacheSpec | StateShape, kind: CacheConfig, room: CacheSpec
-) -> tuple[int, int] | None:
-  """Slots and reach of a layer's ring; None if it keeps all tokens."""
-  reach = getattr(shape, "reach", None)
-  if not kind.layout.windowed or reach is None:
-    return None
-  reach = max(1, reach)
-  size = window_slots(reach, kind.layout.slack, room.shards)
-  return (size, reach) if size < room.capacity else None

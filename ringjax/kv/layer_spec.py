@@ -114,6 +114,28 @@ def model_layers(shapes: Sequence[LayerCacheSpec | StateShape]) -> int:
   return 1 + max(n for shape in shapes for n in shape.which)
 
 
+def by_model_layer(
+  shapes: Sequence[Any], values: Sequence[Sequence[Any] | None]
+) -> list[Any]:
+  """Value of each layer of the model; None for layers without.
+
+  Args:
+    shapes: Shape of each kind of layer.
+    values: For each kind of layer a value for each of its layers, or None.
+  """
+  by_layer = [None] * model_layers(shapes)
+  for shape, of_kind in zip(shapes, values, strict=True):
+    if of_kind is not None:
+      for layer, value in zip(shape.which, of_kind, strict=True):
+        by_layer[layer] = value
+  return by_layer
+
+
+def unstacked(arrays: PyTree, layers: int) -> list[Any]:
+  """Arrays of each layer, of those of all layers of a kind."""
+  return [jax.tree.map(lambda x, n=n: x[n], arrays) for n in range(layers)]
+
+
 class LayerKV(NamedTuple):
   """Keys and values of the layers of one kind.
 

@@ -20,7 +20,7 @@ before, where they are up to date.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -53,6 +53,12 @@ from ringjax.kv.model_cache import refused
 from ringjax.kv.offload.cache_files import CacheFiles, read_blocks, write_block
 from ringjax.kv.offload.tiered import default_device, host_zeros
 from ringjax.kv.state import StateLayer
+from ringjax.kv.storage.changes import (
+  InsertRows,
+  KeepFirst,
+  KeepTokens,
+  TakeRows,
+)
 from ringjax.kv.storage.pages import Places
 from ringjax.ops.attention.cached.code_format import token_axis
 from ringjax.typing import Index
@@ -123,6 +129,12 @@ class OffloadedCache(WithOpenCache):
   described: ClassVar[str] = (
     "a cache whose layers are in host memory or on disk"
   )
+  refuses: ClassVar[Mapping[type, tuple[str, str]]] = {
+    KeepTokens: ("keep, of drafted tokens", "leave speculate= out"),
+    KeepFirst: ("keep_first, of drafted tokens", "leave speculate= out"),
+    TakeRows: ("take", "leave the placement of the cache out"),
+    InsertRows: ("insert", "leave the placement of the cache out"),
+  }
 
   # -------------------------------------------------------------------------
   # Creation
@@ -340,10 +352,6 @@ class OffloadedCache(WithOpenCache):
   # Between calls
   # -------------------------------------------------------------------------
 
-  keep = refused("keep, of drafted tokens", "leave speculate= out")
-  keep_first = refused("keep_first, of drafted tokens", "leave speculate= out")
-  take = refused("take", "leave the placement of the cache out")
-  insert = refused("insert", "leave the placement of the cache out")
   export = refused("export", "leave the placement of the cache out")
   load = refused("load", "leave the placement of the cache out")
   snapshot = refused("snapshot", "leave the placement of the cache out")

@@ -1,0 +1,90 @@
+"""Changes of a cache between two calls: of tokens of its rows, or of rows.
+
+`ModelCache` has a public method for each change, which checks the arguments.
+A kind of storage carries it out in `changed`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+
+class Truncate(NamedTuple):
+  """Drop the tokens at positions from an end on.
+
+  Fields:
+    end: First position to drop of each row, int32 [B].
+    most: Upper bound of the tokens dropped per row, or None.
+  """
+
+  end: Int[Array, " B"]
+  most: int | None
+
+
+class KeepTokens(NamedTuple):
+  """Keep only some of the last call's tokens, at its first slots.
+
+  Fields:
+    kept: Whether a token stays, bool [B, T].
+  """
+
+  kept: Bool[Array, "B T"]
+
+
+class KeepFirst(NamedTuple):
+  """Keep only the first of the last call's tokens; none moves.
+
+  Fields:
+    count: Number of tokens to keep in each row, int [B].
+    tokens: Number of tokens of the last call, T.
+  """
+
+  count: Int[Array, " B"]
+  tokens: int
+
+  @property
+  def kept(self) -> Bool[Array, "B T"]:
+    """Whether a token stays, as in `KeepTokens`."""
+    index = jnp.arange(self.tokens, dtype=jnp.int32)[None]
+    return index < self.count[:, None]
+
+
+class ResetRows(NamedTuple):
+  """Empty some rows; the others stay.
+
+  Fields:
+    rows: Indices of the rows, int [n].
+  """
+
+  rows: Int[np.ndarray, " n"]
+
+
+class TakeRows(NamedTuple):
+  """Gather rows, with repetition.
+
+  Fields:
+    rows: Indices of the rows, int [B'].
+  """
+
+  rows: Int[Array, " _"]
+
+
+class InsertRows(NamedTuple):
+  """Replace rows by all rows of another cache of the same class.
+
+  Fields:
+    rows: Indices of the rows, int [n].
+    other: Cache of n rows.
+  """
+
+  rows: Int[np.ndarray, " n"]
+  other: Any
+
+
+TokenChange = Truncate | KeepTokens | KeepFirst
+RowChange = ResetRows | TakeRows | InsertRows
+CacheChange = TokenChange | RowChange
