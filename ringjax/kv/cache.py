@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Bool, Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import (
@@ -231,28 +231,12 @@ class KVCache(ModelCache):
     return self.held.at
 
   @property
-  def shards(self) -> int:
-    return self.held.shards
-
-  @property
-  def capacity(self) -> int:
-    return self.held.capacity
-
-  @property
-  def batch(self) -> int:
-    return self.at.pos.shape[0]
-
-  @property
-  def length(self) -> Int[Array, " B"]:
-    return self.held.length
+  def front(self) -> ContiguousSlots:
+    return self.held
 
   @property
   def recurrent(self) -> bool:
     return any(isinstance(s, State) for s in self.slots)
-
-  @property
-  def irreversible(self) -> bool:
-    return self.recurrent
 
   def explain(
     self,

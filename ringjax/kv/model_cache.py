@@ -37,6 +37,7 @@ from ringjax.ops.mask import Coords, SameSegment
 if TYPE_CHECKING:
   from ringjax.kv.offload.cache_files import CacheFiles
   from ringjax.kv.storage.exported_blocks import Blocks
+  from ringjax.kv.storage.slots import ContiguousSlots
 
 
 CacheT = TypeVar("CacheT", bound="ModelCache")
@@ -110,6 +111,11 @@ class ModelCache(CallCache):
   # -------------------------------------------------------------------------
 
   @property
+  def front(self) -> ContiguousSlots | ModelCache:
+    """Slot table or part whose sizes are those of the cache."""
+    return self.parts[0]
+
+  @property
   def mesh(self) -> Mesh | None:
     return self.parts[0].mesh
 
@@ -120,17 +126,17 @@ class ModelCache(CallCache):
   @property
   def shards(self) -> int:
     """Number of shards of the sequence."""
-    return self.parts[0].shards
+    return self.front.shards
 
   @property
   def batch(self) -> int:
     """Number of rows, B."""
-    return self.parts[0].batch
+    return self.front.batch
 
   @property
   def capacity(self) -> int:
     """Number of tokens that fit in a row."""
-    return self.parts[0].capacity
+    return self.front.capacity
 
   @property
   def dtype(self) -> Any:
@@ -153,7 +159,7 @@ class ModelCache(CallCache):
 
     This is the number of tokens in a row whose positions start at 0.
     """
-    return self.parts[0].length
+    return self.front.length
 
   @property
   def recurrent(self) -> bool:
@@ -163,7 +169,7 @@ class ModelCache(CallCache):
   @property
   def irreversible(self) -> bool:
     """Whether calls change state (or sums) that `keep` cannot undo."""
-    return self.parts[0].irreversible
+    return self.recurrent or any(part.irreversible for part in self.parts)
 
   @property
   def offloaded(self) -> bool:

@@ -76,7 +76,7 @@ class CacheWithIds(WithOpenCache):
 
   def changed(self, change):
     cache = super().changed(change)
-    inside = jnp.arange(self.limit) < cache.length[:, None]
+    inside = jnp.arange(self.limit)[None] < cache.length[:, None]
     return dataclasses.replace(cache, ids=jnp.where(inside, cache.ids, 0))
 
 
@@ -113,6 +113,7 @@ def test_a_new_kind_of_cache_keeps_the_laws(law):
   law(contract.Setup(IdsConfig(), 1))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_with_ids")
 def test_own_arrays_of_a_new_kind_follow_rows_and_tokens():
   setup = contract.Setup(IdsConfig(), 1)
