@@ -315,15 +315,16 @@ class ModelCache(CallCache):
       OptionError: If a layer is recurrent: use `snapshot` and `restore`.
       ShapeError: If `kept` is not a bool for each token.
     """
-    kept = jnp.asarray(kept)
-    if kept.dtype != bool or kept.ndim != 2 or kept.shape[0] != self.batch:
+    keep_mask = jnp.asarray(kept)
+    by_row = keep_mask.ndim == 2 and keep_mask.shape[0] == self.batch
+    if keep_mask.dtype != bool or not by_row:
       raise ShapeError(
         "kept",
-        f"{kept.dtype} {list(kept.shape)}",
+        f"{keep_mask.dtype} {list(keep_mask.shape)}",
         f"bool [{self.batch}, T], a value for each token of the last call",
         "pass jnp.arange(T)[None] < accepted[:, None], for instance",
       )
-    return self.changed(KeepTokens(kept))
+    return self.changed(KeepTokens(keep_mask))
 
   def keep_first(
     self: CacheT, count: Int[Array | np.ndarray, " B"], tokens: int
@@ -389,18 +390,25 @@ class ModelCache(CallCache):
     if type(change) in self.refuses:
       refused(*self.refuses[type(change)])(self)
     if isinstance(change, InsertRows):
-      parts = iter(change.other.parts)
+      if type(change.source) is not type(self):
+        raise OptionError(
+          "other",
+          f"a {type(change.source).__name__}, of kind {change.source.kind}",
+          f"a {type(self).__name__}, as the rows it replaces are in",
+          "make both with model.init_cache and the same kind",
+        )
+      parts = iter(change.source.parts)
       insert = lambda part: part.changed(InsertRows(change.rows, next(parts)))
       inserted: Any = self.each_part(insert)
-      fields = self.rows_replaced(change.rows, change.other)
+      fields = self.rows_replaced(change.rows, change.source)
       return dataclasses.replace(inserted, **fields)
     if isinstance(change, TakeRows):
-      taken: Any = self.each_part(lambda part: part.changed(change))
+      gathered: Any = self.each_part(lambda part: part.changed(change))
       fields = {
         name: take_rows(getattr(self, name), change.rows, axis)
         for name, axis in self.row_axes.items()
       }
-      return dataclasses.replace(taken, **fields)
+      return dataclasses.replace(gathered, **fields)
     if isinstance(change, ResetRows):
       return self.each_part(lambda part: part.changed(change))
     # The first field of a change of tokens has an entry for each row.

@@ -121,17 +121,19 @@ def test_own_arrays_of_a_new_kind_follow_rows_and_tokens():
   shown = lambda cache: [row[row > 0].tolist() for row in np.asarray(cache.ids)]
   rows = lambda length: [row[:length].tolist() for row in tokens]
   _, cache = setup.read(tokens[:, :5], setup.empty())
-  before = cache.call_state(3)
+  state = cache.call_state(3)
   _, longer = setup.read(tokens[:, 5:8], cache)
   assert shown(longer) == rows(8)
-  assert shown(longer.undo_call(before)) == rows(5)
+  assert shown(longer.undo_call(state)) == rows(5)
   assert shown(longer.truncate(6)) == rows(6)
   assert shown(longer.keep_first(np.array([1, 1, 1]), 3)) == rows(6)
-  kept = np.array([[True, True, False]] * 3)
-  assert shown(longer.restore(longer.snapshot()).keep(kept)) == rows(7)
+  keep_mask = np.array([[True, True, False]] * 3)
+  assert shown(longer.restore(longer.snapshot()).keep(keep_mask)) == rows(7)
   assert shown(longer.take([2, 0])) == [rows(8)[2], rows(8)[0]]
   _, row = setup.read(tokens[:1, :4], setup.empty(batch=1))
   assert shown(longer.insert([2], row)) == [*rows(8)[:2], rows(4)[0]]
+  dense = contract.Setup("dense", 1).empty(batch=1)
+  refused(OptionError, lambda: longer.insert([2], dense), "a KVCache")
   assert shown(longer.reset([1])) == [rows(8)[0], [], rows(8)[2]]
 
 

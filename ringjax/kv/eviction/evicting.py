@@ -616,7 +616,9 @@ class EvictingCache(ResizableCache):
         return self._truncated(super().changed(change).open, end)
       case KeepTokens() | KeepFirst():
         cache = super().changed(change)
-        return dataclasses.replace(cache, watch=self.watch.kept(change.kept))
+        return dataclasses.replace(
+          cache, watch=self.watch.kept(change.keep_mask)
+        )
       case ResetRows(rows):
         return self._emptied(super().changed(change).open, rows)
       case TakeRows(rows):

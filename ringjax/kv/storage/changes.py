@@ -18,21 +18,21 @@ class Truncate(NamedTuple):
 
   Fields:
     end: First position to drop of each row, int32 [B].
-    most: Upper bound of the tokens dropped per row, or None.
+    most_dropped: Upper bound of the tokens dropped per row, or None.
   """
 
   end: Int[Array, " B"]
-  most: int | None
+  most_dropped: int | None
 
 
 class KeepTokens(NamedTuple):
   """Keep only some of the last call's tokens, at its first slots.
 
   Fields:
-    kept: Whether a token stays, bool [B, T].
+    keep_mask: Whether a token stays, bool [B, T].
   """
 
-  kept: Bool[Array, "B T"]
+  keep_mask: Bool[Array, "B T"]
 
 
 class KeepFirst(NamedTuple):
@@ -47,7 +47,7 @@ class KeepFirst(NamedTuple):
   tokens: int
 
   @property
-  def kept(self) -> Bool[Array, "B T"]:
+  def keep_mask(self) -> Bool[Array, "B T"]:
     """Whether a token stays, as in `KeepTokens`."""
     index = jnp.arange(self.tokens, dtype=jnp.int32)[None]
     return index < self.count[:, None]
@@ -78,11 +78,11 @@ class InsertRows(NamedTuple):
 
   Fields:
     rows: Indices of the rows, int [n].
-    other: Cache of n rows.
+    source: Cache of n rows.
   """
 
   rows: Int[np.ndarray, " n"]
-  other: Any
+  source: Any
 
 
 TokenChange = Truncate | KeepTokens | KeepFirst
