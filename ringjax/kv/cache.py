@@ -452,7 +452,7 @@ class KVCache(ModelCache):
         return _keep_first(self, count)
       case ResetRows(rows):
         return self._emptied(rows)
-      case InsertRows(rows, other):
+      case InsertRows(rows, KVCache() as other):
         return self._inserted(rows, other)
     return super().changed(change)
 

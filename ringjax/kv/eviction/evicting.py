@@ -52,7 +52,7 @@ from ringjax.kv.layer_spec import (
   filled_constants,
   model_layers,
 )
-from ringjax.kv.model_cache import refuse_unseen
+from ringjax.kv.model_cache import ModelCache, refuse_unseen
 from ringjax.kv.offload.cache_files import CacheFiles
 from ringjax.kv.policies import Policy
 from ringjax.kv.state import StateShape
@@ -743,7 +743,7 @@ class EvictingCache(ResizableCache):
     )
 
   def _inserted(
-    self, rows: Int[np.ndarray, " n"], other: EvictingCache
+    self, rows: Int[np.ndarray, " n"], other: ModelCache
   ) -> EvictingCache:
     """Replace rows, after bringing the open caches to the same size."""
     this, that = self.with_slack(0)._same_size(other.with_slack(0))

@@ -6,11 +6,14 @@ A kind of storage carries it out in `changed`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
+
+if TYPE_CHECKING:
+  from ringjax.kv.model_cache import ModelCache
 
 
 class Truncate(NamedTuple):
@@ -82,7 +85,7 @@ class InsertRows(NamedTuple):
   """
 
   rows: Int[np.ndarray, " n"]
-  source: Any
+  source: ModelCache
 
 
 TokenChange = Truncate | KeepTokens | KeepFirst
