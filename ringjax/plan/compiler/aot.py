@@ -16,6 +16,7 @@ libtpu is optional (`pip install -e '.[aot]'`, Linux on x86-64).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -35,8 +36,13 @@ from ringjax.errors import OptionError, RingjaxError
 from ringjax.json_text import json_text
 from ringjax.parallel import chips
 from ringjax.plan import files
-from ringjax.plan.compiler import overlap
+from ringjax.plan.compiler import kernel_grids, machine_code, overlap
 from ringjax.plan.compiler.hlo import HloProgram, Trips
+from ringjax.plan.compiler.time_range import (
+  ProgramCode,
+  TimeRange,
+  time_range,
+)
 from ringjax.plan.compiler.traffic import MemoryTraffic, traffic
 
 # Variables of the caller's environment that a compilation sees; libtpu reads
@@ -61,6 +67,13 @@ _RUNNING: set[subprocess.Popen[str]] = set()
 _CHILD = "from ringjax.plan.compiler.compiling import child; child()"
 # The dump tells which buffers do not fit.
 _DUMPS = frozenset(("xla_dump_to", "xla_dump_hlo_as_text"))
+# Flags by which libtpu writes the machine code of each operation.
+CODE_FLAGS = (
+  "--xla_jf_dump_llo_text=true",
+  "--xla_jf_dump_llo_pass_label_regex=final_bundles",
+)
+_DUMP_FLAG = "--xla_jf_dump_to="
+_SIMULATE_FLAG = "--xla_jf_dump_static_llo_profile_to="
 # v4 has two cores that XLA uses as one device.
 _CONFIGS = {"tpu-v4": {"chip_config_name": "megacore"}}
 
@@ -146,6 +159,7 @@ class Compiled:
     facts: Properties that the builder reported.
     versions: Versions of jax and libtpu.
     text_path: Path of the saved scheduled program, or None.
+    time: Least and most time of a step; None if `memory` is.
   """
 
   topology: str
@@ -163,15 +177,17 @@ class Compiled:
   versions: Mapping[str, str]
   text_path: str | None = None
   traffic: MemoryTraffic | None = None
+  time: TimeRange | None = None
 
   def record(self) -> dict[str, Any]:
     """Fields as a dict for JSON, with the report as "schedule"."""
-    body = files.record(self, leave=("report", "traffic"))
+    body = files.record(self, leave=("report", "traffic", "time"))
     report, moved = self.report, self.traffic
     return {
       **body,
       "schedule": None if report is None else report.record(),
       "traffic": None if moved is None else moved.record(),
+      "time": None if self.time is None else self.time.record(),
     }
 
 
@@ -227,6 +243,8 @@ def compile(
   timeout_s: float | int = 3600.0,
   text_path: str | None = None,
   memory_only: bool = False,
+  code: bool = False,
+  simulate: bool = False,
 ) -> Compiled:
   """Compile a program for a TPU slice, in a separate process.
 
@@ -243,6 +261,10 @@ def compile(
     memory_only: End when all buffers have been placed in the chip's memory,
       in a tenth of the time: no machine code is made, hence neither `memory`
       nor `report`. The kernels' use of vector memory is then unchecked.
+    code: Count the cycles of the operations in their machine code, for `time`;
+      the compiler writes it to temporary files, up to hundreds of MB.
+    simulate: Compile a second time and run the compiler's simulator, which
+      covers operations until the first that it does not know.
 
   Returns:
     The result, also if the program does not fit.
@@ -260,6 +282,21 @@ def compile(
       ", ".join(sorted(reserved)),
       "none of these, which say where buffers are reported",
       "pass text_path= to keep the program",
+    )
+  if memory_only and (code or simulate):
+    raise OptionError(
+      "memory_only",
+      "True with code or simulate",
+      "one of them: without machine code there are no cycles",
+      "leave out memory_only=, or code= and simulate=",
+    )
+  dumps = [flag for flag in flags if flag.startswith(_DUMP_FLAG)]
+  if code and dumps:
+    raise OptionError(
+      "flags",
+      ", ".join(dumps),
+      "none of these with code=True, which writes there",
+      "leave out the flag, or code=",
     )
   require()
   job = {
@@ -279,10 +316,16 @@ def compile(
     raise OptionError(
       "options", f"{error}", "values that JSON has", "pass plain values"
     ) from None
-  answer, program = _run(text, flags, timeout_s)
+  with tempfile.TemporaryDirectory(prefix="ringjax-code-") as folder:
+    written = (f"{_DUMP_FLAG}{folder}", *CODE_FLAGS) if code else ()
+    answer, program = _run(text, (*flags, *written), timeout_s)
+    bundles = machine_code.read_folder(pathlib.Path(folder))
+  simulated = {}
+  if simulate and program:
+    simulated = _simulated(text, flags, timeout_s)
   if text_path is not None and program:
     pathlib.Path(text_path).write_text(program)
-  memory = report = moved = None
+  memory = report = moved = seconds = None
   needed = answer.get("needed_bytes") or 0
   if "memory" in answer:
     memory = Memory(limit=core.hbm_bytes, **answer["memory"])
@@ -300,6 +343,20 @@ def compile(
       HloProgram(program, core, data_trips=answer["data_trips"]),
       taken=answer["facts"].get("filled_blocks", 1.0),
     )
+    seconds = time_range(
+      program,
+      topology,
+      report,
+      code=ProgramCode(
+        bundles=bundles,
+        simulated=simulated,
+        grids=kernel_grids.from_records(answer["grids"]),
+        tile_share=answer["facts"].get("tile_share"),
+      ),
+      facts=answer["facts"],
+      argument_bytes=memory.arguments + memory.outputs - memory.aliased,
+      data_trips=answer["data_trips"],
+    )
   return Compiled(
     topology=topology,
     devices=answer["devices"],
@@ -316,7 +373,23 @@ def compile(
     versions=answer["versions"],
     text_path=text_path if program else None,
     traffic=moved,
+    time=seconds,
   )
+
+
+def _simulated(
+  job: str, flags: Sequence[str], timeout_s: float | int
+) -> dict[str, float]:
+  """Cycles of the compiler's simulator, by the operation's name.
+
+  The simulator ends the process at the first operation that it does not know;
+  the cycles of those before it are kept. It does not run loops whose length is
+  computed while the program runs: operations of 0 cycles are left out.
+  """
+  with tempfile.TemporaryDirectory(prefix="ringjax-simulated-") as folder:
+    with contextlib.suppress(CompileError):
+      _run(job, (*flags, f"{_SIMULATE_FLAG}{folder}"), timeout_s)
+    return machine_code.read_simulated(pathlib.Path(folder))
 
 
 def _run(
