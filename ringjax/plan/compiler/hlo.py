@@ -500,7 +500,7 @@ class HloProgram:
 def _unnamed(text: str) -> str:
   """A line of a program without names and annotations."""
   text = re.split(r", (?:metadata|backend_config|sharding)=", text)[0]
-  return re.sub(rf"%{_WORD}", "%", text).strip()
+  return re.sub(rf"%{_WORD}", "%", text).strip().removeprefix("ROOT ")
 
 
 def _source_value(

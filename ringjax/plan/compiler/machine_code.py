@@ -215,7 +215,7 @@ def _rows_of(instruction: str) -> int:
 
 
 def operation_code(
-  text: str, chip: str, steps: tuple[float, float] | None = None
+  text: str, chip: str, steps: tuple[float | int, float | int] | None = None
 ) -> OperationCode:
   """Count the cycles of an operation's final bundles, as libtpu dumps them.
 

@@ -44,7 +44,6 @@ TOP = 5
 # Cycles that XLA adds to its estimate of any operation, also of an empty one:
 # the time to start it, and for its copies to begin and to end.
 _START_CYCLES = 1_800
-# Results that XLA computes without an operation of their own.
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 
 
@@ -295,11 +294,16 @@ class _Times:
     """
     known = {*self._code.bundles, *self._code.simulated}
     return {
-      self._program.signature(line): line.name
+      self._signature(line): line.name
       for computation in self._program.times
       for line in self._program.computations[computation]
       if line.name in known
     }
+
+  def _signature(self, line: HloInstruction) -> str:
+    if _is_kernel(line):
+      return f"{_stem(line.name)} {line.arrays}"
+    return self._program.signature(line)
 
   def operations(self, name: str, times: float) -> Iterator[OperationTime]:
     """Yield the operations of a computation, with their number of runs."""
@@ -348,7 +352,7 @@ class _Times:
     clock = self._program.core.clock_hz
     moved = self._traffic.of(name, line).total
     link_s = self._link_s(line)
-    is_kernel = line.op == "custom-call" and _KERNEL in line.text
+    is_kernel = _is_kernel(line)
     known, simulated = self._machine_code(line, is_kernel)
     matrix = least = most = 0.0
     if known is not None:
@@ -361,9 +365,7 @@ class _Times:
     elif line.estimate is not None or is_kernel:
       most = self._program.price(name, line)
     memory_s = moved / self._chip.hbm_bandwidth
-    floor_s = max(
-      matrix / clock, link_s, 0.0 if is_kernel and known else memory_s
-    )
+    floor_s = max(matrix / clock, link_s, memory_s)
     estimated = known is None and line.estimate is not None
     # XLA's estimate and the simulator's include the waiting for memory.
     most_s = (
@@ -385,7 +387,7 @@ class _Times:
     """Cycles of an operation's code, and of the simulator, if there are any."""
     name = line.name
     if name not in self._code.bundles and name not in self._code.simulated:
-      name = self._names.get(self._program.signature(line), "")
+      name = self._names.get(self._signature(line), "")
     if not name:
       return None, 0.0
     text = self._code.bundles.get(name)
@@ -403,6 +405,10 @@ class _Times:
     if kind == "collective-permute":
       return overlap.link_cycles(program, line, None) / clock
     return overlap.received_bytes(program, line, kind)[1] / clock
+
+
+def _is_kernel(line: HloInstruction) -> bool:
+  return line.op == "custom-call" and _KERNEL in line.text
 
 
 def _iterations(line: HloInstruction) -> tuple[float, float] | None:
