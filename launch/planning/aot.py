@@ -477,9 +477,12 @@ def _search(
       }
     )
   last = float("inf")
-  rows.sort(key=lambda row: row.get("most_s") or last)
+  # The sum is the same whether sends are hidden.
+  rows.sort(
+    key=lambda row: (row.get("most_s") or last, row.get("stalled") or 0.0)
+  )
   lines = [
-    f"{program} on {topology}, by the most time of a step",
+    f"{program} on {topology}, by the most time of a step, then by waiting",
     f"{'between':>12}{'and':>12}{'memory':>11}{'waits':>8}  options",
   ]
   for row in rows:

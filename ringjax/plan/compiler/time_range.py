@@ -150,7 +150,10 @@ class ProgramCode:
       data decides.
   """
 
-  bundles: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  # Megabytes, which no message should show.
+  bundles: Mapping[str, str] = dataclasses.field(
+    default_factory=dict, repr=False
+  )
   simulated: Mapping[str, float] = dataclasses.field(default_factory=dict)
   grids: tuple[KernelGrid, ...] = ()
   tile_share: float | None = None
@@ -184,7 +187,7 @@ def time_range(
   *,
   code: ProgramCode | None = None,
   facts: Mapping[str, Any] | None = None,
-  argument_bytes: float = 0.0,
+  argument_bytes: float | int = 0.0,
   data_trips: Any = 1.0,
 ) -> TimeRange:
   """Bound the time of a step of a compiled program.
@@ -238,13 +241,19 @@ def time_range(
     for time in operations
     if time.name in counted.covered
   )
+  product_s = flops / chip.rate(dtype)
+  memory_s = least_bytes / chip.hbm_bandwidth
+  touched_s = surely.count(program.entry).total / chip.hbm_bandwidth
+  core_s = counted.least_s(program.entry)
   return TimeRange(
-    product_s=flops / chip.rate(dtype),
-    memory_s=least_bytes / chip.hbm_bandwidth,
+    product_s=product_s,
+    memory_s=memory_s,
     link_s=link_s,
-    touched_s=surely.count(program.entry).total / chip.hbm_bandwidth,
-    core_s=counted.least_s(program.entry),
-    most_s=max(most_s, flops / chip.rate(dtype), link_s),
+    touched_s=touched_s,
+    core_s=core_s,
+    # The model may need more than the sum counts, e.g. of a kernel without
+    # machine code.
+    most_s=max(most_s, product_s, memory_s, link_s, touched_s, core_s),
     least_bytes=least_bytes,
     touched_bytes=touched,
     covered=known / most_s if most_s else 0.0,
