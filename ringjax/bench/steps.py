@@ -377,7 +377,9 @@ def prefill(
     batch, tokens, sharding=attend, kind=kind, placement=cache_placement
   )
   trips = _trips(program.named, mesh, attend.axis, program.tokens, True)
-  share = program.tile_share(mesh, attend.axis, True, _reach(model))
+  share: dict[str, float] = program.tile_share(
+    mesh, attend.axis, True, _reach(model)
+  )
   pos, context = None, attend
   if chunk is not None:
     share = {}

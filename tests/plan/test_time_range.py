@@ -103,21 +103,21 @@ def test_a_loop_turns_as_often_as_its_exit_says():
   code = operation_code(loop(*[bundle()] * 6, guard=STAGE), CHIP)
   assert not code.open and code.matrix == 0
   # Head, guard, branch and its delay, six bundles and the exit; eight turns.
-  assert code.least == code.most == 8 * (1 + 3 + 6 + 1) + 2
+  assert code.least_cycles == code.most_cycles == 8 * (1 + 3 + 6 + 1) + 2
 
 
 def test_a_loop_of_unknown_length_counts_once_or_as_is_said():
   text = loop(*[bundle()] * 5, bound="%s77")
   once, eight = operation_code(text, CHIP), operation_code(text, CHIP, (2, 8))
   assert once.open and not eight.open
-  assert once.least == 7 + 2 and once.least == once.most
-  assert (eight.least, eight.most) == (2 * 7 + 2, 8 * 7 + 2)
+  assert once.least_cycles == 7 + 2 and once.least_cycles == once.most_cycles
+  assert (eight.least_cycles, eight.most_cycles) == (2 * 7 + 2, 8 * 7 + 2)
 
 
 def test_products_take_the_rows_of_the_matrix_unit():
   code = operation_code(loop(*[bundle(PRODUCT)] * 4), CHIP)
   # 16 rows of bfloat16 an instruction, one a cycle, in eight turns.
-  assert code.matrix == 8 * 4 * 16 and code.least >= code.matrix
+  assert code.matrix == 8 * 4 * 16 and code.least_cycles >= code.matrix
   # Two cores share the steps of a device.
   assert operation_code(loop(*[bundle(PRODUCT)] * 4), "v5p:2x2x1").matrix == (
     code.matrix / 2
@@ -137,8 +137,8 @@ def test_of_tiles_with_and_without_a_mask_one_runs():
   code = operation_code(text, CHIP)
   # 16 cycles of rows, next to 31 bundles of the tile with a mask.
   fixed = 8 * (1 + 3 + 3 + 1) + 2
-  assert code.least == fixed + 8 * 16
-  assert code.most == fixed + 8 * (50 + 31)
+  assert code.least_cycles == fixed + 8 * 16
+  assert code.most_cycles == fixed + 8 * (50 + 31)
 
 
 def test_copies_of_the_code_count_in_granules_of_32_bytes():

@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jax.extend.core import ClosedJaxpr
+
 # Fields of a kernel's equation and of its grid are those of JAX's own tracer.
 _KERNEL = "pallas_call"
 
@@ -42,7 +44,7 @@ class KernelGrid:
     return self.steps * (self.listed or 1)
 
 
-def kernel_grids(jaxpr: Any) -> list[KernelGrid]:
+def kernel_grids(jaxpr: ClosedJaxpr) -> list[KernelGrid]:
   """List the grids of all kernels of a traced program, each once.
 
   Args:
@@ -55,7 +57,13 @@ def kernel_grids(jaxpr: Any) -> list[KernelGrid]:
 def from_records(records: Sequence[dict[str, Any]]) -> tuple[KernelGrid, ...]:
   """Grids from dicts as `dataclasses.asdict` makes them, also after JSON."""
   return tuple(
-    KernelGrid(**{**fields, "outputs": tuple(map(tuple, fields["outputs"]))})
+    KernelGrid(
+      name=fields["name"],
+      outputs=tuple(map(tuple, fields["outputs"])),
+      steps=fields["steps"],
+      listed=fields["listed"],
+      open=fields["open"],
+    )
     for fields in records
   )
 

@@ -58,15 +58,15 @@ class OperationCode:
   """Cycles of one run of an operation on a device.
 
   Attributes:
-    least: Lower bound of the cycles, without waiting for memory.
-    most: Cycles if every region runs.
+    least_cycles: Lower bound of the cycles, without waiting for memory.
+    most_cycles: Cycles if every region runs.
     copied: Most bytes that its own copies move.
     matrix: Least cycles in which the busiest matrix unit takes rows.
     open: Whether a loop's length is unknown: the loop counts once.
   """
 
-  least: float
-  most: float
+  least_cycles: float
+  most_cycles: float
   copied: float
   matrix: float
   open: bool
@@ -246,33 +246,33 @@ def operation_code(
   unknown: list[bool] = []
 
   def times(block: _Block) -> tuple[float, float]:
-    least = most = 1.0
+    least_runs = most_runs = 1.0
     index = block.loop
     while index is not None:
       loop = code.loops[index]
       if loop.trips is not None:
-        least, most = least * loop.trips, most * loop.trips
+        least_runs, most_runs = least_runs * loop.trips, most_runs * loop.trips
       elif loop.parent is None and steps is not None:
-        least, most = least * steps[0], most * steps[1]
+        least_runs, most_runs = least_runs * steps[0], most_runs * steps[1]
       else:
         unknown.append(True)
       index = loop.parent
-    return least, most
+    return least_runs, most_runs
 
-  least = most = copied = matrix = 0.0
+  least_cycles = most_cycles = copied = matrix = 0.0
   for block in code.blocks:
     low, high = times(block)
     group = tiles.get(id(block), [block])
     cycles = [code.cycles(other) for other in group]
     if runs(block):
-      least += low * min(cycles) / len(group)
+      least_cycles += low * min(cycles) / len(group)
       matrix += low * min(map(code.matrix, group)) / len(group)
-    most += high * max(cycles) / len(group)
+    most_cycles += high * max(cycles) / len(group)
     copied += high * block.copied
   cores = chips.core(chip).cores
   return OperationCode(
-    least=least / cores,
-    most=most,
+    least_cycles=least_cycles / cores,
+    most_cycles=most_cycles,
     copied=copied,
     matrix=matrix / cores,
     open=bool(unknown),

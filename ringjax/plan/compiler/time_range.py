@@ -29,7 +29,7 @@ from ringjax.errors import OptionError
 from ringjax.parallel import chips
 from ringjax.plan import files
 from ringjax.plan.compiler import overlap
-from ringjax.plan.compiler.hlo import HloInstruction, HloProgram
+from ringjax.plan.compiler.hlo import HloInstruction, HloProgram, Trips
 from ringjax.plan.compiler.kernel_grids import KernelGrid
 from ringjax.plan.compiler.machine_code import OperationCode, operation_code
 from ringjax.plan.compiler.source_lines import SourceLines
@@ -124,7 +124,7 @@ class TimeRange:
 
   @property
   def bound(self) -> str:
-    """Which of the three the floor is: "products", "memory" or "links"."""
+    """Name of the floor's largest part: "products", "memory" or "links"."""
     floors = {
       "products": self.product_s,
       "memory": self.memory_s,
@@ -188,7 +188,7 @@ def time_range(
   code: ProgramCode | None = None,
   facts: Mapping[str, Any] | None = None,
   argument_bytes: float | int = 0.0,
-  data_trips: Any = 1.0,
+  data_trips: float | int | Trips = 1.0,
 ) -> TimeRange:
   """Bound the time of a step of a compiled program.
 
@@ -236,7 +236,7 @@ def time_range(
     ),
   )
   top = sorted(operations, key=lambda time: -time.above_s)
-  known = math.fsum(
+  covered_s = math.fsum(
     time.times * time.most_s
     for time in operations
     if time.name in counted.covered
@@ -256,7 +256,7 @@ def time_range(
     most_s=max(most_s, product_s, memory_s, link_s, touched_s, core_s),
     least_bytes=least_bytes,
     touched_bytes=touched,
-    covered=known / most_s if most_s else 0.0,
+    covered=covered_s / most_s if most_s else 0.0,
     operations=tuple(time for time in top[:TOP] if time.above_s > 0),
     open=tuple(sorted({time.name for time in operations if time.open})),
     assumptions=(
@@ -363,31 +363,35 @@ class _Times:
     link_s = self._link_s(line)
     is_kernel = _is_kernel(line)
     known, simulated = self._machine_code(line, is_kernel)
-    matrix = least = most = 0.0
+    matrix_cycles = least_cycles = most_cycles = 0.0
     if known is not None:
       self.covered.add(line.name)
-      matrix, least, most = known.matrix, known.least, known.most
+      matrix_cycles = known.matrix
+      least_cycles, most_cycles = known.least_cycles, known.most_cycles
       if is_kernel:
         # What its code copies, not what its author states.
         moved = known.copied
-      most += _START_CYCLES
+      most_cycles += _START_CYCLES
     elif line.estimate is not None or is_kernel:
-      most = self._program.price(name, line)
+      most_cycles = self._program.price(name, line)
     memory_s = moved / self._chip.hbm_bandwidth
-    floor_s = max(matrix / clock, link_s, memory_s)
+    floor_s = max(matrix_cycles / clock, link_s, memory_s)
     estimated = known is None and line.estimate is not None
     # XLA's estimate and the simulator's include the waiting for memory.
     most_s = (
-      max(most / clock, memory_s) if estimated else most / clock + memory_s
+      max(most_cycles / clock, memory_s)
+      if estimated
+      else most_cycles / clock + memory_s
     )
     return OperationTime(
       name=line.name,
       source=self._sources.source(line) or line.op_name or line.op,
       times=1.0,
       floor_s=floor_s,
-      least_s=max(least, simulated) / clock,
+      least_s=max(least_cycles, simulated) / clock,
       most_s=max(most_s, simulated / clock) + link_s,
-      open=known is not None and known.open,
+      # The loops of a collective wait for links, which count by their bytes.
+      open=known is not None and known.open and not link_s,
     )
 
   def _machine_code(
