@@ -291,13 +291,13 @@ def words(found: Compiled, limit: float = overlap.LIMIT) -> list[str]:
 
 
 def _times_least(compiled: Compiled, moved: float) -> str:
-  """The bytes of a step of decoding over the least, as text, or ""."""
+  """The bytes of a step over those that it must move, as text, or ""."""
   least = compiled.facts.get("least_bytes")
   if not least:
     return ""
   return (
-    f", {moved / least:.2f} times {console.nbytes(least)}: weights that a step "
-    "uses, experts chosen evenly, and the cache once"
+    f", {moved / least:,.2f} times {console.nbytes(least)}, which a step must "
+    "read or write (experts chosen evenly)"
   )
 
 
