@@ -292,12 +292,12 @@ def words(found: Compiled, limit: float = overlap.LIMIT) -> list[str]:
 
 def _times_least(compiled: Compiled, moved: float) -> str:
   """The bytes of a step over those that it must move, as text, or ""."""
-  least = compiled.facts.get("least_bytes")
-  if not least:
+  least_bytes = compiled.facts.get("least_bytes")
+  if not least_bytes:
     return ""
   return (
-    f", {moved / least:,.2f} times {console.nbytes(least)}, which a step must "
-    "read or write (experts chosen evenly)"
+    f", {moved / least_bytes:,.2f} times {console.nbytes(least_bytes)}, which "
+    "a step must read or write (experts chosen evenly)"
   )
 
 

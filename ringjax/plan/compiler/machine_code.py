@@ -152,8 +152,8 @@ class _Code:
       block.rows[unit] += rows
     block.copied += _GRANULE * sum(map(int, _COPIED.findall(line)))
     if "scmp" in line:
-      for name, left, right in _COMPARE.findall(line):
-        self._compared[name] = (left, right)
+      for name, register, bound in _COMPARE.findall(line):
+        self._compared[name] = (register, bound)
     if " = p" in line:
       self._combined += _COMBINE.findall(line)
     if "iteration index" in line and stack:
@@ -186,11 +186,11 @@ class _Code:
     """(first, end, whether it is a pipeline's stage) of guarded regions."""
     stages = {
       name
-      for name, (left, _) in self._compared.items()
-      if left in self._counters
+      for name, (register, _) in self._compared.items()
+      if register in self._counters
     }
-    for name, left, right in self._combined:
-      if left in stages and right in stages:
+    for name, *operands in self._combined:
+      if stages.issuperset(operands):
         stages.add(name)
     return [
       (number + 1, end, predicate in stages)
@@ -263,7 +263,7 @@ def operation_code(
   for block in code.blocks:
     low, high = times(block)
     group = tiles.get(id(block), [block])
-    cycles = [code.cycles(other) for other in group]
+    cycles = list(map(code.cycles, group))
     if runs(block):
       least_cycles += low * min(cycles) / len(group)
       matrix += low * min(map(code.matrix, group)) / len(group)

@@ -211,8 +211,8 @@ def time_range(
   core = chips.core(topology)
   chip = chips.CHIPS[core.name]
   program = HloProgram(text, core, data_trips=data_trips)
-  taken = float(facts.get("filled_blocks", 1.0))
-  counted = _Times(program, code or ProgramCode(), topology, taken)
+  heavy_share = float(facts.get("filled_blocks", 1.0))
+  counted = _Times(program, code or ProgramCode(), topology, heavy_share)
   operations = [
     time
     for time in counted.operations(program.entry, 1.0)
@@ -220,7 +220,7 @@ def time_range(
   ]
   total = lambda name: math.fsum(x.times * getattr(x, name) for x in operations)
   most_s = total("most_s")
-  touched = TrafficCounter(program, taken).count(program.entry).total
+  touched = TrafficCounter(program, heavy_share).count(program.entry).total
   # Branches whose share is unknown count as the lightest, and kernels, whose
   # bytes their authors state, not at all.
   surely = TrafficCounter(program, counted.surely, kernels=False)
@@ -301,12 +301,12 @@ class _Times:
 
     The compiler makes the code of equal operations once.
     """
-    known = {*self._code.bundles, *self._code.simulated}
+    code_names = {*self._code.bundles, *self._code.simulated}
     return {
       self._signature(line): line.name
       for computation in self._program.times
       for line in self._program.computations[computation]
-      if line.name in known
+      if line.name in code_names
     }
 
   def _signature(self, line: HloInstruction) -> str:
@@ -362,21 +362,21 @@ class _Times:
     moved = self._traffic.of(name, line).total
     link_s = self._link_s(line)
     is_kernel = _is_kernel(line)
-    known, simulated = self._machine_code(line, is_kernel)
+    own_code, simulated = self._machine_code(line, is_kernel)
     matrix_cycles = least_cycles = most_cycles = 0.0
-    if known is not None:
+    if own_code is not None:
       self.covered.add(line.name)
-      matrix_cycles = known.matrix
-      least_cycles, most_cycles = known.least_cycles, known.most_cycles
+      matrix_cycles = own_code.matrix
+      least_cycles, most_cycles = own_code.least_cycles, own_code.most_cycles
       if is_kernel:
         # What its code copies, not what its author states.
-        moved = known.copied
+        moved = own_code.copied
       most_cycles += _START_CYCLES
     elif line.estimate is not None or is_kernel:
       most_cycles = self._program.price(name, line)
     memory_s = moved / self._chip.hbm_bandwidth
     floor_s = max(matrix_cycles / clock, link_s, memory_s)
-    estimated = known is None and line.estimate is not None
+    estimated = own_code is None and line.estimate is not None
     # XLA's estimate and the simulator's include the waiting for memory.
     most_s = (
       max(most_cycles / clock, memory_s)
@@ -391,7 +391,7 @@ class _Times:
       least_s=max(least_cycles, simulated) / clock,
       most_s=max(most_s, simulated / clock) + link_s,
       # The loops of a collective wait for links, which count by their bytes.
-      open=known is not None and known.open and not link_s,
+      open=own_code is not None and own_code.open and not link_s,
     )
 
   def _machine_code(
@@ -405,10 +405,10 @@ class _Times:
       return None, 0.0
     text = self._code.bundles.get(name)
     steps = self._code.steps(line) if is_kernel else _iterations(line)
-    known = (
+    own_code = (
       None if text is None else operation_code(text, self._topology, steps)
     )
-    return known, float(self._code.simulated.get(name, 0.0))
+    return own_code, float(self._code.simulated.get(name, 0.0))
 
   def _link_s(self, line: HloInstruction) -> float:
     program, clock = self._program, self._program.core.clock_hz
@@ -428,8 +428,8 @@ def _iterations(line: HloInstruction) -> tuple[float, float] | None:
   """Turns of an operation's loop, as XLA annotates them."""
   match = re.search(r'"iteration_bounds":\[([^\]]*)\]', line.text)
   numbers = re.findall(r"\d+", match[1]) if match else ()
-  turns = float(math.prod(map(int, numbers)))
-  return (turns, turns) if numbers else None
+  trip_count = float(math.prod(map(int, numbers)))
+  return (trip_count, trip_count) if numbers else None
 
 
 def _stem(name: str) -> str:
