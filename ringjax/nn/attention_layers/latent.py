@@ -235,6 +235,11 @@ class LatentLayer(nnx.Module):
     extras: Extras,
   ) -> jax.Array:
     spec = self.spec
+    if getattr(attend, "takes_rows", False):
+      rows = jnp.concatenate([latent, turned[:, :, 0]], -1)[:, None]
+      keys = _Keys(fresh=KV(rows, rows[..., :0], tokens.at))
+      extras = dataclasses.replace(extras, up=self.kv.weight[...])
+      return attend(q, tokens, keys, spec.mask, extras)
     kv = attend.rows(self.kv, latent)
     shared = jnp.broadcast_to(
       turned, (*turned.shape[:2], spec.heads, turned.shape[3])

@@ -7,16 +7,23 @@ benchmarks, the choice by cost and compiled plans read this table.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from ringjax.checks import one_of
 from ringjax.errors import OptionError
 from ringjax.ops.attention.cost import predict as costs
-from ringjax.ops.attention.cost.call_shape import CallShape, Prediction, Refusal
+from ringjax.ops.attention.cost.call_shape import (
+  FORMS,
+  CallShape,
+  Prediction,
+  Refusal,
+)
 from ringjax.ops.attention.cost.cost_terms import CostTerms
 from ringjax.ops.attention.strategies.chain import Chain
 from ringjax.ops.attention.strategies.gather import Gather
 from ringjax.ops.attention.strategies.halo import Halo
+from ringjax.ops.attention.strategies.kv_block import KVStrategy
 from ringjax.ops.attention.strategies.ring import Ring
 from ringjax.ops.attention.strategies.ring_q import RingQ
 from ringjax.ops.attention.strategies.strategy import Strategy
@@ -57,6 +64,11 @@ class StrategyEntry:
   def grouped(self) -> bool:
     """Whether it has two levels, hence groups of devices."""
     return isinstance(self.strategy.local, Strategy)
+
+  @property
+  def sends_rows(self) -> bool:
+    """Whether it can send rows of latent attention, not keys of all heads."""
+    return isinstance(self.strategy, KVStrategy)
 
 
 # Equal costs are decided by this order, the plainer strategy first.
@@ -126,6 +138,8 @@ def predict(
 ) -> Prediction | Refusal:
   """Predict the cost of a strategy, or the reason not to use it.
 
+  Latent attention is predicted in the form that is fastest, see `fastest_form`.
+
   Args:
     strategy: Name in `STRATEGIES`.
     call: Shapes, mask and mesh axes of the call.
@@ -157,9 +171,53 @@ def predict(
   if inner is not None and (call.shards % inner or not 1 < inner < call.shards):
     cost = f"groups of {inner} do not divide {call.shards} shards"
   else:
-    cost = entry.cost(
-      CostTerms(strategy, call, machine, layout, wire), **options
-    )
+    forms = FORMS if call.rows is not None and entry.sends_rows else FORMS[:1]
+    costs = [
+      entry.cost(
+        CostTerms(strategy, call, machine, layout, wire, form), **options
+      )
+      for form in forms
+    ]
+    cost = min(costs, key=_seconds)
   if isinstance(cost, str):
     return Refusal(strategy=strategy, reason=cost, options=options)
   return cost
+
+
+def fastest_form(
+  strategy: Strategy, call: CallShape, machine: Machine, layout: Layout
+) -> str:
+  """Choose what a strategy sends of a token of latent attention, of `FORMS`.
+
+  Args:
+    strategy: Strategy; of several levels the outermost one counts.
+    call: Shapes, mask and mesh axes of the call, with `rows`.
+    machine: Machine that runs it.
+    layout: Order of the tokens on the shards.
+  """
+  if not isinstance(strategy, KVStrategy):
+    return "heads"
+  names = (
+    name
+    for name, entry in STRATEGIES.items()
+    if type(entry.strategy) is type(strategy)
+    and not entry.grouped
+    and all(
+      getattr(entry.strategy, field, None) == getattr(strategy, field, None)
+      for field in ("two_way", "by_document")
+    )
+  )
+  name = next(names, "ring")
+  cost_of = lambda form: STRATEGIES[name].cost(
+    CostTerms(name, call, machine, layout, strategy.wire, form)
+  )
+  costs = {form: _seconds(cost_of(form)) for form in FORMS}
+  if min(costs.values()) == math.inf:
+    # A mask or a layout that the model does not know.
+    name = "ring"
+    costs = {form: _seconds(cost_of(form)) for form in FORMS}
+  return min(FORMS, key=costs.__getitem__)
+
+
+def _seconds(cost: Prediction | str) -> float:
+  return math.inf if isinstance(cost, str) else cost.seconds
