@@ -317,15 +317,13 @@ def _parts(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
 def _keys(model: Any, config: Mapping[str, Any]) -> tuple[int, int]:
   """Heads that a ring sends of a token, and their numbers.
 
-  Latents travel expanded to the keys and values of all heads: more bytes than
-  the latent, and fewer products than attention to it.
+  Of latent attention the row travels: the latent and the rotated key, whole on
+  each shard of the heads.
   """
   shape = next(x for x in model.kinds if hasattr(x, "key"))
   if shape.value:
     return shape.heads, shape.heads * (shape.key + shape.value)
-  heads = config["num_attention_heads"]
-  key = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-  return heads, heads * (key + config["v_head_dim"])
+  return 1, config["kv_lora_rank"] + config["qk_rope_head_dim"]
 
 
 class Fault(NamedTuple):

@@ -66,12 +66,12 @@ def _run_rows(
   return_residual: bool,
   machine: Machine | str | None,
 ) -> Any:
-  """Run latent attention in the form that is predicted to be fastest."""
+  """Run latent attention in the form that the cost model chooses."""
   form = "heads"
   if place.size > 1:
     call = _call_shape(x, place)
     found_machine = find_machine(machine, place.mesh)
-    form = registry.fastest_form(strategy, call, found_machine, x.layout)
+    form = registry.latent_form(strategy, call, found_machine, x.layout)
   around = lambda algorithm: nesting.around(
     strategy, algorithm(nesting.innermost(strategy))
   )

@@ -111,6 +111,10 @@ STRATEGIES: dict[str, StrategyEntry] = {
 }  # fmt: skip
 GROUPED = tuple(name for name, entry in STRATEGIES.items() if entry.grouped)
 WIRED = tuple(name for name, entry in STRATEGIES.items() if entry.wired)
+# Most time that latent attention may take with rows, as a multiple of that with
+# keys of all heads. A send that tiles hide is free in the model, but takes the
+# link from other traffic, and its blocks take memory.
+ROWS_SLOWER = 1.125
 # Names of the ring over tokens in another order.
 REORDERED: dict[str, Layout] = {"striped": Striped(), "zigzag": Zigzag()}
 # Names that commands take, N the devices of a group: "hybrid:4".
@@ -138,7 +142,7 @@ def predict(
 ) -> Prediction | Refusal:
   """Predict the cost of a strategy, or the reason not to use it.
 
-  Latent attention is predicted in the form that is fastest, see `fastest_form`.
+  Latent attention is predicted in the form of `latent_form`.
 
   Args:
     strategy: Name in `STRATEGIES`.
@@ -171,23 +175,20 @@ def predict(
   if inner is not None and (call.shards % inner or not 1 < inner < call.shards):
     cost = f"groups of {inner} do not divide {call.shards} shards"
   else:
-    forms = FORMS if call.rows is not None and entry.sends_rows else FORMS[:1]
-    costs = [
-      entry.cost(
-        CostTerms(strategy, call, machine, layout, wire, form), **options
-      )
-      for form in forms
-    ]
-    cost = min(costs, key=_seconds)
+    costs = _form_costs(strategy, call, machine, layout, wire, **options)
+    cost = costs[_form(call, costs)]
   if isinstance(cost, str):
     return Refusal(strategy=strategy, reason=cost, options=options)
   return cost
 
 
-def fastest_form(
+def latent_form(
   strategy: Strategy, call: CallShape, machine: Machine, layout: Layout
 ) -> str:
   """Choose what a strategy sends of a token of latent attention, of `FORMS`.
+
+  Rows, unless they have no fewer numbers than keys and values of a device's
+  heads, or take more time by more than `ROWS_SLOWER`.
 
   Args:
     strategy: Strategy; of several levels the outermost one counts.
@@ -197,27 +198,49 @@ def fastest_form(
   """
   if not isinstance(strategy, KVStrategy):
     return "heads"
-  names = (
+  option = lambda x: [getattr(x, n, None) for n in ("two_way", "by_document")]
+  names = [
     name
     for name, entry in STRATEGIES.items()
     if type(entry.strategy) is type(strategy)
     and not entry.grouped
-    and all(
-      getattr(entry.strategy, field, None) == getattr(strategy, field, None)
-      for field in ("two_way", "by_document")
-    )
-  )
-  name = next(names, "ring")
-  cost_of = lambda form: STRATEGIES[name].cost(
-    CostTerms(name, call, machine, layout, strategy.wire, form)
-  )
-  costs = {form: _seconds(cost_of(form)) for form in FORMS}
-  if min(costs.values()) == math.inf:
-    # A mask or a layout that the model does not know.
-    name = "ring"
-    costs = {form: _seconds(cost_of(form)) for form in FORMS}
-  return min(FORMS, key=costs.__getitem__)
+    and option(entry.strategy) == option(strategy)
+  ]
+  # The ring serves masks and layouts that the cost of others refuses.
+  for name in (*names, "ring"):
+    costs = _form_costs(name, call, machine, layout, strategy.wire)
+    if not isinstance(costs["heads"], str):
+      return _form(call, costs)
+  return "rows"
 
 
-def _seconds(cost: Prediction | str) -> float:
-  return math.inf if isinstance(cost, str) else cost.seconds
+def _form_costs(
+  strategy: str,
+  call: CallShape,
+  machine: Machine,
+  layout: Layout,
+  wire: WireLike | None,
+  **options: int,
+) -> dict[str, Prediction | str]:
+  """Predicted cost of a strategy in each form that it can send."""
+  entry = STRATEGIES[strategy]
+  forms = FORMS if call.rows is not None and entry.sends_rows else FORMS[:1]
+  cost_of = lambda form: entry.cost(
+    CostTerms(strategy, call, machine, layout, wire, form), **options
+  )
+  return {form: cost_of(form) for form in forms}
+
+
+def _form(call: CallShape, costs: dict[str, Prediction | str]) -> str:
+  """The form in which to send, given the cost of each."""
+  seconds = {
+    form: math.inf if isinstance(cost, str) else cost.seconds
+    for form, cost in costs.items()
+  }
+  heads_s = seconds.pop("heads")
+  if not seconds or call.rows is None:
+    return "heads"
+  value_dim = call.value_dim or call.head_dim
+  fewer = call.rows.size < call.kv_heads * (call.head_dim + value_dim)
+  form = min(seconds, key=seconds.__getitem__)
+  return form if fewer and seconds[form] <= ROWS_SLOWER * heads_s else "heads"
