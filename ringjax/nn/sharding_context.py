@@ -76,7 +76,7 @@ class Extras:
   sinks: Float[Array, " N"] | None = None
   slopes: Float[Array, " N"] | None = None
   selection: KeySelection | None = None
-  up: Float[Array, "C N X"] | None = None
+  up: Float[Array, "C N Y"] | None = None
 
 
 @runtime_checkable
@@ -359,9 +359,9 @@ class ShardingContext:
 
 
 def _attention(
-  up: Float[Array, "C N X"] | None,
+  up: Float[Array, "C N Y"] | None,
   q: Float[Array, "B T N H"],
-  k: Float[Array, "B S K H"],
+  k: Float[Array, "B S K _"],
   v: Float[Array, "B S K J"],
   **options: Any,
 ) -> Float[Array, "B T N J"]:

@@ -29,6 +29,8 @@ FIRST = {
   Case("verify_tree", mesh="seq_model"),
   Case("prefill", "windowed"),
   Case("prefill", mesh="seq_model"),
+  Case("prefill", "latent", "seq_model"),
+  Case("chunk", mesh="seq_model", capacity=1 << 18),
 }
 KINDS = ("windowed", "int8", "int4", "float8", "hadamard3", "unrotated")
 
@@ -37,16 +39,27 @@ def cases():
   for phase, family, mesh in itertools.product(
     program.PHASES, program.FAMILIES, program.MESHES
   ):
-    yield Case(phase, family, mesh)
+    # A shard's cache is larger than what a chunk reads of it at once.
+    capacity = 1 << 18 if phase == "chunk" else 1 << 16
+    yield Case(phase, family, mesh, capacity=capacity)
   for phase, kind, mesh in itertools.product(
     ("decode", "verify"), KINDS, program.MESHES
   ):
     # Codes of a layer are larger than a decoded tile.
     yield Case(phase, mesh=mesh, cache=kind, capacity=1 << 18)
+  for family, mesh in itertools.product(
+    program.OTHER_FAMILIES, ("seq_model", "data_seq_model")
+  ):
+    yield Case("decode", family, mesh)
+    yield Case("chunk", family, mesh, capacity=1 << 18)
+  for mesh in program.EXPERT_MESHES:
+    yield Case("decode", "mixture", mesh)
 
 
 def marked(case):
   marks = [] if case in FIRST else [pytest.mark.long]
+  if case.phase == "train":
+    marks.append(pytest.mark.slow)
   # Trees take the way of chains but for `keep`, which knows no family.
   if case.phase == "verify_tree" and case.family != "dense":
     marks.append(pytest.mark.slow)

@@ -63,9 +63,7 @@ class CodecWire:
     keys = self.keys.decode(sent[..., :of_k], k.shape[-1], k.dtype)
     if not v.shape[-1]:
       return keys, keys[..., :0].astype(v.dtype)
-    return (
-      keys, self.values.decode(sent[..., of_k:], v.shape[-1], v.dtype)
-    )
+    return (keys, self.values.decode(sent[..., of_k:], v.shape[-1], v.dtype))
 
   def token_bytes(self, key_dim: int, value_dim: int) -> int:
     """Bytes of a token's key and value in one KV head."""

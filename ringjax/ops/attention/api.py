@@ -348,8 +348,8 @@ def blockwise_attention(
 
 def latent_attention(
   query: Float[Array, "*B T N H"],
-  rows: Float[Array, "*B S C+R"],
-  up: Float[Array, "C N P+J"],
+  rows: Float[Array, "*B S X"],
+  up: Float[Array, "C N Y"],
   *,
   is_causal: bool = False,
   mesh: Mesh | AbstractMesh | None = None,

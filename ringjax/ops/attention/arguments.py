@@ -98,14 +98,14 @@ class AttentionArgs:
   """
 
   q: Float[Array, "B T N H"]
-  k: Float[Array, "B S K H"]
+  k: Float[Array, "B S K _"]
   v: Float[Array, "B S K J"]
   bias: Float[Array, "#B #N #T #S"] | None = None
   allow: Bool[Array, "#B #N #T #S"] | None = None
   sinks: Float[Array, " N"] | None = None
   slopes: Float[Array, " N"] | None = None
   heads: Int[Array, " N"] | None = None
-  up: Float[Array, "C N X"] | None = None
+  up: Float[Array, "C N Y"] | None = None
   q_pos: Int[Array, "#B T"] | None = None
   k_pos: Int[Array, "#B S"] | None = None
   q_seg: Int[Array, "#B T"] | None = None
@@ -144,7 +144,7 @@ class AttentionArgs:
     dropout_seed: Int[Array, "*B"] | int | None = None,
     aligned: bool = False,
     key_shards: int = 1,
-    up: Float[Array | np.ndarray, "C N X"] | None = None,
+    up: Float[Array | np.ndarray, "C N Y"] | None = None,
   ) -> AttentionArgs:
     """Check the arguments of `api.dot_product_attention`.
 

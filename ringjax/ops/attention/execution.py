@@ -123,9 +123,7 @@ def _choose_strategy(
   if place.size == 1:
     return nesting.named("ring")
   call = _call_shape(x, place)
-  derived = (
-    x.q_pos is None and x.k_pos is None and call.queries == call.keys
-  )
+  derived = x.q_pos is None and x.k_pos is None and call.queries == call.keys
   outside = {*place.names} - collectives.manual_axes()
   # Inside a vmap there are no groups.
   in_vmap = place.manual and bool(outside)

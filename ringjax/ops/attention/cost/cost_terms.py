@@ -312,10 +312,15 @@ class CostTerms:
     return self._project_s(3 if backward else 1)
 
   def _project_s(self, products: int) -> float:
-    """Seconds of products of a shard's tokens with the up-projection."""
+    """Seconds of products of a shard's tokens with the up-projection.
+
+    A product takes two FLOPs a token and number of the projection, which it
+    reads at least.
+    """
     chip = self.machine.chip
     flops = self.project_flops * self.call.batch * self.s
-    return products * flops / chip.rate(self.call.dtype)
+    read_s = self.project_flops / 2 * self.number / chip.hbm_bandwidth
+    return products * max(flops / chip.rate(self.call.dtype), read_s)
 
   def hop_s(
     self, pairs: Float[np.ndarray, " ..."], backward: bool

@@ -40,7 +40,7 @@ from ringjax.ops.softmax import Partial
 
 
 def up_project(
-  rows: Float[Array, "B S C+R"], up: Float[Array, "C N P+J"], plain: int
+  rows: Float[Array, "B S X"], up: Float[Array, "C N Y"], plain: int
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N J"]]:
   """Compute the keys and values of all heads from rows.
 
@@ -52,9 +52,7 @@ def up_project(
   size, heads = up.shape[:2]
   latent, shared = rows[..., :size], rows[..., None, size:]
   kv = jnp.einsum("bsc,cnh->bsnh", latent, up, preferred_element_type=up.dtype)
-  shared = jnp.broadcast_to(
-    shared, (*rows.shape[:2], heads, shared.shape[-1])
-  )
+  shared = jnp.broadcast_to(shared, (*rows.shape[:2], heads, shared.shape[-1]))
   k = jnp.concatenate([kv[..., :plain], shared], -1)
   return k, kv[..., plain:]
 
@@ -114,12 +112,8 @@ class UpProjected(RowAlgorithm):
     # Products of the operands' dtype, as those of other weights' gradients.
     dkv, wide = dkv.astype(up.dtype), grads.k.dtype
     latent = x.k[:, 0, :, : up.shape[0]]
-    dlatent = jnp.einsum(
-      "bnsh,cnh->bsc", dkv, up, preferred_element_type=wide
-    )
-    dup += jnp.einsum(
-      "bsc,bnsh->cnh", latent, dkv, preferred_element_type=wide
-    )
+    dlatent = jnp.einsum("bnsh,cnh->bsc", dkv, up, preferred_element_type=wide)
+    dup += jnp.einsum("bsc,bnsh->cnh", latent, dkv, preferred_element_type=wide)
     return Gradients(
       grads.q,
       jnp.concatenate([dlatent[:, None], dshared], -1),
