@@ -243,11 +243,13 @@ def chunk(s: Sizes) -> dict[str, float]:
   Each shard gets the chunk's queries of all shards; a maximum of each query and
   head is exchanged, and sums with their divisors return.
 
-  A finding that stands: where heads do not divide, and the sequence is not
+  An index's queries are gathered over the shards of the heads and of the
+  sequence. A finding that stands: where heads do not divide, and the sequence is not
   sharded, queries are sharded instead, and the output projection's weights are
   gathered in each layer.
   """
-  rows, ends = 4 * s.rows * s.tokens, 8 * s.rows * s.vocab
+  rows = 4 * s.rows * s.tokens
+  ends = 8 * s.rows * s.data * (s.vocab + s.embed)
   results = rows * s.heads * (s.value + 1) // s.seq if s.seq > 1 else 0
   queries = rows * s.heads * s.value if s.seq > 1 else 0
   largest = rows * s.heads if s.seq > 1 else 0
@@ -260,7 +262,7 @@ def chunk(s: Sizes) -> dict[str, float]:
     exchanged = rows * heads // s.model
   return {
     # Each shard gets the states that the shards before it end with.
-    "all-gather": s.layers * (queries + gathered + s.index * rows)
+    "all-gather": s.layers * (queries + gathered + 2 * s.index * rows)
     + ends
     + 2 * s.seq * s.states,
     "collective-permute": s.states,
