@@ -123,6 +123,7 @@ class Sizes(NamedTuple):
     expert: Shards of the experts.
     slots: Slots of a row's cache.
     index: Numbers of a token's index queries and their weights.
+    ffn: Width of a feedforward, F, on all devices.
   """
 
   rows: int
@@ -141,6 +142,7 @@ class Sizes(NamedTuple):
   expert: int = 1
   slots: int = 0
   index: int = 0
+  ffn: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,6 +174,8 @@ SLACK = 1 << 14
 CHUNK = 1024
 # Tokens of a shard in a step of the loss.
 LOSS_BLOCK = 1024
+# Tokens of a shard in a block of a feedforward.
+BLOCK = 2048
 # Slots of a cache that a chunk reads at once.
 SEGMENT = 8192
 # Bytes of tiles of keys, values and scores, and of a layer's copied weights.
@@ -218,18 +222,23 @@ def train_step(s: Sizes) -> dict[str, float]:
   owners. Sums of heads over their shards are computed forward, again for the
   backward pass, and backward.
 
-  A finding that stands: the head's gradient is summed over the shards in each
-  step of the loss, D V numbers for `LOSS_BLOCK` tokens of a shard, since a
-  shard that kept a sum of its own would need memory for the whole head where
-  the head is sharded.
+  Findings that stand: the head's gradient is summed over the shards in each
+  step of the loss, D V numbers for `LOSS_BLOCK` tokens of a shard, and a
+  feedforward's in each of its blocks, 3 D F numbers for `BLOCK` tokens. A shard
+  that kept a sum of its own would need memory for the whole matrices where
+  they are sharded.
   """
   tokens = 4 * s.rows * s.tokens // s.seq
   ring = tokens * (2 * (s.keys + 2) * (s.seq - 1) + s.keys * s.seq)
   over_model = 6 * tokens * s.embed if s.model > 1 else 0
   ends = 4 * tokens * s.embed if s.model > 1 else 0
-  weights, steps = 0, -(-s.tokens // (LOSS_BLOCK * s.seq))
+  weights, shard_tokens = 0, s.tokens // s.seq
   if s.seq * s.data > 1:
-    weights = s.weights + (steps - 1) * 4 * s.embed * s.vocab // s.model
+    more_steps = -(-shard_tokens // LOSS_BLOCK) - 1
+    more_blocks = s.layers * (-(-shard_tokens // BLOCK) - 1)
+    head, feedforward = s.embed * s.vocab, 3 * s.embed * s.ffn
+    again = more_steps * head + more_blocks * feedforward
+    weights = s.weights + 4 * again // s.model
   return {
     "collective-permute": s.layers * ring,
     "all-reduce": s.layers * over_model + ends + weights,
@@ -334,7 +343,7 @@ PHASES: Mapping[str, Phase] = {
   ),
   "train": Phase(
     builder=steps.train,
-    options={"strategy": "striped", "loss_block": LOSS_BLOCK},
+    options={"strategy": "striped", "loss_block": LOSS_BLOCK, "block": BLOCK},
     tokens=None,
     sends=train_step,
     large=step_of_loss,
@@ -436,6 +445,7 @@ def read(case: Case) -> Reading:
     weights=bytes_each(model),
     index=config.get("index_n_heads", 0)
     * (config.get("index_head_dim", 0) + 1),
+    ffn=config["intermediate_size"],
     expert=axes.get("expert", 1),
     slots=case.capacity // axes.get("seq", 1),
     states=bytes_each(
