@@ -364,7 +364,7 @@ def _attention(
   k: Float[Array, "B S K _"],
   v: Float[Array, "B S K J"],
   **options: Any,
-) -> Float[Array, "B T N J"]:
+) -> Float[Array, "B T N _"]:
   """Attend to keys and values, or with `up` to rows in the place of keys."""
   if up is None:
     return dot_product_attention(q, k, v, **options)

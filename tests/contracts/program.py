@@ -219,26 +219,31 @@ def train_step(s: Sizes) -> dict[str, float]:
   """Keys around the ring twice, their gradients once, and sums of weights.
 
   The backward pass sends keys again, and their float32 gradients to their
-  owners. Sums of heads over their shards are computed forward, again for the
-  backward pass, and backward.
+  owners.
 
   Findings that stand: the head's gradient is summed over the shards in each
   step of the loss, D V numbers for `LOSS_BLOCK` tokens of a shard, and a
   feedforward's in each of its blocks, 3 D F numbers for `BLOCK` tokens. A shard
   that kept a sum of its own would need memory for the whole matrices where
-  they are sharded.
+  they are sharded. Over data and seq these are two sums, one after another.
+  Over the shards of the heads a layer has eight sums of its tokens: two
+  forward, one of them again for the backward pass, and backward one for each of
+  the queries, keys, values and the feedforward's two inputs, where one for the
+  first three and one for the others would do.
   """
   tokens = 4 * s.rows * s.tokens // s.seq
   ring = tokens * (2 * (s.keys + 2) * (s.seq - 1) + s.keys * s.seq)
-  over_model = 6 * tokens * s.embed if s.model > 1 else 0
+  over_model = 8 * tokens * s.embed if s.model > 1 else 0
   ends = 4 * tokens * s.embed if s.model > 1 else 0
   weights, shard_tokens = 0, s.tokens // s.seq
   if s.seq * s.data > 1:
-    more_steps = -(-shard_tokens // LOSS_BLOCK) - 1
+    # A tied embedding has a gradient of its own.
+    steps = -(-shard_tokens // LOSS_BLOCK)
     more_blocks = s.layers * (-(-shard_tokens // BLOCK) - 1)
     head, feedforward = s.embed * s.vocab, 3 * s.embed * s.ffn
-    again = more_steps * head + more_blocks * feedforward
-    weights = s.weights + 4 * again // s.model
+    again = steps * head + more_blocks * feedforward
+    stages = (s.seq > 1) + (s.data > 1)
+    weights = stages * (s.weights + 4 * again // s.model)
   return {
     "collective-permute": s.layers * ring,
     "all-reduce": s.layers * over_model + ends + weights,
@@ -253,9 +258,9 @@ def chunk(s: Sizes) -> dict[str, float]:
   head is exchanged, and sums with their divisors return.
 
   An index's queries are gathered over the shards of the heads and of the
-  sequence. A finding that stands: where heads do not divide, and the sequence is not
-  sharded, queries are sharded instead, and the output projection's weights are
-  gathered in each layer.
+  sequence. A finding that stands: where heads do not divide, and the sequence
+  is not sharded, queries are sharded instead, and the output projection's
+  weights are gathered in each layer.
   """
   rows = 4 * s.rows * s.tokens
   ends = 8 * s.rows * s.data * (s.vocab + s.embed)
