@@ -74,7 +74,9 @@ def _config(name: str, **more: Any) -> dict[str, Any]:
 FAMILIES: Mapping[str, dict[str, Any]] = {
   "dense": _config("llama3"),
   "one_kv_head": _config("llama3", num_key_value_heads=1),
-  "mixture": _config("mixtral", num_local_experts=16),
+  "mixture": _config(
+    "mixtral", num_local_experts=16, router_aux_loss_coef=0
+  ),
   "latent": _config(
     "deepseek_v3", num_key_value_heads=8, kv_lora_rank=64, q_lora_rank=64,
     qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32, head_dim=16,
@@ -224,7 +226,7 @@ def train_step(s: Sizes) -> dict[str, float]:
   Findings that stand: the head's gradient is summed over the shards in each
   step of the loss, D V numbers for `LOSS_BLOCK` tokens of a shard, and a
   feedforward's in each of its blocks, 3 D F numbers for `BLOCK` tokens. A shard
-  that kept a sum of its own would need memory for the whole matrices where
+  that kept a local sum would need memory for the whole matrices where
   they are sharded. Over data and seq these are two sums, one after another.
   Over the shards of the heads a layer has eight sums of its tokens: two
   forward, one of them again for the backward pass, and backward one for each of
@@ -237,7 +239,7 @@ def train_step(s: Sizes) -> dict[str, float]:
   ends = 4 * tokens * s.embed if s.model > 1 else 0
   weights, shard_tokens = 0, s.tokens // s.seq
   if s.seq * s.data > 1:
-    # A tied embedding has a gradient of its own.
+    # A tied embedding has a second gradient.
     steps = -(-shard_tokens // LOSS_BLOCK)
     more_blocks = s.layers * (-(-shard_tokens // BLOCK) - 1)
     head, feedforward = s.embed * s.vocab, 3 * s.embed * s.ffn

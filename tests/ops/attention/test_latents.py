@@ -200,8 +200,8 @@ def test_rows_are_what_is_sent_forward_and_back(form):
   token = B * T // shards * 4
   # Forward and again for the backward pass, and gradients once to each shard.
   passes = 2 * (shards - 1) + shards
-  most = token * numbers * passes + 4 * coordinates * 2 * shards
-  assert token * numbers * passes <= permuted() <= most
+  limit = token * numbers * passes + 4 * coordinates * 2 * shards
+  assert token * numbers * passes <= permuted() <= limit
 
 
 # DeepSeek-V3: 128 heads of 128 + 64, values of 128, latents of 512.

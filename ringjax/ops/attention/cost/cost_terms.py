@@ -161,7 +161,7 @@ class CostTerms:
       gradients.
     sent: Numbers that stand for a shard's keys on the wire, `wire_bytes` of
       them; `sent_sum_bytes` of their float32 gradients.
-    form: What is sent of a token, of `FORMS`.
+    form: Form in which a token is sent, of `FORMS`.
     decode_s: Seconds to read a block's codes and write its numbers.
     traffic: Bytes and messages sent so far.
     ring: Interconnect of all shards.
@@ -181,8 +181,10 @@ class CostTerms:
     # Of a device's projections of the shard's tokens.
     self.project_flops = 0.0
     if rows is not None:
-      made = call.head_dim - rows.shared + (call.value_dim or call.head_dim)
-      self.project_flops = 2.0 * rows.latent * call.heads * made
+      head_numbers = (
+        call.head_dim - rows.shared + (call.value_dim or call.head_dim)
+      )
+      self.project_flops = 2.0 * rows.latent * call.heads * head_numbers
       if form == "absorbed":
         call = dataclasses.replace(
           call, kv_heads=1, head_dim=rows.size, value_dim=rows.size
@@ -419,8 +421,8 @@ class CostTerms:
     times = [seconds + self.machine.call_s for seconds, _ in passes]
     if self.form != "rows":
       # Keys or queries of the shard's own tokens, before anything is sent.
-      own = [self._project_s(products) for products in (1, 2)]
-      times = [x + y for x, y in zip(times, own, strict=False)]
+      projecting = [self._project_s(products) for products in (1, 2)]
+      times = [x + y for x, y in zip(times, projecting, strict=False)]
     computing = sum(busy for _, busy in passes)
     q_block, kv_block = self.blocks
     if self.wire:

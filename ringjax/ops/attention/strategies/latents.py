@@ -110,14 +110,18 @@ class UpProjected(RowAlgorithm):
     dshared = jnp.sum(grads.k[..., plain:], 1, keepdims=True)
     dkv = jnp.concatenate([grads.k[..., :plain], grads.v], -1)
     # Products of the operands' dtype, as those of other weights' gradients.
-    dkv, wide = dkv.astype(up.dtype), grads.k.dtype
+    dkv, sum_dtype = dkv.astype(up.dtype), grads.k.dtype
     latent = x.k[:, 0, :, : up.shape[0]]
-    dlatent = jnp.einsum("bnsh,cnh->bsc", dkv, up, preferred_element_type=wide)
-    dup += jnp.einsum("bsc,bnsh->cnh", latent, dkv, preferred_element_type=wide)
+    dlatent = jnp.einsum(
+      "bnsh,cnh->bsc", dkv, up, preferred_element_type=sum_dtype
+    )
+    dup += jnp.einsum(
+      "bsc,bnsh->cnh", latent, dkv, preferred_element_type=sum_dtype
+    )
     return Gradients(
       grads.q,
       jnp.concatenate([dlatent[:, None], dshared], -1),
-      jnp.zeros_like(x.v, wide),
+      jnp.zeros_like(x.v, sum_dtype),
       grads.terms._replace(up=dup),
     )
 
