@@ -165,6 +165,7 @@ class ModelOptions(ProgramOptions):
     model: Name of a preset, or contents of a config.json.
     shard: Mesh axis that shards weights and moments along the model's width;
       None for `Rules()`.
+    experts: Mesh axis that shards the experts of mixtures, if any.
     layers: Number of layers, in place of the model's.
     block: Tokens of a step of the feedforward.
     weights: Placement of the layers' weights, "host" or as
@@ -173,6 +174,7 @@ class ModelOptions(ProgramOptions):
 
   model: str | Mapping[str, Any]
   shard: str | None = "seq"
+  experts: str | None = None
   layers: int | None = None
   block: int = 2048
   weights: str | None = None
@@ -183,7 +185,8 @@ class ModelOptions(ProgramOptions):
     config = preset(source) if isinstance(source, str) else dict(source)
     if self.layers is not None:
       config["num_hidden_layers"] = positive_int("layers", self.layers)
-    rules = None if self.shard is None else Rules(embed=self.shard)
+    axes = {"embed": self.shard, "experts": self.experts}
+    rules = Rules(**{name: axis for name, axis in axes.items() if axis})
     model = abstract(config, dtype=dtype, mesh=mesh, rules=rules)
     if self.weights is None:
       return model
