@@ -215,6 +215,12 @@ class Block(nnx.Module):
     if not isinstance(spec.feedforward, DenseAndExperts):
       # That one has its own norms before its products.
       h = h.astype(narrow)
-    h = self.feedforward(h, attend).astype(stream)
+    if tokens.record is None or not isinstance(
+      spec.feedforward, Experts | DenseAndExperts
+    ):
+      h = self.feedforward(h, attend)
+    else:
+      h = self.feedforward(h, attend, tokens.record)
+    h = h.astype(stream)
     h = scaled(self.post_feedforward(h))
     return attend.constrain(x + mixed + h if spec.parallel else x + h), cache
