@@ -144,6 +144,8 @@ class ModelOptions(ProgramOptions):
     model: Name of a preset, or contents of a config.json.
     shard: Mesh axis that shards weights and moments along the model's width;
       None for `Rules()`.
+    experts: Mesh axis that shards a mixture's experts, whose weights stay
+      there; None for none.
     layers: Number of layers, in place of the model's.
     block: Tokens of a step of the feedforward.
     weights: Placement of the layers' weights, "host" or as
@@ -152,6 +154,7 @@ class ModelOptions(ProgramOptions):
 
   model: str | Mapping[str, Any]
   shard: str | None = "seq"
+  experts: str | None = None
   layers: int | None = None
   block: int = 2048
   weights: str | None = None
@@ -162,7 +165,9 @@ class ModelOptions(ProgramOptions):
     config = preset(source) if isinstance(source, str) else dict(source)
     if self.layers is not None:
       config["num_hidden_layers"] = positive_int("layers", self.layers)
-    rules = None if self.shard is None else Rules(embed=self.shard)
+    rules = None
+    if self.shard is not None or self.experts is not None:
+      rules = Rules(embed=self.shard, experts=self.experts)
     model = abstract(config, dtype=dtype, mesh=mesh, rules=rules)
     if self.weights is None:
       return model
