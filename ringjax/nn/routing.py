@@ -11,7 +11,7 @@ need not know which losses a training has.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 
+@runtime_checkable
 class Router(Protocol):
   """A rule that turns logits into weights and choices of experts."""
 

@@ -211,12 +211,12 @@ def sparse_layers(model: Any) -> tuple[SparseLayers, ...]:
   if not isinstance(model, Transformer):
     return ()
   groups = []
-  for number, run in enumerate(model.stack.runs):
+  for run_number, run in enumerate(model.stack.runs):
     for position, layer in enumerate(run.layers):
       spec = layer.feedforward
       spec = spec.sparse if isinstance(spec, DenseAndExperts) else spec
       if isinstance(spec, Experts):
-        groups.append(SparseLayers(number, position, spec))
+        groups.append(SparseLayers(run_number, position, spec))
   return tuple(groups)
 
 

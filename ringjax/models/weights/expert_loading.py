@@ -181,9 +181,7 @@ def put_group(
   )
 
 
-@functools.partial(
-  jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(4,)
-)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(4,))
 def _put(
   form: Any,
   axes: tuple[str, ...],
@@ -193,7 +191,7 @@ def _put(
   x: tuple[jax.Array, ...],
   index: tuple[Int[Array, ""], ...],
 ) -> tuple[jax.Array, ...]:
-  """Put one expert on each shard into arrays that are sharded over axis `at`."""
+  """Put one expert on each shard into arrays, sharded over axis `at`."""
 
   def local(
     leaves: tuple[jax.Array, ...],
