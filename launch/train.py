@@ -960,6 +960,9 @@ def _identity(
   else:
     identity["init_from"] = base
   identity["tokenizer"] = fingerprint(tokenizer)
+  if not identity["expert_balance"]:
+    # Checkpoints from before this entry can be resumed without it.
+    del identity["expert_balance"]
   if entries["links"]["each"]:
     identity["links"] = entries["links"]
   if model is not None:
