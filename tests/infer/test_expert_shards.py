@@ -251,16 +251,12 @@ def test_an_answer_does_not_depend_on_its_neighbours(name, monkeypatch):
     return dispatch
 
   monkeypatch.setattr(expert_shards, "choose_dispatch", spied)
-  model = models.place(
-    one_device("mixtral"), mesh, models.Rules(experts=over)
-  )
+  model = models.place(one_device("mixtral"), mesh, models.Rules(experts=over))
   draw = np.random.default_rng(0)
   prompt, *others = (
     draw.integers(0, 64, n).astype(np.int32) for n in (45, 5, 19, 33)
   )
-  request = lambda prompt: Request(
-    prompt=prompt, max_new_tokens=5, logprobs=2
-  )
+  request = lambda prompt: Request(prompt=prompt, max_new_tokens=5, logprobs=2)
   numbers = lambda answer: (answer.tokens.tolist(), answer.logprobs)
   for speculate in (None, "lookup:count=2,adapt=false"):
     options = dict(
