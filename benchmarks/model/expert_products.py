@@ -6,9 +6,13 @@ Three maps, down(silu(gate x) * up x), of the rows of each expert: "blocks" is
 weights in float32, in bfloat16, and as int8 codes with a scale for each output
 (forward; "ragged" has to decode all experts first). Prints a JSON object with
 medians in seconds, the ratio of "ragged" to "blocks", and the largest
-difference of the outputs, relative to the largest output.
+difference of the outputs, relative to the largest output. With --compile=SLICE
+nothing runs: the forward pass is compiled for one chip, and bytes and estimated
+cycles are printed, also of "megablox", JAX's grouped product for TPUs.
 
   python -m benchmarks.model.expert_products --tokens=256 --experts=32
+  python -m benchmarks.model.expert_products --compile=v5p:1x1x1 --tokens=8192
+      --experts=128 --chosen=8 --width=2048 --hidden=768
 """
 
 from __future__ import annotations
@@ -16,17 +20,19 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ringjax.json_text import json_text
 from ringjax.ops.moe import mix
+from ringjax.plan.compiler import aot
 
 
 def decoded(map_: Any, dtype: Any) -> Array:
@@ -51,12 +57,31 @@ def blocks(weights: PyTree, x: Array, chosen: Array, mixing: Array) -> Array:
 
 def ragged(weights: PyTree, x: Array, chosen: Array, mixing: Array) -> Array:
   """The same sum by `ragged_dot` of rows sorted by expert."""
+  return grouped(lax.ragged_dot, weights, x, chosen, mixing)
+
+
+def megablox(weights: PyTree, x: Array, chosen: Array, mixing: Array) -> Array:
+  """The same sum by the grouped product of megablox, for TPUs alone."""
+  from jax.experimental.pallas.ops.tpu.megablox import gmm
+
+  product = lambda a, b, sizes: gmm(a, b, sizes, a.dtype, (128, 128, 128))
+  return grouped(product, weights, x, chosen, mixing)
+
+
+def grouped(
+  product: Callable[..., Array],
+  weights: PyTree,
+  x: Array,
+  chosen: Array,
+  mixing: Array,
+) -> Array:
+  """Sum of each token's experts, by a product (rows, maps, rows of each)."""
   tokens, k = chosen.shape
   gate, up, down = (decoded(map_, x.dtype) for map_ in weights)
   order = jnp.argsort(chosen.reshape(-1), stable=True)
   sizes = jnp.zeros((gate.shape[0],), jnp.int32).at[chosen.reshape(-1)].add(1)
   rows = x[order // k]
-  dot = lambda a, b: lax.ragged_dot(a, b, sizes)
+  dot = lambda a, b: product(a, b, sizes)
   y = dot(jax.nn.silu(dot(rows, gate)) * dot(rows, up), down)
   y = y.astype(jnp.float32) * mixing.reshape(-1)[order][:, None]
   back = jnp.zeros((tokens * k, x.shape[1]), jnp.float32).at[order].set(y)
@@ -122,6 +147,53 @@ def measured(
   }
 
 
+def built(
+  devices: Sequence[Any], *, way: str, shape: Mapping[str, int]
+) -> aot.Built:
+  """Builds the forward pass in bfloat16 of a way, for one chip."""
+  mesh = Mesh(np.asarray(devices[:1]), ("one",))
+  at = NamedSharding(mesh, PartitionSpec())
+  form = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=at)
+  e, d, f, t, k = (
+    shape[name] for name in ("experts", "width", "hidden", "tokens", "chosen")
+  )
+  weights = tuple(
+    form(jnp.bfloat16, e, *sizes) for sizes in ((d, f), (d, f), (f, d))
+  )
+  arguments = (
+    weights,
+    form(jnp.bfloat16, t, d),
+    form(jnp.int32, t, k),
+    form(jnp.float32, t, k),
+  )
+  call = jax.jit((WAYS | {"megablox": megablox})[way])
+  return aot.Built(function=call, arguments=arguments, mesh=mesh)
+
+
+def compiled(flags: argparse.Namespace) -> dict[str, Any]:
+  """Bytes and estimated cycles of each way, by the compiler."""
+  shape = {
+    name: getattr(flags, name)
+    for name in ("experts", "width", "hidden", "tokens", "chosen")
+  }
+  ways = {}
+  for way in (*WAYS, "megablox"):
+    program = aot.compile(
+      "benchmarks.model.expert_products:built",
+      flags.compile,
+      {"way": way, "shape": shape},
+    )
+    report, moved = program.report, program.traffic
+    ways[way] = {
+      "cycles": None if report is None else report.total_cycles,
+      "bytes": None if moved is None else moved.total,
+      "temporaries": None
+      if program.memory is None
+      else program.memory.temporaries,
+    }
+  return ways
+
+
 def main() -> None:
   """Measures and prints all cases."""
   parser = argparse.ArgumentParser(description=__doc__)
@@ -129,7 +201,11 @@ def main() -> None:
     tokens=256, experts=32, chosen=4, width=256, hidden=128, repeats=9
   ).items():
     parser.add_argument(f"--{name}", type=int, default=default)
+  parser.add_argument("--compile")
   flags = parser.parse_args()
+  if flags.compile:
+    print(json_text({**vars(flags), "ways": compiled(flags)}))
+    return
   cases = {
     f"{kind} {'backward' if backward else 'forward'}": measured(
       flags, kind, backward=backward
