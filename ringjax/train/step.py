@@ -251,8 +251,9 @@ def make_step(
       updates, moments = optimizer.update(grads, state.optimizer, state.params)
       params = optax.apply_updates(state.params, updates)
     if objective.expert_balance.bias_rate and sums.routing is not None:
+      model: Any = params
       params = with_updated_biases(
-        params, sums.routing, objective.expert_balance.bias_rate
+        model, sums.routing, objective.expert_balance.bias_rate
       )
     if_finite = lambda new, old: jax.tree.map(
       lambda a, b: jnp.where(is_finite, a, b), new, old

@@ -182,10 +182,8 @@ def test_every_mesh_has_the_loss_of_one_device(name, accumulate):
   close(grads, want_grads, 1e-5)
 
 
-def by_hand(model, rows):
-  """Likelihoods [L, B, T, E], and who computes each token, in NumPy."""
-  # One layer, whose input a model without attention to others would need; the
-  # layer itself is asked, and all after it is NumPy.
+def routing_of(model, rows):
+  """Logits, offsets and choices of each layer's router, in NumPy."""
   seen = []
   spec = model.config.layers[0].feedforward
   router = type(spec.router)
@@ -193,13 +191,13 @@ def by_hand(model, rows):
 
   def spy(self, logits, correction, k):
     weights, chosen = call(self, logits, correction, k)
-    seen.append((logits, correction, chosen))
+    jax.debug.callback(lambda *x: seen.append(x), logits, correction, chosen)
     return weights, chosen
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(router, "__call__", spy)
-    with jax.disable_jit():
-      model(rows.tokens, positions=rows.positions, segment_ids=rows.segments)
+    model(rows.tokens, positions=rows.positions, segment_ids=rows.segments)
+    jax.effects_barrier()
   return [tuple(np.asarray(x, np.float64) for x in y) for y in seen]
 
 
@@ -211,7 +209,7 @@ def test_each_loss_is_its_formula():
   bias = model.stack.blocks[0][0].feedforward.correction
   bias.set_value(jnp.asarray(rng.normal(size=bias.get_value().shape) * 0.1))
   rows = packed()
-  ((logits, _, chosen),) = by_hand(model, rows)
+  ((logits, _, chosen),) = routing_of(model, rows)
   k, experts = chosen.shape[-1], logits.shape[-1]
   logits = logits.reshape(*rows.tokens.shape, experts)
   real = rows.segments > 0

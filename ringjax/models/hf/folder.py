@@ -239,13 +239,12 @@ class Folder:
     for name in names:
       self._target(name, target)
     self.unchanged(names)
+    key_of = lambda place: tuple(
+      s.indices(n)[:2] for s, n in zip(place, shape, strict=True)
+    )
     places = sharding.addressable_devices_indices_map(shape).values()
     # Devices that hold the same part share it.
-    ranges = {
-      tuple(s.indices(n)[:2] for s, n in zip(place, shape, strict=True)): place
-      for place in places
-      if place is not None
-    }
+    ranges = dict.fromkeys(key_of(place) for place in places)
 
     def of_range(key: Any) -> np.ndarray:
       (begin, end), *rest = key
@@ -261,9 +260,7 @@ class Folder:
     array = jax.make_array_from_callback(
       shape,
       sharding,
-      lambda place: host_arrays[
-        tuple(s.indices(n)[:2] for s, n in zip(place, shape, strict=True))
-      ],
+      lambda place: host_arrays[key_of(place)],
       dtype=target.dtype,
     )
     jax.block_until_ready(array)
