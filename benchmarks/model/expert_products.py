@@ -56,12 +56,12 @@ def blocks(weights: PyTree, x: Array, chosen: Array, mixing: Array) -> Array:
 
 
 def ragged(weights: PyTree, x: Array, chosen: Array, mixing: Array) -> Array:
-  """The same sum by `ragged_dot` of rows sorted by expert."""
+  """Sum of each token's experts, by `ragged_dot` of rows sorted by expert."""
   return grouped(lax.ragged_dot, weights, x, chosen, mixing)
 
 
 def megablox(weights: PyTree, x: Array, chosen: Array, mixing: Array) -> Array:
-  """The same sum by the grouped product of megablox, for TPUs alone."""
+  """Sum of each token's experts, by megablox' product, for TPUs alone."""
   from jax.experimental.pallas.ops.tpu.megablox import gmm
 
   product = lambda a, b, sizes: gmm(a, b, sizes, a.dtype, (128, 128, 128))

@@ -122,14 +122,14 @@ class ExpertBalance:
       share = jnp.float32(layer.experts.experts / layer.experts.chosen)
       if options.layer_loss:
         product = jnp.sum(sums.favoured, 1) * jnp.sum(sums.likelihood, 1)
-        each = share * jnp.sum(product, -1) / jnp.square(count)
-        loss = loss + jnp.float32(options.layer_loss) * jnp.sum(each)
+        layer_losses = share * jnp.sum(product, -1) / jnp.square(count)
+        loss = loss + jnp.float32(options.layer_loss) * jnp.sum(layer_losses)
       if options.sequence_loss:
         tokens_of_row = jnp.maximum(row_tokens, 1.0)[None]
         product = jnp.sum(sums.favoured * sums.likelihood, -1)
-        each = share * product / jnp.square(tokens_of_row)
+        row_losses = share * product / jnp.square(tokens_of_row)
         rows = jnp.maximum(jnp.sum(row_tokens > 0, dtype=jnp.int32), 1)
-        mean = jnp.sum(each) / rows.astype(jnp.float32)
+        mean = jnp.sum(row_losses) / rows.astype(jnp.float32)
         loss = loss + jnp.float32(options.sequence_loss) * mean
       if options.z_loss:
         mean = jnp.sum(sums.squares) / count
@@ -177,10 +177,11 @@ class RouterStatistics(NamedTuple):
   Fields:
     load_worst: Largest load of an expert over the mean load, in the layer
       where it is largest; 1 is balanced.
-    load_mean: That ratio, averaged over layers.
+    load_mean: Mean over layers of the largest load over the mean load.
     entropy_worst: Entropy of the mean routing probabilities, in nats, in the
       layer where it is smallest; log E is balanced.
-    entropy_mean: That entropy, averaged over layers.
+    entropy_mean: Mean over layers of the entropy of the mean routing
+      probabilities, in nats.
     dropped: Fraction of tokens that an expert did not compute: 0, as no
       expert has a capacity.
   """

@@ -85,7 +85,7 @@ def test_a_number_of_an_expert_that_is_not_finite_is_named(tmp_path):
   not pathlib.Path("/proc/self/io").exists(), reason="counts bytes by /proc"
 )
 def test_a_process_reads_the_experts_of_its_devices_alone(tmp_path):
-  """Of two processes each reads half of the experts, and the rest once."""
+  """Each of two processes reads half of the experts, and the rest once."""
   models.save(models.create(config()), tmp_path / "small")
   large = config(intermediate_size=2048, hidden_size=256)
   models.save(models.create(large), tmp_path / "model")

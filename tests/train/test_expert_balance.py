@@ -142,7 +142,7 @@ def close(got, want, tolerance):
   ],
 )
 def test_loss_and_gradients_are_those_of_transformers(name, tmp_path):
-  """Of tokens without padding, pooled over the layers, for k experts."""
+  """Loss and gradients without padding, pooled over layers, for k experts."""
   want = json.loads(FIXTURE.read_text())[name]
   model = models.load(checkpoints.write(name, tmp_path / name))
   balance = ExpertBalance(loss=COEFFICIENT)
@@ -249,7 +249,7 @@ def test_each_loss_is_its_formula():
 
 @pytest.mark.long
 def test_a_bias_moves_by_the_rate_towards_the_mean_load():
-  """Whatever optimizer and micro-batches; experts at the mean stay."""
+  """The loads are those of all micro-batches; an expert at the mean stays."""
   model = mixture()
   before = model.stack.blocks[0][0].feedforward.correction.get_value()
   moved = []
@@ -363,7 +363,7 @@ def test_options_that_a_model_has_no_router_for_are_refused():
   ],
 )
 def test_a_config_gives_the_factor_that_transformers_would_use(entries, loss):
-  """Where it names a factor that is not used, a warning says so."""
+  """A warning names a factor of the config that is not used."""
   content = checkpoints.config("mixtral")
   for key in ("router_aux_loss_coef", "output_router_logits"):
     content.pop(key, None)

@@ -6,7 +6,7 @@ ranges that these devices hold.
 Cost: one program and one array for each expert of a shard, not for each expert.
 Memory: in host memory one tensor, or its range, for each device of a process.
 
-Where an expert is a tensor of its own, its number is an index into a parameter
+Where each expert has a separate tensor, its number is an index into a parameter
 [..., E, ...] that is sharded over E, so no slice of the tensor says which
 device needs it. A group takes the n-th expert of every shard, one tensor for
 each, as an array that is sharded over its first axis.
@@ -86,8 +86,8 @@ def expert_groups(
   groups = []
   for (_, axes, index), tensors in by_place.items():
     shards = math.prod(mesh.shape[a] for a in axes)
-    same = len({t.form for t in tensors.values()}) == 1
-    if len(tensors) != shards or not same:
+    forms = {t.form for t in tensors.values()}
+    if len(tensors) != shards or len(forms) > 1:
       others.extend(tensors.values())
       continue
     ordered = tuple(tensors[n] for n in range(shards))
@@ -114,7 +114,7 @@ def _place(
   # Tensors of all experts, and those of a part of an expert, are others.
   if not over or len(index) != at + 1:
     return None
-  if any(other != index for _, other in t.targets):
+  if any(part_index != index for _, part_index in t.targets):
     return None
   local = shape[at] // math.prod(mesh.shape[a] for a in over)
   shard, number = divmod(index[-1], local)
