@@ -201,6 +201,14 @@ def routing_of(model, rows):
   return [tuple(np.asarray(x, np.float64) for x in y) for y in seen]
 
 
+def sums_of(model, rows, balance):
+  objective = step.Objective(expert_balance=balance)
+  attend = models.ContextParallel()
+  return jax.jit(lambda model, rows: objective.sums(model, rows, attend))(
+    model, rows
+  )
+
+
 @pytest.mark.long
 def test_each_loss_is_its_formula():
   """A layer of grouped experts with an offset, which the losses ignore."""
@@ -230,10 +238,7 @@ def test_each_loss_is_its_formula():
     "z_loss": (lse[real] ** 2).mean(),
   }
   for name, value in want.items():
-    objective = step.Objective(expert_balance=ExpertBalance(**{name: 1.0}))
-    sums = jax.jit(
-      lambda model, o=objective: o.sums(model, rows, models.ContextParallel())
-    )(model)
+    sums = sums_of(model, rows, ExpertBalance(**{name: 1.0}))
     added = float((sums.loss - sums.nll) / sums.weight)
     assert added == pytest.approx(value, rel=1e-5), name
   loads = (chosen.reshape(*rows.tokens.shape, k)[real]).astype(int)
@@ -258,8 +263,7 @@ def test_a_bias_moves_by_the_rate_towards_the_mean_load():
     _, _, after = stepped(model, packed(), balance, accumulate=accumulate)
     new = after.stack.blocks[0][0].feedforward.correction.get_value()
     moved.append(new - np.asarray(before))
-  objective = step.Objective()
-  sums = objective.sums(model, packed(), models.ContextParallel())
+  sums = sums_of(model, packed(), ExpertBalance())
   load = np.asarray(sums.routing.load[0])
   want = 0.25 * np.sign(load.mean(-1, keepdims=True) - load)
   assert (want != 0).any()
