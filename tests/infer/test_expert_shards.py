@@ -257,7 +257,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(name, monkeypatch):
     draw.integers(0, 64, n).astype(np.int32) for n in (45, 5, 19, 33)
   )
   request = lambda prompt: Request(prompt=prompt, max_new_tokens=5, logprobs=2)
-  numbers = lambda answer: (answer.tokens.tolist(), answer.logprobs)
+  numbers = lambda answer: (answer.tokens, answer.logprobs)
   for speculate in (None, "lookup:count=2,adapt=false"):
     options = dict(
       rows=4, longest=64, page=16, piece=piece, mesh=mesh, share="nothing",
