@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from ringjax.errors import MeshError
 from ringjax.nn.linear import Linear, Norm, linear_product, part_dtype
 from ringjax.nn.param import param
-from ringjax.nn.routing import RouterRecord
+from ringjax.nn.router_sums import RouterRecord
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.weights.layer_array import LayerArray, entry_of
 from ringjax.ops.expert_shards import ExpertShards, mix_sharded

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ringjax.nn.routing import RouterRecord, RouterSums
+from ringjax.nn.router_sums import RouterRecord, RouterSums
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
 from ringjax.typing import Index, Lengths

@@ -29,7 +29,7 @@ from ringjax.errors import OptionError
 from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import Transformer
 from ringjax.nn.feedforward import DenseAndExperts, Experts
-from ringjax.nn.routing import RouterSums
+from ringjax.nn.router_sums import RouterSums
 from ringjax.nn.tokens import Tokens
 
 # Families whose class in transformers has the first key and ignores it.
@@ -75,7 +75,7 @@ class ExpertBalance:
     names = (field.name for field in dataclasses.fields(self))
     return tuple(name for name in names if getattr(self, name))
 
-  def of_model(self, model: Any) -> ExpertBalance:
+  def of_model(self, model: object) -> ExpertBalance:
     """These options with `loss` as the model's config.json says it.
 
     Raises:
@@ -84,9 +84,10 @@ class ExpertBalance:
     _check(self, model)
     if self.loss is not None or not has_routers(model):
       return dataclasses.replace(self, loss=self.loss or 0.0)
-    source = _source(model)
+    mixture: Any = model
+    source = _source(mixture)
     applies = source.get("output_router_logits")
-    applies = applies and model.config.family not in _IGNORES
+    applies = applies and mixture.config.family not in _IGNORES
     loss = source.get("router_aux_loss_coef") if applies else None
     return dataclasses.replace(self, loss=float(loss or 0.0))
 
@@ -207,7 +208,7 @@ class SparseLayers(NamedTuple):
   experts: Experts
 
 
-def sparse_layers(model: Any) -> tuple[SparseLayers, ...]:
+def sparse_layers(model: object) -> tuple[SparseLayers, ...]:
   """Groups of a model's layers that have experts, in the stack's order."""
   if not isinstance(model, Transformer):
     return ()
@@ -221,7 +222,7 @@ def sparse_layers(model: Any) -> tuple[SparseLayers, ...]:
   return tuple(groups)
 
 
-def has_routers(model: Any) -> bool:
+def has_routers(model: object) -> bool:
   """Whether layers of a model that is trained choose among experts."""
   return not isinstance(model, DraftTransformer) and bool(sparse_layers(model))
 
