@@ -75,6 +75,7 @@ from ringjax.models.transformer import Transformer
 from ringjax.parallel import chips
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoints.checkpoint import Checkpoints
+from ringjax.train.expert_balance import ExpertBalance
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.methods.draft_training import DraftTraining
 from ringjax.train.methods.encoder_training import ContextSplit
@@ -96,7 +97,6 @@ _NOT_APPLIED = (
   "hidden_dropout_prob",
   "resid_pdrop",
   "residual_dropout",
-  "router_aux_loss_coef",
   "router_jitter_noise",
 )
 # Entries of a config that determine the result: a checkpoint belongs to them.
@@ -109,6 +109,7 @@ _DECISIVE = (
   "draft_training",
   "distil",
   "top",
+  "expert_balance",
   "seed",
   "packer",
   "sources",
@@ -436,8 +437,10 @@ class _TrainingRun:
     rate = train_recipe.optimizer.learning_rate_at(
       metrics.step - 1, train_recipe.total
     )
+    experts = {} if metrics.experts is None else metrics.experts._asdict()
     row = {
       **dataclasses.asdict(metrics),
+      **{f"experts_{name}": value for name, value in experts.items()},
       "stage": stage,
       "learning_rate": rate,
       "tokens_per_s": metrics.tokens_per_s,
@@ -449,7 +452,7 @@ class _TrainingRun:
     row = {
       k: None if isinstance(v, float) and not math.isfinite(v) else v
       for k, v in row.items()
-      if k not in ("first", "objective")
+      if k not in ("first", "objective", "experts")
     }
     assert self._log is not None
     # Flushed at once: a kill loses no line.
@@ -522,10 +525,15 @@ def recipe_of(
   one_of("packer", config.packer, _PACKERS)
   recipe.dtype_of(config.save_dtype)
   dtype = {"dtype": recipe.dtype_of(config.dtype)}
+  balance = {
+    "expert_balance": _build(
+      ExpertBalance, config.expert_balance, "expert_balance"
+    )
+  }
   parts: dict[str, Any] = {
     "stages": tuple(_stage(stage) for stage in config.stages),
     "optimizer": _build(recipe.Optimizer, config.optimizer, "optimizer"),
-    "objective": Objective(**_entries(Objective, config) | dtype),
+    "objective": Objective(**_entries(Objective, config) | dtype | balance),
     "lora": _lora(config, links),
     "cepe": _encoder(config) is not None,
     "draft": _draft_training(config),
@@ -740,6 +748,7 @@ def default_config() -> ConfigDict:
       "block": 1024,
       "distil": 0.0,
       "top": 50,
+      "expert_balance": {},
       "lora": {"rank": 0, "alpha": 32.0, "targets": ("q", "k", "v", "o")},
       "cepe": {},
       "draft": {},
@@ -951,6 +960,9 @@ def _identity(
   else:
     identity["init_from"] = base
   identity["tokenizer"] = fingerprint(tokenizer)
+  if not identity["expert_balance"]:
+    # Checkpoints from before this entry can be resumed without it.
+    del identity["expert_balance"]
   if entries["links"]["each"]:
     identity["links"] = entries["links"]
   if model is not None:

@@ -166,7 +166,8 @@ class ModelOptions(ProgramOptions):
     model: Name of a preset, or contents of a config.json.
     shard: Mesh axis that shards weights and moments along the model's width;
       None for `Rules()`.
-    experts: Mesh axis that shards the experts of mixtures, if any.
+    experts: Mesh axis that shards a mixture's experts, whose weights stay
+      there; None for none.
     layers: Number of layers, in place of the model's.
     block: Tokens of a step of the feedforward.
     weights: Placement of the layers' weights, "host" or as

@@ -27,6 +27,7 @@ _LONG = (
   "contexts_kvlink",
   "drafter",
   "elastic",
+  "experts",
   "family",
   "flash",
   "integers",
