@@ -46,7 +46,7 @@ from ringjax.ops.attention.strategies.wire_format import (
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Uneven, Zigzag
 from ringjax.parallel.programs import bounded
 from ringjax.plan import cost
-from ringjax.plan.choice import KEEPS, Machine
+from ringjax.plan.choice import KEEPS, Cluster
 from ringjax.typing import Lengths
 
 # name: (layout, strategy, whether it shards the sequence)
@@ -193,7 +193,7 @@ class PrefillConfig(Config):
     "al. 2024, arXiv 2405.05329); default: shards have equal work.",
     default=None,
   )
-  machine: Machine | None = option(
+  machine: Cluster | None = option(
     "The model's cost on these devices and their links, by which "
     'prefill="auto" then chooses (`rj.plan.choose`); the report has the '
     'reasons. Default: "striped" on a sharded sequence. Refused where only one '
@@ -235,12 +235,12 @@ class PrefillConfig(Config):
     if isinstance(self.partition, list | np.ndarray):
       object.__setattr__(self, "partition", tuple(self.partition))
     machine = self.machine
-    if machine is not None and not isinstance(machine, Machine):
+    if machine is not None and not isinstance(machine, Cluster):
       raise OptionError(
         "machine",
         type(machine).__name__,
-        "an rj.plan.Machine",
-        "pass rj.plan.Machine(profile=..., network=...)",
+        "an rj.plan.Cluster",
+        "pass rj.plan.Cluster(profile=..., network=...)",
       )
     for name, methods in (
       ("machine", ("auto",)),

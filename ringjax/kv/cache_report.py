@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 # kernel (v5e, int4, in compiled schedules).
 _LOOPS = 41
 _OPERATIONS = 4
-# Default host-to-device bandwidth in bytes/s: PCIe 3.0 with 16 lanes.
-HOST_BANDWIDTH = 16e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +135,7 @@ def report(
   machine: chips.Machine | str | None = None,
   tokens: int | None = None,
   weights: int | float = 0,
-  host_bandwidth: int | float = HOST_BANDWIDTH,
+  host_bandwidth: int | float = chips.HOST_LINK.bandwidth,
   held: Mapping[int, int | float] | None = None,
 ) -> CacheReport:
   """Report a cache's memory and decode speed, for `KVCache.explain`.

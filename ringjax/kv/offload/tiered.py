@@ -43,7 +43,7 @@ from ringjax.kv.cache import (
   LayerKV,
 )
 from ringjax.kv.cache_kind import CacheConfig
-from ringjax.kv.cache_report import HOST_BANDWIDTH, CacheReport, report
+from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.cache_rows import on_host, placed_as, row_indices
 from ringjax.kv.composed.open_cache import ResizableCache, WithOpenLayer
 from ringjax.kv.model_cache import refuse_unseen
@@ -190,7 +190,7 @@ class TieredCache(ResizableCache):
     *,
     tokens: int | None = None,
     weights: int | float = 0,
-    host_bandwidth: int | float = HOST_BANDWIDTH,
+    host_bandwidth: int | float = chips.HOST_LINK.bandwidth,
   ) -> CacheReport:
     """Report use of each memory, and the decode speed that it allows.
 
