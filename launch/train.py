@@ -72,7 +72,7 @@ from ringjax.models.gguf.gguf_folder import open_model
 from ringjax.models.hf import auxiliary_files
 from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer
-from ringjax.parallel import chips
+from ringjax.parallel import chips, memory
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoints.checkpoint import Checkpoints
 from ringjax.train.extend import RopeScaling, extend_context
@@ -1140,8 +1140,7 @@ def _share(rate: float, peak: float | None, devices: int) -> float | None:
 
 def _peak_bytes() -> int | None:
   """Peak memory of this process's first device, if it is known."""
-  stats = jax.local_devices()[0].memory_stats()
-  return None if stats is None else stats.get("peak_bytes_in_use")
+  return memory.device_memory(jax.local_devices()[0]).peak
 
 
 # ---------------------------------------------------------------------------
