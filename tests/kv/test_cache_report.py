@@ -29,6 +29,11 @@ KINDS_OF_PARTS = {
   "float8": {"codes", "scales"},
   "hadamard3": {"codes", "scales"},
   "nuq3": {"codes", "scales", "outliers", "constants of codecs"},
+  # Keys in groups have scales too.
+  "kivi2:recent=16,page=8,group=8": {
+    "open (first, recent, newest): numbers", "pages: codes", "pages: scales",
+    "pages: coordinates", "pages: tables",
+  },
   "int8+snapkv": {
     "open: codes", "open: scales", "pages: codes", "pages: scales",
     "pages: coordinates", "pages: tables", "queries noted",

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 # File that `rj.infer.calibrate` writes next to a model.
 CALIBRATION_FILE = "kv_calibration.safetensors"
-BITS = (2, 3, 4)
 WEIGHTS = ("fisher", "none")
 KEYS = ("channel", "token")
 
