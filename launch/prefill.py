@@ -114,19 +114,21 @@ def run(
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
   work = _Work(values, screen)
-  try:
+  with console.Run(
+    screen,
+    _MEMORY,
+    doing=lambda: work.doing,
+    reports=work.group,
+    leaving=console.left,
+  ) as run:
     _check(values)
     if values.devices is None and (values.num_processes or 1) > 1:
       # A rank is a process: more devices would only share its cores.
       values["devices"].value = 1
     common.start(values)
     record = work.run()
-  except KeyboardInterrupt:
-    screen.error(f"interrupted while {work.doing}")
-    console.leave(console.INTERRUPTED)
-    raise AssertionError from None
-  except Exception as error:
-    return work.group.failed(error, work.doing, _MEMORY)
+  if run.status:
+    return run.status
   work.group.close()
   if jax.process_index() == 0:
     for line in words(record):

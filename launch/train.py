@@ -171,16 +171,18 @@ def run(
     values, stdout or sys.stdout, console.Screen(NAME, stderr)
   )
   try:
-    work.check()
-    common.start(values)
-    return work.run()
-  except KeyboardInterrupt as error:
-    # While it trains the signal is recorded, and not raised.
-    work.screen.error(f"interrupted while {work.doing}")
-    work.group.leave(error, console.INTERRUPTED)
-    return console.INTERRUPTED
-  except Exception as error:
-    return work.group.failed(error, work.doing, _MEMORY)
+    # While it trains a signal is recorded, and not raised.
+    with console.Run(
+      work.screen,
+      _MEMORY,
+      doing=lambda: work.doing,
+      reports=work.group,
+      leaving=work.group.leave,
+    ) as run:
+      work.check()
+      common.start(values)
+      return work.run()
+    return run.status
   finally:
     work.close()
 
