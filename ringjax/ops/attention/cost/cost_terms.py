@@ -152,6 +152,7 @@ class CostTerms:
     call: Shapes, mask and mesh axes of the call.
     machine: Machine that runs it.
     layout: Order of the tokens on the shards.
+    served: Whether the strategy is meant for this layout.
     wire: Format of K and V on the wire, of `WIRES` or a `Wire`; None: as is.
     wire_number: Bytes of a number on the wire.
     t: Queries of a shard; `s` are its keys.
@@ -171,8 +172,11 @@ class CostTerms:
     machine: Machine,
     layout: Layout,
     wire: WireLike | None,
+    layouts: tuple[type[Layout], ...] = (Layout,),
   ):
+    """Prepare the terms; the strategy is meant for `layouts`."""
     self.strategy = strategy
+    self.served = isinstance(layout, layouts)
     self.call, self.machine = call, machine
     self.layout, self.wire = layout, wire
     self.size = call.shards
