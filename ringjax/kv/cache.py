@@ -63,6 +63,7 @@ from ringjax.ops.attention.cached.views import (
   EncodedView,
   KVView,
   UnrotatedView,
+  tile_slots,
 )
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
@@ -375,6 +376,24 @@ class KVCache(ModelCache):
   @property
   def irreversible(self) -> bool:
     return self.recurrent
+
+  def tile_trips(self, platform: str) -> float:
+    """Trip count of each of the two loops over a full cache's tiles.
+
+    Args:
+      platform: Platform whose tiles are counted, as JAX names it.
+    """
+    max_tiles = 0
+    for slots, layer_spec in zip(self.slots, self.shapes, strict=True):
+      if isinstance(slots, LayerKV):
+        assert isinstance(layer_spec, LayerCacheSpec)
+        length = slots.k.shape[token_axis(slots.k)] // self.shards
+        shape = (*slots.k.shape[:3], length, layer_spec.key)
+        # Tiles of decoded keys, in the cache's dtype.
+        tile: Any = jax.ShapeDtypeStruct(shape, self.dtype)
+        stored = ContiguousView(tile, tile, self.at, jnp.int32(0))
+        max_tiles = max(max_tiles, -(-length // tile_slots(stored, platform)))
+    return max_tiles / 2
 
   def explain(
     self,

@@ -192,6 +192,10 @@ class Calibrated(Codec):
   unrotated: bool = True
   calibration: Calibration | str | None = None
 
+  def without_weights(self) -> Calibrated:
+    """Codec of the same bytes, without the calibration."""
+    return dataclasses.replace(self, calibration=None)
+
   def __post_init__(self) -> None:
     if self.values.by != "token":
       raise OptionError(

@@ -56,6 +56,14 @@ class WithOpenCache(ModelCache):
   def capacity(self) -> int:
     return self.limit
 
+  def tile_trips(self, platform: str) -> float:
+    """Trip count of each of the two loops over the open cache's tiles.
+
+    Args:
+      platform: Platform whose tiles are counted, as JAX names it.
+    """
+    return self.open.tile_trips(platform)
+
   def explain(
     self,
     machine: chips.Machine | str | None = None,

@@ -184,6 +184,15 @@ class TieredCache(ResizableCache):
       sizes[memory] += x.nbytes
     return sizes
 
+  def tile_trips(self, platform: str) -> float:
+    """Trip count of each of the two loops over a full cache's blocks.
+
+    The loops of `fold_tiles` read two blocks and one block of host memory a
+    turn; a kernel reads the part on the device.
+    """
+    del platform
+    return (self.held.capacity / self.kind.tier.block / self.shards - 1) / 3
+
   def explain(
     self,
     machine: chips.Machine | str | None = None,
