@@ -23,6 +23,7 @@ from ringjax.kv.base import bytes_each
 from ringjax.parallel import chips
 from ringjax.plan.compiler import aot, compiling, hlo, overlap
 from ringjax.plan.compiler.roofline import roofline
+from tests.plan.test_overlap import HIDDEN, program
 
 STEPS = "ringjax.bench.steps"
 ATTENTION = f"{STEPS}:attention"
@@ -633,6 +634,39 @@ def test_of_a_compiler_that_broke_the_reason_is_told(monkeypatch):
     aot.compile(ATTENTION, "v5e:2x2", {"tokens": 512})
   assert "status 7" in str(error.value)
   assert str(error.value).rstrip(".").endswith(fatal)
+
+
+def test_traffic_that_fails_hides_no_result(monkeypatch):
+  body = {
+    "fits": True, "devices": 4, "coords": [[0, 0, 0]] * 4, "data_trips": 1.0,
+    "facts": {}, "versions": {}, "trace_s": 1.0, "compile_s": 300.0,
+    "memory": dict.fromkeys(
+      ("arguments", "outputs", "aliased", "temporaries", "code"), 1000
+    ),
+  }  # fmt: skip
+  texts = []
+
+  def parse(text):
+    texts.append(text)
+    return real_parse(text)
+
+  def failing(program, *, taken):
+    raise KeyError("fusion.7")
+
+  real_parse = hlo.parse
+  monkeypatch.setattr(aot, "missing", lambda: None)
+  monkeypatch.setattr(aot, "_run", lambda *_: (body, program(*HIDDEN)))
+  monkeypatch.setattr(hlo, "parse", parse)
+  compiled = aot.compile(ATTENTION, "v5e:2x2", {"tokens": 512})
+  # The program's text is read once, for the report and the traffic.
+  assert len(texts) == 1
+  assert compiled.traffic is not None and compiled.traffic_error is None
+  monkeypatch.setattr(aot, "traffic", failing)
+  compiled = aot.compile(ATTENTION, "v5e:2x2", {"tokens": 512})
+  assert compiled.fits and compiled.report is not None
+  assert compiled.traffic is None
+  assert compiled.traffic_error == "KeyError: 'fusion.7'"
+  assert compiled.record()["traffic_error"] == compiled.traffic_error
 
 
 REPORT = """Memory Space: default (color=0)

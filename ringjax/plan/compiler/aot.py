@@ -138,8 +138,10 @@ class Compiled:
     limit_bytes: Bytes per device that a program may take.
     largest: Largest buffers of a program that does not fit.
     report: Report on the schedule; None if `memory` is.
-    traffic: Bytes read and written; None if `memory` is. Branches of a
-      conditional run as often as "filled_blocks" among the facts says.
+    traffic: Bytes read and written; None if `memory` is, or if they could not
+      be counted. Branches of a conditional run as often as "filled_blocks"
+      among the facts says.
+    traffic_error: Error of counting the traffic, or None.
     trace_s: Seconds of tracing and lowering.
     compile_s: Seconds of compiling.
     text_bytes: Length of the scheduled program's text.
@@ -163,6 +165,7 @@ class Compiled:
   versions: Mapping[str, str]
   text_path: str | None = None
   traffic: MemoryTraffic | None = None
+  traffic_error: str | None = None
 
   def record(self) -> dict[str, Any]:
     """Fields as a dict for JSON, with the report as "schedule"."""
@@ -282,24 +285,25 @@ def compile(
   answer, program = _run(text, flags, timeout_s)
   if text_path is not None and program:
     pathlib.Path(text_path).write_text(program)
-  memory = report = moved = None
+  memory = report = moved = traffic_error = None
   needed = answer.get("needed_bytes") or 0
   if "memory" in answer:
     memory = Memory(limit=core.hbm_bytes, **answer["memory"])
     # The compiler counts buffers whose lifetimes don't overlap once.
     needed = memory.total
+    scheduled = HloProgram(
+      program, core, kernels=kernels, data_trips=answer["data_trips"]
+    )
     report = overlap.check(
-      program,
-      core,
-      coords=answer["coords"],
-      wraps=core.wraps(sides),
-      kernels=kernels,
-      data_trips=answer["data_trips"],
+      scheduled, core, coords=answer["coords"], wraps=core.wraps(sides)
     )
-    moved = traffic(
-      HloProgram(program, core, data_trips=answer["data_trips"]),
-      taken=answer["facts"].get("filled_blocks", 1.0),
-    )
+    try:
+      moved = traffic(
+        scheduled, taken=answer["facts"].get("filled_blocks", 1.0)
+      )
+    except Exception as error:
+      # Compiling took minutes: its result counts without the traffic.
+      traffic_error = f"{type(error).__name__}: {error}"
   return Compiled(
     topology=topology,
     devices=answer["devices"],
@@ -316,6 +320,7 @@ def compile(
     versions=answer["versions"],
     text_path=text_path if program else None,
     traffic=moved,
+    traffic_error=traffic_error,
   )
 
 
