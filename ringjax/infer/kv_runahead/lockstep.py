@@ -188,24 +188,28 @@ class LockstepPrefill:
     )
     filled = np.zeros(width, np.int32)
     filled[: ids.size] = ids
-    x = programs.embed(programs.outer, put(filled[order]))
+    x = programs.embed(put(filled[order]))
     pos = put(order.astype(np.int32))
     seg = None if real.all() else put(real.astype(np.int32))
     keys_values = []
-    for layer in programs.layers:
-      pause(layer.number)
+    start_s = 0.0
+
+    def before(number: int) -> None:
+      nonlocal start_s
+      pause(number)
       if recorder is not None:
         peers.check()
-        peers.tick(layer.number + 1)
-      start_s = 0.0 if recorder is None else recorder.now()
-      weights = programs.weights(layer)
+        peers.tick(number + 1)
+        start_s = recorder.now()
+
+    for layer, weights in programs.walk(before=before):
       x, fresh = programs.full_layer(layer.spec, weights, x, pos, seg, ids.size)
       keys_values.append((fresh.k, fresh.v))
       jax.block_until_ready(x)
       if recorder is not None:
         recorder.add("attend", layer.number, start_s)
     row = int(np.flatnonzero(order == ids.size - 1)[0])
-    logits = jax.block_until_ready(programs.head(programs.outer, x, row))
+    logits = jax.block_until_ready(programs.head(x, row))
     return logits.addressable_data(0)
 
   def _work(
