@@ -94,7 +94,7 @@ def run(
   screen = console.Screen(NAME, stderr)
   chat = _Chat(values, stdin, stdout, screen)
   with console.Run(
-    screen, _MEMORY, doing=lambda: chat.doing, leaving=console.left
+    screen, _MEMORY, doing=lambda: chat.doing, leaving=console.leave_at_once
   ) as run:
     model_flags.check(values)
     if integer_flags.two_asked(values):

@@ -170,7 +170,7 @@ def run(
     doing=lambda: work.doing,
     reports=work.group,
     # The thread that generates ends only with the process.
-    leaving=console.left,
+    leaving=console.leave_at_once,
     tidy=work.close,
   ) as run:
     tensor_ranks.refuse(values)

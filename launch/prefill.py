@@ -119,7 +119,7 @@ def run(
     _MEMORY,
     doing=lambda: work.doing,
     reports=work.group,
-    leaving=console.left,
+    leaving=console.leave_at_once,
   ) as run:
     _check(values)
     if values.devices is None and (values.num_processes or 1) > 1:

@@ -483,11 +483,17 @@ OF_RATES = {
   "_State": "a link's queue in the event simulator",
 }
 _RATE = re.compile(r"(.*_)?(flops|bandwidth|latency_s|hbm_bytes|link_bytes_s)$")
+# What a file without such classes and names does not have: few are parsed.
+_RATES_OR_NAMES = re.compile(
+  r"(flops|bandwidth|latency_s|hbm_bytes|link_bytes_s):"
+  r"|^\w+ = (Chip|Cluster|Link|Machine)$",
+  re.M,
+)
 
 
 def second_machines(path: str, source: str) -> list[str]:
   """Classes with rates of devices, and second names of classes of chips."""
-  if path == CHIPS_FILE:
+  if path == CHIPS_FILE or not _RATES_OR_NAMES.search(source):
     return []
   found = []
   for node in ast.walk(ast.parse(source)):

@@ -123,7 +123,7 @@ def run(values: flags.FlagValues, screen: console.Screen) -> int:
     _MEMORY,
     doing=lambda: work.doing,
     reports=work,
-    leaving=console.left,
+    leaving=console.leave_at_once,
     tidy=started.kill,
   ) as run:
     return work.run()

@@ -228,7 +228,7 @@ def reason(error: BaseException, doing: str, knobs: str) -> str | None:
 
 
 class _Failing(Protocol):
-  """What reports errors: a screen, or a group of processes."""
+  """Reports errors: a screen, or a group of processes."""
 
   def failed(self, error: Exception, doing: str, knobs: str) -> int:
     """Reports an error; returns the exit status, or raises a bug again."""
@@ -263,7 +263,7 @@ class Run:
       interrupted: Message after Ctrl-C; default: the current activity.
       reports: Group of processes that reports errors; default: the screen.
       leaving: Called after the message of an interruption, with the interrupt
-        and the exit status, e.g. `Group.leave` or `left`.
+        and the exit status, e.g. `Group.leave` or `leave_at_once`.
       tidy: Called before the message of an interruption.
     """
     self.doing, self.status = doing, 0
@@ -287,7 +287,7 @@ class Run:
       self.status = INTERRUPTED
       self._leaving(error, self.status)
       return True
-    if isinstance(error, BrokenPipeError) and self._leaving is left:
+    if isinstance(error, BrokenPipeError) and self._leaving is leave_at_once:
       # The program that reads stdout has ended, as in `| head`.
       self._screen.end()
       leave(0)
@@ -349,7 +349,7 @@ def leave(status: int) -> None:
   os._exit(status)
 
 
-def left(error: BaseException, status: int) -> None:
+def leave_at_once(error: BaseException, status: int) -> None:
   """Ends the process at once after an interruption, see `Run`."""
   del error
   leave(status)

@@ -177,7 +177,7 @@ def run(
     _MEMORY,
     doing=lambda: work.doing,
     reports=work,
-    leaving=console.left,
+    leaving=console.leave_at_once,
     tidy=work.close,
   ) as run:
     common.quiet_logging()

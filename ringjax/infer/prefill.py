@@ -65,14 +65,15 @@ class PromptStrategy(NamedTuple):
   """Strategy with which a method reads a whole prompt.
 
   Fields:
-    layout: Order of the tokens on the shards; the chain has one of its own.
+    layout: Order of the tokens on the shards; that of the chain is planned for
+      each prompt.
     strategy: Strategy, without its axis.
     sharded: Whether it shards the sequence.
     wired: Whether keys may be sent in a lossy format.
   """
 
   layout: Layout
-  strategy: Any
+  strategy: Strategy
   sharded: bool
   wired: bool
 

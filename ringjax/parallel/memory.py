@@ -38,7 +38,7 @@ class ReportsMemory(Protocol):
   platform: str
 
   def memory_stats(self) -> Any:
-    """Figures by name; None or an error where there are none."""
+    """Return figures by name; None or an error if the platform has no figures."""
     ...
 
 

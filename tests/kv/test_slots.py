@@ -93,10 +93,10 @@ def test_row_after_row_is_all_rows_at_once(monkeypatch, reach, codec):
 @pytest.mark.parametrize("sharded_by", ["data", "model"])
 @pytest.mark.parametrize("masters", [2, 4])
 def test_masters_write_beside_another_axis(sharded_by, masters):
-  """Another axis shards rows or heads: each token is still where it should."""
-  other = 8 // masters
+  """Another axis shards rows or heads, and each token is in its row and slot."""
+  axis_size = 8 // masters
   mesh = jax.make_mesh(
-    (other, masters), (sharded_by, "seq"), axis_types=(AxisType.Auto,) * 2
+    (axis_size, masters), (sharded_by, "seq"), axis_types=(AxisType.Auto,) * 2
   )
   batch, heads, slots = 4, 4, 4 * masters
   rows = sharded_by if sharded_by == "data" else None

@@ -77,7 +77,7 @@ def test_a_process_with_threads_ends_at_once(monkeypatch, error, status):
   monkeypatch.setattr(console, "leave", leave)
   with (
     pytest.raises(SystemExit),
-    console.Run(screen(), KNOBS, leaving=console.left),
+    console.Run(screen(), KNOBS, leaving=console.leave_at_once),
   ):
     raise error
   assert statuses == [status]

@@ -332,11 +332,11 @@ class Runahead:
       tile_ids[0, : tile.real] = ids[tile.first : tile.end]
       xs.append(programs.embed(tile_ids))
 
-    def before(number: int) -> None:
+    def begin_layer(number: int) -> None:
       pause(number)
       self.peers.check()
 
-    for layer, weights in programs.walk(layers, before=before):
+    for layer, weights in programs.walk(layers, before=begin_layer):
       start_s = recorder.now()
       projected = self._paced(
         programs.project(layer.spec, weights, x, span, self.dtype)

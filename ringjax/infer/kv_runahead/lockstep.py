@@ -194,7 +194,7 @@ class LockstepPrefill:
     keys_values = []
     start_s = 0.0
 
-    def before(number: int) -> None:
+    def begin_layer(number: int) -> None:
       nonlocal start_s
       pause(number)
       if recorder is not None:
@@ -202,7 +202,7 @@ class LockstepPrefill:
         peers.tick(number + 1)
         start_s = recorder.now()
 
-    for layer, weights in programs.walk(before=before):
+    for layer, weights in programs.walk(before=begin_layer):
       x, fresh = programs.full_layer(layer.spec, weights, x, pos, seg, ids.size)
       keys_values.append((fresh.k, fresh.v))
       jax.block_until_ready(x)
