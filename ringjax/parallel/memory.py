@@ -38,7 +38,7 @@ class ReportsMemory(Protocol):
   platform: str
 
   def memory_stats(self) -> Any:
-    """Return figures by name; None or an error if the platform has no figures."""
+    """Return figures by name; None or an error if there are no figures."""
     ...
 
 

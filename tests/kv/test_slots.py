@@ -93,7 +93,7 @@ def test_row_after_row_is_all_rows_at_once(monkeypatch, reach, codec):
 @pytest.mark.parametrize("sharded_by", ["data", "model"])
 @pytest.mark.parametrize("masters", [2, 4])
 def test_masters_write_beside_another_axis(sharded_by, masters):
-  """Another axis shards rows or heads, and each token is in its row and slot."""
+  """Another axis shards rows or heads; tokens are in their rows and slots."""
   axis_size = 8 // masters
   mesh = jax.make_mesh(
     (axis_size, masters), (sharded_by, "seq"), axis_types=(AxisType.Auto,) * 2
