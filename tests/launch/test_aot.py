@@ -72,7 +72,7 @@ def asked(monkeypatch):
     return answer(topology, options, **more)
 
   monkeypatch.setattr(aot, "compile", compile)
-  monkeypatch.setattr(aot, "missing", lambda: None)
+  monkeypatch.setattr(aot, "missing", lambda *_: None)
   calls_and = type("Asked", (), {"calls": calls, "change": change})
   return calls_and
 
@@ -447,7 +447,7 @@ def test_capacity_keeps_what_it_knew_until_it_knows_more(
   "argv", [CAPACITY, ("cycles",), (*STEP, "--search"), STEP]
 )
 def test_without_the_compiler_nothing_is_begun(monkeypatch, argv):
-  monkeypatch.setattr(aot, "missing", lambda: "libtpu is not installed")
+  monkeypatch.setattr(aot, "missing", lambda *_: "libtpu is not installed")
   ran = ask(*argv)
   assert ran.status == 2 and "libtpu is not installed" in ran.err
   assert not ran.out

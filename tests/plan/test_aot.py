@@ -21,7 +21,7 @@ import ringjax as rj
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.kv.base import bytes_each
 from ringjax.parallel import chips
-from ringjax.plan.compiler import aot, compiling, hlo, overlap
+from ringjax.plan.compiler import aot, compiling, hlo, overlap, target
 from ringjax.plan.compiler.roofline import roofline
 from tests.plan.test_overlap import HIDDEN, program
 
@@ -385,6 +385,18 @@ class TestCompiled:
     assert found.memory.aliased >= pool
     assert found.memory.temporaries < pool / 4
 
+  def test_prompts_over_pages_write_no_scores(self, tmp_path):
+    """Four pieces of 512 tokens of 32 heads took 1.1 GiB of temporaries."""
+    path = tmp_path / "program.hlo"
+    wide = MODEL | {"num_hidden_layers": 1, "num_attention_heads": 32}
+    options = {"name": "many", "kind": "dense", "page": 128, "model": wide}
+    found = aot.compile(
+      "tests.plan.engine_calls:call", "v5e:1x1", options | {"tokens": 1 << 15},
+      text_path=str(path),
+    )  # fmt: skip
+    assert "ringjax_prefill_pool" in path.read_text()
+    assert found.memory.temporaries < 128 << 20
+
   @pytest.mark.parametrize(
     ("what", "model", "kind", "rows"),
     [
@@ -575,7 +587,7 @@ class TestCompiled:
 
 
 def test_without_libtpu_it_says_what_to_install(monkeypatch):
-  monkeypatch.setattr(aot, "missing", lambda: "libtpu is not installed")
+  monkeypatch.setattr(aot, "missing", lambda *_: "libtpu is not installed")
   with pytest.raises(OptionError, match="libtpu is not installed"):
     aot.compile(ATTENTION, "v5e:2x2", {"tokens": 512})
 
@@ -599,7 +611,7 @@ def test_a_compilation_ends_with_who_asked_for_it(tmp_path):
 
 
 def test_options_have_to_be_plain(monkeypatch):
-  monkeypatch.setattr(aot, "missing", lambda: None)
+  monkeypatch.setattr(aot, "missing", lambda *_: None)
   with pytest.raises(OptionError, match="options"):
     aot.compile(ATTENTION, "v5e:2x2", {"tokens": object()})
 
@@ -609,8 +621,8 @@ def test_options_have_to_be_plain(monkeypatch):
   [((1, 1), [1, 1, 1]), ((1, 2), [1, 2, 1]), ((2, 1, 1), [2, 1, 1])],
 )
 def test_a_slice_narrower_than_a_host_says_so(sides, bounds):
-  assert aot._host(sides) == {"chips_per_host_bounds": bounds}
-  assert aot._host((4, 4)) == aot._host((2, 2, 1)) == {}
+  assert target._host(sides) == {"chips_per_host_bounds": bounds}
+  assert target._host((4, 4)) == target._host((2, 2, 1)) == {}
 
 
 def test_the_environment_hides_what_libtpu_would_read(monkeypatch):
@@ -628,7 +640,7 @@ def test_of_a_compiler_that_broke_the_reason_is_told(monkeypatch):
   fatal = "F1122 21:26:03.123456   123 shape.cc:99] Check failed: size >= 0"
   said = ["W1122 21:26:01.0 loading", fatal, *["55b3e23e790f,"] * 999]
   source = f"import sys; sys.stderr.write({chr(10).join(said)!r}); sys.exit(7)"
-  monkeypatch.setattr(aot, "missing", lambda: None)
+  monkeypatch.setattr(aot, "missing", lambda *_: None)
   monkeypatch.setattr(aot, "_CHILD", source)
   with pytest.raises(aot.CompileError) as error:
     aot.compile(ATTENTION, "v5e:2x2", {"tokens": 512})
@@ -654,7 +666,7 @@ def test_traffic_that_fails_hides_no_result(monkeypatch):
     raise KeyError("fusion.7")
 
   real_parse = hlo.parse
-  monkeypatch.setattr(aot, "missing", lambda: None)
+  monkeypatch.setattr(aot, "missing", lambda *_: None)
   monkeypatch.setattr(aot, "_run", lambda *_: (body, program(*HIDDEN)))
   monkeypatch.setattr(hlo, "parse", parse)
   compiled = aot.compile(ATTENTION, "v5e:2x2", {"tokens": 512})
