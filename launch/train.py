@@ -72,7 +72,7 @@ from ringjax.models.gguf.gguf_folder import open_model
 from ringjax.models.hf import auxiliary_files
 from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer
-from ringjax.parallel import chips
+from ringjax.parallel import chips, memory
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoints.checkpoint import Checkpoints
 from ringjax.train.expert_balance import ExpertBalance
@@ -172,16 +172,18 @@ def run(
     values, stdout or sys.stdout, console.Screen(NAME, stderr)
   )
   try:
-    work.check()
-    common.start(values)
-    return work.run()
-  except KeyboardInterrupt as error:
-    # While it trains the signal is recorded, and not raised.
-    work.screen.error(f"interrupted while {work.doing}")
-    work.group.leave(error, console.INTERRUPTED)
-    return console.INTERRUPTED
-  except Exception as error:
-    return work.group.failed(error, work.doing, _MEMORY)
+    # While it trains a signal is recorded, and not raised.
+    with console.Run(
+      work.screen,
+      _MEMORY,
+      doing=lambda: work.doing,
+      reports=work.group,
+      leaving=work.group.leave,
+    ) as run:
+      work.check()
+      common.start(values)
+      return work.run()
+    return run.status
   finally:
     work.close()
 
@@ -1152,8 +1154,7 @@ def _share(rate: float, peak: float | None, devices: int) -> float | None:
 
 def _peak_bytes() -> int | None:
   """Peak memory of this process's first device, if it is known."""
-  stats = jax.local_devices()[0].memory_stats()
-  return None if stats is None else stats.get("peak_bytes_in_use")
+  return memory.device_memory(jax.local_devices()[0]).peak
 
 
 # ---------------------------------------------------------------------------

@@ -267,6 +267,8 @@ def words(found: Compiled, limit: float = overlap.LIMIT) -> list[str]:
       f"  reads {size(moved.read)} and writes {size(moved.written)}"
       + _times_least(found, moved.total)
     )
+  elif found.traffic_error is not None:
+    lines.append(f"  bytes moved are unknown: {found.traffic_error}")
   if memory.total > memory.limit:
     # The sum also counts buffers whose lifetimes do not overlap.
     lines.append("  not all of it at once: the compiler says that it fits")

@@ -259,9 +259,7 @@ def decode(
     "loops": Blockwise(),
   }
   one_of("local", local, algorithms)
-  resident = ShardedDecode(
-    mesh=mesh, axis="seq", fully_manual=True, local=algorithms[local]
-  )
+  resident = ShardedDecode(mesh=mesh, axis="seq", local=algorithms[local])
   over = NamedSharding(mesh, P())
   number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=over)
   q, cache = dims.operands(mesh)

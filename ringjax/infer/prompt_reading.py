@@ -27,7 +27,7 @@ from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.layout import Striped
-from ringjax.plan.choice import Machine
+from ringjax.plan.choice import Cluster
 
 
 @on_its_mesh
@@ -39,7 +39,7 @@ def read_context(
   prefill: str = "auto",
   chunk: int | None = None,
   partition: Sequence[int] | None = None,
-  machine: Machine | None = None,
+  machine: Cluster | None = None,
   tokenizer: Any = None,
   progress: Callable[[int], Any] | None = None,
 ) -> None:

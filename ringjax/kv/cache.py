@@ -75,6 +75,10 @@ from ringjax.kv.storage.window import WindowSlots, ring_size
 from ringjax.ops.attention.cached.code_format import (
   token_axis,
 )
+from ringjax.ops.attention.cached.views import (
+  ContiguousView,
+  tile_slots,
+)
 from ringjax.ops.mask import Coords
 from ringjax.parallel import chips
 from ringjax.parallel.local_arrays import move
@@ -237,6 +241,24 @@ class KVCache(ModelCache):
   @property
   def recurrent(self) -> bool:
     return any(isinstance(s, State) for s in self.slots)
+
+  def tile_trips(self, platform: str) -> float:
+    """Trip count of each of the two loops over a full cache's tiles.
+
+    Args:
+      platform: Platform whose tiles are counted, as JAX names it.
+    """
+    max_tiles = 0
+    for slots, layer_spec in zip(self.slots, self.shapes, strict=True):
+      if isinstance(slots, LayerKV):
+        assert isinstance(layer_spec, LayerCacheSpec)
+        length = slots.k.shape[token_axis(slots.k)] // self.shards
+        shape = (*slots.k.shape[:3], length, layer_spec.key)
+        # Tiles of decoded keys, in the cache's dtype.
+        tile: Any = jax.ShapeDtypeStruct(shape, self.dtype)
+        stored = ContiguousView(tile, tile, self.at, jnp.int32(0))
+        max_tiles = max(max_tiles, -(-length // tile_slots(stored, platform)))
+    return max_tiles / 2
 
   def explain(
     self,

@@ -71,7 +71,7 @@ from ringjax.models.weights.weight_placement import (
 from ringjax.nn.feedforward import ExpertsLayer
 from ringjax.nn.param import Rules, axis_names
 from ringjax.parallel import joint_outcome
-from ringjax.parallel.memory import host_free_bytes
+from ringjax.parallel.memory import device_free_bytes, host_free_bytes
 from ringjax.parallel.mesh import automatic, entering, with_shardings
 
 # A module, of arrays or of shapes.
@@ -723,7 +723,7 @@ def check_memory(
   devices = jax.local_devices() if mesh is None else mesh.local_devices
   device = devices[0]
   count = 1 if mesh is None else len(devices)
-  free = free_bytes(device, count)
+  free = device_free_bytes(device, count)
   if free is not None and per_device > free:
     raise MemoryEstimateError(
       "weights",
@@ -731,20 +731,6 @@ def check_memory(
       f"at most the {free:,} that are free there",
       "pass dtype=jnp.bfloat16, or a mesh with a larger 'model' axis",
     )
-
-
-def free_bytes(device: jax.Device, sharing: int) -> int | None:
-  """Bytes that may still be allocated on a device; None if unknown.
-
-  CPU devices share the host's memory: each of `sharing` gets its part.
-  """
-  stats = device.memory_stats()
-  if stats and "bytes_limit" in stats:
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-  if device.platform != "cpu":
-    return None
-  free = host_free_bytes()
-  return None if free is None else free // sharing
 
 
 @entering(lambda model, *_, **__: model.mesh)

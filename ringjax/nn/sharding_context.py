@@ -759,7 +759,6 @@ class CachedAttention(ShardingContext):
       batch_axes=self.batch_axes(b),
       head_axes=shares.get("head_axis", ()),
       query_axes=() if shares else self._query_axes(t, views),
-      fully_manual=self.mesh is not None,
       sharded=self.sharded,
       masters=self.masters,
       local=self.local,

@@ -33,7 +33,8 @@ from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention.strategies import nesting
 from ringjax.ops.mask import Mask, SameSegment, SeparateDocuments
-from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
+from ringjax.parallel.layout import LAYOUTS as NAMED_LAYOUTS
+from ringjax.parallel.layout import Contiguous, Layout
 from ringjax.parallel.mesh import entering
 from ringjax.train import batch as batches
 from ringjax.train import loop, memory_needs, remat
@@ -46,10 +47,7 @@ from ringjax.train.methods.draft_training import DraftTraining
 from ringjax.train.methods.encoder_training import ContextSplit, EncoderTraining
 from ringjax.train.methods.lora import Lora
 
-LAYOUTS: dict[str, Layout] = {
-  "contiguous": Contiguous(),
-  "striped": Striped(),
-  "zigzag": Zigzag(),
+LAYOUTS: dict[str, Layout] = NAMED_LAYOUTS | {
   # Slots in order; `place_rows` places each row's documents on the shards.
   "documents": Contiguous(),
 }

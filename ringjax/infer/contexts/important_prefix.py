@@ -422,9 +422,8 @@ def through_layers(
     np.int32(first), np.int32(question.size), np.int32(first + question.size)
   )
   question = np.pad(question, (0, -question.size % multiple))
-  x = programs.embed(programs.outer, jnp.asarray(question)[None])
-  for layer in programs.layers:
-    weights = programs.weights(layer)
+  x = programs.embed(jnp.asarray(question)[None])
+  for layer, weights in programs.walk():
     mixer: Any = layer.spec.attention
     q, k, v = programs.project(layer.spec, weights, x, span, dtype)
     turned = (jnp.swapaxes(part[0], 0, 1) for part in (k, v))

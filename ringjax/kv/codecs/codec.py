@@ -99,6 +99,10 @@ class Codec:
     del load
     return self
 
+  def without_weights(self) -> Codec:
+    """Codec of the same bytes that depends on no model's weights."""
+    return self
+
   @property
   def page(self) -> int | None:
     """Tokens that are encoded together; None: each is encoded alone."""

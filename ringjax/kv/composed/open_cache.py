@@ -60,6 +60,14 @@ class WithOpenCache(ModelCache):
   def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     return self.open.layer(kind, slots, index)
 
+  def tile_trips(self, platform: str) -> float:
+    """Trip count of each of the two loops over the open cache's tiles.
+
+    Args:
+      platform: Platform whose tiles are counted, as JAX names it.
+    """
+    return self.open.tile_trips(platform)
+
   def explain(
     self,
     machine: chips.Machine | str | None = None,

@@ -264,6 +264,22 @@ class OffloadedCache(WithOpenCache):
   def offloaded(self) -> bool:
     return True
 
+  def tile_trips(self, platform: str) -> float:
+    """Trip count of each of the two loops over a full cache's tiles.
+
+    Offloaded layers are read as layers on the devices.
+    """
+    return KVCache.spec(
+      self.shapes,
+      self.batch,
+      self.capacity,
+      self.dtype,
+      kind=self.kind,
+      mesh=self.mesh,
+      axis=self.axis,
+      platform=platform,
+    ).tile_trips(platform)
+
   def bytes_by_memory(self) -> dict[str, int]:
     """Total bytes of all shards, by memory of `kv.base.TIERS`."""
     sizes = {DEVICE: sum(x.nbytes for x in jax.tree.leaves(self.open))}

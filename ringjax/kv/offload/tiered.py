@@ -38,7 +38,7 @@ from ringjax.errors import OptionError, PromptError
 from ringjax.kv.base import HOST, CacheSpec, zeros
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
-from ringjax.kv.cache_report import HOST_BANDWIDTH, CacheReport, report
+from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.cache_rows import on_host, placed_as, row_indices
 from ringjax.kv.composed.open_cache import ResizableCache, WithOpenLayer
 from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
@@ -195,13 +195,22 @@ class TieredCache(ResizableCache):
       sizes[memory] += x.nbytes
     return sizes
 
+  def tile_trips(self, platform: str) -> float:
+    """Trip count of each of the two loops over a full cache's blocks.
+
+    The loops of `fold_tiles` read two blocks and one block of host memory a
+    turn; a kernel reads the part on the device.
+    """
+    del platform
+    return (self.held.capacity / self.kind.tier.block / self.shards - 1) / 3
+
   def explain(
     self,
     machine: chips.Machine | str | None = None,
     *,
     tokens: int | None = None,
     weights: int | float = 0,
-    host_bandwidth: int | float = HOST_BANDWIDTH,
+    host_bandwidth: int | float = chips.HOST_LINK.bandwidth,
   ) -> CacheReport:
     """Report use of each memory, and the decode speed that it allows.
 
