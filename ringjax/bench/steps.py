@@ -35,9 +35,6 @@ from ringjax.infer.speculate import rounds
 from ringjax.infer.speculate.drafter import Draft
 from ringjax.kv import kind_text
 from ringjax.kv.base import HOST, bytes_each
-from ringjax.kv.cache import KVCache, LayerCacheSpec, LayerKV
-from ringjax.kv.offload.layer_offload import OffloadedCache
-from ringjax.kv.offload.tiered import TieredCache
 from ringjax.models import work_profile
 from ringjax.models.checkpoint import abstract
 from ringjax.models.presets import preset
@@ -47,8 +44,6 @@ from ringjax.nn.param import Rules
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import joined
-from ringjax.ops.attention.cached.code_format import token_axis
-from ringjax.ops.attention.cached.views import ContiguousView, tile_slots
 from ringjax.ops.attention.cost.schedule import tile_counts
 from ringjax.ops.mask import Causal, Everything, Window
 from ringjax.parallel.mesh import make_mesh
@@ -64,6 +59,10 @@ ORDERS = ("ring", "listed")
 WHAT = ("forward", "backward")
 # Shards and local tokens whose tiles are counted; more of them look the same.
 _COUNTED_SHARDS, _COUNTED_TOKENS = 8, 16384
+# Strategies whose kernels' calls have all queries and keys of a hop.
+_WHOLE_CALLS = ("striped", "ring", "gather")
+# Queries and keys of a tile of the TPU kernels, unless options say otherwise.
+_KERNEL_TILE = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +102,22 @@ class ProgramOptions:
     """The strategy, its layout and its local algorithm."""
     return way(self.strategy, self.q_block, self.kv_block, self.local)
 
+  def tile_share(
+    self, mesh: Mesh, axis: str | None, causal: bool, window: int | None
+  ) -> dict[str, float]:
+    """Entry of the report: the share of a call's tiles that a kernel computes.
+
+    For the shard that has most, as the others wait for it; none where a window
+    decides, or where a call of the kernel has another part of the keys.
+    """
+    if window is not None or self.strategy not in _WHOLE_CALLS:
+      return {}
+    shards = 1 if axis is None else mesh.shape[axis]
+    tile = (self.q_block or _KERNEL_TILE, self.kv_block or _KERNEL_TILE)
+    local = -(-self.tokens // shards)
+    share = _busy_share(self.named, shards, local, tile, causal)
+    return {"tile_share": share}
+
   def placed(self, **counts: int) -> tuple[Mesh, str | None]:
     """The mesh and its sequence axis, checked against the tokens."""
     mesh, axis = _mesh(self.devices, self.mesh, self.order)
@@ -124,6 +139,7 @@ class ProgramOptions:
       "tokens": self.tokens,
       "batch": self.batch,
       "strategy": self.strategy,
+      "dtype": self.dtype,
       **facts,
       "model_flops": flops / mesh.size,
     }
@@ -144,6 +160,8 @@ class ModelOptions(ProgramOptions):
     model: Name of a preset, or contents of a config.json.
     shard: Mesh axis that shards weights and moments along the model's width;
       None for `Rules()`.
+    experts: Mesh axis that shards a mixture's experts, whose weights stay
+      there; None for none.
     layers: Number of layers, in place of the model's.
     block: Tokens of a step of the feedforward.
     weights: Placement of the layers' weights, "host" or as
@@ -152,6 +170,7 @@ class ModelOptions(ProgramOptions):
 
   model: str | Mapping[str, Any]
   shard: str | None = "seq"
+  experts: str | None = None
   layers: int | None = None
   block: int = 2048
   weights: str | None = None
@@ -162,7 +181,8 @@ class ModelOptions(ProgramOptions):
     config = preset(source) if isinstance(source, str) else dict(source)
     if self.layers is not None:
       config["num_hidden_layers"] = positive_int("layers", self.layers)
-    rules = None if self.shard is None else Rules(embed=self.shard)
+    axes = {"embed": self.shard, "experts": self.experts}
+    rules = Rules(**{name: axis for name, axis in axes.items() if axis})
     model = abstract(config, dtype=dtype, mesh=mesh, rules=rules)
     if self.weights is None:
       return model
@@ -262,6 +282,7 @@ def attention(
     flops * (1.0 if what == "forward" else 3.5),
     _trips(named, mesh, axis, tokens, causal),
     what=f"attention {what}",
+    **({} if packed else program.tile_share(mesh, axis, causal, window)),
   )
 
 
@@ -304,15 +325,18 @@ def train(
     _spec, mesh, (accumulate, micro_batch, program.tokens), over
   )
   batch = batches.Batch(row(), row(), row(jnp.float32))
+  state = training.form(update, model, mesh)
   return program.built(
     mesh,
     training.make_step(update, attend, objective),
-    (training.form(update, model, mesh), None, batch),
+    (state, None, batch),
     recipes.flops(model, program.tokens) * program.batch * program.tokens,
     _trips(program.named, mesh, attend.axis, program.tokens, True),
     what="train",
     remat=remat,
     optimizer=optimizer,
+    least_bytes=_train_bytes(program, model, state, mesh.size),
+    **program.tile_share(mesh, attend.axis, True, _reach(model)),
     **program.facts(model),
   )
 
@@ -353,13 +377,17 @@ def prefill(
     batch, tokens, sharding=attend, kind=kind, placement=cache_placement
   )
   trips = _trips(program.named, mesh, attend.axis, program.tokens, True)
+  share: dict[str, float] = program.tile_share(
+    mesh, attend.axis, True, _reach(model)
+  )
   pos, context = None, attend
   if chunk is not None:
+    share = {}
     chunk = positive_int("chunk", chunk)
     context = CachedAttention(mesh=mesh, axis=attend.axis, replicated=False)
     pos = ids = _spec(mesh, (batch, chunk), over)
     flops = chunk * (work.token_s + work.pair_s * (tokens - chunk / 2))
-    trips = _cache_tiles(empty)
+    trips = empty.tile_trips("tpu")
   rows = (_spec(mesh, (batch,)), _spec(mesh))
   return program.built(
     mesh,
@@ -370,6 +398,10 @@ def prefill(
     what="prefill",
     cache=str(kind),
     cache_bytes=_cache_bytes(empty),
+    # Keys of a chunk's prompt are read, those of a whole prompt written.
+    least_bytes=step_bytes.weight_bytes(model, batch * (chunk or tokens))
+    + bytes_each(empty),
+    **share,
     **program.facts(model),
   )
 
@@ -416,6 +448,8 @@ def pair(
     num_prompts * program.batch * (flops + _head_flops(model)),
     _trips(program.named, mesh, None, program.tokens, True),
     what=f"pair, {how_summed}",
+    least_bytes=step_bytes.weight_bytes(model, program.batch * program.tokens)
+    + num_prompts * bytes_each(empty),
     **program.facts(model),
   )
 
@@ -450,7 +484,7 @@ def decode(
     (*call.model, call.sampler, call.cache, call.state,
      _spec(mesh, (4,)), _spec(mesh)),
     call.flops(1),
-    _cache_tiles(call.cache),
+    call.cache.tile_trips("tpu"),
     what="decode",
     **call.facts,
     **call.bytes(1),
@@ -494,7 +528,7 @@ def verify(
     (*call.model, "match", call.sampler, call.cache, call.state, draft,
      _spec(mesh, (batch,)), _spec(mesh, (4,)), _spec(mesh)),
     call.flops(drafted + 1),
-    _cache_tiles(call.cache),
+    call.cache.tile_trips("tpu"),
     what="verify",
     drafted=drafted,
     **call.facts,
@@ -542,6 +576,7 @@ class _CallWithCache:
     return {
       "least_bytes": weights + bytes_each(self.cache),
       "filled_blocks": step_bytes.filled_blocks(model, count),
+      **({} if _reach(model) is not None else {"tile_share": 1.0}),
     }
 
 
@@ -645,6 +680,26 @@ def _head_flops(form: Transformer) -> float:
   return 2.0 * form.config.vocab * form.config.embed
 
 
+def _reach(form: Transformer) -> int | None:
+  """Tokens before it that a query of a windowed layer sees; None without."""
+  reaches = (layer.attention.reach for layer in form.config.layers)
+  return next((reach for reach in reaches if reach is not None), None)
+
+
+def _train_bytes(
+  program: ModelOptions, form: Transformer, state: PyTree, devices: int
+) -> float:
+  """Bytes of a device that a training step must read or write.
+
+  Weights and moments are read and written, and so is what any rematerialization
+  keeps: the input of each layer.
+  """
+  config = form.config
+  width = np.dtype(recipes.dtype_of(program.dtype)).itemsize
+  inputs = program.batch * program.tokens * config.embed * len(config.layers)
+  return 2.0 * (bytes_each(state) + inputs * width / devices)
+
+
 def _host_bytes(x: PyTree) -> int:
   """Bytes of one device's shards of arrays in host memory."""
   return sum(
@@ -657,33 +712,6 @@ def _host_bytes(x: PyTree) -> int:
 def _cache_bytes(cache: Any) -> dict[str, int]:
   """Bytes of one device's part of a cache, by memory."""
   return {"device": bytes_each(cache), "host": _host_bytes(cache)}
-
-
-def _cache_tiles(cache: KVCache | TieredCache | OffloadedCache) -> float:
-  """Trip count of each of two loops over a full cache's tiles.
-
-  A cache in host memory is read by the two loops of `fold_tiles`, of two blocks
-  and of one block a turn; a kernel reads its part on the device.
-  """
-  if isinstance(cache, TieredCache):
-    return (cache.held.capacity / cache.kind.tier.block / cache.shards - 1) / 3
-  if isinstance(cache, OffloadedCache):
-    # Offloaded layers are read as layers on the devices.
-    cache = KVCache.spec(
-      cache.shapes, cache.batch, cache.capacity, cache.dtype, kind=cache.kind,
-      mesh=cache.mesh, axis=cache.axis, platform="tpu",
-    )  # fmt: skip
-  max_tiles = 0
-  for slots, layer_spec in zip(cache.slots, cache.shapes, strict=True):
-    if isinstance(slots, LayerKV):
-      assert isinstance(layer_spec, LayerCacheSpec)
-      length = slots.k.shape[token_axis(slots.k)] // cache.shards
-      shape = (*slots.k.shape[:3], length, layer_spec.key)
-      # Tiles of decoded keys, in the cache's dtype.
-      tile: Any = jax.ShapeDtypeStruct(shape, cache.dtype)
-      stored = ContiguousView(tile, tile, cache.at, jnp.int32(0))
-      max_tiles = max(max_tiles, -(-shape[3] // tile_slots(stored, "tpu")))
-  return max_tiles / 2
 
 
 def _trips(
@@ -699,10 +727,27 @@ def _trips(
   """
   shards = 1 if axis is None else mesh.shape[axis]
   local = -(-tokens // shards)
+  rows, columns = named.blocks(local, local)
+  busy = _busy_share(named, shards, local, (rows, columns), causal)
+  keys = local if named.visits else local * shards
+  forward = busy * -(-keys // columns) / 2
+  down = -(-local // rows)
+  backward = busy * down / (1 + joined(down, rows))
+  return [("rematted", forward), ("transpose", backward), ("", forward)]
+
+
+def _busy_share(
+  named: NamedStrategy,
+  shards: int,
+  local: int,
+  tile: tuple[int, int],
+  causal: bool,
+) -> float:
+  """Share of the tiles of a hop that the shard with most of them computes."""
   # Strategies that gather keys make one call with all keys.
   counted_shards = min(shards, _COUNTED_SHARDS)
   counted_tokens = min(local, _COUNTED_TOKENS)
-  rows, columns = named.blocks(local, local)
+  rows, columns = tile
   mask = Causal() if causal else Everything()
   counts = tile_counts(
     named.layout,
@@ -715,12 +760,7 @@ def _trips(
   cells = -(-counted_tokens // min(rows, counted_tokens)) * -(
     -counted_tokens // min(columns, counted_tokens)
   )
-  busy = float(np.max(counts, axis=1).mean()) / cells
-  keys = local if named.visits else local * shards
-  if not named.visits:
-    # All keys at once: the busiest shard in total, not in each hop.
-    busy = float(counts.sum(axis=0).max()) / (cells * counted_shards)
-  forward = busy * -(-keys // columns) / 2
-  down = -(-local // rows)
-  backward = busy * down / (1 + joined(down, rows))
-  return [("rematted", forward), ("transpose", backward), ("", forward)]
+  if named.visits:
+    return float(np.max(counts, axis=1).mean()) / cells
+  # All keys at once: the busiest shard in total, not in each hop.
+  return float(counts.sum(axis=0).max()) / (cells * counted_shards)
