@@ -131,7 +131,7 @@ class BlockProductTPU:
   ) -> Float[Array, "N O"]:
     """x . weight, of x's dtype."""
     *stack, total, rows, outer = weight.codes.shape
-    shape = _Shape.of(x.shape[0], weight, chips.core(self.chip or _SOME).cores)
+    shape = _Shape.of(x.shape[0], weight, chips.core(self.chip or _SOME).cores, self.interpret)
     blocks = -(-total // shape.groups)
     at_block = lambda o, k, *index: (*(i[0] for i in index), k, o)
     lead = (None,) * len(stack)
@@ -163,7 +163,10 @@ class BlockProductTPU:
             (shape.units * shape.spread, shape.share * shape.padded, shape.depth),
             jnp.bfloat16,
           ),
-          *([pltpu.VMEM((shape.groups, shape.columns), jnp.float32)] * 2),
+          pltpu.VMEM(
+            (shape.columns // _LANES, shape.groups, _LANES), jnp.float32
+          ),
+          pltpu.VMEM((shape.groups, shape.columns), jnp.float32),
         ],
       ),
       out_shape=collectives.out_type(
@@ -221,6 +224,7 @@ class _Shape:
     columns: Outputs of a block.
     first: Level of code 0; None for codes of 8 bits.
     has_least: Whether there are least numbers.
+    interpret: Whether Pallas' interpreter runs the kernel.
   """
 
   n: int
@@ -232,9 +236,12 @@ class _Shape:
   columns: int
   first: int | None
   has_least: bool
+  interpret: bool
 
   @classmethod
-  def of(cls, n: int, weight: BlockCodes, cores: int) -> _Shape:
+  def of(
+    cls, n: int, weight: BlockCodes, cores: int, interpret: bool
+  ) -> _Shape:
     total, rows, outer = weight.codes.shape[-3:]
     most = _COLUMNS if outer >= _WIDE else _FEWER
     lanes = lambda x: -(-x // _LANES) * _LANES
@@ -248,6 +255,7 @@ class _Shape:
       columns=min(most, lanes(-(-outer // cores))),
       first=None if weight.levels is None else weight.levels[0],
       has_least=weight.least is not None,
+      interpret=interpret,
     )
 
   @property
@@ -350,7 +358,9 @@ def _kernel(shape: _Shape, stack: int, *refs: Any) -> None:
   offset = step * jnp.float32(-shape.excess)
   if least_in is not None:
     offset = offset + _inside(shape, k, _floats(least_in[...]))
-  step_ref[...], offset_ref[...] = step, offset
+  offset_ref[...] = offset
+  for tile in range(step_ref.shape[0]):
+    step_ref[tile] = step[:, tile * _LANES : (tile + 1) * _LANES]
 
   inner = max(_LANES, _FEWER * _HALF_ROWS // (shape.share * shape.padded) // _LANES * _LANES)
   for column in range(0, shape.columns, inner):
@@ -366,7 +376,7 @@ def _kernel(shape: _Shape, stack: int, *refs: Any) -> None:
       sums = _dot(x, numbers)
       for n in range(count):
         rows = sums[n * shape.padded : (n + 1) * shape.padded]
-        acc += rows * step_ref[pl.ds(start + n, 1), lanes]
+        acc += rows * _row(shape, step_ref, start + n, column, acc.shape)
     acc_ref[:, lanes] = acc
 
   @pl.when(k == pl.num_programs(1) - 1)
@@ -404,6 +414,21 @@ def _spread_x(shape, k, x_ref, order_ref, wide_ref, left_ref):
     shift = u * of_unit
     totals += pltpu.roll(sums, shift, 1) if shift else sums
   return totals[:, : shape.groups]
+
+
+def _row(
+  shape: _Shape, step_ref: Any, row: int, column: int, size: tuple[int, int]
+) -> Any:
+  """Row of steps from a column on, repeated to `size`."""
+  tiles = []
+  for tile in range(column // _LANES, (column + size[1]) // _LANES):
+    if shape.interpret:
+      steps = jnp.broadcast_to(step_ref[tile, row : row + 1], (_SUBLANES, _LANES))
+    else:
+      # A load that repeats one row, instead of a rotation within registers.
+      steps = step_ref[tile, pl.ds(row, _SUBLANES, stride=0)]
+    tiles.append(steps)
+  return jnp.concatenate([jnp.concatenate(tiles, 1)] * (size[0] // _SUBLANES), 0)
 
 
 def _owner(shape: _Shape) -> Any:
