@@ -23,10 +23,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -103,9 +101,7 @@ class BlockProductTPU:
   chip: str | None = None
   interpret: bool = False
 
-  def decline(
-    self, x: Float[Array, "N I"], weight: BlockCodes
-  ) -> str | None:
+  def decline(self, x: Float[Array, "N I"], weight: BlockCodes) -> str | None:
     """Return the reason not to serve this call, or None."""
     if x.dtype != jnp.bfloat16:
       return f"{x.dtype}: it multiplies bfloat16"
@@ -131,7 +127,9 @@ class BlockProductTPU:
   ) -> Float[Array, "N O"]:
     """x . weight, of x's dtype."""
     *stack, total, rows, outer = weight.codes.shape
-    shape = _Shape.of(x.shape[0], weight, chips.core(self.chip or _SOME).cores, self.interpret)
+    shape = _Shape.of(
+      x.shape[0], weight, chips.core(self.chip or _SOME).cores, self.interpret
+    )
     blocks = -(-total // shape.groups)
     at_block = lambda o, k, *index: (*(i[0] for i in index), k, o)
     lead = (None,) * len(stack)
@@ -159,8 +157,14 @@ class BlockProductTPU:
           pltpu.VMEM(
             (shape.units * shape.spread, shape.share * shape.padded, _LANES),
             jnp.bfloat16,
-          ) if shape.depth == _LANES else pltpu.VMEM(
-            (shape.units * shape.spread, shape.share * shape.padded, shape.depth),
+          )
+          if shape.depth == _LANES
+          else pltpu.VMEM(
+            (
+              shape.units * shape.spread,
+              shape.share * shape.padded,
+              shape.depth,
+            ),
             jnp.bfloat16,
           ),
           pltpu.VMEM(
@@ -339,7 +343,9 @@ def _groups_of_block(total: int, rows: int) -> int:
   if total <= most:
     return total
   # Rows of steps of 16 bits are stored in pairs of registers' rows.
-  divisors = [n for n in range(_HALF_ROWS, most + 1, _HALF_ROWS) if total % n == 0]
+  divisors = [
+    n for n in range(_HALF_ROWS, most + 1, _HALF_ROWS) if total % n == 0
+  ]
   return max(divisors, default=most)
 
 
@@ -362,7 +368,10 @@ def _kernel(shape: _Shape, stack: int, *refs: Any) -> None:
   for tile in range(step_ref.shape[0]):
     step_ref[tile] = step[:, tile * _LANES : (tile + 1) * _LANES]
 
-  inner = max(_LANES, _FEWER * _HALF_ROWS // (shape.share * shape.padded) // _LANES * _LANES)
+  inner = max(
+    _LANES,
+    _FEWER * _HALF_ROWS // (shape.share * shape.padded) // _LANES * _LANES,
+  )
   for column in range(0, shape.columns, inner):
     lanes = pl.ds(column, min(inner, shape.columns - column))
     acc = acc_ref[:, lanes] + _dot(totals, offset_ref[:, lanes])
@@ -423,12 +432,16 @@ def _row(
   tiles = []
   for tile in range(column // _LANES, (column + size[1]) // _LANES):
     if shape.interpret:
-      steps = jnp.broadcast_to(step_ref[tile, row : row + 1], (_SUBLANES, _LANES))
+      steps = jnp.broadcast_to(
+        step_ref[tile, row : row + 1], (_SUBLANES, _LANES)
+      )
     else:
       # A load that repeats one row, instead of a rotation within registers.
       steps = step_ref[tile, pl.ds(row, _SUBLANES, stride=0)]
     tiles.append(steps)
-  return jnp.concatenate([jnp.concatenate(tiles, 1)] * (size[0] // _SUBLANES), 0)
+  return jnp.concatenate(
+    [jnp.concatenate(tiles, 1)] * (size[0] // _SUBLANES), 0
+  )
 
 
 def _owner(shape: _Shape) -> Any:
@@ -452,7 +465,9 @@ def _numbers(codes: Any, doubled: bool) -> Any:
   for start in range(0, words.shape[0], _SUBLANES):
     word = words[start : start + _SUBLANES]
     for shift in _SHIFTS:
-      shifted = lax.shift_right_logical(word, np.int32(shift)) if shift else word
+      shifted = (
+        lax.shift_right_logical(word, np.int32(shift)) if shift else word
+      )
       pieces.append(pltpu.bitcast((shifted & _CODES) | _NUMBERS, jnp.bfloat16))
   return jnp.concatenate(pieces, 0)
 
