@@ -226,6 +226,9 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("weights", "text", None, "aot",
    "--what=prefill, decode or verify: where layers' weights are, host, or "
    "fractions as device=.5,host=.5; default: on the devices."),
+  ("coded_bits", "enum", None, "aot",
+   "--what=prefill, decode or verify: bits of the codes that replace the "
+   "weights of linear maps; default: floats.", ("8", "4")),
   ("cache_placement", "text", None, "aot",
    "--what=prefill, decode or verify: the same of their keys."),
   ("chunk", "whole", None, "aot",

@@ -26,7 +26,7 @@ from jaxtyping import Array, PyTree, Shaped
 from ringjax.bench import step_bytes
 from ringjax.bench.ways import NamedStrategy, way
 from ringjax.checks import one_of, positive_int
-from ringjax.errors import ShapeError
+from ringjax.errors import OptionError, ShapeError
 from ringjax.infer import decode as decoding
 from ringjax.infer import prefill as reading
 from ringjax.infer.liger import paired
@@ -39,9 +39,10 @@ from ringjax.kv.cache import KVCache, LayerCacheSpec, LayerKV
 from ringjax.kv.offload.layer_offload import OffloadedCache
 from ringjax.kv.offload.tiered import TieredCache
 from ringjax.models import work_profile
-from ringjax.models.checkpoint import abstract
+from ringjax.models.checkpoint import abstract, abstract_on
 from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer
+from ringjax.models.weights.coded_weights import BITS, coded_model
 from ringjax.models.weights.streaming import abstract_placed
 from ringjax.nn.param import Rules
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
@@ -148,6 +149,8 @@ class ModelOptions(ProgramOptions):
     block: Tokens of a step of the feedforward.
     weights: Placement of the layers' weights, "host" or as
       "device=.5,host=.5"; None for the devices.
+    coded_bits: Bits of the codes that replace the weights of linear maps, 8
+      or 4; None: weights are floats.
   """
 
   model: str | Mapping[str, Any]
@@ -155,6 +158,7 @@ class ModelOptions(ProgramOptions):
   layers: int | None = None
   block: int = 2048
   weights: str | None = None
+  coded_bits: int | None = None
 
   def form(self, mesh: Mesh, dtype: str) -> Transformer:
     """The model's shapes, sharded along its width over the axis `shard`."""
@@ -164,6 +168,17 @@ class ModelOptions(ProgramOptions):
       config["num_hidden_layers"] = positive_int("layers", self.layers)
     rules = None if self.shard is None else Rules(embed=self.shard)
     model = abstract(config, dtype=dtype, mesh=mesh, rules=rules)
+    if self.coded_bits is not None:
+      if self.weights is not None:
+        raise OptionError(
+          "weights",
+          f"{self.weights!r} together with coded_bits={self.coded_bits}",
+          "one of both",
+          "leave out weights=, or coded_bits=",
+        )
+      one_of("coded_bits", self.coded_bits, BITS)
+      codes = functools.partial(coded_model, bits=self.coded_bits)
+      return abstract_on(jax.eval_shape(codes, model), mesh, rules)
     if self.weights is None:
       return model
     return abstract_placed(model, self.weights, mesh)
@@ -176,6 +191,7 @@ class ModelOptions(ProgramOptions):
       "layers": len(form.config.layers),
       "parameters": sum(int(x.size) for x in jax.tree.leaves(form)),
       "host_bytes": _host_bytes(form),
+      "coded_bits": self.coded_bits,
     }
 
   def context(

@@ -67,6 +67,22 @@ def with_coded_weights(
       RuntimeWarning,
       stacklevel=2,
     )
+  return coded_model(model, bits=bits, group=group)
+
+
+def coded_model(
+  model: Transformer, *, bits: int = 8, group: int | None = None
+) -> Transformer:
+  """The result of `with_coded_weights`, also of arrays that are traced.
+
+  Args:
+    model: Model of floats.
+    bits: Bits of a code.
+    group: Number of weights of an output that share a step, for 4 bits.
+
+  Raises:
+    OptionError: If `group` is out of range, or the model has codes already.
+  """
   group = positive_int("group", GROUP if group is None else group)
   if group % 2:
     raise OptionError("group", group, "an even number", "pass group=64")
