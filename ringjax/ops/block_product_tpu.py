@@ -135,6 +135,11 @@ class BlockProductTPU:
     lead = (None,) * len(stack)
     scales = [a for a in (weight.step, weight.least) if a is not None]
     of_groups = pl.BlockSpec((*lead, shape.groups, shape.columns), at_block)
+    stacks = (
+      weight.codes.reshape(*stack, total * rows, outer),
+      *map(_bits, scales),
+    )
+    in_memory = (lambda a: a) if self.interpret else _in_memory
     return pl.pallas_call(
       functools.partial(_kernel, shape, len(stack)),
       grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -186,8 +191,7 @@ class BlockProductTPU:
       *(jnp.asarray(i, jnp.int32).reshape(1) for i in weight.index),
       x,
       jnp.asarray(shape.order, jnp.bfloat16),
-      weight.codes.reshape(*stack, total * rows, outer),
-      *(_bits(a) for a in scales),
+      *map(in_memory, stacks),
     )
 
   def _cost(self, weight: BlockCodes) -> pl.CostEstimate:
@@ -205,6 +209,15 @@ class BlockProductTPU:
       transcendentals=0,
       bytes_accessed=nbytes,
     )
+
+
+def _in_memory(x: Shaped[Array, " ..."]) -> Shaped[Array, " ..."]:
+  """x in the device's memory.
+
+  XLA would copy a stack that fits into vector memory there before each call,
+  all layers for the one that is read.
+  """
+  return pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
 def _bits(x: Float[Array, " ..."]) -> Shaped[Array, " ..."]:
