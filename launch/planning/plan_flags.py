@@ -203,8 +203,8 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("topology", "text", None, "aot", "The slice, e.g. v5p:4x4x8 or v5e:16x16."),
   ("what", "enums", None, "aot capacity cycles",
    "aot: which program (pair: two prompts at once); capacity: train, "
-   "prefill; cycles: attention, decode, shared.",
-   (*aot.WHAT, "shared")),
+   "prefill; cycles: attention, decode, shared, product.",
+   (*aot.WHAT, "shared", "product")),
   ("strategy", "many", None, "aot capacity",
    f"Strategy of attention, of {','.join(aot.STRATEGIES)}."),
   ("remat", "text", None, "aot capacity",
@@ -240,7 +240,8 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("loss_block", "whole", None, "aot capacity",
    "Tokens of a step of the head."),
   ("queries", "whole", None, "cycles",
-   "cycles --what=decode: tokens of a call, those of a draft too."),
+   "cycles --what=decode: tokens of a call, those of a draft too; "
+   "--what=product: rows of the product."),
   ("q_block", "whole", None, "aot cycles", "Queries of a tile of attention."),
   ("kv_block", "whole", None, "aot cycles", "Keys of a tile of attention."),
   ("order", "enum", None, "aot",

@@ -127,9 +127,7 @@ class BlockProductTPU:
   ) -> Float[Array, "N O"]:
     """x . weight, of x's dtype."""
     *stack, total, rows, outer = weight.codes.shape
-    shape = _Shape.of(
-      x.shape[0], weight, chips.core(self.chip or _SOME).cores, self.interpret
-    )
+    shape = self._shape(x.shape[0], weight)
     blocks = -(-total // shape.groups)
     at_block = lambda o, k, *index: (*(i[0] for i in index), k, o)
     lead = (None,) * len(stack)
@@ -160,16 +158,7 @@ class BlockProductTPU:
           pltpu.VMEM((shape.padded, shape.columns), jnp.float32),
           pltpu.VMEM((shape.padded, shape.units * shape.unit), jnp.float32),
           pltpu.VMEM(
-            (shape.units * shape.spread, shape.share * shape.padded, _LANES),
-            jnp.bfloat16,
-          )
-          if shape.depth == _LANES
-          else pltpu.VMEM(
-            (
-              shape.units * shape.spread,
-              shape.share * shape.padded,
-              shape.depth,
-            ),
+            (shape.products, shape.share * shape.padded, shape.depth),
             jnp.bfloat16,
           ),
           pltpu.VMEM(
@@ -193,6 +182,15 @@ class BlockProductTPU:
       jnp.asarray(shape.order, jnp.bfloat16),
       *map(in_memory, stacks),
     )
+
+  def block(self, rows: int, weight: BlockCodes) -> tuple[int, int]:
+    """Choose (groups, outputs) of a block for x of so many rows."""
+    shape = self._shape(rows, weight)
+    return shape.groups, shape.columns
+
+  def _shape(self, rows: int, weight: BlockCodes) -> _Shape:
+    cores = chips.core(self.chip or _SOME).cores
+    return _Shape.of(rows, weight, cores, self.interpret)
 
   def _cost(self, weight: BlockCodes) -> pl.CostEstimate:
     """Cost estimate for XLA's scheduler that gives the time of reading."""
@@ -306,6 +304,11 @@ class _Shape:
     return -(-self.groups * self.group // self.unit)
 
   @property
+  def products(self) -> int:
+    """Products of a block."""
+    return self.units * self.spread
+
+  @property
   def excess(self) -> float:
     """What the kernel's number of a code exceeds its level by."""
     if self.first is None:
@@ -340,14 +343,6 @@ class _Shape:
     for weight in range(self.unit):
       matrix[weight, len(columns) + weight // self.group] = 1
     return matrix
-
-  @property
-  def owners(self) -> np.ndarray:
-    """Group within its product of each number of a product, [depth]."""
-    numbers = np.arange(self.depth)
-    registers = numbers // (4 * _HALF_ROWS)
-    byte_rows = registers * _BYTE_ROWS + 2 * (numbers % _HALF_ROWS)
-    return byte_rows // self.rows
 
 
 def _groups_of_block(total: int, rows: int) -> int:
@@ -422,7 +417,7 @@ def _spread_x(shape, k, x_ref, order_ref, wide_ref, left_ref):
   ]
   ordered = _dot(jnp.concatenate(parts, 0).astype(jnp.bfloat16), order_ref[...])
   of_unit = shape.unit // shape.group
-  owner = jnp.asarray(shape.owners) if False else _owner(shape)
+  owner = _owner(shape)
   totals = jnp.zeros((shape.padded, _LANES), jnp.float32)
   for u in range(shape.units):
     rows = ordered[u * shape.padded : (u + 1) * shape.padded]
