@@ -43,6 +43,8 @@ _BYTE_ROWS, _HALF_ROWS = 32, 16
 # 1 MB, so that a step's fixed cost is small next to reading them.
 _BLOCK_ROWS = 1024
 _WIDE, _COLUMNS, _FEWER = 4096, 1024, 512
+# Most sums of a product that are in registers at once.
+_SUMS = 512 * 16
 # The default for an unknown TPU.
 _SOME = "tpu-v5e"
 # Two bfloat16 numbers 128, and the bits of a code under each of them.
@@ -376,10 +378,8 @@ def _kernel(shape: _Shape, stack: int, *refs: Any) -> None:
   for tile in range(step_ref.shape[0]):
     step_ref[tile] = step[:, tile * _LANES : (tile + 1) * _LANES]
 
-  inner = max(
-    _LANES,
-    _FEWER * _HALF_ROWS // (shape.share * shape.padded) // _LANES * _LANES,
-  )
+  rows = shape.share * shape.padded
+  inner = max(_LANES, _SUMS // rows // _LANES * _LANES)
   for column in range(0, shape.columns, inner):
     lanes = pl.ds(column, min(inner, shape.columns - column))
     acc = acc_ref[:, lanes] + _dot(totals, offset_ref[:, lanes])

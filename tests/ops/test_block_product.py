@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
 from ringjax.ops.attention.kernels import auto_kernel
+from ringjax.ops import block_product_tpu
 from ringjax.ops.block_product_tpu import BlockCodes, BlockProductTPU
 from ringjax.parallel.call_sharding import on_mesh
 
@@ -62,21 +63,23 @@ def rows_of(weight, count):
   return jnp.asarray(np.random.default_rng(1).normal(size=size), jnp.bfloat16)
 
 
+def arrays_of(weight):
+  names = ("codes", "step", "least", "index")
+  return {name: getattr(weight, name) for name in names}
+
+
 def multiply(x, weight):
   """The kernel's product, compiled."""
-  arrays = {
-    name: getattr(weight, name) for name in ("codes", "step", "least", "index")
-  }
   run = lambda x, arrays: KERNEL.product(
-    x, BlockCodes(**arrays, levels=weight.levels)
+    x, dataclasses.replace(weight, **arrays)
   )
-  return jax.jit(run)(x, arrays)
+  return jax.jit(run)(x, arrays_of(weight))
 
 
 CASES = {
-  "groups of 64": dict(groups=9, group=64, outer=200),
-  "groups of 64 in two blocks": dict(groups=64, group=64, outer=130),
-  "a last block that ends early": dict(groups=37, group=64, outer=128),
+  "groups of 64": dict(groups=3, group=64, outer=200),
+  "two blocks": dict(groups=32, group=64, outer=8),
+  "a last block that ends early": dict(groups=20, group=64, outer=8),
   "groups of 32, as Q4_0": dict(
     groups=6, group=32, outer=96, levels=CENTRED, dtype="float16", least=False
   ),
@@ -90,18 +93,24 @@ CASES = {
   "a stack of layers": dict(groups=2, group=64, outer=72, stack=(3,)),
   "experts of layers": dict(groups=2, group=64, outer=72, stack=(2, 3)),
 }
+# Numbers of rows of a call; every case has a call of all rows.
+COUNTS = {"groups of 64": (1, 3, 8, 17), "two blocks": (8,)}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_a_product_is_that_of_the_decoded_weight_for_any_number_of_rows(case):
+def test_a_product_is_that_of_the_decoded_weight_for_any_number_of_rows(
+  case, monkeypatch
+):
+  # Blocks of 16 groups of 64.
+  monkeypatch.setattr(block_product_tpu, "_BLOCK_ROWS", 512)
   weight = weight_of(**CASES[case])
   x, numbers = rows_of(weight, 64), numbers_of(weight)
   want = np.asarray(x, np.float64) @ numbers
   # Sums of float32, with numbers up to 128 steps larger; then y is rounded.
   size = np.abs(np.asarray(x, np.float64)) @ np.abs(numbers)
   bits = {}
-  for count in (1, 3, 8, 17, 64):
+  for count in (*COUNTS.get(case, (1,)), 64):
     y = np.asarray(multiply(x[:count], weight).astype(jnp.float32))
     allowed = np.abs(want) * 2.0**-8 + size * 2.0**-15
     assert (np.abs(y - want[:count]) <= allowed[:count]).all()
@@ -159,17 +168,24 @@ def interpreted(monkeypatch):
   monkeypatch.setattr(auto_kernel, "_fault", lambda kind: None)
   # A program of a single device, as XLA counts where there is no mesh.
   monkeypatch.setattr(jax, "device_count", lambda *_: 1)
+  jax.clear_caches()
   CALLS.clear()
+  yield
+  # Programs with the kernel are not those of other tests.
+  jax.clear_caches()
 
 
-MIXTURE = {
-  "model_type": "mixtral",
+LLAMA = {
+  "model_type": "llama",
   "vocab_size": 64,
   "hidden_size": 64,
   "intermediate_size": 96,
   "num_hidden_layers": 3,
   "num_attention_heads": 2,
   "num_key_value_heads": 1,
+}
+MIXTURE = LLAMA | {
+  "model_type": "mixtral",
   "num_local_experts": 3,
   "num_experts_per_tok": 2,
 }
@@ -180,13 +196,11 @@ def answers(model):
   return rj.infer.generate(model, prompts, max_new_tokens=4).tokens
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [False, True])
 def test_a_model_generates_with_the_kernel_as_with_loops(interpreted, experts):
   """Decoding reads layers, and experts, in place in their stack."""
-  config = MIXTURE if experts else MIXTURE | {
-    "model_type": "llama"
-  }  # fmt: skip
+  config = MIXTURE if experts else LLAMA
   model = rj.models.create(config, seed=1, dtype=jnp.bfloat16)
   coded = rj.models.with_coded_weights(model, bits=4, group=32)
   tokens = np.random.default_rng(1).integers(0, 60, (1, 9)).astype(np.int32)
@@ -195,6 +209,7 @@ def test_a_model_generates_with_the_kernel_as_with_loops(interpreted, experts):
   assert (3,) in stacks
   assert ((3, 3) in stacks) == experts
   CALLS.clear()
+  jax.clear_caches()
   auto_kernel.PRODUCTS.pop("cpu")
   want = coded(tokens)
   assert not CALLS
@@ -232,15 +247,16 @@ def test_on_a_mesh_the_kernel_serves_only_where_nothing_is_partitioned(
   chosen = []
 
   @functools.partial(
-    jax.shard_map, mesh=mesh, in_specs=P("model"), out_specs=P("model"),
+    jax.shard_map, mesh=mesh, in_specs=(P("model"), P()), out_specs=P("model"),
     check_vma=False,
   )  # fmt: skip
-  def per_shard(x):
+  def per_shard(x, arrays):
+    local = dataclasses.replace(weight, **arrays)
     with on_mesh(mesh):
-      choice = auto_kernel.choose_product(x, weight)
+      choice = auto_kernel.choose_product(x, local)
     chosen.append(choice)
-    return choice.algorithm.product(x, weight)
+    return choice.algorithm.product(x, local)
 
-  y = jax.jit(per_shard)(x)
+  y = jax.jit(per_shard)(x, arrays_of(weight))
   assert isinstance(chosen[0].algorithm, Interpreted)
   np.testing.assert_array_equal(y, multiply(x, weight))

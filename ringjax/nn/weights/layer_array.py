@@ -9,7 +9,7 @@ copy is sixteen times what a token reads.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,10 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 from ringjax import tree
+
+if TYPE_CHECKING:
+  # At run time benchmarks of attention alone do not import flax.
+  from flax import nnx
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +102,7 @@ class StackedEntry:
 tree.register(StackedEntry, data=("stacked", "index"), meta=())
 
 
-def stacked_entry(parameter: Any) -> StackedEntry:
+def stacked_entry(parameter: nnx.Variable) -> StackedEntry:
   """Entry that a parameter holds: an array, or where it is in a stack."""
   value = parameter.get_value()
   if isinstance(value, StackedEntry):

@@ -411,19 +411,22 @@ def _compare_products(kernel: Any) -> float:
   x = jnp.asarray(rng.normal(size=(3, 320)), jnp.bfloat16)
   levels = jnp.concatenate([codes >> 4, codes & 15], 2)[1]
   numbers = levels.astype(jnp.float32) * step[1][:, None] + least[1][:, None]
-  weight = BlockCodes(
-    codes=codes,
-    step=step,
-    least=least,
-    index=(jnp.int32(1),),
-    levels=tuple(range(16)),
-  )
   exact = jnp.matmul(
     x.astype(jnp.float32),
     numbers.reshape(320, 200),
     precision=lax.Precision.HIGHEST,
   )
-  y = jax.jit(lambda x: kernel.product(x, weight))(x)
+
+  def multiply(x: jax.Array, *arrays: jax.Array) -> jax.Array:
+    names = ("codes", "step", "least")
+    weight = BlockCodes(
+      **dict(zip(names, arrays, strict=True)),
+      index=(jnp.int32(1),),
+      levels=tuple(range(16)),
+    )
+    return kernel.product(x, weight)
+
+  y = jax.jit(multiply)(x, codes, step, least)
   return _relative_error((y,), (exact,))
 
 
