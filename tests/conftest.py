@@ -278,12 +278,15 @@ def pytest_terminal_summary(terminalreporter) -> None:
       'python -m pytest -n 3 -q -m "long and not slow"'
     )
   skipped = terminalreporter.stats.get("skipped", [])
-  compiled = sum("aot" in getattr(report, "keywords", ()) for report in skipped)
-  if compiled:
-    terminalreporter.write_line(
-      f"{compiled} tests that compile for TPU did not run: pip install -e "
-      "'.[aot]' (Linux on x86-64)"
-    )
+  for mark, name, extra in (
+    ("aot", "TPU", "aot"), ("aot_cuda", "GPU", "aot-cuda")
+  ):  # fmt: skip
+    compiled = sum(mark in getattr(x, "keywords", ()) for x in skipped)
+    if compiled:
+      terminalreporter.write_line(
+        f"{compiled} tests that compile for {name} did not run: pip install -e "
+        f"'.[{extra}]' (Linux on x86-64)"
+      )
   seconds = collections.Counter()
   for reports in terminalreporter.stats.values():
     for report in reports:

@@ -1,4 +1,4 @@
-"""The sub-command aot of launch.plan, which compiles without TPU hardware.
+"""The sub-command aot of launch.plan, which compiles without TPUs or GPUs.
 
 It compiles one program, or with --search several, and reports its memory, its
 sends and the work that hides them. For the largest contexts see
@@ -26,6 +26,7 @@ from ringjax.plan import draw
 from ringjax.plan.compiler import aot, overlap
 from ringjax.plan.compiler.aot import Compiled
 from ringjax.plan.compiler.roofline import NOTE, Roofline, roofline
+from ringjax.plan.compiler.target import GpuTarget, target
 
 NAME = "plan"
 # Sizes of the mesh axis over heads that a search tries.
@@ -67,16 +68,23 @@ def compile_one(
   program = _single_value(values, "what") or "train"
   one_of("--what", program, WHAT)
   topology = _required_value(values, "topology", "v5p:4x4x8")
-  chips.sides(topology)
+  aim = target(topology)
   options = _options(values, program)
   screen = console.Screen(NAME, stderr)
   if values.search:
     # These flags are about one program, and a search compiles several.
     strategies.refuse(values, "--search", ("plot", "hlo", "limit"))
+    if isinstance(aim, GpuTarget):
+      raise OptionError(
+        "--search",
+        topology,
+        "a TPU slice: the search ranks programs by the compiler's cycles",
+        "leave --search out, and compile one program at a time",
+      )
     aot.require()
     _search(values, program, topology, options, screen, stdout)
     return
-  screen.say(f"compiling {program} for {topology}; this takes minutes")
+  screen.say(f"compiling {program} for {topology}; this may take minutes")
   compiled = aot.compile(
     f"{BUILDERS}:{program}",
     topology,
@@ -91,7 +99,10 @@ def compile_one(
   )
   if values.plot is not None:
     if compiled.report is None:
-      screen.say("nothing to draw: the program does not fit")
+      why = "the program does not fit"
+      if compiled.memory is not None:
+        why = f"the compiler states no times for {topology}"
+      screen.say(f"nothing to draw: {why}")
     else:
       draw.schedule(compiled.report, values.plot, _title(compiled))
       screen.say(f"wrote {values.plot}")
@@ -249,12 +260,12 @@ def words(
   found: Compiled, made: Roofline | None, limit: float = overlap.LIMIT
 ) -> list[str]:
   """The report of a program, in lines of text."""
-  core, size = chips.core(found.topology), console.nbytes
+  size = console.nbytes
   versions = ", ".join(f"{k} {v}" for k, v in found.versions.items())
   lines = [
     _title(found),
     f"compiled in {found.compile_s:.0f} s, traced in {found.trace_s:.0f} s "
-    f"({versions}); {core.name}",
+    f"({versions})",
     "",
   ]
   if found.memory is None:
@@ -277,7 +288,9 @@ def words(
     # The sum also counts buffers whose lifetimes do not overlap.
     lines.append("  not all of it at once: the compiler says that it fits")
   report = found.report
-  assert report is not None and made is not None
+  if report is None:
+    return [*lines, "", *_sent(found)]
+  assert made is not None
   lines += [
     "",
     f"{'sent, on each device':<22}{'times':>9}{'bytes':>12}{'links busy':>13}"
@@ -307,6 +320,19 @@ def words(
     ops = ", ".join(f"{op} ({n})" for op, n in report.unpriced.items())
     lines.append(f"  without a price, in lines of the program: {ops}")
   return lines
+
+
+def _sent(compiled: Compiled) -> list[str]:
+  """The collectives of a program whose compiler states no times."""
+  sent = compiled.sent or {}
+  return [
+    f"{'sent, on each device':<22}{'bytes':>12}",
+    *(f"{kind:<22}{console.nbytes(n):>12}" for kind, n in sent.items()),
+    *([] if sent else ["nothing"]),
+    "",
+    f"no times: the compiler states none for {compiled.topology}; without a "
+    "GPU it calls no cuDNN, so that XLA's loops attend",
+  ]
 
 
 def _times_least(compiled: Compiled, moved: float) -> str:

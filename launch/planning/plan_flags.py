@@ -200,7 +200,8 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "--what=pair: sums over the axis model as sends, as the compiler makes "
    "them, or so for one prompt alone; default: split.",
    ("split", "summed", "one")),
-  ("topology", "text", None, "aot", "The slice, e.g. v5p:4x4x8 or v5e:16x16."),
+  ("topology", "text", None, "aot",
+   "The slice or GPUs, e.g. v5p:4x4x8, v5e:16x16 or h100:8."),
   ("what", "enums", None, "aot capacity cycles",
    "aot: which program (pair: two prompts at once); capacity: train, "
    "prefill; cycles: attention, decode, shared, product.",

@@ -244,7 +244,8 @@ def attention(
   program = ProgramOptions(devices=devices, **options)
   mesh, axis = program.placed()
   batch, tokens = program.batch, program.tokens
-  dtype, named = recipes.dtype_of(program.dtype), program.named
+  named = program.named
+  dtype = recipes.dtype_of(program.dtype) or jnp.dtype(jnp.float32)
   context = ContextParallel(mesh=mesh)
   shares = context.shares(batch, heads, kv_heads)
   over = P(context.batch_axes(batch) or None, axis)

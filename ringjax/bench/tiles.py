@@ -42,6 +42,7 @@ from ringjax.ops.attention.kernels.decode_codes_tpu import DecodeCodesTPU
 from ringjax.ops.attention.kernels.decode_pool_tpu import DecodePoolTPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
+from ringjax.ops.attention.kernels.prefill_pool_tpu import PrefillPoolTPU
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.strategies.gather import Gather
 from ringjax.ops.block_product_tpu import BlockCodes, BlockProductTPU
@@ -580,6 +581,67 @@ def pool(devices: Sequence[Any], **shape: Any) -> Built:
     ),
     mesh=mesh,
     facts={"what": "decode", "kernel": "DecodePoolTPU"},
+  )
+
+
+def prompts(
+  devices: Sequence[Any], *, queries: int = 512, **shape: Any
+) -> Built:
+  """Builds attention of pieces of prompts over pages by `PrefillPoolTPU`.
+
+  Args:
+    devices: Devices of the slice.
+    queries: Queries of each row, T.
+    shape: Fields of `PoolShape`.
+  """
+  mesh, dims = _one_device_mesh(devices), PoolShape(**shape)
+  kernel = PrefillPoolTPU(chip=chips.machine_name(devices[0].device_kind))
+  over = NamedSharding(mesh, P())
+  operand = lambda dtype, *shape: jax.ShapeDtypeStruct(
+    shape, jnp.dtype(dtype), sharding=over
+  )
+  slots = dims.columns * pool_tile(dims.page, "tpu")
+  pages = slots // dims.page
+  number: Any = functools.partial(operand, "int32")
+  keys = operand(
+    dims.dtype, _LAYERS, dims.rows * pages, dims.kv_heads, dims.page,
+    dims.head_dim,
+  )  # fmt: skip
+
+  def attend(
+    q: Shaped[Array, " ..."],
+    k: jax.Array,
+    v: jax.Array,
+    at: PyTree,
+    q_at: PyTree,
+    table: Shaped[Array, " ..."],
+    layer: jax.Array,
+  ) -> Partial:
+    view = PooledView(k, v, Coords(*at), table, layer)
+    context = Context(Coords(*q_at), view.at, Causal())
+    scores = Scores(scale=dims.head_dim**-0.5)
+    return kernel.decode(q, view, ScoreArgs(scores, Terms(), context))
+
+  groups = dims.heads // dims.kv_heads
+  # The kernel's lowering reads the kind of the devices from the mesh.
+  alone = jax.shard_map(
+    attend, mesh=mesh, in_specs=(P(),) * 7, out_specs=P(), check_vma=False
+  )
+  return Built(
+    function=jax.jit(alone),
+    arguments=(
+      operand(
+        dims.dtype, dims.rows, dims.kv_heads, groups, queries, dims.head_dim
+      ),
+      keys,
+      keys,
+      (number(dims.rows, slots),) * 2,
+      (number(dims.rows, queries),) * 2,
+      number(dims.rows, pages),
+      number(),
+    ),
+    mesh=mesh,
+    facts={"what": "prefill", "kernel": "PrefillPoolTPU"},
   )
 
 

@@ -72,7 +72,7 @@ def asked(monkeypatch):
     return answer(topology, options, **more)
 
   monkeypatch.setattr(aot, "compile", compile)
-  monkeypatch.setattr(aot, "missing", lambda: None)
+  monkeypatch.setattr(aot, "missing", lambda *_: None)
   calls_and = type("Asked", (), {"calls": calls, "change": change})
   return calls_and
 

@@ -37,7 +37,7 @@ def asked(monkeypatch):
     )
 
   monkeypatch.setattr(cycles, "count", count)
-  monkeypatch.setattr(aot, "missing", lambda: None)
+  monkeypatch.setattr(aot, "missing", lambda *_: None)
   return calls
 
 
@@ -111,7 +111,7 @@ def test_decoding_beside_reading_and_xla_s_loops(monkeypatch):
     return answer(topology, {"tokens": 8}, late)
 
   monkeypatch.setattr(cycles, "count", count)
-  monkeypatch.setattr(aot, "missing", lambda: None)
+  monkeypatch.setattr(aot, "missing", lambda *_: None)
   monkeypatch.setattr(aot, "compile", compile)
   ran = ask("cycles", "--what=decode", "--chips=v5e,v5p", "--kv_heads=8")
   assert ran.status == 0, ran.err
@@ -135,7 +135,7 @@ def test_codes_beside_the_keys_that_they_are_of(monkeypatch):
 
   monkeypatch.setattr(cycles, "count", count)
   monkeypatch.setattr(scripts, "_loops", lambda *rest: 9000.0)
-  monkeypatch.setattr(aot, "missing", lambda: None)
+  monkeypatch.setattr(aot, "missing", lambda *_: None)
   ran = ask("cycles", "--what=decode", "--chips=v5e", "--cache=int4", "--json")
   assert ran.status == 0, ran.err
   (row,) = ran.json["rows"]

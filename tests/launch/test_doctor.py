@@ -134,8 +134,8 @@ def test_the_reference_sees_an_error_of_a_gradient():
 
 @pytest.mark.long
 def test_a_cache_of_codes_is_compared_with_what_its_codes_stand_for():
-  *_, int4, _, _, nuq, pages = kernel_cases.decode_cases("cpu")
-  for make in (int4, nuq, pages):
+  *_, int4, _, _, nuq, pages, prompts = kernel_cases.decode_cases("cpu")
+  for make in (int4, nuq, pages, prompts):
     case = make()
     truth = kernel_cases.decode_truth(case)
     results = kernel_cases.decode_program(Loops(), case).run(tuple(truth))

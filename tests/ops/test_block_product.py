@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
-from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops import block_product_tpu
+from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.block_product_tpu import BlockCodes, BlockProductTPU
 from ringjax.parallel.call_sharding import on_mesh
 

@@ -32,6 +32,7 @@ _SIZES = {
   "drafts": (ROWS, 5),
   "trees": (ROWS, 5),
   "prompts": (2, 128),
+  "many": (4, 512),
   "layers": (2, 128),
 }
 
@@ -76,7 +77,7 @@ def call(devices, *, model, name, kind, page, tokens):
     prompts=zeros(batch),
   )
   if batch == ROWS:
-    tile = pool_tile(page, "tpu")
+    tile = pool_tile(page, devices[0].platform)
     most = shards * tokens // tile * ROWS // 2
     shared = tuple(
       shared_tiles(x, np.zeros(ROWS, np.int64), page, tile, most)

@@ -238,6 +238,7 @@ def decode_cases(platform: str) -> Iterator[Callable[[], DecodeCase]]:
     rotation=Rotation(rope=Rope(theta=1e4, dims=_DIM)),
   )
   yield functools.partial(_pages, platform)
+  yield functools.partial(_pages, platform, queries=130)
 
 
 def decode_program(algorithm: Any, case: DecodeCase) -> Program:
@@ -391,8 +392,11 @@ def _codes(
   return jnp.asarray(stored), tuple(jnp.asarray(np.asarray(c)) for c in arrays)
 
 
-def _pages(platform: str) -> DecodeCase:
-  """Three rows of pages; two rows share the pages of their first tile."""
+def _pages(platform: str, queries: int = 1) -> DecodeCase:
+  """Three rows of pages; two rows share the pages of their first tile.
+
+  Only a call of one query a row has a plan of the tiles that rows share.
+  """
   rng = np.random.default_rng(0)
   page = 128
   tile = pool_tile(page, platform)
@@ -413,18 +417,19 @@ def _pages(platform: str) -> DecodeCase:
     k_at,
     jnp.asarray(table),
     jnp.int32(1),
-    shared=jax.tree.map(jnp.asarray, plan),
+    shared=jax.tree.map(jnp.asarray, plan) if queries == 1 else None,
   )
 
   def rows(x: jax.Array) -> np.ndarray:
     pages = np.asarray(x[1], np.float64)[np.maximum(table, 0)]
     return np.swapaxes(pages, 1, 2).reshape(3, KV_HEADS, -1, _DIM)
 
+  last = used - queries + np.arange(queries)
   return DecodeCase(
-    name="shared pages",
-    q=draw(3, KV_HEADS, GROUPS, 1, _DIM),
+    name="shared pages" if queries == 1 else "pieces of prompts over pages",
+    q=draw(3, KV_HEADS, GROUPS, queries, _DIM),
     keys=view,
-    args=_score_args(coords(used - 1, used > 0), k_at, Causal()),
+    args=_score_args(coords(last, last >= 0), k_at, Causal()),
     k=rows(k),
     v=rows(v),
   )

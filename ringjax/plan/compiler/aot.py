@@ -1,8 +1,9 @@
-"""Compilation of programs for TPU slices without TPU hardware.
+"""Compilation of programs for TPU slices and GPU hosts without the hardware.
 
-Guarantees: memory, schedule and size are the TPU compiler's (libtpu) results
-for the exact program that would run: same builder, same mesh, same shapes,
-without weights and chips. The same versions give the same results each time.
+Guarantees: memory, schedule and size are the results of the TPU's compiler
+(libtpu), or of JAX's CUDA plugin, for the exact program that would run: same
+builder, same mesh, same shapes, without weights and chips. The same versions
+give the same results each time.
 
 A compilation runs in a separate process: the compiler reads its flags once in a
 process, takes environment variables for flags, and must not be loaded next to
@@ -11,13 +12,12 @@ there with the devices of the topology:
 
   def build(devices, **options) -> Built
 
-libtpu is optional (`pip install -e '.[aot]'`, Linux on x86-64).
+Both are optional (`pip install -e '.[aot]'` or '.[aot-cuda]', Linux on x86-64).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import pathlib
@@ -37,13 +37,18 @@ from ringjax.parallel import chips
 from ringjax.plan import files
 from ringjax.plan.compiler import overlap
 from ringjax.plan.compiler.hlo import HloProgram, Trips
-from ringjax.plan.compiler.traffic import MemoryTraffic, traffic
+from ringjax.plan.compiler.target import GpuTarget, TpuTarget, target
+from ringjax.plan.compiler.traffic import (
+  MemoryTraffic,
+  has_opaque_kernel,
+  traffic,
+)
 
 # Variables of the caller's environment that a compilation sees; libtpu reads
 # others as flags by parts of their names.
 _KEPT = (
   "PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV",
-  "LD_LIBRARY_PATH", "TPU_LIBRARY_PATH",
+  "LD_LIBRARY_PATH", "TPU_LIBRARY_PATH", "RINGJAX_OFF",
 )  # fmt: skip
 _SET = {
   "JAX_PLATFORMS": "cpu",
@@ -56,13 +61,12 @@ _SET = {
 }
 # "F1122 21:26:03.123456   123 shape.cc:99] Check failed: size >= 0"
 _FATAL = re.compile(r"F\d{4} ")
+_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 # Running compilations, of all threads.
 _RUNNING: set[subprocess.Popen[str]] = set()
 _CHILD = "from ringjax.plan.compiler.compiling import child; child()"
 # The dump tells which buffers do not fit.
 _DUMPS = frozenset(("xla_dump_to", "xla_dump_hlo_as_text"))
-# v4 has two cores that XLA uses as one device.
-_CONFIGS = {"tpu-v4": {"chip_config_name": "megacore"}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +133,7 @@ class Compiled:
   """The result of a compilation.
 
   Attributes:
-    topology: Name of the slice.
+    topology: Name of the slice or of the hosts.
     devices: Number of devices that the program runs on.
     fits: Whether it fits the memory of a device.
     memory: Memory per device; None if it does not fit, or with `memory_only`.
@@ -137,14 +141,18 @@ class Compiled:
       reported it would.
     limit_bytes: Bytes per device that a program may take.
     largest: Largest buffers of a program that does not fit.
-    report: Report on the schedule; None if `memory` is.
-    traffic: Bytes read and written; None if `memory` is. Branches of a
-      conditional run as often as "filled_blocks" among the facts says.
+    report: Report on the schedule; None if `memory` is, and for GPUs, whose
+      compiler states no cycles.
+    traffic: Bytes read and written; None if `memory` is, and for GPUs if a
+      kernel reads a part that is not in the text. Branches of a conditional run
+      as often as "filled_blocks" among the facts says.
+    sent: Bytes that a device receives by each kind of collective; None if
+      `memory` is.
     trace_s: Seconds of tracing and lowering.
     compile_s: Seconds of compiling.
     text_bytes: Length of the scheduled program's text.
     facts: Properties that the builder reported.
-    versions: Versions of jax and libtpu.
+    versions: Versions of jax and of the compiler.
     text_path: Path of the saved scheduled program, or None.
   """
 
@@ -163,6 +171,7 @@ class Compiled:
   versions: Mapping[str, str]
   text_path: str | None = None
   traffic: MemoryTraffic | None = None
+  sent: Mapping[str, float] | None = None
 
   def record(self) -> dict[str, Any]:
     """Fields as a dict for JSON, with the report as "schedule"."""
@@ -176,29 +185,29 @@ class Compiled:
 
 
 class CompileError(RingjaxError, RuntimeError):
-  """The TPU compiler refuses a program, or its builder fails."""
+  """The compiler refuses a program, or its builder fails."""
 
 
-def missing() -> str | None:
-  """Reason why nothing can be compiled for TPU here; None if it can."""
-  if os.environ.get("TPU_LIBRARY_PATH"):
-    return None
-  if importlib.util.find_spec("libtpu") is None:
-    return "libtpu is not installed: pip install -e '.[aot]'"
-  return None
+def missing(topology: str = "v5e:2x2") -> str | None:
+  """Reason why nothing can be compiled for `topology` here; None if it can."""
+  return target(topology).missing()
 
 
-def require() -> None:
-  """Raise if nothing can be compiled for TPU.
+def require(topology: str = "v5e:2x2") -> None:
+  """Raise if nothing can be compiled for `topology`.
 
   Raises:
-    OptionError: If libtpu is missing; it says what to install.
+    OptionError: If its compiler is missing; it says what to install.
   """
-  why = missing()
-  if why is not None:
-    raise OptionError(
-      "libtpu", "none", "the TPU compiler", f"{why}, on Linux x86-64"
-    )
+  why = missing(topology)
+  if why is None:
+    return
+  name = "libtpu"
+  if isinstance(target(topology), GpuTarget):
+    name = "CUDA plugin"
+  raise OptionError(
+    name, "none", f"the compiler for {topology}", f"{why}, on Linux x86-64"
+  )
 
 
 def environment(flags: Sequence[str] = ()) -> dict[str, str]:
@@ -228,31 +237,35 @@ def compile(
   text_path: str | None = None,
   memory_only: bool = False,
 ) -> Compiled:
-  """Compile a program for a TPU slice, in a separate process.
+  """Compile a program for a TPU slice or GPU hosts, in a separate process.
 
   Args:
     builder: "module:function", called with the slice's devices and `options`;
       returns a `Built`.
-    topology: Slice, e.g. "v5e:16x16" or "v5p:4x4x8".
+    topology: Slice, e.g. "v5e:16x16" or "v5p:4x4x8"; or GPUs of a host,
+      "h100:8", and of several, "h100:2x8".
     options: Options of the builder; JSON values.
     compiler_options: Options of XLA, e.g. {"xla_tpu_...": True}.
-    kernels: Cycles of Pallas kernels by name, see `overlap.check`.
+    kernels: Cycles of Pallas kernels by name, see `overlap.check`; not for
+      GPUs.
     flags: Flags of libtpu, "--xla_...=...".
     timeout_s: Seconds after which the compilation is ended.
     text_path: File for the scheduled program's text.
     memory_only: End when all buffers have been placed in the chip's memory,
       in a tenth of the time: no machine code is made, hence neither `memory`
-      nor `report`. The kernels' use of vector memory is then unchecked.
+      nor `report`. The kernels' use of vector memory is then unchecked. A
+      program for GPUs, which is compiled in seconds, is compiled whole.
 
   Returns:
     The result, also if the program does not fit.
 
   Raises:
-    OptionError: If libtpu is missing, the slice is unknown, options are not
-      JSON, or the builder raises an error of this library.
+    OptionError: If the compiler is missing, the topology is unknown, options
+      are not JSON or not for GPUs, or the builder raises an error of this
+      library.
     CompileError: If the compiler refuses the program, or takes too long.
   """
-  core, sides = chips.core(topology), chips.sides(topology)
+  aim = target(topology)
   reserved = _DUMPS.intersection(compiler_options or ())
   if reserved:
     raise OptionError(
@@ -261,17 +274,17 @@ def compile(
       "none of these, which say where buffers are reported",
       "pass text_path= to keep the program",
     )
-  require()
+  if isinstance(aim, GpuTarget):
+    _refuse_for_gpus(kernels=kernels, flags=flags)
+  require(topology)
   job = {
     "builder": builder,
     "caller": os.getpid(),
-    "topology": topology,
-    "wraps": core.wraps(sides),
-    "config": {**_CONFIGS.get(core.name, {}), **_host(sides)},
+    "target": aim.job(),
     "options": dict(options or {}),
     "compiler_options": dict(compiler_options or {}),
     "memory_only": memory_only,
-    "limit_bytes": core.hbm_bytes,
+    "limit_bytes": aim.hbm_bytes,
   }
   try:
     text = json_text(job)
@@ -279,34 +292,41 @@ def compile(
     raise OptionError(
       "options", f"{error}", "values that JSON has", "pass plain values"
     ) from None
-  answer, program = _run(text, flags, timeout_s)
+  answer, program = _run(text, topology, flags, timeout_s)
   if text_path is not None and program:
     pathlib.Path(text_path).write_text(program)
-  memory = report = moved = None
+  memory = report = moved = sent = None
   needed = answer.get("needed_bytes") or 0
+  fits = bool(answer["fits"])
   if "memory" in answer:
-    memory = Memory(limit=core.hbm_bytes, **answer["memory"])
+    memory = Memory(limit=aim.hbm_bytes, **answer["memory"])
     # The compiler counts buffers whose lifetimes don't overlap once.
     needed = memory.total
-    report = overlap.check(
-      program,
-      core,
-      coords=answer["coords"],
-      wraps=core.wraps(sides),
-      kernels=kernels,
-      data_trips=answer["data_trips"],
-    )
-    moved = traffic(
-      HloProgram(program, core, data_trips=answer["data_trips"]),
-      taken=answer["facts"].get("filled_blocks", 1.0),
-    )
+    if isinstance(aim, GpuTarget) and needed > aim.hbm_bytes:
+      # The plugin warns of it in a log, and goes on.
+      fits, memory = False, None
+  if memory is not None:
+    trips = answer["data_trips"]
+    if isinstance(aim, TpuTarget):
+      report = overlap.check(
+        program,
+        aim.core,
+        coords=answer["coords"],
+        wraps=aim.core.wraps(chips.sides(topology)),
+        kernels=kernels,
+        data_trips=trips,
+      )
+    parsed = HloProgram(program, data_trips=trips)
+    sent = parsed.sent_bytes()
+    if report is not None or not has_opaque_kernel(parsed):
+      moved = traffic(parsed, taken=answer["facts"].get("filled_blocks", 1.0))
   return Compiled(
     topology=topology,
     devices=answer["devices"],
-    fits=bool(answer["fits"]),
+    fits=fits,
     memory=memory,
     needed_bytes=needed,
-    limit_bytes=answer.get("limit_bytes") or core.hbm_bytes,
+    limit_bytes=answer.get("limit_bytes") or aim.hbm_bytes,
     largest=tuple(Buffer(**buffer) for buffer in answer.get("largest", ())),
     report=report,
     trace_s=answer["trace_s"],
@@ -316,11 +336,21 @@ def compile(
     versions=answer["versions"],
     text_path=text_path if program else None,
     traffic=moved,
+    sent=sent,
   )
 
 
+def _refuse_for_gpus(**options: Any) -> None:
+  """Raise if an option is given that is about libtpu alone."""
+  for name, value in options.items():
+    if value:
+      raise OptionError(
+        name, repr(value), "nothing for GPUs", f"leave {name} out"
+      )
+
+
 def _run(
-  job: str, flags: Sequence[str], timeout_s: float | int
+  job: str, topology: str, flags: Sequence[str], timeout_s: float | int
 ) -> tuple[dict[str, Any], str]:
   """Run the process that compiles; its answer, and the program's text."""
   environ = environment(flags)
@@ -369,21 +399,10 @@ def _run(
     raise CompileError(
       "program",
       answer["error"][:1500],
-      "one that compiles for TPU",
+      f"one that compiles for {topology}",
       "see the traceback" + ":\n" + answer["traceback"][-3000:],
     )
   return answer, program
-
-
-def _host(sides: Sequence[int]) -> dict[str, Any]:
-  """Host configuration of a slice that is narrower than a host.
-
-  A host has 2 x 2 chips by default, and older compilers insist on it.
-  """
-  if min(sides[:2]) > 1:
-    return {}
-  bounds = [min(side, 2) for side in sides[:2]]
-  return {"chips_per_host_bounds": [*bounds, 1]}
 
 
 def _fatal(stderr: str) -> str:
@@ -399,12 +418,18 @@ def stop() -> None:
     process.kill()
 
 
-def versions() -> dict[str, str]:
-  """Installed versions of jax and libtpu."""
+def versions(platform: str = "tpu") -> dict[str, str]:
+  """Installed versions of jax, and of the compiler for a platform.
+
+  Args:
+    platform: "tpu", or "cuda" for GPUs.
+  """
+  names = ["jax", "libtpu"] if platform == "tpu" else ["jax", *_PLUGINS]
   installed = {}
-  for name in ("jax", "libtpu"):
+  for name in names:
     try:
       installed[name] = metadata.version(name)
     except metadata.PackageNotFoundError:
-      installed[name] = "unknown"
+      if platform == "tpu":
+        installed[name] = "unknown"
   return installed

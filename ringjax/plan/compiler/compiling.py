@@ -1,4 +1,4 @@
-"""Compilation for a TPU slice, in a process that `rj.plan.aot` starts.
+"""Compilation for a slice or hosts, in a process that `rj.plan.aot` starts.
 
 Guarantees: the job of a folder is answered there, in one file that is written
 whole or not at all; the process then ends at once. The compiler spends most of
@@ -52,6 +52,11 @@ _USAGE = "memory-usage-report.txt"
 # calling process still runs.
 _LOOK_S = 0.1
 _ALONE_S = 1.0
+# Tiles of products can't be tried without a GPU.
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+  "tpu": {},
+  "cuda": {"xla_gpu_autotune_level": 0},
+}
 _TOTAL = re.compile(r"Memory Space: default[^\n]*\nTotal bytes: (\d+) ")
 
 
@@ -95,26 +100,17 @@ def _end_if(is_orphan: Callable[[], bool], place: pathlib.Path) -> None:
 
 
 def _compile_job(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
-  try:
-    topology = topologies.get_topology_desc(
-      job["topology"], platform="tpu", wrap=tuple(job["wraps"]), **job["config"]
-    )
-  except (RuntimeError, ValueError, NotImplementedError) as error:
-    raise OptionError(
-      "topology",
-      f"{job['topology']}: {error}"[:400],
-      "a slice that libtpu knows",
-      "pass a slice of this libtpu, or install another version",
-    ) from None
+  topology, platform = _topology(job["target"]), job["target"]["platform"]
   built = _builder(job["builder"])(topology.devices, **job["options"])
   start = time.monotonic()
   lowered = built.function.trace(*built.arguments).lower(
-    lowering_platforms=("tpu",)
+    lowering_platforms=(platform,)
   )
   compile_start = time.monotonic()
   dump = place / "dump"
   dump.mkdir()
   compiler_options = {
+    **_OPTIONS[platform],
     **job["compiler_options"],
     "xla_dump_to": str(dump),
     "xla_dump_hlo_as_text": True,
@@ -125,13 +121,16 @@ def _compile_job(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
   )
   body = {
     "devices": built.mesh.devices.size,
-    "coords": [list(d.coords) for d in built.mesh.devices.flat],
+    "coords": [
+      list(getattr(device, "coords", (device.id,)))
+      for device in built.mesh.devices.flat
+    ],
     "facts": dict(built.facts),
     "data_trips": built.data_trips,
     "trace_s": compile_start - start,
-    "versions": versions(),
+    "versions": versions(platform),
   }
-  if job["memory_only"]:
+  if job["memory_only"] and platform == "tpu":
     total = _placed_bytes(compiling, dump, job["limit_bytes"])
     if total is not None:
       seconds = time.monotonic() - compile_start
@@ -162,6 +161,27 @@ def _compile_job(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
     "code": analysis.generated_code_size_in_bytes,
   }
   return {**body, "fits": True, "compile_s": seconds, "memory": memory}
+
+
+def _topology(aim: Mapping[str, Any]) -> topologies.TopologyDescription:
+  """The devices that a target's compiler knows."""
+  # Sequences come as lists from JSON.
+  options = {
+    key: tuple(value) if isinstance(value, list) and key == "wrap" else value
+    for key, value in aim["options"].items()
+  }
+  try:
+    return topologies.get_topology_desc(
+      aim["name"], platform=aim["platform"], **options
+    )
+  except (RuntimeError, ValueError, NotImplementedError) as error:
+    raise OptionError(
+      "topology",
+      f"{aim['name'] or options['topology']}: {error}"[:400],
+      "one that the installed compiler knows",
+      "pass another one, or install another version of libtpu or of JAX's "
+      "CUDA plugin, which must be JAX's own",
+    ) from None
 
 
 def _placed_bytes(

@@ -241,7 +241,7 @@ class HloProgram:
   def __init__(
     self,
     text: str,
-    core: Core,
+    core: Core | None = None,
     *,
     kernels: Mapping[str, float | int] | None = None,
     data_trips: float | int | Trips = 1.0,
@@ -250,7 +250,8 @@ class HloProgram:
 
     Args:
       text: Text of a scheduled module.
-      core: Device model.
+      core: Device model, by which kernels have a price; None for programs
+        whose cycles nobody asks for.
       kernels: Cycles of a call, by a part of the kernel's name; they take
         precedence over the cost that the kernel states.
       data_trips: Trip counts of loops that depend on data: a number, or pairs
@@ -262,7 +263,7 @@ class HloProgram:
     """
     self._data_trips = as_trips(data_trips)
     self.computations, self.entry = parse(text)
-    self.core = core
+    self._core = core
     self._kernels = dict(kernels or {})
     self.counted_by_data: dict[str, float] = {}
     self.unpriced_kernels: dict[str, str] = {}
@@ -271,6 +272,22 @@ class HloProgram:
     self._sends: dict[str, bool] = {}
     self.times: dict[str, float] = {}
     self._count_runs(self.entry, 1.0)
+
+  @property
+  def core(self) -> Core:
+    """Device model.
+
+    Raises:
+      OptionError: If the program was parsed without one.
+    """
+    if self._core is None:
+      raise OptionError(
+        "core",
+        "None",
+        "the device whose cycles are asked for",
+        "pass core=chips.core(name)",
+      )
+    return self._core
 
   # -- structure
 

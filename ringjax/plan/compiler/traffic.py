@@ -39,6 +39,10 @@ _PARTS = ("dynamic-slice", "slice", "gather")
 # operand holds that part.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _KERNEL = 'custom_call_target="tpu_custom_call"'
+# Targets of a GPU's program that read all operands: products of libraries, and
+# the kernels of Pallas, which may read a part.
+_PRODUCT = re.compile(r'custom_call_target="__(?:cublas|cudnn)')
+_OPAQUE = 'custom_call_target="__gpu$xla.gpu.triton"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +85,15 @@ def traffic(program: HloProgram, *, taken: float | int = 1.0) -> MemoryTraffic:
   """
   share = number("taken", taken, least=0, most=1)
   return _Counter(program, share).count(program.entry)
+
+
+def has_opaque_kernel(program: HloProgram) -> bool:
+  """Whether a kernel's text does not say which part of an array it reads."""
+  return any(
+    _OPAQUE in line.text
+    for lines in program.computations.values()
+    for line in lines
+  )
 
 
 class _Counter:
@@ -170,7 +183,7 @@ class _Counter:
   def _custom_call(
     self, line: HloInstruction, stored: list[float]
   ) -> MemoryTraffic:
-    if _KERNEL not in line.text:
+    if _KERNEL not in line.text and not _PRODUCT.search(line.text):
       return _moved(line, 0.0, 0.0)
     result = _stored(line.shape)
     stated = re.search(r'"bytes_accessed":"?(\d+)', line.text)

@@ -58,6 +58,7 @@ from ringjax.ops.attention.kernels.decode_pool_tpu import DecodePoolTPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.kernels.local_hops import LocalHops
+from ringjax.ops.attention.kernels.prefill_pool_tpu import PrefillPoolTPU
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.block_product_tpu import BlockCodes, BlockProductTPU
 from ringjax.ops.mask import Causal, Coords
@@ -71,7 +72,7 @@ _log = logging.getLogger(__name__)
 KERNELS: dict[str, tuple[type, ...]] = {"tpu": (FlashTPU,), "gpu": (CuDNN,)}
 # Kernels for decode attention over a cache.
 DECODERS: dict[str, tuple[type, ...]] = {
-  "tpu": (DecodeTPU, DecodeCodesTPU, DecodePoolTPU),
+  "tpu": (DecodeTPU, DecodeCodesTPU, DecodePoolTPU, PrefillPoolTPU),
   "gpu": (DecodeGPU,),
 }
 # Kernels for products of a few rows with weights of block codes.
@@ -369,7 +370,9 @@ def _largest_error(kernel: Any, device: jax.Device, platform: str) -> float:
 def _compare_decodes(kernel: Any) -> float:
   """Error for a few queries after keys of which some slots are empty."""
   if isinstance(kernel, DecodePoolTPU):
-    return _compare_pools(kernel)
+    return _compare_pools(kernel, 1)
+  if isinstance(kernel, PrefillPoolTPU):
+    return _compare_pools(kernel, 130)
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
   slots, used, queries = 1100, 900, 3
@@ -430,7 +433,9 @@ def _compare_products(kernel: Any) -> float:
   return _relative_error((y,), (exact,))
 
 
-def _compare_pools(kernel: DecodePoolTPU) -> float:
+def _compare_pools(
+  kernel: DecodePoolTPU | PrefillPoolTPU, queries: int
+) -> float:
   """Error for three rows, two of which share the first of two tiles."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
@@ -458,7 +463,9 @@ def _compare_pools(kernel: DecodePoolTPU) -> float:
     jnp.int32(1),
     shared=plan,
   )
-  q, last = draw(3, 2, 4, 1, 128), coords(used - 1, used > 0)
+  q = draw(3, 2, 4, queries, 128)
+  end = used - queries + np.arange(queries)
+  last = coords(end, end >= 0)
 
   def results(
     algorithm: Any, q: jax.Array, keys: PooledView

@@ -1,0 +1,398 @@
+"""Pallas TPU kernel for the queries of prompts over pages of a pool.
+
+Guarantees: equals `views.decode_attention` wherever it serves (`decline` says
+where it does not), up to rounding; forward only. A query's sums are folded in
+the order of slots, tile by tile, by instructions that do not depend on the
+other queries and rows of the call.
+Cost: each tile of queries reads the pages that one of its queries sees, in
+place by their numbers; pages that none of them sees are not read.
+Memory: VMEM only: two tiles of pages, and the sums of a tile of queries.
+Ref: Kwon et al. 2023, PagedAttention, arXiv 2309.06180; Dao et al. 2022,
+FlashAttention, arXiv 2205.14135.
+
+  grid [K / heads, (tile of a row's queries, tile of its pages)s]
+  scores [slots, queries]    acc [heads, J, queries], m, l [heads, 1, queries]
+
+A tile of queries has those of a group's heads, one head after another, in the
+lanes: the largest score and the sums of a query run over whole registers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int, PyTree, Shaped
+
+from ringjax.ops.attention.blockwise import pad_axis, tile_kinds
+from ringjax.ops.attention.cached.pooled import PooledView, pool_tile
+from ringjax.ops.attention.cached.views import KVView
+from ringjax.ops.attention.kernels import declined, tile_ops
+from ringjax.ops.attention.kernels.decoder_tpu import DecoderTPU
+from ringjax.ops.attention.scores import ScoreArgs, Scores
+from ringjax.ops.mask import Coords, visible
+from ringjax.ops.softmax import Partial, finite_max
+from ringjax.parallel import collectives
+
+# Most queries of a tile, those of all heads of a group together.
+_QUERIES = 512
+# Rows of a register of bfloat16.
+_SUBLANES = 16
+# Most pages of a tile, each of which is an operand or two.
+_MOST_PAGES = 16
+# [s, a] [s, b] -> [a, b]
+_TN = (((0,), (0,)), ((), ()))
+
+
+class PrefillPoolTPU(DecoderTPU):
+  """A Pallas kernel for TPU for many queries of each row over pages.
+
+  Its tiles are those of `pool_tile` slots unless `kv_block` says otherwise.
+  """
+
+  def tile(
+    self, q: Float[Array, "B K G T H"], keys: PooledView
+  ) -> tuple[int, int, int]:
+    """Choose (heads, slots, queries of a head) of a tile."""
+    block = self.kv_block or pool_tile(keys.page, "tpu")
+    groups, tokens = q.shape[2:4]
+    queries = min(tokens, max(1, _QUERIES // groups))
+    vmem_bytes = tile_ops.core(self.chip).vmem_bytes
+    heads = self.most_heads(
+      q.shape[1],
+      lambda n: _vmem(q, keys, n, block, queries) <= vmem_bytes // 2,
+    )
+    return heads, block, queries
+
+  def decline(
+    self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
+  ) -> str | None:
+    """Return the reason not to serve this call, or None."""
+    if not isinstance(keys, PooledView):
+      return f"{type(keys).__name__}: it reads PooledView"
+    if keys.decoders is not None:
+      return "pages of codes: it reads numbers"
+    heads, block, queries = self.tile(q, keys)
+    page_multiple = _SUBLANES if not self.interpret else 1
+    if block % keys.page or keys.page % page_multiple:
+      return f"pages of {keys.page} slots: no multiples of {page_multiple}"
+    if block // keys.page > _MOST_PAGES:
+      return f"{block // keys.page} pages a tile: at most {_MOST_PAGES}"
+    rows = q.shape[0] * -(-q.shape[3] // queries)
+    columns = -(-keys.shape[2] // block)
+    steps = max(rows * columns, keys.table.size)
+    if steps > tile_ops.MOST_STEPS or rows >= 1 << tile_ops.ROW_BITS:
+      return f"{rows} x {columns} tiles: more than its list holds"
+    if args.terms.slopes is not None:
+      return "ALiBi"
+    if any(jnp.size(x) > 1 for x in jax.tree.leaves(args.context.mask)):
+      return "a mask with numbers of each row"
+    return self.unserved(
+      q,
+      keys,
+      args,
+      length=keys.shape[2],
+      block=block,
+      need=_vmem(q, keys, heads, block, queries),
+      numbers=(keys.k, keys.v),
+    )
+
+  def decode(
+    self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
+  ) -> Partial:
+    """Attention partial of q [B, K, G, T, H] over the keys of a view."""
+    declined.check(self, q, keys, args)
+    assert isinstance(keys, PooledView)
+    call = _PromptCall.of(self, q, keys, args)
+    b, kv, g, t, _ = q.shape
+    acc, m, total = call.sums(q)
+
+    def by_head(x: jax.Array, *last: int) -> jax.Array:
+      """[B * n, K, G * queries, ...] -> [B, K, G, T, ...]."""
+      x = x[:, :, : g * call.queries]
+      x = x.reshape(b, call.count, kv, g, call.queries, *last)
+      x = jnp.moveaxis(x, 1, 3).reshape(b, kv, g, -1, *last)
+      return x[:, :, :, :t]
+
+    return Partial(
+      by_head(acc, acc.shape[-1]),
+      by_head(m[:, :, 0]) * (1 / tile_ops.LOG2_E),
+      by_head(total[:, :, 0]),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _PromptCall:
+  """Operands of a call.
+
+  Attributes:
+    kernel: The kernel's options.
+    keys: View of the pages.
+    args: Score function and its arrays.
+    heads: Heads of a tile.
+    block: Slots of a tile.
+    queries: Queries of a head in a tile.
+    count: Tiles of queries of a row, n.
+    at_q: Coordinates of the queries, int32 [B * n, 2, lanes].
+    at_k: Coordinates of the slots, int32 [B, tiles, 2, block].
+    steps: Tiles of queries and of slots that count.
+  """
+
+  kernel: PrefillPoolTPU
+  keys: PooledView
+  args: ScoreArgs
+  heads: int
+  block: int
+  queries: int
+  count: int
+  at_q: Int[Array, "rows 2 lanes"]
+  at_k: Int[Array, "B tiles 2 block"]
+  steps: tile_ops.TileSteps
+
+  @classmethod
+  def of(
+    cls,
+    kernel: PrefillPoolTPU,
+    q: Float[Array, "B K G T H"],
+    keys: PooledView,
+    args: ScoreArgs,
+  ) -> _PromptCall:
+    heads, block, queries = kernel.tile(q, keys)
+    (b, _, g, t, _), slots = q.shape, keys.shape[2]
+    count, columns = -(-t // queries), -(-slots // block)
+    # Coordinates that are added have segment 0, which sees and is seen by none.
+    padded = lambda at, n: Coords(
+      *(pad_axis(jnp.broadcast_to(x, (b, x.shape[1])), 1, n) for x in at)
+    )
+    at_q = padded(args.context.q, count * queries)
+    at_k = padded(args.context.k, columns * block)
+    by_example = lambda x: jax.tree.map(lambda a: a[:, None], x)
+    kinds = jax.vmap(
+      lambda q, k: tile_kinds(args.context.mask, q, k, queries, block)
+    )(by_example(at_q), by_example(at_k))
+    kinds = kinds.reshape(b * count, columns)
+    # A tile whose queries see nothing has a step, which writes empty sums.
+    nothing = ~jnp.any(kinds != 0, 1)
+    kinds = kinds.at[:, 0].set(jnp.where(nothing, 1, kinds[:, 0]))
+    rows = jnp.stack([x.reshape(b * count, queries) for x in at_q], 1)
+    rows = pad_axis(jnp.tile(rows, (1, 1, g)), 2, tile_ops.lanes(g * queries))
+    return cls(
+      kernel,
+      keys,
+      args,
+      heads,
+      block,
+      queries,
+      count,
+      rows,
+      jnp.stack([x.reshape(b, columns, block) for x in at_k], 2),
+      tile_ops.TileSteps.of(kinds),
+    )
+
+  @property
+  def pages_per_tile(self) -> int:
+    """Number of pages of a tile."""
+    return self.block // self.keys.page
+
+  def sums(self, q: Float[Array, "B K G T H"]) -> tuple[jax.Array, ...]:
+    """Sums of the tiles of queries.
+
+    Returns:
+      Weighted values [B * n, K, lanes, J], the largest scores to base 2 and the
+      sums of weights [B * n, K, 1, lanes].
+    """
+    keys, context = self.keys, self.args.context
+    q = pad_axis(q, 4, keys.k.shape[4])
+    b, kv, g, _, h = q.shape
+    j, lanes = keys.v.shape[4], self.at_q.shape[2]
+    each, count = self.pages_per_tile, self.count
+    tiles = pad_axis(q, 3, count * self.queries)
+    tiles = tiles.reshape(b, kv, g, count, self.queries, h)
+    tiles = jnp.moveaxis(tiles, 3, 1).reshape(b * count, kv, -1, h)
+    tiles = pad_axis(tiles, 2, lanes)
+    columns = self.at_k.shape[1]
+    # Missing pages all become page 0.
+    table = pad_axis(jnp.maximum(keys.table, 0), 1, columns * each).reshape(-1)
+    leaves, structure = jax.tree.flatten(context.mask)
+    scalars = (
+      jnp.asarray(keys.layer, jnp.int32).reshape(1),
+      table,
+      self.steps.words,
+      *(jnp.asarray(x, jnp.int32).reshape(1) for x in leaves),
+    )
+    row = lambda i, words: tile_ops.row_of(words[i])
+    example = lambda i, words: row(i, words) // count
+    column = lambda i, words: tile_ops.column_of(words[i])
+    of_queries = lambda ki, i, layer, table, words, *_: (
+      row(i, words),
+      ki,
+      0,
+      0,
+    )
+
+    def page(n: int, width: int) -> pl.BlockSpec:
+      index = lambda ki, i, layer, table, words, *_: (
+        layer[0],
+        table[
+          (example(i, words) * columns + column(i, words)) * each + n
+        ],
+        ki, 0, 0,
+      )  # fmt: skip
+      return pl.BlockSpec((1, 1, self.heads, keys.page, width), index)
+
+    arrays = [keys.k] if keys.v is keys.k else [keys.k, keys.v]
+    pages = [page(n, x.shape[4]) for x in arrays for n in range(each)]
+    out_type = lambda *shape: collectives.out_type(
+      (b * count, kv, *shape), jnp.float32, q, keys, self.args.terms, context
+    )
+    need = _vmem(q, keys, self.heads, self.block, self.queries)
+    return tuple(
+      pl.pallas_call(
+        functools.partial(
+          _kernel, self.args.scores, structure, each, len(arrays) == 2
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+          num_scalar_prefetch=len(scalars),
+          grid=(kv // self.heads, self.steps.count),
+          in_specs=[
+            pl.BlockSpec((1, self.heads, lanes, h), of_queries),
+            pl.BlockSpec(
+              (1, 2, lanes),
+              lambda ki, i, layer, table, words, *_: (row(i, words), 0, 0),
+            ),
+            pl.BlockSpec(
+              (1, 1, 2, self.block),
+              lambda ki, i, layer, table, words, *_: (
+                example(i, words),
+                column(i, words),
+                0,
+                0,
+              ),
+            ),
+            *pages,
+          ],
+          out_specs=[
+            pl.BlockSpec((1, self.heads, lanes, j), of_queries),
+            *[pl.BlockSpec((1, self.heads, 1, lanes), of_queries)] * 2,
+          ],
+          scratch_shapes=[
+            pltpu.VMEM((self.heads, j, lanes), jnp.float32),
+            pltpu.VMEM((self.heads, 1, lanes), jnp.float32),
+            pltpu.VMEM((self.heads, 1, lanes), jnp.float32),
+          ],
+        ),
+        out_shape=[out_type(lanes, j), out_type(1, lanes), out_type(1, lanes)],
+        compiler_params=self.kernel.params(need, "parallel", "arbitrary"),
+        cost_estimate=self._cost(q, arrays),
+        interpret=self.kernel.interpret,
+        name="ringjax_prefill_pool",
+      )(
+        *scalars,
+        tiles,
+        self.at_q,
+        self.at_k,
+        *(x for x in arrays for _ in range(each)),
+      )
+    )
+
+  def _cost(self, q: jax.Array, arrays: list[Any]) -> pl.CostEstimate:
+    """Cost of half of all tiles, as of prompts that are read from the start."""
+    b, kv, g, t, _ = q.shape
+    slots = self.keys.shape[2]
+    pairs = b * kv * g * t * slots // 2
+    reads = b * self.count * kv * slots // 2
+    numbers = sum(x.shape[4] * x.dtype.itemsize for x in arrays)
+    flops = 2 * pairs * (self.keys.k.shape[4] + self.keys.v.shape[4])
+    return pl.CostEstimate(
+      flops=flops, transcendentals=pairs, bytes_accessed=reads * numbers
+    )
+
+
+def _vmem(
+  q: jax.Array, keys: PooledView, heads: int, block: int, queries: int
+) -> int:
+  """Approximate bytes of vector memory that a step takes."""
+  lanes = tile_ops.lanes(q.shape[2] * queries)
+  h, j = (tile_ops.lanes(x.shape[4]) for x in (keys.k, keys.v))
+  slot = sum(
+    tile_ops.lanes(x.shape[4]) * x.dtype.itemsize
+    for x in {id(x): x for x in (keys.k, keys.v)}.values()
+  )
+  # Inputs and outputs are double-buffered for the next step.
+  in_flight = heads * (block * slot + lanes * (h * q.dtype.itemsize + 4 * j))
+  scratch = 4 * heads * lanes * (j + 2 * 8)
+  return 2 * in_flight + scratch + 2 * block * slot + 4 * 4 * lanes * block
+
+
+def _column_of(x: Shaped[Array, "1 n"]) -> Shaped[Array, "n 1"]:
+  """Transpose a row, as whole registers of 8 rows."""
+  return jnp.broadcast_to(x, (8, x.shape[1])).T[:, 0:1]
+
+
+def _kernel(
+  scores: Scores,
+  structure: PyTree,
+  pages_per_tile: int,
+  separate_values: bool,
+  *refs: Any,
+) -> None:
+  first = 3 + structure.num_leaves
+  words, leaves = refs[2], refs[3:first]
+  q_ref, q_at, k_at, *pages = refs[first:-6]
+  acc_out, m_out, l_out, acc, m_ref, l_ref = refs[-6:]
+  word = words[pl.program_id(1)]
+  k_pages = pages[:pages_per_tile]
+  v_pages = pages[pages_per_tile:] if separate_values else k_pages
+
+  @pl.when(word & tile_ops.FIRST != 0)
+  def _() -> None:
+    acc[...] = jnp.zeros_like(acc)
+    m_ref[...] = jnp.full_like(m_ref, -jnp.inf)
+    l_ref[...] = jnp.zeros_like(l_ref)
+
+  def fold_tile(masked: bool) -> None:
+    allowed: Any = None
+    if masked:
+      mask = jax.tree.unflatten(structure, [ref[0] for ref in leaves])
+      queries = Coords(q_at[0, 0:1, :], q_at[0, 1:2, :])
+      slots = Coords(*(_column_of(k_at[0, 0, n : n + 1, :]) for n in (0, 1)))
+      allowed = visible(mask, queries, slots)
+    for head in range(acc.shape[0]):
+      q = q_ref[0, head]
+      join = lambda refs, head=head: jnp.concatenate(
+        [ref[0, 0, head] for ref in refs], 0
+      )
+      k, v = (join(x).astype(q.dtype) for x in (k_pages, v_pages))
+      dot = tile_ops.dot(k, q, tile_ops.NT)
+      s, c = tile_ops.power(scores, dot, None, _undefined)
+      if masked:
+        v, flags = tile_ops.cleaned(v)
+        s = jnp.where(allowed, s + _column_of(flags), -jnp.inf)
+      old_m = m_ref[head]
+      m = jnp.maximum(old_m, jnp.max(s, axis=0, keepdims=True) * c)
+      safe = finite_max(m)
+      p = jnp.exp2(s * c - safe)
+      weight = jnp.exp2(old_m - safe)
+      l_ref[head] = l_ref[head] * weight + jnp.sum(p, axis=0, keepdims=True)
+      m_ref[head] = m
+      product = tile_ops.dot(v, p.astype(v.dtype), _TN)
+      acc[head] = acc[head] * weight + product
+
+  pl.when(word & tile_ops.MASKED != 0)(lambda: fold_tile(True))
+  pl.when(word & tile_ops.FULL != 0)(lambda: fold_tile(False))
+
+  @pl.when(word & tile_ops.LAST != 0)
+  def _() -> None:
+    for head in range(acc.shape[0]):
+      acc_out[0, head] = acc[head].T
+    m_out[0] = m_ref[...]
+    l_out[0] = l_ref[...]
+
+
+def _undefined() -> jax.Array:
+  raise AssertionError("distances are for slopes, which are declined")
