@@ -423,7 +423,7 @@ class ProductShape:
     Args:
       make: Function of a shape and a dtype that makes an operand.
     """
-    group, levels, step, least = CODES[self.codes]
+    group, levels, step, minimum = CODES[self.codes]
     groups = self.inputs // group
     rows = group if levels is None else group // 2
     scales = (_LAYERS, groups, self.outputs)
@@ -433,7 +433,7 @@ class ProductShape:
         "int8" if levels is None else "uint8",
       ),
       step=make(scales, step),
-      least=None if least is None else make(scales, least),
+      least=None if minimum is None else make(scales, minimum),
       index=(make((), "int32"),),
       levels=levels,
     )

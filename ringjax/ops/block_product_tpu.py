@@ -112,8 +112,8 @@ class BlockProductTPU:
     if not weight.consecutive:
       return "levels that are not consecutive"
     group, (total, rows, outer) = weight.group, weight.codes.shape[-3:]
-    if group & (group - 1) or not 16 <= rows <= 256:
-      return f"groups of {group}: it takes 32, 64, 128 and 256"
+    if group & (group - 1) or not 16 <= rows <= 128:
+      return f"groups of {group}: it takes 16, 32, 64 and 128 rows of codes"
     if total * rows % _BYTE_ROWS:
       return f"{total} groups of {group}: half of a register of codes is left"
     if not outer:
@@ -260,7 +260,7 @@ class _Shape:
     cls, n: int, weight: BlockCodes, cores: int, interpret: bool
   ) -> _Shape:
     total, rows, outer = weight.codes.shape[-3:]
-    most = _COLUMNS if outer >= _WIDE else _FEWER
+    max_columns = _COLUMNS if outer >= _WIDE else _FEWER
     lanes = lambda x: -(-x // _LANES) * _LANES
     return cls(
       n=n,
@@ -269,7 +269,7 @@ class _Shape:
       rows=rows,
       total=total,
       groups=_groups_of_block(total, rows),
-      columns=min(most, lanes(-(-outer // cores))),
+      columns=min(max_columns, lanes(-(-outer // cores))),
       first=None if weight.levels is None else weight.levels[0],
       has_least=weight.least is not None,
       interpret=interpret,
@@ -312,7 +312,7 @@ class _Shape:
 
   @property
   def excess(self) -> float:
-    """What the kernel's number of a code exceeds its level by."""
+    """Difference of the kernel's number of a code and its level."""
     if self.first is None:
       # 16 * (128 + upper) + 128 + lower, of the level plus 128.
       return 17.0 * 128 + 128
@@ -349,14 +349,14 @@ class _Shape:
 
 def _groups_of_block(total: int, rows: int) -> int:
   """Groups of a block: all, or a divisor of them where there is one."""
-  most = _BLOCK_ROWS // rows
-  if total <= most:
+  max_groups = _BLOCK_ROWS // rows
+  if total <= max_groups:
     return total
   # Rows of steps of 16 bits are stored in pairs of registers' rows.
   divisors = [
-    n for n in range(_HALF_ROWS, most + 1, _HALF_ROWS) if total % n == 0
+    n for n in range(_HALF_ROWS, max_groups + 1, _HALF_ROWS) if total % n == 0
   ]
-  return max(divisors, default=most)
+  return max(divisors, default=max_groups)
 
 
 def _kernel(shape: _Shape, stack: int, *refs: Any) -> None:

@@ -188,12 +188,12 @@ class BlockCodesLinear(nnx.Module):
   def _block_codes(
     self, entries: tuple[StackedEntry | None, ...]
   ) -> BlockCodes:
-    codes, step, least = entries
+    codes, step, minimum = entries
     assert codes is not None and step is not None
     return BlockCodes(
       codes=codes.stacked,
       step=step.stacked,
-      least=None if least is None else least.stacked,
+      least=None if minimum is None else minimum.stacked,
       index=codes.index,
       levels=self.layout.levels,
     )
