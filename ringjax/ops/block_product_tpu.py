@@ -401,7 +401,14 @@ def _kernel(shape: _Shape, stack: int, *refs: Any) -> None:
     out_ref[...] = acc_ref[: shape.n].astype(out_ref.dtype)
 
 
-def _spread_x(shape, k, x_ref, order_ref, wide_ref, left_ref):
+def _spread_x(
+  shape: _Shape,
+  k: Any,
+  x_ref: Any,
+  order_ref: Any,
+  wide_ref: Any,
+  left_ref: Any,
+) -> Any:
   """Writes the left sides of all products of a block; sums [rows, groups]."""
   length = shape.groups * shape.group
   if shape.padded > shape.n or wide_ref.shape[1] > length:

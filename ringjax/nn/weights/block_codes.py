@@ -149,15 +149,9 @@ class BlockCodesLinear(nnx.Module):
     x = x.reshape(*lead, math.prod(self.inputs))
     num_padding = self.layout.group * self._groups - x.shape[-1]
     x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, num_padding)])
-    kernel = None
-    if rows <= _FEW:
-      codes = self._block_codes(entries)
-      flat = x.reshape(rows, x.shape[-1])
-      kernel = auto_kernel.choose_product(flat, codes).algorithm
-      if kernel is not None:
-        y = kernel.product(flat, codes)
-    if kernel is None:
-      arrays = tuple(None if x is None else x.array() for x in entries)
+    y = self._by_kernel(x, entries) if rows <= _FEW else None
+    if y is None:
+      arrays = tuple(None if e is None else e.array() for e in entries)
       if rows <= _FEW:
         y = self._by_groups(x, arrays)
       else:
@@ -185,18 +179,24 @@ class BlockCodesLinear(nnx.Module):
   def _groups(self) -> int:
     return -(-math.prod(self.inputs) // self.layout.group)
 
-  def _block_codes(
-    self, entries: tuple[StackedEntry | None, ...]
-  ) -> BlockCodes:
+  def _by_kernel(
+    self,
+    x: Float[Array, "*batch I"],
+    entries: tuple[StackedEntry | None, ...],
+  ) -> Float[Array, "N O"] | None:
+    """x . weight by a kernel, of x's dtype; None if none serves the call."""
     codes, step, minimum = entries
     assert codes is not None and step is not None
-    return BlockCodes(
+    weight = BlockCodes(
       codes=codes.stacked,
       step=step.stacked,
       least=None if minimum is None else minimum.stacked,
       index=codes.index,
       levels=self.layout.levels,
     )
+    x = x.reshape(-1, x.shape[-1])
+    kernel = auto_kernel.choose_product(x, weight).algorithm
+    return None if kernel is None else kernel.product(x, weight)
 
   def _weight(
     self, arrays: tuple[jax.Array | None, ...], dtype: DTypeLike
