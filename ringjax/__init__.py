@@ -40,6 +40,7 @@ from ringjax.ops.attention.api import (
   attention_statistics,
   blockwise_attention,
   dot_product_attention,
+  latent_attention,
   ring_attention,
   striped_attention,
 )
@@ -156,6 +157,7 @@ __all__ = [
   "finalize",
   "flax_attention",
   "gated_delta_rule",
+  "latent_attention",
   "linear_recurrence",
   "make_mesh",
   "merge",

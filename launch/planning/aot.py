@@ -25,8 +25,8 @@ from ringjax.parallel import chips
 from ringjax.plan import draw
 from ringjax.plan.compiler import aot, overlap
 from ringjax.plan.compiler.aot import Compiled
-from ringjax.plan.compiler.roofline import NOTE, Roofline, roofline
-from ringjax.plan.compiler.target import GpuTarget, target
+from ringjax.plan.compiler.target import GpuTarget, TpuTarget, target
+from ringjax.plan.compiler.time_range import NOTE, TimeRange
 
 NAME = "plan"
 # Sizes of the mesh axis over heads that a search tries.
@@ -73,7 +73,7 @@ def compile_one(
   screen = console.Screen(NAME, stderr)
   if values.search:
     # These flags are about one program, and a search compiles several.
-    strategies.refuse(values, "--search", ("plot", "hlo", "limit"))
+    strategies.refuse(values, "--search", ("plot", "hlo", "limit", "simulate"))
     if isinstance(aim, GpuTarget):
       raise OptionError(
         "--search",
@@ -91,12 +91,11 @@ def compile_one(
     options,
     timeout_s=values.timeout,
     text_path=values.hlo,
+    code=isinstance(aim, TpuTarget),
+    simulate=values.simulate,
   )
-  bounds = roofline(compiled)
   limit = overlap.LIMIT if values.limit is None else values.limit
-  strategies.put(
-    values, stdout, record(compiled, bounds), words(compiled, bounds, limit)
-  )
+  strategies.put(values, stdout, compiled.record(), words(compiled, limit))
   if values.plot is not None:
     if compiled.report is None:
       why = "the program does not fit"
@@ -220,14 +219,6 @@ def named(name: str) -> str:
   return name
 
 
-def record(found: Compiled, made: Roofline | None) -> dict[str, Any]:
-  """A program and its roofline as JSON."""
-  return {
-    **found.record(),
-    "roofline": None if made is None else made.record(),
-  }
-
-
 def _title(compiled: Compiled) -> str:
   facts = compiled.facts
   axes = ", ".join(f"{name} {n}" for name, n in facts["mesh"].items())
@@ -256,9 +247,7 @@ def _host_memory_text(facts: Mapping[str, Any]) -> str:
   return f"{' and '.join(phrases)} in host memory, " if phrases else ""
 
 
-def words(
-  found: Compiled, made: Roofline | None, limit: float = overlap.LIMIT
-) -> list[str]:
+def words(found: Compiled, limit: float = overlap.LIMIT) -> list[str]:
   """The report of a program, in lines of text."""
   size = console.nbytes
   versions = ", ".join(f"{k} {v}" for k, v in found.versions.items())
@@ -287,10 +276,10 @@ def words(
   if memory.total > memory.limit:
     # The sum also counts buffers whose lifetimes do not overlap.
     lines.append("  not all of it at once: the compiler says that it fits")
-  report = found.report
+  report, time = found.report, found.time
   if report is None:
     return [*lines, "", *_sent(found)]
-  assert made is not None
+  assert time is not None
   lines += [
     "",
     f"{'sent, on each device':<22}{'times':>9}{'bytes':>12}{'links busy':>13}"
@@ -303,8 +292,8 @@ def words(
   ] or ["nothing"]
   if report.sends:
     lines += ["", *_sends(report)]
-  lines += ["", *_floors(made)]
-  lines += ["", *(f"  {text}" for text in made.assumptions), f"  {NOTE}"]
+  lines += ["", *_range(time)]
+  lines += ["", *(f"  {text}" for text in time.assumptions), f"  {NOTE}"]
   faults = report.faults(limit)
   lines += ["", "the ring: " + ("hidden" if report.sends else "none")]
   if faults:
@@ -336,13 +325,13 @@ def _sent(compiled: Compiled) -> list[str]:
 
 
 def _times_least(compiled: Compiled, moved: float) -> str:
-  """The bytes of a step of decoding over the least, as text, or ""."""
-  least = compiled.facts.get("least_bytes")
-  if not least:
+  """The bytes of a step over those that it must move, as text, or ""."""
+  least_bytes = compiled.facts.get("least_bytes")
+  if not least_bytes:
     return ""
   return (
-    f", {moved / least:.2f} times {console.nbytes(least)}: weights that a step "
-    "uses, experts chosen evenly, and the cache once"
+    f", {moved / least_bytes:,.2f} times {console.nbytes(least_bytes)}, which "
+    "a step must read or write (experts chosen evenly)"
   )
 
 
@@ -396,20 +385,38 @@ def _sends(report: overlap.OverlapReport) -> list[str]:
   return lines
 
 
-def _floors(bounds: Roofline) -> list[str]:
+def _range(time: TimeRange) -> list[str]:
+  """The least and most time of a step, and what they are made of."""
   rows = (
-    ("products at the peak", bounds.multiply_s),
-    ("memory, read once", bounds.memory_s),
-    ("ring's busiest link", bounds.ring_s),
-    ("other collectives", bounds.others_s),
-    ("the compiler's schedule", bounds.schedule_s),
+    ("products at the peak", time.product_s),
+    ("memory, what a step needs", time.memory_s),
+    ("links, the busiest way", time.link_s),
+    ("memory, what XLA touches", time.touched_s),
+    ("cycles of the operations", time.core_s),
+    ("sum without any overlap", time.most_s),
   )
-  return [
-    "a step, by each of these alone",
-    *(f"  {name:<24}{_ms(seconds):>12}" for name, seconds in rows),
-    f"  bound by {bounds.bound}; the schedule reaches "
-    f"{100 * bounds.utilization:.1f} % of the peak",
+  lines = [
+    f"a step takes between {_ms(time.least_s)} and {_ms(time.most_s)}",
+    f"  no program of this step takes less than {_ms(time.floor_s)}: "
+    f"{time.bound}",
+    *(f"  {name:<26}{_ms(seconds):>12}" for name, seconds in rows),
+    f"  {100 * time.covered:.0f} % of the sum is of operations whose machine "
+    "code was counted",
   ]
+  if time.open:
+    names = ", ".join(time.open[:4])
+    lines.append(
+      f"  {len(time.open)} operations have a loop of unknown length, which "
+      f"counts once: {names}"
+    )
+  if time.operations:
+    lines += ["", f"{'most above their floor':<40}{'times':>8}{'above':>13}"]
+    lines += [
+      f"{operation.name[:39]:<40}{operation.times:>8,.0f}"
+      f"{_ms(operation.above_s):>13}  {operation.source[-60:]}"
+      for operation in time.operations
+    ]
+  return lines
 
 
 def _ms(seconds: float) -> str:
@@ -486,37 +493,43 @@ def _search(
         topology,
         options | tried,
         timeout_s=values.timeout,
+        code=True,
       )
     except RingjaxError as error:
       rows.append({"options": tried, "refused": str(error)})
       continue
-    bounds = roofline(compiled)
+    time = compiled.time
     rows.append(
       {
         "options": tried,
         "fits": compiled.fits,
         "needed_bytes": compiled.needed_bytes,
-        "seconds": None if bounds is None else bounds.schedule_s,
+        "least_s": None if time is None else time.least_s,
+        "most_s": None if time is None else time.most_s,
         "stalled": None if compiled.report is None else compiled.report.stalled,
         "compile_s": compiled.compile_s,
       }
     )
   last = float("inf")
-  rows.sort(key=lambda row: row.get("seconds") or last)
+  # The sum is the same whether sends are hidden.
+  rows.sort(
+    key=lambda row: (row.get("most_s") or last, row.get("stalled") or 0.0)
+  )
   lines = [
-    f"{program} on {topology}, the fastest by the compiler's schedule first",
-    f"{'step':>12}{'memory':>11}{'waits':>8}  options",
+    f"{program} on {topology}, by the most time of a step, then by waiting",
+    f"{'between':>12}{'and':>12}{'memory':>11}{'waits':>8}  options",
   ]
   for row in rows:
     label = _label(row["options"])
     if "refused" in row:
-      lines.append(f"{'refused':>12}{'':19}  {label}: {row['refused'][:80]}")
+      lines.append(f"{'refused':>12}{'':31}  {label}: {row['refused'][:80]}")
     elif not row["fits"]:
       need = console.nbytes(row["needed_bytes"])
-      lines.append(f"{'no room':>12}{need:>11}{'':8}  {label}")
+      lines.append(f"{'no room':>12}{'':12}{need:>11}{'':8}  {label}")
     else:
       lines.append(
-        f"{_ms(row['seconds']):>12}{console.nbytes(row['needed_bytes']):>11}"
+        f"{_ms(row['least_s']):>12}{_ms(row['most_s']):>12}"
+        f"{console.nbytes(row['needed_bytes']):>11}"
         f"{100 * row['stalled']:>6.1f} %  {label}"
       )
   strategies.put(

@@ -17,7 +17,7 @@ from ringjax.parallel import chips
 from ringjax.plan import draw, files
 from ringjax.plan.compiler import aot as compiler
 from ringjax.plan.compiler import capacity
-from ringjax.plan.compiler.roofline import NOTE
+from ringjax.plan.compiler.time_range import NOTE
 
 # Slices whose capacity is searched, by their usual names.
 SLICES = {

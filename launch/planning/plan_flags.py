@@ -248,6 +248,8 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("order", "enum", None, "aot",
    "Order of devices: a ring of neighbours, or as they are listed.",
    ("ring", "listed")),
+  ("simulate", "boolean", False, "aot",
+   "Compiles a second time, with the compiler's simulator of operations."),
   ("hlo", "output", None, "aot", "File for the scheduled program's text."),
   ("limit", "number", None, "aot",
    "Part of a step that may wait for sends.", 0.0),

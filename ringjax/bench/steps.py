@@ -65,6 +65,10 @@ ORDERS = ("ring", "listed")
 WHAT = ("forward", "backward")
 # Shards and local tokens whose tiles are counted; more of them look the same.
 _COUNTED_SHARDS, _COUNTED_TOKENS = 8, 16384
+# Strategies whose kernels' calls have all queries and keys of a hop.
+_WHOLE_CALLS = ("striped", "ring", "gather")
+# Queries and keys of a tile of the TPU kernels, unless options say otherwise.
+_KERNEL_TILE = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +108,22 @@ class ProgramOptions:
     """The strategy, its layout and its local algorithm."""
     return way(self.strategy, self.q_block, self.kv_block, self.local)
 
+  def tile_share(
+    self, mesh: Mesh, axis: str | None, causal: bool, window: int | None
+  ) -> dict[str, float]:
+    """Entry of the report: the share of a call's tiles that a kernel computes.
+
+    For the shard that has most, as the others wait for it; none where a window
+    decides, or where a call of the kernel has another part of the keys.
+    """
+    if window is not None or self.strategy not in _WHOLE_CALLS:
+      return {}
+    shards = 1 if axis is None else mesh.shape[axis]
+    tile = (self.q_block or _KERNEL_TILE, self.kv_block or _KERNEL_TILE)
+    local = -(-self.tokens // shards)
+    share = _busy_share(self.named, shards, local, tile, causal)
+    return {"tile_share": share}
+
   def placed(self, **counts: int) -> tuple[Mesh, str | None]:
     """The mesh and its sequence axis, checked against the tokens."""
     mesh, axis = _mesh(self.devices, self.mesh, self.order)
@@ -125,6 +145,7 @@ class ProgramOptions:
       "tokens": self.tokens,
       "batch": self.batch,
       "strategy": self.strategy,
+      "dtype": self.dtype,
       **facts,
       "model_flops": flops / mesh.size,
     }
@@ -145,6 +166,7 @@ class ModelOptions(ProgramOptions):
     model: Name of a preset, or contents of a config.json.
     shard: Mesh axis that shards weights and moments along the model's width;
       None for `Rules()`.
+    experts: Mesh axis that shards the experts of mixtures, if any.
     layers: Number of layers, in place of the model's.
     block: Tokens of a step of the feedforward.
     weights: Placement of the layers' weights, "host" or as
@@ -155,6 +177,7 @@ class ModelOptions(ProgramOptions):
 
   model: str | Mapping[str, Any]
   shard: str | None = "seq"
+  experts: str | None = None
   layers: int | None = None
   block: int = 2048
   weights: str | None = None
@@ -166,7 +189,8 @@ class ModelOptions(ProgramOptions):
     config = preset(source) if isinstance(source, str) else dict(source)
     if self.layers is not None:
       config["num_hidden_layers"] = positive_int("layers", self.layers)
-    rules = None if self.shard is None else Rules(embed=self.shard)
+    axes = {"embed": self.shard, "experts": self.experts}
+    rules = Rules(**{name: axis for name, axis in axes.items() if axis})
     model = abstract(config, dtype=dtype, mesh=mesh, rules=rules)
     if self.coded_bits is not None:
       if self.weights is not None:
@@ -278,6 +302,7 @@ def attention(
     flops * (1.0 if what == "forward" else 3.5),
     _trips(named, mesh, axis, tokens, causal),
     what=f"attention {what}",
+    **({} if packed else program.tile_share(mesh, axis, causal, window)),
   )
 
 
@@ -320,15 +345,18 @@ def train(
     _spec, mesh, (accumulate, micro_batch, program.tokens), over
   )
   batch = batches.Batch(row(), row(), row(jnp.float32))
+  state = training.form(update, model, mesh)
   return program.built(
     mesh,
     training.make_step(update, attend, objective),
-    (training.form(update, model, mesh), None, batch),
+    (state, None, batch),
     recipes.flops(model, program.tokens) * program.batch * program.tokens,
     _trips(program.named, mesh, attend.axis, program.tokens, True),
     what="train",
     remat=remat,
     optimizer=optimizer,
+    least_bytes=_train_bytes(program, model, state, mesh.size),
+    **program.tile_share(mesh, attend.axis, True, _reach(model)),
     **program.facts(model),
   )
 
@@ -369,8 +397,12 @@ def prefill(
     batch, tokens, sharding=attend, kind=kind, placement=cache_placement
   )
   trips = _trips(program.named, mesh, attend.axis, program.tokens, True)
+  share: dict[str, float] = program.tile_share(
+    mesh, attend.axis, True, _reach(model)
+  )
   pos, context = None, attend
   if chunk is not None:
+    share = {}
     chunk = positive_int("chunk", chunk)
     context = CachedAttention(mesh=mesh, axis=attend.axis, replicated=False)
     pos = ids = _spec(mesh, (batch, chunk), over)
@@ -386,6 +418,10 @@ def prefill(
     what="prefill",
     cache=str(kind),
     cache_bytes=_cache_bytes(empty),
+    # Keys of a chunk's prompt are read, those of a whole prompt written.
+    least_bytes=step_bytes.weight_bytes(model, batch * (chunk or tokens))
+    + bytes_each(empty),
+    **share,
     **program.facts(model),
   )
 
@@ -432,6 +468,8 @@ def pair(
     num_prompts * program.batch * (flops + _head_flops(model)),
     _trips(program.named, mesh, None, program.tokens, True),
     what=f"pair, {how_summed}",
+    least_bytes=step_bytes.weight_bytes(model, program.batch * program.tokens)
+    + num_prompts * bytes_each(empty),
     **program.facts(model),
   )
 
@@ -558,6 +596,7 @@ class _CallWithCache:
     return {
       "least_bytes": weights + bytes_each(self.cache),
       "filled_blocks": step_bytes.filled_blocks(model, count),
+      **({} if _reach(model) is not None else {"tile_share": 1.0}),
     }
 
 
@@ -661,6 +700,26 @@ def _head_flops(form: Transformer) -> float:
   return 2.0 * form.config.vocab * form.config.embed
 
 
+def _reach(form: Transformer) -> int | None:
+  """Tokens before it that a query of a windowed layer sees; None without."""
+  reaches = (layer.attention.reach for layer in form.config.layers)
+  return next((reach for reach in reaches if reach is not None), None)
+
+
+def _train_bytes(
+  program: ModelOptions, form: Transformer, state: PyTree, devices: int
+) -> float:
+  """Bytes of a device that a training step must read or write.
+
+  Weights and moments are read and written, and so is what any rematerialization
+  keeps: the input of each layer.
+  """
+  config = form.config
+  width = np.dtype(recipes.dtype_of(program.dtype)).itemsize
+  inputs = program.batch * program.tokens * config.embed * len(config.layers)
+  return 2.0 * (bytes_each(state) + inputs * width / devices)
+
+
 def _host_bytes(x: PyTree) -> int:
   """Bytes of one device's shards of arrays in host memory."""
   return sum(
@@ -715,10 +774,27 @@ def _trips(
   """
   shards = 1 if axis is None else mesh.shape[axis]
   local = -(-tokens // shards)
+  rows, columns = named.blocks(local, local)
+  busy = _busy_share(named, shards, local, (rows, columns), causal)
+  keys = local if named.visits else local * shards
+  forward = busy * -(-keys // columns) / 2
+  down = -(-local // rows)
+  backward = busy * down / (1 + joined(down, rows))
+  return [("rematted", forward), ("transpose", backward), ("", forward)]
+
+
+def _busy_share(
+  named: NamedStrategy,
+  shards: int,
+  local: int,
+  tile: tuple[int, int],
+  causal: bool,
+) -> float:
+  """Share of the tiles of a hop that the shard with most of them computes."""
   # Strategies that gather keys make one call with all keys.
   counted_shards = min(shards, _COUNTED_SHARDS)
   counted_tokens = min(local, _COUNTED_TOKENS)
-  rows, columns = named.blocks(local, local)
+  rows, columns = tile
   mask = Causal() if causal else Everything()
   counts = tile_counts(
     named.layout,
@@ -731,12 +807,7 @@ def _trips(
   cells = -(-counted_tokens // min(rows, counted_tokens)) * -(
     -counted_tokens // min(columns, counted_tokens)
   )
-  busy = float(np.max(counts, axis=1).mean()) / cells
-  keys = local if named.visits else local * shards
-  if not named.visits:
-    # All keys at once: the busiest shard in total, not in each hop.
-    busy = float(counts.sum(axis=0).max()) / (cells * counted_shards)
-  forward = busy * -(-keys // columns) / 2
-  down = -(-local // rows)
-  backward = busy * down / (1 + joined(down, rows))
-  return [("rematted", forward), ("transpose", backward), ("", forward)]
+  if named.visits:
+    return float(np.max(counts, axis=1).mean()) / cells
+  # All keys at once: the busiest shard in total, not in each hop.
+  return float(counts.sum(axis=0).max()) / (cells * counted_shards)

@@ -673,6 +673,9 @@ class _Queries:
     mixed: Output of attention, or the one to return in its place.
   """
 
+  # Captured keys are those of all heads.
+  takes_rows = False
+
   q: Any
   fresh: Any
   mixed: Any

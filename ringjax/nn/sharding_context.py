@@ -25,7 +25,10 @@ from ringjax.kv.base import KV, LayerCache
 from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.layer_array import LayerArray
 from ringjax.ops.ancestors import Ancestors
-from ringjax.ops.attention.api import dot_product_attention
+from ringjax.ops.attention.api import (
+  dot_product_attention,
+  latent_attention,
+)
 from ringjax.ops.attention.cached.cached_attention import ShardedDecode
 from ringjax.ops.attention.cached.selection import (
   KeySelection,
@@ -64,6 +67,8 @@ class Extras:
     sinks: Sink logits of the heads, [N].
     slopes: ALiBi slopes of the heads, [N].
     selection: Chooses the keys that each query reads; None: it reads all.
+    up: Up-projection [C, N, P + J], where the keys of a call are rows of
+      latent attention: one head of C + R numbers, whose values have none.
   """
 
   scale: float
@@ -71,6 +76,7 @@ class Extras:
   sinks: Float[Array, " N"] | None = None
   slopes: Float[Array, " N"] | None = None
   selection: KeySelection | None = None
+  up: Float[Array, "C N Y"] | None = None
 
 
 @runtime_checkable
@@ -352,6 +358,19 @@ class ShardingContext:
     )(weights, experts, x)
 
 
+def _attention(
+  up: Float[Array, "C N Y"] | None,
+  q: Float[Array, "B T N H"],
+  k: Float[Array, "B S K _"],
+  v: Float[Array, "B S K J"],
+  **options: Any,
+) -> Float[Array, "B T N _"]:
+  """Attend to keys and values, or with `up` to rows in the place of keys."""
+  if up is None:
+    return dot_product_attention(q, k, v, **options)
+  return latent_attention(q, k[:, :, 0], up, **options)
+
+
 def _expert_specs(experts: PyTree, over: tuple[str, ...]) -> PyTree:
   """Specs of arrays of experts' weights, of one layer or of all layers."""
 
@@ -391,6 +410,8 @@ class ContextParallel(ShardingContext):
 
   # Whether keys come from a cache, which other calls have filled.
   resident = False
+  # Whether keys may be rows of latent attention, see `Extras.up`.
+  takes_rows = True
 
   def __call__(
     self,
@@ -407,7 +428,8 @@ class ContextParallel(ShardingContext):
       shards = 1 if self.around is None else collectives.axis_size(self.around)
       if extras.selection.count < k.shape[2] * shards:
         return self._selective(q, tokens, cache.fresh, mask, extras)
-    return dot_product_attention(
+    return _attention(
+      extras.up,
       q,
       jnp.swapaxes(k, 1, 2),
       jnp.swapaxes(v, 1, 2),
@@ -467,7 +489,8 @@ class ContextParallel(ShardingContext):
         chosen_pairs(selection, q_at, keys, k_at, full_mask, shards)
       )
       derived = tokens.derived and q.shape[1] == k.shape[1]
-      return dot_product_attention(
+      return _attention(
+        extras.up,
         q,
         k,
         v,

@@ -29,15 +29,43 @@ FIRST = {
   Case("verify_tree", mesh="seq_model"),
   Case("prefill", "windowed"),
   Case("prefill", mesh="seq_model"),
+  Case("prefill", "latent", "seq_model"),
+  Case("chunk", mesh="seq_model", capacity=1 << 18),
 }
+# Cases of phases and families that not every mesh has.
+OTHERS = (
+  ("chunk", "dense", "seq"),
+  ("chunk", "dense", "model"),
+  ("chunk", "dense", "seq_model"),
+  ("chunk", "latent", "seq_model"),
+  ("chunk", "latent", "data_seq"),
+  ("chunk", "mixture", "data_seq_model"),
+  ("chunk", "windowed", "seq"),
+  ("chunk", "hybrid", "data_seq_model"),
+  ("chunk", "indexed", "seq_model"),
+  ("decode", "hybrid", "seq_model"),
+  ("decode", "indexed", "seq_model"),
+  ("decode", "mixture", "seq_expert"),
+  ("decode", "mixture", "all_axes"),
+  ("train", "dense", "seq"),
+  ("train", "dense", "seq_model"),
+  ("train", "latent", "seq_model"),
+  ("train", "mixture", "data_seq"),
+)
 KINDS = ("windowed", "int8", "int4", "float8", "hadamard3", "unrotated")
 
 
 def cases():
   for phase, family, mesh in itertools.product(
-    program.PHASES, program.FAMILIES, program.MESHES
+    ("decode", "verify", "verify_tree", "prefill"),
+    program.FAMILIES,
+    program.MESHES,
   ):
     yield Case(phase, family, mesh)
+  for phase, family, mesh in OTHERS:
+    # A shard's cache is larger than what a chunk reads of it at once.
+    capacity = 1 << 18 if phase == "chunk" else 1 << 16
+    yield Case(phase, family, mesh, capacity=capacity)
   for phase, kind, mesh in itertools.product(
     ("decode", "verify"), KINDS, program.MESHES
   ):
@@ -47,6 +75,8 @@ def cases():
 
 def marked(case):
   marks = [] if case in FIRST else [pytest.mark.long]
+  if case.phase == "train":
+    marks.append(pytest.mark.slow)
   # Trees take the way of chains but for `keep`, which knows no family.
   if case.phase == "verify_tree" and case.family != "dense":
     marks.append(pytest.mark.slow)
@@ -59,27 +89,81 @@ def test_a_program_sends_and_writes_only_what_it_must(case):
   assert not faults, "\n".join(map(str, faults))
 
 
-# Programs that do what no step may do to a cache [L, B, K, S, H].
+def _sent_around(cache, mesh):
+  """A ring that sends the keys of eight heads for each row of a latent."""
+
+  def ring(rows):
+    keys = jnp.tile(rows, (8, 1, 1, 1)) * 2.0
+    hop = lambda _, x: lax.ppermute(
+      x, "seq", [(i, (i + 1) % 8) for i in range(8)]
+    )
+    return lax.fori_loop(0, 7, hop, keys)[:2]
+
+  spec = P(None, None, "seq")
+  sent = jax.shard_map(ring, mesh=mesh, in_specs=spec, out_specs=spec)(cache[0])
+  return cache.at[0].set(sent)
+
+
+def _summed_in_each_step(cache, mesh):
+  """A loop that sums a gradient over the shards in each of its steps."""
+
+  def loop(rows):
+    part = rows[0, 0, :512].T @ rows[0, 0, :512]
+    step = lambda n, total: total + lax.psum(jnp.tile(part, (64, 1)) * n, "seq")
+    total = lax.fori_loop(0, 64, step, jnp.zeros((512, 8)))
+    return rows + jnp.sum(total)
+
+  spec = P(None, None, "seq")
+  added = jax.shard_map(loop, mesh=mesh, in_specs=spec, out_specs=spec)(
+    cache[0]
+  )
+  return cache.at[0].set(added)
+
+
+def _gathered(cache, mesh):
+  return lax.with_sharding_constraint(cache, NamedSharding(mesh, P())) + 1
+
+
+def _all_logits(cache, mesh):
+  """The logits [T, V] of all tokens at once."""
+  del mesh
+  logits = jnp.tanh(cache[0] @ jnp.ones((8, 64)))
+  return cache.at[0, 0, 0, 0, 0].add(jnp.max(jnp.sort(logits, -1)[..., 3]))
+
+
+# Programs that do what no step may do to a cache [L, B, K, S, H]: the phase by
+# whose law they are judged, the program, and words of the fault.
 PLANTED = {
-  "gather": lambda cache, mesh: (
-    lax.with_sharding_constraint(cache, NamedSharding(mesh, P())) + 1
+  "gather": ("decode", _gathered, "all-gather carries"),
+  "copy": ("decode", lambda cache, _: cache + 1, "are written"),
+  "layer": (
+    "decode",
+    lambda cache, _: lax.fori_loop(
+      0, 4, lambda n, x: x + jnp.sum(jnp.sin(cache[n]) @ jnp.ones((8, 8))), 0.0
+    ),
+    "are written",
   ),
-  "copy": lambda cache, _: cache + 1,
-  "layer": lambda cache, _: lax.fori_loop(
-    0, 4, lambda n, x: x + jnp.sum(jnp.sin(cache[n]) @ jnp.ones((8, 8))), 0.0
+  "not_donated": (
+    "decode",
+    lambda cache, _: cache.at[0, 0, 0, 0, 0].set(1.0),
+    "updated in place",
   ),
-  "not_donated": lambda cache, _: cache.at[0, 0, 0, 0, 0].set(1.0),
+  "gathered_chunk": ("chunk", _gathered, "all-gather carries"),
+  "keys_of_heads": ("prefill", _sent_around, "collective-permute carries"),
+  "all_logits": ("train", _all_logits, "are written"),
+  "sums_in_steps": ("train", _summed_in_each_step, "all-reduce carries"),
 }
 
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_caught(fault):
   """And its instruction is named, where there is one."""
+  phase, planted, words = PLANTED[fault]
   mesh = make_mesh(8, "auto")
   sharding = NamedSharding(mesh, P(None, None, None, "seq"))
   shape = (4, 2, 2, 65536, 8)
   cache = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-  work = lambda cache: PLANTED[fault](cache, mesh)
+  work = lambda cache: planted(cache, mesh)
   compiled = jax.jit(work).lower(cache).compile()
   analysis = compiled.memory_analysis()
   each = 4 * 4 * 2 * 2 * 8192 * 8
@@ -95,11 +179,5 @@ def test_a_planted_fault_is_caught(fault):
     each // 4,
     sizes,
   )
-  faults = program.judged(reading, program.PHASES["decode"])
-  words = {
-    "gather": "all-gather carries",
-    "copy": "are written",
-    "layer": "are written",
-    "not_donated": "updated in place",
-  }
-  assert any(words[fault] in x.what for x in faults), faults
+  faults = program.judged(reading, program.PHASES[phase])
+  assert any(words in x.what for x in faults), faults

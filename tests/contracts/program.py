@@ -26,6 +26,7 @@ import jax
 from ringjax.bench import steps
 from ringjax.bench.program import CompiledInstruction, CompiledProgram
 from ringjax.kv.base import bytes_each
+from ringjax.kv.cache import LayerCacheSpec, LayerKV
 from tests import checkpoints
 
 # Instructions that give another name to an array, or start what others end.
@@ -46,6 +47,11 @@ MESHES: Mapping[str, tuple[tuple[str, int], ...]] = {
   "seq_model": (("seq", 2), ("model", 4)),
   "data_seq": (("data", 2), ("seq", 4)),
   "data_seq_model": (("data", 2), ("seq", 2), ("model", 2)),
+}
+# Meshes on which the experts of a mixture are sharded.
+EXPERT_MESHES: Mapping[str, tuple[tuple[str, int], ...]] = {
+  "seq_expert": (("seq", 2), ("expert", 4)),
+  "all_axes": (("data", 1), ("seq", 2), ("model", 2), ("expert", 2)),
 }
 
 _SMALL = {
@@ -68,7 +74,9 @@ def _config(name: str, **more: Any) -> dict[str, Any]:
 FAMILIES: Mapping[str, dict[str, Any]] = {
   "dense": _config("llama3"),
   "one_kv_head": _config("llama3", num_key_value_heads=1),
-  "mixture": _config("mixtral", num_local_experts=16),
+  "mixture": _config(
+    "mixtral", num_local_experts=16, router_aux_loss_coef=0
+  ),
   "latent": _config(
     "deepseek_v3", num_key_value_heads=8, kv_lora_rank=64, q_lora_rank=64,
     qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32, head_dim=16,
@@ -77,6 +85,22 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
   "windowed": _config(
     "gemma3_text", num_hidden_layers=6, sliding_window=1024,
     layer_types=["sliding_attention"] * 5 + ["full_attention"],
+  ),
+}  # fmt: skip
+# Families of few cases: layers with states, and an index of keys.
+OTHER_FAMILIES: Mapping[str, dict[str, Any]] = {
+  "hybrid": _config(
+    "qwen3_next", num_experts=16, moe_intermediate_size=512,
+    shared_expert_intermediate_size=64, linear_num_key_heads=8,
+    linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=32,
+    layer_types=["linear_attention"] * 3 + ["full_attention"],
+  ),
+  "indexed": _config(
+    "deepseek_v32", num_key_value_heads=8, kv_lora_rank=64, q_lora_rank=64,
+    qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32, head_dim=16,
+    index_head_dim=32, index_n_heads=8, index_topk=64,
+    layer_types=["indexed_attention"] * 4, mlp_layer_types=["dense"] * 4,
+    first_k_dense_replace=4,
   ),
 }  # fmt: skip
 
@@ -96,6 +120,12 @@ class Sizes(NamedTuple):
     seq: Shards of the sequence.
     model: Shards of the heads.
     data: Shards of the rows.
+    weights: Bytes of a device's weights.
+    states: Bytes of a device's recurrent states.
+    expert: Shards of the experts.
+    slots: Slots of a row's cache.
+    index: Numbers of a token's index queries and their weights.
+    ffn: Width of a feedforward, F, on all devices.
   """
 
   rows: int
@@ -109,6 +139,12 @@ class Sizes(NamedTuple):
   seq: int
   model: int
   data: int
+  weights: int = 0
+  states: int = 0
+  expert: int = 1
+  slots: int = 0
+  index: int = 0
+  ffn: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,6 +159,7 @@ class Phase:
       all loops; kinds without an entry may only carry `SLACK` bytes.
     large: Bytes from which an array is large, if not as large as one layer's
       cache, its experts or the embedding.
+    trains: Whether the program updates a training state, not a cache.
   """
 
   builder: Callable[..., Any]
@@ -130,10 +167,19 @@ class Phase:
   tokens: int | None = 1
   sends: Callable[[Sizes], dict[str, float]]
   large: Callable[[Sizes], int] | None = None
+  trains: bool = False
 
 
 # Bytes of coordinates, lengths and flags.
 SLACK = 1 << 14
+# Tokens of a chunk of a prompt.
+CHUNK = 1024
+# Tokens of a shard in a step of the loss.
+LOSS_BLOCK = 1024
+# Tokens of a shard in a block of a feedforward.
+BLOCK = 2048
+# Slots of a cache that a chunk reads at once.
+SEGMENT = 8192
 # Bytes of tiles of keys, values and scores, and of a layer's copied weights.
 TILES = 4 << 20
 
@@ -147,11 +193,12 @@ def few_tokens(s: Sizes) -> dict[str, float]:
   rows = 4 * s.rows * s.tokens
   over_seq = rows * s.heads * (s.value + 2) if s.seq > 1 else 0
   over_model = 2 * rows * s.embed if s.model > 1 else 0
+  over_experts = rows * s.embed if s.expert > 1 else 0
   ends = rows * (s.embed + 2 * s.vocab) if s.model > 1 else 0
   # Every device has the logits of all rows, so that each process can read them.
   logits = rows * s.data * s.vocab if s.data > 1 else 0
   return {
-    "all-reduce": s.layers * (over_seq + over_model) + ends,
+    "all-reduce": s.layers * (over_seq + over_model + over_experts) + ends,
     "all-gather": ends + logits,
   }
 
@@ -168,6 +215,100 @@ def around(s: Sizes) -> dict[str, float]:
     "all-reduce": s.layers * over_model + ends,
     "all-gather": (ends if s.model > 1 else 0) + 2 * tokens * s.seq,
   }
+
+
+def train_step(s: Sizes) -> dict[str, float]:
+  """Keys around the ring twice, their gradients once, and sums of weights.
+
+  The backward pass sends keys again, and their float32 gradients to their
+  owners.
+
+  Findings that stand: the head's gradient is summed over the shards in each
+  step of the loss, D V numbers for `LOSS_BLOCK` tokens of a shard, and a
+  feedforward's in each of its blocks, 3 D F numbers for `BLOCK` tokens. A shard
+  that kept a local sum would need memory for the whole matrices where
+  they are sharded. Over data and seq these are two sums, one after another.
+  Over the shards of the heads a layer has eight sums of its tokens: two
+  forward, one of them again for the backward pass, and backward one for each of
+  the queries, keys, values and the feedforward's two inputs, where one for the
+  first three and one for the others would do.
+  """
+  tokens = 4 * s.rows * s.tokens // s.seq
+  ring = tokens * (2 * (s.keys + 2) * (s.seq - 1) + s.keys * s.seq)
+  over_model = 8 * tokens * s.embed if s.model > 1 else 0
+  ends = 4 * tokens * s.embed if s.model > 1 else 0
+  weights, shard_tokens = 0, s.tokens // s.seq
+  if s.seq * s.data > 1:
+    # A tied embedding has a second gradient.
+    steps = -(-shard_tokens // LOSS_BLOCK)
+    more_blocks = s.layers * (-(-shard_tokens // BLOCK) - 1)
+    head, feedforward = s.embed * s.vocab, 3 * s.embed * s.ffn
+    again = steps * head + more_blocks * feedforward
+    stages = (s.seq > 1) + (s.data > 1)
+    weights = stages * (s.weights + 4 * again // s.model)
+  return {
+    "collective-permute": s.layers * ring,
+    "all-reduce": s.layers * over_model + ends + weights,
+    "all-gather": ends + 2 * tokens * s.seq,
+  }
+
+
+def chunk(s: Sizes) -> dict[str, float]:
+  """A chunk over a sharded cache: queries travel, and so do their results.
+
+  Each shard gets the chunk's queries of all shards; a maximum of each query and
+  head is exchanged, and sums with their divisors return.
+
+  An index's queries are gathered over the shards of the heads and of the
+  sequence. A finding that stands: where heads do not divide, and the sequence
+  is not sharded, queries are sharded instead, and the output projection's
+  weights are gathered in each layer.
+  """
+  rows = 4 * s.rows * s.tokens
+  ends = 8 * s.rows * s.data * (s.vocab + s.embed)
+  results = rows * s.heads * (s.value + 1) // s.seq if s.seq > 1 else 0
+  queries = rows * s.heads * s.value if s.seq > 1 else 0
+  largest = rows * s.heads if s.seq > 1 else 0
+  over_model = 2 * rows * s.embed // s.seq if s.model > 1 else 0
+  embedded = 2 * rows * s.embed // s.seq if s.model > 1 else 0
+  gathered = exchanged = 0
+  if s.seq == 1:
+    heads = s.heads * s.model * s.value
+    gathered = rows * s.embed + 4 * s.embed * heads
+    exchanged = rows * heads // s.model
+  return {
+    # Each shard gets the states that the shards before it end with.
+    "all-gather": s.layers * (queries + gathered + 2 * s.index * rows)
+    + ends
+    + 2 * s.seq * s.states,
+    "collective-permute": s.states,
+    "reduce-scatter": s.layers * results,
+    "all-reduce": s.layers * (largest + over_model) + embedded + ends,
+    "all-to-all": s.layers * exchanged,
+  }
+
+
+def segments(s: Sizes) -> int:
+  """More than the keys and values of a segment of a cache, decoded."""
+  return 5 * s.rows * s.keys * SEGMENT
+
+
+def index_scores(s: Sizes) -> int:
+  """More than the index's scores of a chunk's queries and a shard's keys.
+
+  A finding that stands: a chunk's choice of keys sorts the scores of all pairs
+  at once, 4 T S bytes a row on each shard of the sequence, and their slots.
+  """
+  return 9 * s.rows * s.tokens * s.slots
+
+
+def step_of_loss(s: Sizes) -> int:
+  """More than the logits of a step of the loss, and the inputs of all layers.
+
+  A training step keeps the inputs of layers for its backward pass.
+  """
+  inputs = 6 * s.layers * s.rows * s.tokens // s.seq * s.embed
+  return max(inputs, 6 * s.rows * LOSS_BLOCK * s.vocab // s.model)
 
 
 def activations(s: Sizes) -> int:
@@ -200,6 +341,27 @@ PHASES: Mapping[str, Phase] = {
     sends=around,
     large=activations,
   ),
+  "chunk": Phase(
+    builder=steps.prefill,
+    options={"strategy": "striped", "chunk": CHUNK},
+    tokens=CHUNK,
+    sends=chunk,
+    large=segments,
+  ),
+  "train": Phase(
+    builder=steps.train,
+    options={"strategy": "striped", "loss_block": LOSS_BLOCK, "block": BLOCK},
+    tokens=None,
+    sends=train_step,
+    large=step_of_loss,
+    trains=True,
+  ),
+}
+
+
+# Bytes from which an array is large, where it depends on the family.
+LARGE: Mapping[tuple[str, str], Callable[[Sizes], int]] = {
+  ("chunk", "indexed"): index_scores,
 }
 
 
@@ -249,8 +411,9 @@ class Reading(NamedTuple):
 
 def read(case: Case) -> Reading:
   """Compile a case's program for eight CPU devices."""
-  phase, config = PHASES[case.phase], FAMILIES[case.family]
-  axes = dict(MESHES[case.mesh])
+  phase = PHASES[case.phase]
+  config = {**FAMILIES, **OTHER_FAMILIES}[case.family]
+  axes = dict({**MESHES, **EXPERT_MESHES}[case.mesh])
   built = phase.builder(
     jax.devices()[: math.prod(axes.values())],
     tokens=case.capacity,
@@ -259,7 +422,8 @@ def read(case: Case) -> Reading:
     dtype="float32",
     model=config,
     shard=None,
-    cache=case.cache,
+    experts="expert" if "expert" in axes else None,
+    **({} if phase.trains else {"cache": case.cache}),
     **phase.options,
   )
   compiled = built.function.trace(*built.arguments).lower().compile()
@@ -268,7 +432,7 @@ def read(case: Case) -> Reading:
   assert analysis is not None
   kinds = model.kinds
   layers = len(model.config.layers)
-  shape = next(x for x in kinds if hasattr(x, "key"))
+  shape = next(x for x in kinds if isinstance(x, LayerCacheSpec))
   data = axes.get("data", 1)
   share = axes.get("model", 1)
   heads = config["num_attention_heads"]
@@ -285,9 +449,18 @@ def read(case: Case) -> Reading:
     seq=axes.get("seq", 1),
     model=share,
     data=data,
+    weights=bytes_each(model),
+    index=config.get("index_n_heads", 0)
+    * (config.get("index_head_dim", 0) + 1),
+    ffn=config["intermediate_size"],
+    expert=axes.get("expert", 1),
+    slots=case.capacity // axes.get("seq", 1),
+    states=bytes_each(
+      [x for x in getattr(cache, "slots", ()) if not isinstance(x, LayerKV)]
+    ),
   )
   cache_bytes = bytes_each(cache)
-  experts = config.get("num_local_experts", 0)
+  experts = config.get("num_local_experts", config.get("num_experts", 0))
   of_experts = [
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize // x.shape[0]
     for x in jax.tree.leaves(model)
@@ -296,7 +469,7 @@ def read(case: Case) -> Reading:
   embedding = 4 * sizes.vocab * sizes.embed // share
   large = min([cache_bytes // layers // 2, embedding, *of_experts])
   if phase.large is not None:
-    large = phase.large(sizes)
+    large = LARGE.get((case.phase, case.family), phase.large)(sizes)
   return Reading(
     CompiledProgram(compiled.as_text()),
     analysis.temp_size_in_bytes,
@@ -308,24 +481,23 @@ def read(case: Case) -> Reading:
 
 
 def _parts(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-  """The model and the cache of a program's arguments."""
-  model = arguments[0]
-  cache = next(x for x in arguments[1:] if hasattr(x, "slots"))
-  return model, cache
+  """The model, and what the program updates: a cache or a training state."""
+  first = arguments[0]
+  if hasattr(first, "params"):
+    return first.params, first
+  return first, next(x for x in arguments[1:] if hasattr(x, "slots"))
 
 
 def _keys(model: Any, config: Mapping[str, Any]) -> tuple[int, int]:
   """Heads that a ring sends of a token, and their numbers.
 
-  Latents travel expanded to the keys and values of all heads: more bytes than
-  the latent, and fewer products than attention to it.
+  Of latent attention the row travels: the latent and the rotated key, whole on
+  each shard of the heads.
   """
-  shape = next(x for x in model.kinds if hasattr(x, "key"))
+  shape = next(x for x in model.kinds if isinstance(x, LayerCacheSpec))
   if shape.value:
     return shape.heads, shape.heads * (shape.key + shape.value)
-  heads = config["num_attention_heads"]
-  key = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-  return heads, heads * (key + config["v_head_dim"])
+  return 1, config["kv_lora_rank"] + config["qk_rope_head_dim"]
 
 
 class Fault(NamedTuple):

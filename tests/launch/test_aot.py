@@ -21,7 +21,7 @@ from ringjax.bench import ways
 from ringjax.errors import OptionError
 from ringjax.parallel import chips
 from ringjax.plan.compiler import aot, overlap
-from ringjax.plan.compiler.roofline import roofline
+from ringjax.plan.compiler.time_range import time_range
 from tests.launch.test_plan import ask
 from tests.plan.test_overlap import HIDDEN, done, program, start, work
 
@@ -38,6 +38,13 @@ def answer(topology, options, body=HIDDEN, need=1 << 30):
     arguments=need - 3000, outputs=2000, aliased=1000, temporaries=1500,
     code=500, limit=core.hbm_bytes,
   )  # fmt: skip
+  text = program(*body)
+  report = overlap.check(text, core)
+  facts = {
+    "mesh": {"seq": 8}, "tokens": options["tokens"], "what": "train",
+    "strategy": options.get("strategy", "striped"), "remat": "attention",
+    "model_flops": 1e9, "optimizer": "adamw",
+  }  # fmt: skip
   return aot.Compiled(
     topology=topology,
     devices=8,
@@ -48,17 +55,16 @@ def answer(topology, options, body=HIDDEN, need=1 << 30):
     largest=()
     if fits
     else (aot.Buffer(nbytes=need // 2, shape="f32[4,5]", source="jit(f)/dot"),),
-    report=overlap.check(program(*body), core) if fits else None,
+    report=report if fits else None,
     trace_s=1.0,
     compile_s=2.0,
     text_bytes=10,
-    facts={
-      "mesh": {"seq": 8}, "tokens": options["tokens"], "what": "train",
-      "strategy": options.get("strategy", "striped"), "remat": "attention",
-      "model_flops": 1e9, "optimizer": "adamw",
-    },
+    facts=facts,
     versions={"jax": "1", "libtpu": "2"},
-  )  # fmt: skip
+    time=time_range(text, topology, report, facts=facts, argument_bytes=1e6)
+    if fits
+    else None,
+  )
 
 
 @pytest.fixture
@@ -138,7 +144,7 @@ def test_weights_and_keys_in_host_memory(asked):
   found = answer("v5e:2x4", {"tokens": 8})
   more = {"host_bytes": 3 << 30, "cache_bytes": {"device": 0, "host": 1 << 30}}
   found = dataclasses.replace(found, facts={**found.facts, **more})
-  title = scripts.words(found, roofline(found))[0]
+  title = scripts.words(found)[0]
   assert "of weights and" in title and "of cache in host memory" in title
 
 
@@ -146,10 +152,10 @@ def test_the_report_names_the_cache():
   found = answer("v5e:2x4", {"tokens": 8})
   facts = {**found.facts, "what": "decode", "cache": "dense"}
   found = dataclasses.replace(found, facts=facts)
-  assert "dense cache, on v5e:2x4" in scripts.words(found, roofline(found))[0]
+  assert "dense cache, on v5e:2x4" in scripts.words(found)[0]
   found = answer("v5e:2x4", {"tokens": 8}, need=40 << 30)
   lines = lambda facts: "\n".join(
-    scripts.words(dataclasses.replace(found, facts=facts), None)
+    scripts.words(dataclasses.replace(found, facts=facts))
   )
   assert "--cache=windowed" in lines(facts)
   assert "--cache" not in lines(facts | {"cache": "windowed"})
@@ -161,7 +167,9 @@ def test_the_table_says_what_was_found(asked):
   assert "fits: 1.07 GB of 16.9 GB (6 %)" in ran.out
   assert "the ring: hidden" in ran.out
   assert "0.00 % of the step waits for sends" in ran.out
-  assert "static estimate, not measured" in ran.out
+  assert "static, not measured" in ran.out
+  assert "a step takes between 0.008 ms and " in ran.out
+  assert "no program of this step takes less than 0.008 ms: links" in ran.out
   # 46.6 kB over 46.6 GB/s.
   line = next(x for x in ran.out.splitlines() if x.startswith("go "))
   assert line.split() == [
@@ -179,7 +187,7 @@ def test_a_sum_above_the_limit_that_fits_is_explained(asked):
     limit=16 << 30,
   )  # fmt: skip
   found = dataclasses.replace(answer("v5e:2x4", {"tokens": 8}), memory=more)
-  lines = scripts.words(found, roofline(found))
+  lines = scripts.words(found)
   assert any("not all of it at once" in line for line in lines)
   assert "not all of it at once" not in ask(*STEP).out
 
@@ -188,10 +196,19 @@ def test_json_is_one_object(asked):
   found = ask(*STEP, "--json").json
   assert found["fits"] and found["memory"]["total"] == 1 << 30
   assert found["schedule"]["sends"][0]["hidden"]
-  assert found["roofline"]["bound"] in ("products", "memory", "ring")
-  assert len(found["roofline"]["assumptions"]) == 5
+  time = found["time"]
+  assert time["bound"] in ("products", "memory", "links")
+  assert len(time["assumptions"]) == 4
   products = 1e9 / chips.CHIPS["tpu-v5e"].rate("bfloat16")
-  assert found["roofline"]["multiply_s"] == pytest.approx(products)
+  assert time["product_s"] == pytest.approx(products)
+  assert time["floor_s"] <= time["least_s"] <= time["most_s"]
+
+
+def test_the_machine_code_is_counted_and_simulated_if_asked_for(asked):
+  assert ask(*STEP).status == ask(*STEP, "--simulate").status == 0
+  rest = [call[3] for call in asked.calls]
+  assert [given["code"] for given in rest] == [True, True]
+  assert [given["simulate"] for given in rest] == [False, True]
 
 
 def test_what_does_not_fit_says_what_to_change(asked):
@@ -231,6 +248,8 @@ def test_the_timeline_is_drawn(asked, tmp_path):
     ((*STEP, "--search", "--plot=x.png"), "--plot"),
     ((*STEP, "--search", "--hlo=x.hlo"), "--hlo"),
     ((*STEP, "--search", "--limit=0.1"), "--limit"),
+    ((*STEP, "--search", "--simulate"), "--simulate"),
+    (("capacity", "--simulate"), "--simulate"),
     (("capacity", "--slices=v9-1"), "--slices"),
     (("capacity", "--what=decode"), "--what"),
     (("capacity", "--tokens=64"), "--tokens"),
@@ -257,8 +276,8 @@ def test_a_search_ranks_what_fits(asked):
   ran = ask(*STEP, "--search", "--tries=8", "--strategy=striped", "--json")
   rows = ran.json["tried"]
   assert len(rows) == len(asked.calls) == 8
-  seconds = [row["seconds"] for row in rows if row["fits"]]
-  assert seconds == sorted(seconds) and len(set(seconds)) > 1
+  order = [(row["most_s"], row["stalled"]) for row in rows if row["fits"]]
+  assert order == sorted(order) and len(set(order)) > 1
   assert not rows[-1]["fits"] and rows[-1]["options"]["remat"] == "all"
   assert all(row["options"]["strategy"] == "striped" for row in rows)
   # The first is what nobody changed.
@@ -447,7 +466,7 @@ def test_capacity_keeps_what_it_knew_until_it_knows_more(
   "argv", [CAPACITY, ("cycles",), (*STEP, "--search"), STEP]
 )
 def test_without_the_compiler_nothing_is_begun(monkeypatch, argv):
-  monkeypatch.setattr(aot, "missing", lambda: "libtpu is not installed")
+  monkeypatch.setattr(aot, "missing", lambda *_: "libtpu is not installed")
   ran = ask(*argv)
   assert ran.status == 2 and "libtpu is not installed" in ran.err
   assert not ran.out

@@ -140,3 +140,34 @@ def broken(devices):
 def refused(devices):
   """A builder that refuses what it was asked."""
   raise rj.OptionError("sides: got none; wanted some; add one")
+
+
+def matmul(devices, *, rows, size=4096):
+  """A product of `rows` rows with square weights."""
+  mesh = rj.make_mesh((1,), ("seq",), devices=devices[:1])
+  shape = lambda *sizes: jax.ShapeDtypeStruct(
+    sizes, jnp.bfloat16, sharding=NamedSharding(mesh, P())
+  )
+  return Built(
+    function=jax.jit(lambda x, weights: jnp.dot(x, weights)),
+    arguments=(shape(rows, size), shape(size, size)),
+    mesh=mesh,
+    facts={"model_flops": 2.0 * rows * size * size},
+  )
+
+
+def hops(devices, *, size=2048):
+  """Sends an array to the next device, and nothing else."""
+  mesh = rj.make_mesh((len(devices),), ("seq",), devices=devices)
+  count = len(devices)
+  pairs = [(i, (i + 1) % count) for i in range(count)]
+  function = jax.shard_map(
+    lambda x: lax.ppermute(x, "seq", pairs),
+    mesh=mesh,
+    in_specs=P("seq"),
+    out_specs=P("seq"),
+  )
+  x = jax.ShapeDtypeStruct(
+    (size * count, size), jnp.bfloat16, sharding=NamedSharding(mesh, P("seq"))
+  )
+  return Built(function=jax.jit(function), arguments=(x,), mesh=mesh)

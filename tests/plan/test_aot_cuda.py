@@ -162,6 +162,9 @@ class TestTargets:
       target(name)
 
   def test_options_of_libtpu_are_refused_for_gpus(self):
-    for option in ({"flags": ["--xla_x=1"]}, {"kernels": {"a": 1}}):
+    for option in (
+      {"flags": ["--xla_x=1"]}, {"kernels": {"a": 1}}, {"code": True},
+      {"simulate": True},
+    ):  # fmt: skip
       with pytest.raises(OptionError, match="nothing for GPUs"):
         aot.compile(f"{STEPS}:attention", HOST, {"tokens": TOKENS}, **option)

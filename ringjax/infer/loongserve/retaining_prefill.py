@@ -119,6 +119,8 @@ class RetainingParallel(ContextParallel):
 
   local: Any = AutoKernel()
 
+  takes_rows = False
+
   def __call__(
     self,
     q: Float[Array, "B T N H"],

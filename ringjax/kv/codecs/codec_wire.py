@@ -46,7 +46,11 @@ class CodecWire:
     """Encodes to uint8 [B, K, S, X]: bytes of keys, then those of values."""
     if self.dtype is not None:
       k, v = k.astype(self.dtype), v.astype(self.dtype)
-    return jnp.concatenate([self.keys.encode(k), self.values.encode(v)], -1), 2
+    codes = self.keys.encode(k)
+    # Rows of latent attention are keys without values.
+    if v.shape[-1]:
+      codes = jnp.concatenate([codes, self.values.encode(v)], -1)
+    return codes, 2
 
   def receive(
     self,
@@ -56,11 +60,12 @@ class CodecWire:
   ) -> tuple[Shaped[Array, "B K _ H"], Shaped[Array, "B K _ J"]]:
     """Keys and values, with the dtypes and head dims of `k` and `v`."""
     of_k = self.keys.width(k.shape[-1])
-    return (
-      self.keys.decode(sent[..., :of_k], k.shape[-1], k.dtype),
-      self.values.decode(sent[..., of_k:], v.shape[-1], v.dtype),
-    )
+    keys = self.keys.decode(sent[..., :of_k], k.shape[-1], k.dtype)
+    if not v.shape[-1]:
+      return keys, keys[..., :0].astype(v.dtype)
+    return (keys, self.values.decode(sent[..., of_k:], v.shape[-1], v.dtype))
 
   def token_bytes(self, key_dim: int, value_dim: int) -> int:
     """Bytes of a token's key and value in one KV head."""
-    return self.keys.width(key_dim) + self.values.width(value_dim)
+    values = self.values.width(value_dim) if value_dim else 0
+    return self.keys.width(key_dim) + values

@@ -1,10 +1,10 @@
 """Multi-head latent attention: the cache keeps one small vector per token.
 
 Guarantees: keys and values of all heads are linear in a latent vector c of a
-token, besides one rotated key that the heads share. Where keys travel they
-are expanded from c; where they stay in a cache the same linear maps are applied
-to the query and to the output instead, and attention is to c itself: one kv
-head, whose value is part of its key.
+token, besides one rotated key that the heads share. Where keys travel c and
+that key do, and are expanded on arrival; where they stay in a cache the same
+linear maps are applied to the query and to the output instead, and attention is
+to c itself: one kv head, whose value is part of its key.
 With an index a query reads only the keys with the best index scores; a key of
 the index is stored after each latent.
 Cost: a cache of (latent + rotated) numbers per token and layer, not 2 N H; with
@@ -235,6 +235,11 @@ class LatentLayer(nnx.Module):
     extras: Extras,
   ) -> jax.Array:
     spec = self.spec
+    if getattr(attend, "takes_rows", False):
+      rows = jnp.concatenate([latent, turned[:, :, 0]], -1)[:, None]
+      keys = _Keys(fresh=KV(rows, rows[..., :0], tokens.at))
+      extras = dataclasses.replace(extras, up=self.kv.weight[...])
+      return attend(q, tokens, keys, spec.mask, extras)
     kv = attend.rows(self.kv, latent)
     shared = jnp.broadcast_to(
       turned, (*turned.shape[:2], spec.heads, turned.shape[3])

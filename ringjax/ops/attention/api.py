@@ -39,7 +39,7 @@ _SHARED = tuple(
   name
   for name, parameter in inspect.signature(AttentionArgs.of).parameters.items()
   if parameter.kind == parameter.KEYWORD_ONLY
-  and name not in ("is_causal", "layout", "aligned", "key_shards")
+  and name not in ("is_causal", "layout", "aligned", "key_shards", "up")
 )
 
 
@@ -344,6 +344,72 @@ def blockwise_attention(
   # Explicitly sharded operands need a shard_map, with the sequence unsharded.
   place = locate(x.operands, None, None, required=False)
   return run(x, place, strategy, return_residual)
+
+
+def latent_attention(
+  query: Float[Array, "*B T N H"],
+  rows: Float[Array, "*B S X"],
+  up: Float[Array, "C N Y"],
+  *,
+  is_causal: bool = False,
+  mesh: Mesh | AbstractMesh | None = None,
+  axis: str | tuple[str, ...] | None = "auto",
+  batch_axis: str | tuple[str, ...] | None = None,
+  head_axis: str | tuple[str, ...] | None = None,
+  layout: Layout | None = None,
+  strategy: str | Strategy | Auto = "auto",
+  return_residual: bool = False,
+  **options: Any,
+) -> Any:
+  """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), sharded.
+
+  As `dot_product_attention` of the keys and values that rows are projected to:
+  of a row [c, r] head n has the key [c . up[:, n, :P], r] and the value
+  c . up[:, n, P:]. Strategies that send keys may send the rows instead, as the
+  cost model decides: C + R numbers of a token, not N (H + J).
+
+  Args:
+    query: Queries, [B, T, N, H] or [T, N, H], whose last R dims meet r.
+    rows: Latents c and then the key dims r that the heads share, rotated.
+    up: Up-projection to the other P = H - R key dims and to the values.
+    is_causal: Whether a query only sees keys at and before its position.
+    mesh: Device mesh, as in `dot_product_attention`.
+    axis: Mesh axis that shards T and S, as in `dot_product_attention`.
+    batch_axis: Mesh axes that shard B, as in `dot_product_attention`.
+    head_axis: Mesh axes that shard N; rows are whole on each of its shards.
+    layout: Order of the tokens on the shards; default `Contiguous()`.
+    strategy: Strategy, as in `dot_product_attention`.
+    return_residual: Whether to return the log-sum-exp, too, float32 [B, T, N].
+    **options: The other keyword arguments of `dot_product_attention`, except
+      `implementation`.
+
+  Returns:
+    [B, T, N, J] in the query's dtype, or that and the residual.
+
+  Raises:
+    RingjaxError: If arguments do not fit, before anything is compiled.
+  """
+  x = AttentionArgs.of(
+    query,
+    rows,
+    rows,
+    is_causal=is_causal,
+    layout=layout,
+    aligned=True,
+    key_shards=shards_of(None if axis == AUTO else axis),
+    up=up,
+    **_known(options),
+  )
+  place = locate(
+    x.operands,
+    mesh,
+    axis,
+    required=False,
+    batch_axis=batch_axis,
+    head_axis=head_axis,
+    by_name=False,
+  )
+  return run(x, place, _strategy(strategy), return_residual)
 
 
 def attention_statistics(

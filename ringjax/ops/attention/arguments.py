@@ -29,6 +29,7 @@ from ringjax.errors import (
   ShapeError,
 )
 from ringjax.ops.attention.scores import Scores
+from ringjax.ops.attention.strategies.latents import up_project
 from ringjax.ops.mask import (
   And,
   Causal,
@@ -55,6 +56,7 @@ _DIMENSIONS = {
   "sinks": ("N",),
   "slopes": ("N",),
   "heads": ("N",),
+  "up": ("C", "N", "X"),
   "q_pos": ("B?", "T"),
   "k_pos": ("B?", "S"),
   "q_seg": ("B?", "T"),
@@ -80,6 +82,8 @@ class AttentionArgs:
     sinks: Scores of the sinks, [N].
     slopes: ALiBi slopes, [N].
     heads: Indices of the heads, int32 [N], for dropout.
+    up: Up-projection of latents, [C, N, P + J], if keys are rows [B, S, 1,
+      C + R] and values have no numbers, see `strategies/latents.py`.
     q_pos: Positions of the queries, int32 [B or 1, T].
     k_pos: Positions of the keys, int32 [B or 1, S].
     q_seg: Segments of the queries, int32 [B or 1, T].
@@ -94,13 +98,14 @@ class AttentionArgs:
   """
 
   q: Float[Array, "B T N H"]
-  k: Float[Array, "B S K H"]
+  k: Float[Array, "B S K _"]
   v: Float[Array, "B S K J"]
   bias: Float[Array, "#B #N #T #S"] | None = None
   allow: Bool[Array, "#B #N #T #S"] | None = None
   sinks: Float[Array, " N"] | None = None
   slopes: Float[Array, " N"] | None = None
   heads: Int[Array, " N"] | None = None
+  up: Float[Array, "C N Y"] | None = None
   q_pos: Int[Array, "#B T"] | None = None
   k_pos: Int[Array, "#B S"] | None = None
   q_seg: Int[Array, "#B T"] | None = None
@@ -139,6 +144,7 @@ class AttentionArgs:
     dropout_seed: Int[Array, "*B"] | int | None = None,
     aligned: bool = False,
     key_shards: int = 1,
+    up: Float[Array | np.ndarray, "C N Y"] | None = None,
   ) -> AttentionArgs:
     """Check the arguments of `api.dot_product_attention`.
 
@@ -147,15 +153,22 @@ class AttentionArgs:
       aligned: Whether causal T may differ from S without positions.
       key_shards: Number of shards of the keys, of which `key` is one; a shard's
         rows of `bias` and `mask` have the columns of them all.
+      up: Up-projection of latents, if `key` holds rows of latent attention;
+        then `value` is not read.
 
     Raises:
       RingjaxError: If an argument is wrong; the first such error.
     """
     is_causal = boolean("is_causal", is_causal)
-    operands = {"query": query, "key": key, "value": value}
-    operands = {name: as_array(name, x) for name, x in operands.items()}
+    if up is None:
+      operands = {"query": query, "key": key, "value": value}
+      operands = {name: as_array(name, x) for name, x in operands.items()}
+      q, k, v = _check_qkv(operands)
+    else:
+      up = as_array("up", up)
+      operands = {"query": as_array("query", query)}
+      q, k, v = _check_rows(operands["query"], as_array("rows", key), up)
     batched = operands["query"].ndim == 4
-    q, k, v = _check_qkv(operands)
     (b, t, n, h), s = q.shape, k.shape[1]
     if layout is not None and not isinstance(layout, Layout):
       raise InputTypeError(
@@ -195,6 +208,7 @@ class AttentionArgs:
       sinks=_per_head("sinks", sinks, n),
       slopes=_per_head("alibi_slopes", alibi_slopes, n),
       heads=jnp.arange(n, dtype=jnp.int32) if rate else None,
+      up=up,
       q_pos=_tokens("q_positions", q_positions, (b, t)),
       k_pos=_tokens("kv_positions", kv_positions, (b, s)),
       q_seg=q_seg,
@@ -216,6 +230,34 @@ class AttentionArgs:
   def operands(self) -> tuple[Queries, Keys, Values]:
     """Queries, keys and values."""
     return self.q, self.k, self.v
+
+  @property
+  def kv_heads(self) -> int:
+    """Number of kv heads, K; where keys are rows, that of their keys."""
+    return self.k.shape[2] if self.up is None else self.q.shape[2]
+
+  @property
+  def plain(self) -> int:
+    """Number of key dims of a head that `up` projects to, P."""
+    assert self.up is not None
+    return self.q.shape[3] - (self.k.shape[3] - self.up.shape[0])
+
+  def up_projected(self) -> AttentionArgs:
+    """Replace rows by the keys and values of all heads."""
+    assert self.up is not None
+    k, v = up_project(self.k[:, :, 0], self.up, self.plain)
+    return dataclasses.replace(self, k=k, v=v, up=None)
+
+  def absorbed(self) -> AttentionArgs:
+    """Project queries to those of rows, for attention to rows themselves."""
+    assert self.up is not None
+    up = self.up[..., : self.plain]
+    q_latent = jnp.einsum(
+      "btnh,cnh->btnc", self.q[..., : self.plain], up,
+      preferred_element_type=up.dtype,
+    )  # fmt: skip
+    q = jnp.concatenate([q_latent, self.q[..., self.plain :]], -1)
+    return dataclasses.replace(self, q=q, up=None)
 
   def _each(self, f: Callable[[Any, tuple[str, ...]], Any]) -> AttentionArgs:
     """Replace each array by f(array, its dimensions)."""
@@ -288,6 +330,54 @@ def _mask(
       "pass an additive mask as bias=",
     )
   return Everything(), allow
+
+
+def _check_rows(
+  q: jax.Array, rows: jax.Array, up: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Check queries, rows [B, S, C + R] and their up-projection [C, N, P + J].
+
+  Returns queries, rows as keys of one head, and values without numbers.
+  """
+  for name, x, axes in (
+    ("query", q, (3, 4)),
+    ("rows", rows, (q.ndim - 1,)),
+    ("up", up, (3,)),
+  ):
+    if x.ndim not in axes or not x.size:
+      raise ShapeError(
+        name,
+        f"shape {x.shape}",
+        "a query [B, T, N, H], rows [B, S, C + R] and up [C, N, P + J]",
+        "leave B out of both the query and the rows, or of none",
+      )
+    if x.dtype.name not in FLOATS or x.dtype != q.dtype:
+      raise DtypeError(
+        name,
+        f"{x.dtype} next to a query of {q.dtype}",
+        f"one dtype of {', '.join(FLOATS)} for query, rows and up",
+        f"cast it: {name}.astype(query.dtype)",
+      )
+  if q.ndim == 3:
+    q, rows = q[None], rows[None]
+  (b, _, n, h), (size, heads, numbers) = q.shape, up.shape
+  shared = rows.shape[2] - size
+  if rows.shape[0] != b or heads != n or not 0 <= shared <= h:
+    raise ShapeError(
+      "rows",
+      f"shape {rows.shape} with a query of shape {q.shape} and up {up.shape}",
+      f"[{b}, S, {size} + shared key dims], up for {n} heads",
+      "pass each latent followed by the key dims that the heads share",
+    )
+  if numbers <= h - shared:
+    raise ShapeError(
+      "up",
+      f"shape {up.shape}",
+      f"more than the {h - shared} key dims of a head: values follow them",
+      "join the projections to keys and to values along the last axis",
+    )
+  rows = rows[:, :, None]
+  return q, rows, rows[..., :0]
 
 
 def _check_qkv(

@@ -106,7 +106,7 @@ def _forward(
   algorithm: Any, scores: Scores, x: Local, terms: Terms, context: Context
 ) -> tuple[jax.Array, jax.Array]:
   args = ScoreArgs(scores, terms, context)
-  partial = algorithm.forward(x, args, empty_partial(x))
+  partial = algorithm.forward(x, args, empty_partial(x, terms))
   if terms.sinks is not None:
     partial = add_sink(partial, terms.sinks[None, :, :, None])
   out, lse = finalize(partial)
@@ -196,7 +196,17 @@ def zero_gradients(x: Local, terms: Terms, wide: DTypeLike) -> QGradients:
   return zeros((b, k, h, g, t)), jax.tree.map(lambda a: zeros(a.shape), terms)
 
 
-def empty_partial(x: Local) -> Partial:
+def empty_partial(x: Local, terms: Terms | None = None) -> Partial:
   """Partial of the local queries over no keys."""
   dtype = wide_dtype(x.q.dtype)
-  return Partial.empty(x.q.shape[:4], x.v.shape[-1], dtype, x)
+  return Partial.empty(x.q.shape[:4], _value_dim(x, terms), dtype, x)
+
+
+def _value_dim(x: Local, terms: Terms | None) -> int:
+  """Head dim of the values, which rows of latent attention stand for."""
+  if x.v.shape[-1]:
+    return x.v.shape[-1]
+  if terms is None or terms.up is None:
+    return x.k.shape[-1]
+  size, _, plain_and_value = terms.up.shape
+  return plain_and_value - (x.q.shape[-1] - (x.k.shape[-1] - size))

@@ -25,17 +25,19 @@ from ringjax.checks import boolean
 from ringjax.errors import MeshError, OptionError, ShapeError
 from ringjax.ops.attention.arguments import AttentionArgs
 from ringjax.ops.attention.blockwise import Local
-from ringjax.ops.attention.cost.call_shape import CallShape
-from ringjax.ops.attention.cost.select import Auto
+from ringjax.ops.attention.cost.call_shape import CallShape, RowShape
+from ringjax.ops.attention.cost.select import Auto, find_machine
 from ringjax.ops.attention.kernels.auto_kernel import expected
 from ringjax.ops.attention.scores import Context, Terms
 from ringjax.ops.attention.strategies import nesting, registry
 from ringjax.ops.attention.strategies.gather import Gather
+from ringjax.ops.attention.strategies.latents import Absorbed, UpProjected
 from ringjax.ops.attention.strategies.nesting import Strategy
 from ringjax.ops.mask import Coords, Everything
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
 from ringjax.parallel.call_sharding import CallSharding, MeshAxes, device_of
+from ringjax.parallel.chips import Machine
 from ringjax.parallel.layout import out_of_slots, slots_of
 
 
@@ -47,10 +49,56 @@ def run(
 ) -> Any:
   """Return the output in the caller's shape, with the residual if asked."""
   return_residual = boolean("return_residual", return_residual)
+  machine = strategy.machine if isinstance(strategy, Auto) else None
   if isinstance(strategy, Auto):
     strategy = _choose_strategy(strategy, x, place)
   _check_axes(strategy, place)
   strategy = nesting.on_device(strategy, *device_of(place, x.operands))
+  if x.up is not None:
+    return _run_rows(x, place, strategy, return_residual, machine)
+  return _run(x, place, strategy, return_residual)
+
+
+def _run_rows(
+  x: AttentionArgs,
+  place: CallSharding,
+  strategy: Strategy,
+  return_residual: bool,
+  machine: Machine | str | None,
+) -> Any:
+  """Run latent attention in the form that the cost model chooses."""
+  form = "heads"
+  if place.size > 1:
+    call = _call_shape(x, place)
+    found_machine = find_machine(machine, place.mesh)
+    form = registry.latent_form(strategy, call, found_machine, x.layout)
+  around = lambda algorithm: nesting.around(
+    strategy, algorithm(nesting.innermost(strategy))
+  )
+  if form == "heads":
+    return _run(x.up_projected(), place, strategy, return_residual)
+  if form == "rows":
+    return _run(x, place, around(UpProjected), return_residual)
+  result = _run(x.absorbed(), place, around(Absorbed), return_residual)
+  attended, *residual = result if return_residual else (result,)
+  up = x.up
+  assert up is not None
+  out = jnp.einsum(
+    "...nc,cnj->...nj",
+    attended[..., : up.shape[0]],
+    up[..., x.plain :],
+    preferred_element_type=attended.dtype,
+  )
+  return (out, *residual) if return_residual else out
+
+
+def _run(
+  x: AttentionArgs,
+  place: CallSharding,
+  strategy: Strategy,
+  return_residual: bool,
+) -> Any:
+  """Run a checked call by a strategy that is bound to a kind of device."""
   if x.q.shape[0] == 0:
     out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
     lse = jnp.zeros(x.q.shape[:3], wide_dtype(x.q.dtype))
@@ -74,31 +122,46 @@ def _choose_strategy(
   """Choose the strategy of this call by the cost model; see `select`."""
   if place.size == 1:
     return nesting.named("ring")
-  (b, t, n, h), (_, s, k, j) = x.q.shape, x.v.shape
-  num_shards = place.size if place.manual else 1
-  t, s = t * num_shards, s * num_shards
-  # A mask with traced arrays bounds nothing.
-  mask = Everything() if jax.tree.leaves(x.mask) else x.mask
-  derived = x.q_pos is None and x.k_pos is None and t == s
+  call = _call_shape(x, place)
+  derived = x.q_pos is None and x.k_pos is None and call.queries == call.keys
   outside = {*place.names} - collectives.manual_axes()
   # Inside a vmap there are no groups.
   in_vmap = place.manual and bool(outside)
 
   def serves(name: str) -> bool:
     entry = registry.STRATEGIES[name]
-    if entry.same_tokens and (not derived or mask is not x.mask):
+    if entry.same_tokens and (not derived or call.mask is not x.mask):
       return False
     if in_vmap and (entry.grouped or entry.some_pairs):
       return False
     return not (entry.grouped and len(place.names) > 2)
 
   names = tuple(filter(serves, auto.among or registry.STRATEGIES))
+  local, _ = expected(call, device_of(place, x.operands)[0])
+  call = dataclasses.replace(call, local=local)
+  auto = dataclasses.replace(auto, among=names)
+  name, options = auto.choose(call, place.mesh)
+  return nesting.built(name, options, levels=len(call.axes))
+
+
+def _call_shape(x: AttentionArgs, place: CallSharding) -> CallShape:
+  """Describe a call for the cost model."""
+  b, t, n, h = x.q.shape
+  num_shards = place.size if place.manual else 1
+  t, s = t * num_shards, x.k.shape[1] * num_shards
+  # A mask with traced arrays bounds nothing.
+  mask = Everything() if jax.tree.leaves(x.mask) else x.mask
+  k, j, rows = x.kv_heads, x.v.shape[3], None
+  if x.up is not None:
+    size, _, plain_and_value = x.up.shape
+    rows = RowShape(latent=size, shared=h - x.plain)
+    j = plain_and_value - x.plain
   axes = tuple((name, _size(name, place)) for name in place.names)
   if len(axes) > 2:
     axes = ((" ".join(place.names), place.size),)
   shards = lambda names: math.prod(_size(name, place) for name in names)
   heads = shards(place.heads)
-  call = CallShape(
+  return CallShape(
     batch=max(b // shards(place.batch), 1),
     queries=t,
     keys=s,
@@ -112,12 +175,8 @@ def _choose_strategy(
     axes=axes,
     # With unequal lengths the queries are assumed to be the last tokens.
     offset=max(s - t, 0),
+    rows=rows,
   )
-  local, _ = expected(call, device_of(place, x.operands)[0])
-  call = dataclasses.replace(call, local=local)
-  auto = dataclasses.replace(auto, among=names)
-  name, options = auto.choose(call, place.mesh)
-  return nesting.built(name, options, levels=len(axes))
 
 
 def _size(name: str, place: CallSharding) -> int:
@@ -183,13 +242,13 @@ def _per_shard(
   natural = [layout.positions(index, size, n)[None] for n in shards]
   q_at = _coords(natural[0], lengths[0], x.q_pos, x.q_seg, x.q_len)
   k_at = _coords(natural[1], lengths[1], x.k_pos, x.k_seg, x.k_len)
-  group = x.q.shape[2] // x.k.shape[2]
+  group = x.q.shape[2] // x.kv_heads
   by_kv_head = lambda a: None if a is None else a.reshape(-1, group)
   context = Context(
     q_at,
     k_at,
     x.mask,
-    _grouped(x.allow, x.k.shape[2]),
+    _grouped(x.allow, x.kv_heads),
     by_kv_head(x.heads),
     x.seed,
   )
@@ -203,7 +262,7 @@ def _per_shard(
     q_length, k_length = shards[0] * size, shards[1] * size
     needed = layout.reachable(size, q_length, k_length, keys_before, keys_after)
   if place.axis is not None:
-    strategy = nesting.bind(strategy, place.axis, needed, x.k.shape[2])
+    strategy = nesting.bind(strategy, place.axis, needed, x.kv_heads)
   elif nesting.is_strategy(strategy.local):
     # One device: the keys of all levels are here.
     strategy = Gather(nesting.innermost(strategy))
@@ -217,7 +276,7 @@ def attend_shard(
 ) -> tuple[Float[Array, "B T N J"], Float[Array, "B T N"]]:
   """Attend per shard: (output, log-sum-exp) in the caller's order of axes."""
   b, t, n, h = x.q.shape
-  kv_heads = x.k.shape[2]
+  kv_heads = x.kv_heads
   group = n // kv_heads
   local = Local(
     jnp.transpose(x.q.reshape(b, t, kv_heads, group, h), (0, 2, 3, 1, 4)),
@@ -226,7 +285,7 @@ def attend_shard(
   )
   by_kv_head = lambda a: None if a is None else a.reshape(kv_heads, group)
   terms = Terms(
-    _grouped(x.bias, kv_heads), by_kv_head(x.slopes), by_kv_head(x.sinks)
+    _grouped(x.bias, kv_heads), by_kv_head(x.slopes), by_kv_head(x.sinks), x.up
   )
   out, lse = strategy.attend(x.scores, local, terms, context)
   out = jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)

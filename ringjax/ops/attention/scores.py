@@ -48,11 +48,14 @@ class Terms(NamedTuple):
       keys of the sequence, in layout order, T the local queries.
     slopes: ALiBi slopes, [K, G]; [B, K, G] if they differ.
     sinks: Scores of one more key per head, whose value is zero, [K, G].
+    up: Up-projection of latents, [C, N, P + J], where the keys of a call are
+      rows of latent attention, see `strategies/latents.py`.
   """
 
   bias: jax.Array | None = None
   slopes: jax.Array | None = None
   sinks: jax.Array | None = None
+  up: jax.Array | None = None
 
 
 class Context(NamedTuple):

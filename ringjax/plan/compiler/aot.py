@@ -17,6 +17,7 @@ Both are optional (`pip install -e '.[aot]'` or '.[aot-cuda]', Linux on x86-64).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -35,9 +36,14 @@ from ringjax.errors import OptionError, RingjaxError
 from ringjax.json_text import json_text
 from ringjax.parallel import chips
 from ringjax.plan import files
-from ringjax.plan.compiler import overlap
+from ringjax.plan.compiler import kernel_grids, machine_code, overlap
 from ringjax.plan.compiler.hlo import HloProgram, Trips
 from ringjax.plan.compiler.target import GpuTarget, TpuTarget, target
+from ringjax.plan.compiler.time_range import (
+  ProgramCode,
+  TimeRange,
+  time_range,
+)
 from ringjax.plan.compiler.traffic import (
   MemoryTraffic,
   has_opaque_kernel,
@@ -67,6 +73,13 @@ _RUNNING: set[subprocess.Popen[str]] = set()
 _CHILD = "from ringjax.plan.compiler.compiling import child; child()"
 # The dump tells which buffers do not fit.
 _DUMPS = frozenset(("xla_dump_to", "xla_dump_hlo_as_text"))
+# Flags by which libtpu writes the machine code of each operation.
+CODE_FLAGS = (
+  "--xla_jf_dump_llo_text=true",
+  "--xla_jf_dump_llo_pass_label_regex=final_bundles",
+)
+_DUMP_FLAG = "--xla_jf_dump_to="
+_SIMULATE_FLAG = "--xla_jf_dump_static_llo_profile_to="
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,6 +167,7 @@ class Compiled:
     facts: Properties that the builder reported.
     versions: Versions of jax and of the compiler.
     text_path: Path of the saved scheduled program, or None.
+    time: Least and most time of a step; None if `memory` is.
   """
 
   topology: str
@@ -172,15 +186,17 @@ class Compiled:
   text_path: str | None = None
   traffic: MemoryTraffic | None = None
   sent: Mapping[str, float] | None = None
+  time: TimeRange | None = None
 
   def record(self) -> dict[str, Any]:
     """Fields as a dict for JSON, with the report as "schedule"."""
-    body = files.record(self, leave=("report", "traffic"))
+    body = files.record(self, leave=("report", "traffic", "time"))
     report, moved = self.report, self.traffic
     return {
       **body,
       "schedule": None if report is None else report.record(),
       "traffic": None if moved is None else moved.record(),
+      "time": None if self.time is None else self.time.record(),
     }
 
 
@@ -236,6 +252,8 @@ def compile(
   timeout_s: float | int = 3600.0,
   text_path: str | None = None,
   memory_only: bool = False,
+  code: bool = False,
+  simulate: bool = False,
 ) -> Compiled:
   """Compile a program for a TPU slice or GPU hosts, in a separate process.
 
@@ -255,6 +273,10 @@ def compile(
       in a tenth of the time: no machine code is made, hence neither `memory`
       nor `report`. The kernels' use of vector memory is then unchecked. A
       program for GPUs, which is compiled in seconds, is compiled whole.
+    code: Count the cycles of the operations in their machine code, for `time`;
+      the compiler writes it to temporary files, up to hundreds of MB.
+    simulate: Compile a second time and run the compiler's simulator, which
+      covers operations until the first that it does not know.
 
   Returns:
     The result, also if the program does not fit.
@@ -274,8 +296,23 @@ def compile(
       "none of these, which say where buffers are reported",
       "pass text_path= to keep the program",
     )
+  if memory_only and (code or simulate):
+    raise OptionError(
+      "memory_only",
+      "True with code or simulate",
+      "one of them: without machine code there are no cycles",
+      "leave out memory_only=, or code= and simulate=",
+    )
+  dumps = [flag for flag in flags if flag.startswith(_DUMP_FLAG)]
+  if code and dumps:
+    raise OptionError(
+      "flags",
+      ", ".join(dumps),
+      "none of these with code=True, which writes there",
+      "leave out the flag, or code=",
+    )
   if isinstance(aim, GpuTarget):
-    _refuse_for_gpus(kernels=kernels, flags=flags)
+    _refuse_for_gpus(kernels=kernels, flags=flags, code=code, simulate=simulate)
   require(topology)
   job = {
     "builder": builder,
@@ -292,10 +329,16 @@ def compile(
     raise OptionError(
       "options", f"{error}", "values that JSON has", "pass plain values"
     ) from None
-  answer, program = _run(text, topology, flags, timeout_s)
+  with tempfile.TemporaryDirectory(prefix="ringjax-code-") as folder:
+    written = (f"{_DUMP_FLAG}{folder}", *CODE_FLAGS) if code else ()
+    answer, program = _run(text, topology, (*flags, *written), timeout_s)
+    bundles = machine_code.read_folder(pathlib.Path(folder))
+  simulated = {}
+  if simulate and program:
+    simulated = _simulated(text, topology, flags, timeout_s)
   if text_path is not None and program:
     pathlib.Path(text_path).write_text(program)
-  memory = report = moved = sent = None
+  memory = report = moved = sent = seconds = None
   needed = answer.get("needed_bytes") or 0
   fits = bool(answer["fits"])
   if "memory" in answer:
@@ -320,6 +363,21 @@ def compile(
     sent = parsed.sent_bytes()
     if report is not None or not has_opaque_kernel(parsed):
       moved = traffic(parsed, taken=answer["facts"].get("filled_blocks", 1.0))
+    if report is not None:
+      seconds = time_range(
+        program,
+        topology,
+        report,
+        code=ProgramCode(
+          bundles=bundles,
+          simulated=simulated,
+          grids=kernel_grids.from_records(answer["grids"]),
+          tile_share=answer["facts"].get("tile_share"),
+        ),
+        facts=answer["facts"],
+        argument_bytes=memory.arguments + memory.outputs - memory.aliased,
+        data_trips=trips,
+      )
   return Compiled(
     topology=topology,
     devices=answer["devices"],
@@ -337,7 +395,23 @@ def compile(
     text_path=text_path if program else None,
     traffic=moved,
     sent=sent,
+    time=seconds,
   )
+
+
+def _simulated(
+  job: str, topology: str, flags: Sequence[str], timeout_s: float | int
+) -> dict[str, float]:
+  """Cycles of the compiler's simulator, by the operation's name.
+
+  The simulator ends the process at the first operation that it does not know;
+  the cycles of those before it are kept. It does not run loops whose length is
+  computed while the program runs: operations of 0 cycles are left out.
+  """
+  with tempfile.TemporaryDirectory(prefix="ringjax-simulated-") as folder:
+    with contextlib.suppress(CompileError):
+      _run(job, topology, (*flags, f"{_SIMULATE_FLAG}{folder}"), timeout_s)
+    return machine_code.read_simulated(pathlib.Path(folder))
 
 
 def _refuse_for_gpus(**options: Any) -> None:

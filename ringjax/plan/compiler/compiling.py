@@ -8,6 +8,7 @@ its time on machine code, which does not change where buffers are: a job with
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -28,6 +29,7 @@ from jax.experimental import topologies
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.json_text import json_text
 from ringjax.plan.compiler.aot import versions
+from ringjax.plan.compiler.kernel_grids import kernel_grids
 
 _NEED = re.compile(
   r"\(([\d.]+)([KMGTP]?)\) exceeds available \w+ \(([\d.]+)([KMGTP]?)\)"
@@ -103,9 +105,8 @@ def _compile_job(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
   topology, platform = _topology(job["target"]), job["target"]["platform"]
   built = _builder(job["builder"])(topology.devices, **job["options"])
   start = time.monotonic()
-  lowered = built.function.trace(*built.arguments).lower(
-    lowering_platforms=(platform,)
-  )
+  traced = built.function.trace(*built.arguments)
+  lowered = traced.lower(lowering_platforms=(platform,))
   compile_start = time.monotonic()
   dump = place / "dump"
   dump.mkdir()
@@ -127,6 +128,7 @@ def _compile_job(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
     ],
     "facts": dict(built.facts),
     "data_trips": built.data_trips,
+    "grids": [dataclasses.asdict(grid) for grid in kernel_grids(traced.jaxpr)],
     "trace_s": compile_start - start,
     "versions": versions(platform),
   }

@@ -23,25 +23,14 @@ from typing import Any
 from ringjax.errors import OptionError
 from ringjax.parallel import chips
 from ringjax.plan.compiler import aot
-
-# Rows of one instruction: 8 sublanes of 32 bits.
-_SUBLANES, _WORD = 8, 32
-
-#   0x2f LB: > > { %p144 = scmp.eq.s32 ..  ;;  %516 = sbr.rel (%p36) .. }
-_BUNDLE = re.compile(
-  r"^\s*(?:0x[0-9a-f]+|0)\s+(?P<mark>[A-Z]{2})?\s*:\s*(?P<loops>[>\s]*)\{"
+from ringjax.plan.compiler.machine_code import (
+  BRANCH,
+  BUNDLE,
+  ENDING,
+  products,
 )
-_BRANCH = re.compile(r"\bsbr\.rel\b")
-# %9 = vmatmul.mubr.bf16.gmra.mrb[0].mxu0 %v8
-_MULTIPLY = re.compile(r"\bvmatmul\.(?P<rest>[\w.\[\]]+)")
-_UNIT = re.compile(r"mxu(\d+)")
-_TYPE = re.compile(r"\b(?:bf|f|s|u)(\d+)")
+
 _SPILL = re.compile(r"_spill\]")
-_FLAGS = (
-  "--xla_jf_dump_llo_text=true",
-  "--xla_jf_dump_llo_pass_label_regex=final_bundles",
-)
-_ENDING = "-final_bundles.txt"
 _PROGRAM = "program.hlo"
 _CALL = re.compile(
   r"^\s*(?:ROOT )?%?([\w.\-]+) = .* custom-call\(.*"
@@ -120,28 +109,20 @@ def basic_blocks(text: str, chip: str) -> tuple[BasicBlock, ...]:
     units.clear()
 
   for line in text.splitlines():
-    bundle = _BUNDLE.match(line)
+    bundle = BUNDLE.match(line)
     if bundle:
       loop_depth = bundle["loops"].count(">")
       if bundle["mark"] or loop_depth != depth:
         end_block()
       depth = loop_depth
       bundles += 1
-    for product in _MULTIPLY.finditer(line):
-      unit = _UNIT.search(product["rest"])
-      units[unit[1] if unit else "0"] += _rows_of(product["rest"])
+    for unit, product_rows in products(line):
+      units[unit] += product_rows
     spills += len(_SPILL.findall(line))
-    if _BRANCH.search(line):
+    if BRANCH.search(line):
       end_block()
   end_block()
   return tuple(blocks)
-
-
-def _rows_of(instruction: str) -> int:
-  kind = _TYPE.search(instruction)
-  # Without a type the operands are bfloat16.
-  bits = int(kind[1]) if kind else 16
-  return _SUBLANES * _WORD // bits
 
 
 def tile_of(kernel: str, found: tuple[BasicBlock, ...]) -> KernelTile | None:
@@ -186,7 +167,7 @@ def count(
       builder,
       topology,
       options,
-      flags=(f"--xla_jf_dump_to={folder}", *_FLAGS),
+      flags=(f"--xla_jf_dump_to={folder}", *aot.CODE_FLAGS),
       timeout_s=timeout_s,
       text_path=str(folder_path / _PROGRAM),
     )
@@ -195,7 +176,7 @@ def count(
       _CALL.findall(program.read_text() if program.exists() else "")
     )
     tiles = []
-    for path in sorted(folder_path.glob(f"*{_ENDING}")):
+    for path in sorted(folder_path.glob(f"*{ENDING}")):
       name = _kernel(path.name)
       if name in kernel_names:
         text = path.read_text(errors="replace")
@@ -213,5 +194,5 @@ def count(
 
 def _kernel(file: str) -> str:
   """Kernel's name in "1795-NAME-01-final_bundles.txt", or ""."""
-  match = re.fullmatch(rf"\d+-(.+)-\d+{_ENDING}", file)
+  match = re.fullmatch(rf"\d+-(.+)-\d+{ENDING}", file)
   return match[1] if match else ""

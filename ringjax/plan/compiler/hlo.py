@@ -230,6 +230,7 @@ class HloProgram:
   """A scheduled module and the cost of its parts, in cycles of one device.
 
   Attributes:
+    text: Text of the module.
     computations: Instructions by the computation's name.
     entry: Name of the computation that runs first.
     times: Number of runs of each computation; all branches count as taken.
@@ -262,6 +263,7 @@ class HloProgram:
       OptionError: If it is not a scheduled module, or a count is negative.
     """
     self._data_trips = as_trips(data_trips)
+    self.text = text
     self.computations, self.entry = parse(text)
     self._core = core
     self._kernels = dict(kernels or {})
@@ -313,6 +315,22 @@ class HloProgram:
       )
       for callee in self.callees(instruction):
         self._count_runs(callee, inner)
+
+  def signature(self, one: HloInstruction) -> str:
+    """Text of what an instruction computes, equal for equal instructions.
+
+    Names and annotations are not part of it. An instruction without a
+    computation has its own, as its operands' shapes are in other lines.
+    """
+    name = one.called("calls")
+    if name not in self.computations:
+      return one.name
+    parts = [_unnamed(one.text)]
+    for line in self.computations[name]:
+      parts.append(_unnamed(line.text))
+      if line.called("calls") in self.computations:
+        parts.append(self.signature(line))
+    return "\n".join(parts)
 
   def inner(self, one: HloInstruction) -> HloInstruction | None:
     """The collective inside of a fusion or an asynchronous call, or None."""
@@ -494,6 +512,12 @@ class HloProgram:
         if instruction.estimate is None:
           counts[instruction.op] = counts.get(instruction.op, 0) + 1
     return counts
+
+
+def _unnamed(text: str) -> str:
+  """A line of a program without names and annotations."""
+  text = re.split(r", (?:metadata|backend_config|sharding)=", text)[0]
+  return re.sub(rf"%{_WORD}", "%", text).strip().removeprefix("ROOT ")
 
 
 def _source_value(

@@ -84,7 +84,7 @@ def traffic(program: HloProgram, *, taken: float | int = 1.0) -> MemoryTraffic:
     OptionError: If the share is not a number between 0 and 1.
   """
   share = number("taken", taken, least=0, most=1)
-  return _Counter(program, share).count(program.entry)
+  return TrafficCounter(program, share).count(program.entry)
 
 
 def has_opaque_kernel(program: HloProgram) -> bool:
@@ -96,28 +96,38 @@ def has_opaque_kernel(program: HloProgram) -> bool:
   )
 
 
-class _Counter:
-  """Counts the traffic of computations, each once."""
+class TrafficCounter:
+  """Counts the traffic of computations and instructions, each once."""
 
-  def __init__(self, program: HloProgram, taken: float):
-    self._program, self._taken = program, taken
+  def __init__(
+    self, program: HloProgram, taken: float, *, kernels: bool = True
+  ):
+    """Create a counter.
+
+    Args:
+      program: Scheduled program.
+      taken: Share of runs in which a conditional takes its heaviest branch.
+      kernels: Whether kernels count, by what their authors state.
+    """
+    self._program, self._taken, self._kernels = program, taken, kernels
     self._counted: dict[str, MemoryTraffic] = {}
+    self._lines: dict[str, dict[str, HloInstruction]] = {}
 
   def count(self, name: str) -> MemoryTraffic:
     """Traffic of one run of a computation."""
     if name not in self._counted:
-      lines = {line.name: line for line in self._program.computations[name]}
       self._counted[name] = _sum(
-        self._of(name, line, lines) for line in lines.values()
+        self.of(name, line) for line in self._program.computations[name]
       )
     return self._counted[name]
 
-  def _of(
-    self,
-    name: str,
-    line: HloInstruction,
-    lines: Mapping[str, HloInstruction],
-  ) -> MemoryTraffic:
+  def of(self, name: str, line: HloInstruction) -> MemoryTraffic:
+    """Traffic of one run of an instruction of a computation."""
+    if name not in self._lines:
+      self._lines[name] = {
+        other.name: other for other in self._program.computations[name]
+      }
+    lines = self._lines[name]
     callees = [self.count(callee) for callee in self._program.callees(line)]
     if line.op == "conditional":
       callees.sort(key=lambda moved: moved.total)
@@ -183,7 +193,10 @@ class _Counter:
   def _custom_call(
     self, line: HloInstruction, stored: list[float]
   ) -> MemoryTraffic:
-    if _KERNEL not in line.text and not _PRODUCT.search(line.text):
+    is_kernel = _KERNEL in line.text
+    if is_kernel and not self._kernels:
+      return _moved(line, 0.0, 0.0)
+    if not is_kernel and not _PRODUCT.search(line.text):
       return _moved(line, 0.0, 0.0)
     result = _stored(line.shape)
     stated = re.search(r'"bytes_accessed":"?(\d+)', line.text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringjax.checks import integer, one_of, positive_int
 from ringjax.errors import OptionError
@@ -22,6 +22,28 @@ from ringjax.parallel.layout import Layout
 
 # Wire formats with a name.
 WIRES = ("int8", "float8_e4m3fn", "bfloat16")
+
+
+# What latent attention sends of a token: keys and values of all heads, its row,
+# projected at arrival, or its row, to which absorbed queries attend.
+FORMS = ("heads", "rows", "absorbed")
+
+
+class RowShape(NamedTuple):
+  """Row of a token of latent attention, see `strategies/latents.py`.
+
+  Fields:
+    latent: Numbers of the latent, C.
+    shared: Key dims that the heads share, R.
+  """
+
+  latent: int
+  shared: int
+
+  @property
+  def size(self) -> int:
+    """Numbers of a row."""
+    return self.latent + self.shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +69,8 @@ class CallShape:
       an `rj.kv.Codec`; None: no such format.
     longest_document: Tokens of the longest document of packed data, if known.
     local: Local algorithm, of `chips.LOCALS`.
+    rows: Rows of latent attention, from which keys and values are projected;
+      None: other attention.
   """
 
   batch: int
@@ -65,6 +89,7 @@ class CallShape:
   wire: WireLike | None = None
   longest_document: int | None = None
   local: str = "blockwise"
+  rows: RowShape | None = None
 
   def __post_init__(self) -> None:
     if self.value_dim is None:

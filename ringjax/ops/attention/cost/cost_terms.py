@@ -157,8 +157,11 @@ class CostTerms:
     t: Queries of a shard; `s` are its keys.
     q: Numbers of a shard's queries; `o` of its outputs, `kv` of its keys with
       values, `rows` of its softmax rows.
-    kv_bytes: Bytes of a shard's keys and values; `wire_bytes` on the wire,
-      `sum_bytes` of their float32 gradients.
+    kv_bytes: Bytes of a shard's keys and values; `sum_bytes` of their float32
+      gradients.
+    sent: Numbers that stand for a shard's keys on the wire, `wire_bytes` of
+      them; `sent_sum_bytes` of their float32 gradients.
+    form: Form in which a token is sent, of `FORMS`.
     decode_s: Seconds to read a block's codes and write its numbers.
     traffic: Bytes and messages sent so far.
     ring: Interconnect of all shards.
@@ -171,8 +174,21 @@ class CostTerms:
     machine: Machine,
     layout: Layout,
     wire: WireLike | None,
+    form: str = "heads",
   ):
-    self.strategy = strategy
+    self.strategy, self.form = strategy, form
+    rows = call.rows
+    # Of a device's projections of the shard's tokens.
+    self.project_flops = 0.0
+    if rows is not None:
+      head_numbers = (
+        call.head_dim - rows.shared + (call.value_dim or call.head_dim)
+      )
+      self.project_flops = 2.0 * rows.latent * call.heads * head_numbers
+      if form == "absorbed":
+        call = dataclasses.replace(
+          call, kv_heads=1, head_dim=rows.size, value_dim=rows.size
+        )
     self.call, self.machine = call, machine
     self.layout, self.wire = layout, wire
     self.size = call.shards
@@ -191,10 +207,14 @@ class CostTerms:
     self.kv = float(call.batch * self.s * call.kv_heads * (h + j))
     self.kv_bytes = self.kv * self.number
     self.sum_bytes = self.kv * WIDE
+    dims, self.sent = (h, j), self.kv
+    if rows is not None and form != "heads":
+      dims, self.sent = (rows.size, 0), float(call.batch * self.s * rows.size)
     self.wire_number = (
-      wire_of(wire).token_bytes(h, j) / (h + j) if wire else self.number
+      wire_of(wire).token_bytes(*dims) / sum(dims) if wire else self.number
     )
-    self.wire_bytes = self.kv * self.wire_number
+    self.wire_bytes = self.sent * self.wire_number
+    self.sent_sum_bytes = self.sent * WIDE
     self.decode_s = (
       (self.wire_bytes + self.kv_bytes) / machine.chip.hbm_bandwidth
       if wire
@@ -287,14 +307,32 @@ class CostTerms:
     """Bytes of queries that a hop reads; backward also output gradients."""
     return (self.q + (self.o + self.q) * backward) * self.number
 
+  def project_s(self, backward: bool) -> float:
+    """Seconds to project a block of rows to keys and values, and back."""
+    if self.form != "rows":
+      return 0.0
+    return self._project_s(3 if backward else 1)
+
+  def _project_s(self, products: int) -> float:
+    """Seconds of products of a shard's tokens with the up-projection.
+
+    A product takes two FLOPs a token and number of the projection, which it
+    reads at least.
+    """
+    chip = self.machine.chip
+    flops = self.project_flops * self.call.batch * self.s
+    read_s = self.project_flops / 2 * self.number / chip.hbm_bandwidth
+    return products * max(flops / chip.rate(self.call.dtype), read_s)
+
   def hop_s(
     self, pairs: Float[np.ndarray, " ..."], backward: bool
   ) -> Float[np.ndarray, " ..."]:
     """Seconds of hops in which keys move and queries stay."""
     read_bytes = self.query_bytes(backward) + self.kv_bytes
-    return self.seconds(
+    compute = self.seconds(
       pairs, backward, taken=read_bytes, put=self.sums(backward)
     )
+    return compute + self.project_s(backward)
 
   def sums(self, backward: bool) -> float:
     """Bytes of sums that a hop reads from memory and writes back."""
@@ -381,6 +419,10 @@ class CostTerms:
       one_pass(backward_pass) for backward_pass in (False, True)[: 1 + backward]
     ]
     times = [seconds + self.machine.call_s for seconds, _ in passes]
+    if self.form != "rows":
+      # Keys or queries of the shard's own tokens, before anything is sent.
+      projecting = [self._project_s(products) for products in (1, 2)]
+      times = [x + y for x, y in zip(times, projecting, strict=False)]
     computing = sum(busy for _, busy in passes)
     q_block, kv_block = self.blocks
     if self.wire:

@@ -71,7 +71,7 @@ def _rotation(at: CostTerms, hops_back: int, hops_forward: int) -> Prediction:
 
   def one_pass(backward: bool) -> tuple[float, float]:
     compute = at.hop_s(pairs, backward) + at.decode_s
-    sums = at.sum_bytes * backward
+    sums = at.sent_sum_bytes * backward
     reach = hops_back, hops_forward
     seconds = at.rotation(at.ring, compute, reach, at.wire_bytes, sums)
     return seconds, float(compute.sum())
@@ -101,7 +101,7 @@ def bidirectional(at: CostTerms) -> Found:
         h for h, n in ((step, hops_back), (-step, hops_forward)) if step <= n
       ]
       compute.append((at.hop_s(at.by_hop(hops), backward) + at.decode_s).sum(0))
-    sums = at.sum_bytes * backward
+    sums = at.sent_sum_bytes * backward
     sends = []
     for step in range(steps + 1):
       # The sums of a shard's own keys leave to one side.
@@ -163,11 +163,12 @@ def gather(at: CostTerms) -> Found:
       put_bytes = 2 * at.q * WIDE + 2 * at.size * at.sum_bytes
     compute = at.seconds(pairs, backward, taken=read_bytes, put=put_bytes)
     compute = compute + others * at.decode_s
+    compute = compute + at.size * at.project_s(backward)
     seconds = float(compute.max())
     if others:
       seconds += at.ring.gather(others * at.wire_bytes)
       if backward:
-        seconds += at.ring.gather(others * at.sum_bytes)
+        seconds += at.ring.gather(others * at.sent_sum_bytes)
     return seconds, float(compute.sum())
 
   all_kv_bytes = at.size * at.kv_bytes
@@ -257,7 +258,7 @@ def two_level(at: CostTerms, inner: int) -> Found:
 
   def one_pass(backward: bool) -> tuple[float, float]:
     finish, total = np.zeros(at.size), 0.0
-    sums = at.sum_bytes * backward
+    sums = at.sent_sum_bytes * backward
     for outer in range(n):
       source = (group - outer) % n
       rows = [
@@ -305,7 +306,7 @@ def halo(at: CostTerms) -> Found:
   # Keys do not wrap around: a shard at an end has fewer.
   source = np.arange(at.size) - np.asarray(hops)[:, None]
   pairs = np.where((source >= 0) & (source < at.size), pairs, 0.0).sum(0)
-  token = at.kv / at.s
+  token, sent_token = at.kv / at.s, at.sent / at.s
   tokens = rows[1] + rows[-1]
 
   def one_pass(backward: bool) -> tuple[float, float]:
@@ -313,12 +314,13 @@ def halo(at: CostTerms) -> Found:
     read_bytes = at.query_bytes(backward) + kv * at.number
     put_bytes = 2 * at.q * WIDE + 2 * kv * WIDE if backward else at.sums(False)
     compute = at.seconds(pairs, backward, taken=read_bytes, put=put_bytes)
+    compute = compute + at.project_s(backward) * (1 + tokens / at.s)
     seconds = float(compute.max())
     for itemsize in (at.number, WIDE) if backward else (at.number,):
       ways = [0.0, 0.0]
       for way, count in enumerate(rows.values()):
         for d, start in enumerate(range(0, count, at.s), 1):
-          part = min(at.s, count - start) * token * itemsize
+          part = min(at.s, count - start) * sent_token * itemsize
           ways[way] += at.ring.send(part, shift=d)
       seconds += at.ring.both_s(*ways)
     return seconds, float(compute.sum())
@@ -346,7 +348,7 @@ def chain(at: CostTerms) -> Found:
   def one_pass(backward: bool) -> tuple[float, float]:
     compute = np.where(takes_part, at.hop_s(pairs, backward), 0.0)
     compute += np.where(takes_part, at.decode_s, 0.0)
-    sums = at.sum_bytes * backward
+    sums = at.sent_sum_bytes * backward
     finish = np.zeros(at.size)
     for step in range(steps + 1):
       send = at.ring.send(at.wire_bytes * (step < steps), sums * (step > 0))

@@ -424,6 +424,7 @@ def explain(
   if is_causal:
     call_mask = Causal() if mask is None else Causal() & call_mask
   operand_dtype = getattr(query, "dtype", None) if dtype is None else dtype
+  local_option: dict[str, Any] = {} if local is None else {"local": local}
   call = CallShape(
     batch=b,
     queries=t,
@@ -442,7 +443,7 @@ def explain(
     offset=offset,
     wire=wire,
     longest_document=longest_document,
-    **({} if local is None else {"local": local}),
+    **local_option,
   )
   call_machine = find_machine(machine, call_mesh)
   declined: Sequence[tuple[str, str]] = ()

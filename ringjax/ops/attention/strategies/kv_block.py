@@ -32,7 +32,7 @@ class KVBlock(NamedTuple):
   """
 
   kv: PyTree
-  at: jax.Array | tuple[jax.Array, jax.Array]
+  at: jax.Array | tuple[jax.Array, ...]
 
   @property
   def axis_of_tokens(self) -> int:

@@ -7,16 +7,23 @@ benchmarks, the choice by cost and compiled plans read this table.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from ringjax.checks import one_of
 from ringjax.errors import OptionError
 from ringjax.ops.attention.cost import predict as costs
-from ringjax.ops.attention.cost.call_shape import CallShape, Prediction, Refusal
+from ringjax.ops.attention.cost.call_shape import (
+  FORMS,
+  CallShape,
+  Prediction,
+  Refusal,
+)
 from ringjax.ops.attention.cost.cost_terms import CostTerms
 from ringjax.ops.attention.strategies.chain import Chain
 from ringjax.ops.attention.strategies.gather import Gather
 from ringjax.ops.attention.strategies.halo import Halo
+from ringjax.ops.attention.strategies.kv_block import KVStrategy
 from ringjax.ops.attention.strategies.ring import Ring
 from ringjax.ops.attention.strategies.ring_q import RingQ
 from ringjax.ops.attention.strategies.strategy import Strategy
@@ -57,6 +64,11 @@ class StrategyEntry:
   def grouped(self) -> bool:
     """Whether it has two levels, hence groups of devices."""
     return isinstance(self.strategy.local, Strategy)
+
+  @property
+  def sends_rows(self) -> bool:
+    """Whether it can send rows of latent attention, not keys of all heads."""
+    return isinstance(self.strategy, KVStrategy)
 
 
 # Equal costs are decided by this order, the plainer strategy first.
@@ -99,6 +111,10 @@ STRATEGIES: dict[str, StrategyEntry] = {
 }  # fmt: skip
 GROUPED = tuple(name for name, entry in STRATEGIES.items() if entry.grouped)
 WIRED = tuple(name for name, entry in STRATEGIES.items() if entry.wired)
+# Most time that latent attention may take with rows, as a multiple of that with
+# keys of all heads. A send that tiles hide is free in the model, but takes the
+# link from other traffic, and its blocks take memory.
+ROWS_SLOWER = 1.125
 # Names of the ring over tokens in another order.
 REORDERED: dict[str, Layout] = {"striped": Striped(), "zigzag": Zigzag()}
 # Names that commands take, N the devices of a group: "hybrid:4".
@@ -125,6 +141,8 @@ def predict(
   wire: WireLike | None = None,
 ) -> Prediction | Refusal:
   """Predict the cost of a strategy, or the reason not to use it.
+
+  Latent attention is predicted in the form of `latent_form`.
 
   Args:
     strategy: Name in `STRATEGIES`.
@@ -157,9 +175,72 @@ def predict(
   if inner is not None and (call.shards % inner or not 1 < inner < call.shards):
     cost = f"groups of {inner} do not divide {call.shards} shards"
   else:
-    cost = entry.cost(
-      CostTerms(strategy, call, machine, layout, wire), **options
-    )
+    costs = _form_costs(strategy, call, machine, layout, wire, **options)
+    cost = costs[_form(call, costs)]
   if isinstance(cost, str):
     return Refusal(strategy=strategy, reason=cost, options=options)
   return cost
+
+
+def latent_form(
+  strategy: Strategy, call: CallShape, machine: Machine, layout: Layout
+) -> str:
+  """Choose what a strategy sends of a token of latent attention, of `FORMS`.
+
+  Rows, unless they have no fewer numbers than keys and values of a device's
+  heads, or take more time by more than `ROWS_SLOWER`.
+
+  Args:
+    strategy: Strategy; of several levels the outermost one counts.
+    call: Shapes, mask and mesh axes of the call, with `rows`.
+    machine: Machine that runs it.
+    layout: Order of the tokens on the shards.
+  """
+  if not isinstance(strategy, KVStrategy):
+    return "heads"
+  option = lambda x: [getattr(x, n, None) for n in ("two_way", "by_document")]
+  names = [
+    name
+    for name, entry in STRATEGIES.items()
+    if type(entry.strategy) is type(strategy)
+    and not entry.grouped
+    and option(entry.strategy) == option(strategy)
+  ]
+  # The ring serves masks and layouts that the cost of others refuses.
+  for name in (*names, "ring"):
+    costs = _form_costs(name, call, machine, layout, strategy.wire)
+    if not isinstance(costs["heads"], str):
+      return _form(call, costs)
+  return "rows"
+
+
+def _form_costs(
+  strategy: str,
+  call: CallShape,
+  machine: Machine,
+  layout: Layout,
+  wire: WireLike | None,
+  **options: int,
+) -> dict[str, Prediction | str]:
+  """Predicted cost of a strategy in each form that it can send."""
+  entry = STRATEGIES[strategy]
+  forms = FORMS if call.rows is not None and entry.sends_rows else FORMS[:1]
+  cost_of = lambda form: entry.cost(
+    CostTerms(strategy, call, machine, layout, wire, form), **options
+  )
+  return {form: cost_of(form) for form in forms}
+
+
+def _form(call: CallShape, costs: dict[str, Prediction | str]) -> str:
+  """The form in which to send, given the cost of each."""
+  seconds = {
+    form: math.inf if isinstance(cost, str) else cost.seconds
+    for form, cost in costs.items()
+  }
+  heads_s = seconds.pop("heads")
+  if not seconds or call.rows is None:
+    return "heads"
+  value_dim = call.value_dim or call.head_dim
+  fewer = call.rows.size < call.kv_heads * (call.head_dim + value_dim)
+  form = min(seconds, key=seconds.__getitem__)
+  return form if fewer and seconds[form] <= ROWS_SLOWER * heads_s else "heads"

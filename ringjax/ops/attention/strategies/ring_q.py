@@ -59,7 +59,7 @@ class QBlock(NamedTuple):
   """
 
   rows: PyTree
-  at: jax.Array | tuple[jax.Array, jax.Array]
+  at: jax.Array | tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)

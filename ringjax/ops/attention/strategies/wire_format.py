@@ -160,10 +160,13 @@ class WireFormat:
   ) -> tuple[Shaped[Array, "B K _ H"], Shaped[Array, "B K _ J"]]:
     if token_axis(k, v) == 3:
       return unpack(self.decode(sent, k))
+    if not v.shape[-1]:
+      return unpack((self.decode(sent[0], k),))
     return self.decode(sent[0], k), self.decode(sent[1], v)
 
   def token_bytes(self, key_dim: int, value_dim: int) -> int:
-    return self.bytes_of(key_dim, key_dim) + self.bytes_of(value_dim, value_dim)
+    dims = (dim for dim in (key_dim, value_dim) if dim)
+    return sum(self.bytes_of(dim, dim) for dim in dims)
 
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
@@ -171,16 +174,22 @@ _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
 def pack(
   a: Shaped[Array, " ..."], b: Shaped[Array, " ..."]
-) -> (
-  Shaped[Array, "2 ..."] | tuple[Shaped[Array, " ..."], Shaped[Array, " ..."]]
-):
-  """Stack two arrays to send one if their shapes agree, else pair them."""
-  return jnp.stack([a, b]) if a.shape == b.shape else (a, b)
+) -> Shaped[Array, "2 ..."] | tuple[Shaped[Array, " ..."], ...]:
+  """Stack two arrays to send one if their shapes agree, else pair them.
+
+  The second is left out if it has no numbers: rows of latent attention stand
+  for keys and values.
+  """
+  if a.shape == b.shape:
+    return jnp.stack([a, b])
+  return (a, b) if b.size else (a,)
 
 
 def unpack(
-  packed: Array | tuple[Array, Array],
+  packed: Array | tuple[Array, ...],
 ) -> tuple[Shaped[Array, " ..."], Shaped[Array, " ..."]]:
+  if len(packed) == 1:
+    return packed[0], packed[0][..., :0]
   return packed[0], packed[1]
 
 
