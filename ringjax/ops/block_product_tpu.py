@@ -33,6 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax.parallel import chips, collectives
+from ringjax.typing import ArrayLeaf
 
 # Most rows of x.
 MOST_ROWS = 64
@@ -60,6 +61,8 @@ _SIGNS = np.int32(np.uint32(0x80808080).astype(np.int32))
 class BlockCodes:
   """Codes of a weight, with a step for each group of an output's inputs.
 
+  It is made of arrays, or of their shapes.
+
   Attributes:
     codes: Codes, [*stack, G, rows, O]: int8 with a row for each weight of a
       group, or uint8 with two codes of 4 bits, of the group's first half in the
@@ -70,10 +73,10 @@ class BlockCodes:
     levels: Level of each code of 4 bits; None for 8 bits.
   """
 
-  codes: Shaped[Array, "*stack G rows O"]
-  step: Float[Array, "*stack G O"]
-  least: Float[Array, "*stack G O"] | None
-  index: tuple[Int[Array, ""], ...] = ()
+  codes: Shaped[ArrayLeaf, "*stack G rows O"]
+  step: Float[ArrayLeaf, "*stack G O"]
+  least: Float[ArrayLeaf, "*stack G O"] | None
+  index: tuple[Int[ArrayLeaf, ""], ...] = ()
   levels: tuple[int, ...] | None = None
 
   @property
