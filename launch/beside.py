@@ -75,8 +75,7 @@ def run(
   """Answers the prompts of the files in `words`; returns the exit status."""
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
-  doing = "starting"
-  try:
+  with console.Run(screen, _MEMORY) as run:
     _check(values, words)
     if values.listen is not None:
       host, port = _address("--listen", values.listen)
@@ -88,19 +87,14 @@ def run(
       return 0
     texts = prompt_lines(words)
     folder = tiny.path() if values.model is None else pathlib.Path(values.model)
-    doing = "loading the model"
+    run.doing = "loading the model"
     model = rj.models.load(folder, dtype=values.dtype, strict=values.strict)
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
-    doing = "answering"
+    run.doing = "answering"
     with _workers(values) as workers:
       screen.say(f"{len(texts):,} prompts, {len(workers)} workers")
       _answer(values, model, tokenizer, workers, texts, stdout, screen)
-  except KeyboardInterrupt:
-    screen.error(f"interrupted while {doing}")
-    return console.INTERRUPTED
-  except Exception as error:
-    return screen.failed(error, doing, _MEMORY)
-  return 0
+  return run.status
 
 
 def _answer(

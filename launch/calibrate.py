@@ -164,18 +164,21 @@ def run(
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
   group = Group(screen, lambda: "calibrating")
-  try:
+  with console.Run(
+    screen,
+    _MEMORY,
+    doing="calibrating",
+    interrupted="interrupted; run the same command again to resume",
+    reports=group,
+    leaving=group.leave,
+  ) as run:
     if words:
       raise OptionError(
         "arguments", " ".join(words), "flags only", "see --help for examples"
       )
     record = _calibrate(values, screen, group)
-  except KeyboardInterrupt as error:
-    screen.error("interrupted; run the same command again to resume")
-    group.leave(error, console.INTERRUPTED)
-    return console.INTERRUPTED
-  except Exception as error:
-    return group.failed(error, "calibrating", _MEMORY)
+  if run.status:
+    return run.status
   group.close()
   screen.end()
   if screen.quiet:

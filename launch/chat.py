@@ -93,7 +93,9 @@ def run(
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
   chat = _Chat(values, stdin, stdout, screen)
-  try:
+  with console.Run(
+    screen, _MEMORY, doing=lambda: chat.doing, leaving=console.leave_at_once
+  ) as run:
     model_flags.check(values)
     if integer_flags.two_asked(values):
       raise prompts.clash("--integer with devices=2 in a chat", "one device")
@@ -105,19 +107,7 @@ def run(
       )  # fmt: skip
     console.Job().run(chat.begin)
     chat.talk()
-  except KeyboardInterrupt:
-    # Ctrl-C while a model is loaded, or for the second time in an answer.
-    screen.end()
-    screen.error(f"interrupted while {chat.doing}")
-    console.leave(console.INTERRUPTED)
-    raise AssertionError from None
-  except BrokenPipeError:
-    screen.end()
-    console.leave(0)
-    raise AssertionError from None
-  except Exception as error:
-    return screen.failed(error, chat.doing, _MEMORY)
-  return 0
+  return run.status
 
 
 class _Chat:

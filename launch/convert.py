@@ -106,7 +106,13 @@ def run(
   """Checks or converts as the flags say; returns the exit status."""
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
-  try:
+  knobs = "pass a smaller --max_shard_bytes, or use a machine with more"
+  with console.Run(
+    screen,
+    knobs,
+    doing="reading tensors",
+    interrupted="interrupted; nothing was written",
+  ) as run:
     _check(values)
     conversion = _conversion(values.model, values.dtype, values.strict)
     if values.check:
@@ -115,12 +121,8 @@ def run(
     else:
       _convert(values, conversion, screen)
     lines = _summary(conversion, values)
-  except KeyboardInterrupt:
-    screen.error("interrupted; nothing was written")
-    return console.INTERRUPTED
-  except Exception as error:
-    knobs = "pass a smaller --max_shard_bytes, or use a machine with more"
-    return screen.failed(error, "reading tensors", knobs)
+  if run.status:
+    return run.status
   screen.end()
   print("\n".join(lines), file=stdout, flush=True)
   return 0

@@ -65,14 +65,13 @@ def run(
   """Checks the machine; returns the exit status."""
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
-  doing = "starting"
-  try:
+  with console.Run(screen, _MEMORY) as run:
     parts = _parts(values)
     common.start(values, single=True)
     mesh = common.mesh(values.mesh)
     first = jax.process_index() == 0
     screen.quiet = not first
-    doing = "checking"
+    run.doing = "checking"
     rows = checkup.check_up(
       mesh,
       parts,
@@ -85,15 +84,12 @@ def run(
     # A full disk must not cost the findings.
     if first:
       print("\n".join(table(rows)), file=stdout, flush=True)
-    doing = "writing"
+    run.doing = "writing"
     if first and values.json is not None:
       record = checkup.record(rows, f"python -m launch.{NAME}")
       timing.write_json(values.json, record)
-  except KeyboardInterrupt:
-    screen.error(f"interrupted while {doing}")
-    return console.INTERRUPTED
-  except Exception as error:
-    return screen.failed(error, doing, _MEMORY)
+  if run.status:
+    return run.status
   return int(is_wrong(rows))
 
 

@@ -229,31 +229,32 @@ def run(
     screen.error(f"got {command}; wanted {' or '.join(_COMMANDS)}; see --help")
     return 2
   work = _Evaluation(values, screen, group)
-  try:
+  with console.Run(
+    screen,
+    _MEMORY,
+    doing=doing,
+    interrupted=lambda: f"interrupted; {work.said}",
+    reports=work,
+    leaving=group.leave,
+  ) as run:
     _refuse_unused(values, words[0])
     common.check_plot(values)
     lines, draw = _COMMANDS[words[0]](work)
-  except KeyboardInterrupt as error:
-    screen.error(f"interrupted; {work.said}")
-    group.leave(error, console.INTERRUPTED)
-    return console.INTERRUPTED
-  except Exception as error:
-    if work.done:
-      screen.say(work.said)
-    return group.failed(error, doing, _MEMORY)
+  if run.status:
+    return run.status
   group.close()
   screen.end()
   # Only the first process writes. `jax.process_index` would start JAX here.
   if screen.quiet:
     return 0
-  try:
+  with console.Run(screen, _MEMORY, doing="writing") as run:
     if values.out is not None:
       timing.write_json(values.out, work.record)
     if values.plot is not None:
       draw(values.plot)
       screen.say(f"wrote {values.plot}")
-  except Exception as error:
-    return screen.failed(error, "writing", _MEMORY)
+  if run.status:
+    return run.status
   stdout = sys.stdout if stdout is None else stdout
   text = json_text(work.record) if values.json else "\n".join(lines)
   print(text, file=stdout, flush=True)
@@ -353,6 +354,12 @@ class _Evaluation:
     self.done, self.said = 0, "nothing was written"
     self.record: dict[str, Any] = {}
     self._note: str | None = None
+
+  def failed(self, error: Exception, doing: str, knobs: str) -> int:
+    """Reports an error, after the contents of --out."""
+    if self.done:
+      self._screen.say(self.said)
+    return self._group.failed(error, doing, knobs)
 
   def _begin(
     self,

@@ -253,7 +253,7 @@ def run(
   if not names:
     print(listing(), file=stdout)
     return 0
-  try:
+  with console.Run(screen, _ELSEWHERE, doing="fetching") as run:
     models = [
       fetched_models.MODELS[
         one_of("name", name, fetched_models.MODELS, remedy="fetch one of these")
@@ -267,9 +267,7 @@ def run(
       script, _, arguments = script.partition(" ")
       command = f"python -m launch.{script} --model={model.name} {arguments}"
       screen.say(f"use it: {command.strip()}")
-  except Exception as error:
-    return screen.failed(error, "fetching", _ELSEWHERE)
-  return 0
+  return run.status
 
 
 def main(argv: Sequence[str]) -> int:

@@ -164,25 +164,21 @@ def run(
   screen = console.Screen(NAME, stderr)
   job = console.Job()
   work = _Work(values, stdout, screen, job)
-  try:
+  with console.Run(
+    screen,
+    _MEMORY,
+    doing=lambda: work.doing,
+    reports=work.group,
+    # The thread that generates ends only with the process.
+    leaving=console.leave_at_once,
+    tidy=work.close,
+  ) as run:
     tensor_ranks.refuse(values)
     _check(values)
     common.start(values, single=values.model is not None)
     record = job.run(work.run)
-  except KeyboardInterrupt:
-    # The thread that generates ends only with the process.
-    screen.end()
-    work.close()
-    screen.error(f"interrupted while {work.doing}")
-    console.leave(console.INTERRUPTED)
-    raise AssertionError from None
-  except BrokenPipeError:
-    # The program that reads stdout has ended, as in `| head`.
-    screen.end()
-    console.leave(0)
-    raise AssertionError from None
-  except Exception as error:
-    return work.group.failed(error, work.doing, _MEMORY)
+  if run.status:
+    return run.status
   work.group.close()
   work.tell(record)
   return console.INTERRUPTED if job.stop else 0

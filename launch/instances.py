@@ -81,8 +81,7 @@ def run(
   """Answers the prompts of the files in `words`; returns the exit status."""
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
-  doing = "starting"
-  try:
+  with console.Run(screen, _MEMORY) as run:
     for name in ("leave", "kill"):
       if values[name].value is not None and values[name].value >= (
         values.workers
@@ -95,7 +94,7 @@ def run(
     folder = tiny.path() if values.model is None else values.model
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
     ids = [tokenizer.encode(text) for text in texts]
-    doing = "starting processes"
+    run.doing = "starting processes"
     with ElasticWorkers.start(
       folder,
       values.workers,
@@ -105,12 +104,12 @@ def run(
       patience_s=values.patience,
     ) as workers:
       screen.say(f"{len(texts):,} prompts, {values.workers} processes")
-      doing = "answering"
+      run.doing = "answering"
       stops = [i for i in tokenizer.eos_ids if i < workers.vocab]
       answers = _served(values, workers, ids, stops)
     record = _record(texts, tokenizer, answers)
     if values.check:
-      doing = "answering on one device"
+      run.doing = "answering on one device"
       model = rj.models.load(folder, dtype=values.dtype, strict=values.strict)
       expected = rj.infer.generate(
         model, ids, max_new_tokens=values.max_new_tokens, stop=tuple(stops)
@@ -119,11 +118,8 @@ def run(
         answer.tokens == want.tolist()
         for answer, want in zip(answers.answers, expected, strict=True)
       ]
-  except KeyboardInterrupt:
-    screen.error(f"interrupted while {doing}")
-    return console.INTERRUPTED
-  except Exception as error:
-    return screen.failed(error, doing, _MEMORY)
+  if run.status:
+    return run.status
   print(json_text(record, indent=2), file=stdout, flush=True)
   return 0 if all(record.get("equal", [True])) else 1
 

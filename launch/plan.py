@@ -107,10 +107,11 @@ from launch.planning import (
   strategies,
   windows,
 )
-from launch.shared import common, console
+from launch.shared import common, console, machines
 from ringjax.errors import OptionError, RingjaxError
+from ringjax.parallel.chips import Link
 from ringjax.plan import cost, draw, profiles
-from ringjax.plan.cost import Network, Profile, Prompt
+from ringjax.plan.cost import Profile, Prompt
 from ringjax.plan.kv_runahead import partition, published, schedules
 from ringjax.plan.kv_runahead.balance import round_to_tiles
 from ringjax.plan.kv_runahead.grid import SearchResult
@@ -137,7 +138,7 @@ class _Answer:
 
   profile: Profile
   prompt: Prompt
-  network: Network
+  network: Link
   ranks: int
   plan: PartitionPlan
   outcomes: tuple[Outcome, ...]
@@ -217,7 +218,7 @@ _QUIET = "KVR-S: searched for links that do not slow down, timed with --noise"
 def _plan(
   values: flags.FlagValues, profile: Profile, screen: console.Screen
 ) -> _Answer:
-  network = Network(bandwidth=values.bandwidth, latency_s=values.latency)
+  network = machines.link(values)
   prompt = Prompt(
     tokens=values.context, prefix=values.prefix, window=values.window
   )
@@ -269,7 +270,7 @@ def _plan(
 def _lookup(
   values: flags.FlagValues,
   profile: Profile,
-  network: Network,
+  network: Link,
   ranks: int,
   screen: console.Screen,
 ) -> tuple[PartitionTable | None, str]:

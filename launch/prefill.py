@@ -49,10 +49,11 @@ from ringjax.infer.prefill import tile
 from ringjax.json_text import json_text
 from ringjax.models import tiny, work_profile
 from ringjax.models.transformer import Transformer
+from ringjax.parallel.chips import Link
 from ringjax.parallel.local_arrays import last_device
 from ringjax.parallel.peers import TIMEOUT_S, Peers
 from ringjax.plan import cost, draw, fit
-from ringjax.plan.cost import Network, Profile, Prompt
+from ringjax.plan.cost import Profile, Prompt
 from ringjax.plan.events import Timeline
 from ringjax.plan.kv_runahead import schedules
 from ringjax.plan.kv_runahead.schedules import Outcome
@@ -113,19 +114,21 @@ def run(
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
   work = _Work(values, screen)
-  try:
+  with console.Run(
+    screen,
+    _MEMORY,
+    doing=lambda: work.doing,
+    reports=work.group,
+    leaving=console.leave_at_once,
+  ) as run:
     _check(values)
     if values.devices is None and (values.num_processes or 1) > 1:
       # A rank is a process: more devices would only share its cores.
       values["devices"].value = 1
     common.start(values)
     record = work.run()
-  except KeyboardInterrupt:
-    screen.error(f"interrupted while {work.doing}")
-    console.leave(console.INTERRUPTED)
-    raise AssertionError from None
-  except Exception as error:
-    return work.group.failed(error, work.doing, _MEMORY)
+  if run.status:
+    return run.status
   work.group.close()
   if jax.process_index() == 0:
     for line in words(record):
@@ -532,7 +535,7 @@ def _single_program_chain(
   )
 
 
-def _fitted(chains: Sequence[Outcome]) -> tuple[Profile, Network] | None:
+def _fitted(chains: Sequence[Outcome]) -> tuple[Profile, Link] | None:
   """Fits coefficients to spans of measured chains; None if too few."""
   samples, project_s, total_s, sent_bytes, send_s = [], 0.0, 0.0, 0.0, 0.0
   layers = 0
@@ -568,7 +571,7 @@ def _fitted(chains: Sequence[Outcome]) -> tuple[Profile, Network] | None:
       early=min(1.0, project_s / linear) if linear else 0.25,
       kernel=coefficients.kernel,
     )
-    return profile, Network(bandwidth=sent_bytes / send_s if send_s else 1e12)
+    return profile, Link(bandwidth=sent_bytes / send_s if send_s else 1e12)
   except (OptionError, ZeroDivisionError):
     return None
 

@@ -57,7 +57,12 @@ def run(
   """Encodes the files and folders in `words`; returns the exit status."""
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
-  try:
+  with console.Run(
+    screen,
+    _MEMORY,
+    doing="encoding",
+    interrupted="interrupted; nothing was written",
+  ) as run:
     for name in ("tokenizer", "out"):
       if values[name].value is None:
         raise OptionError(
@@ -69,11 +74,8 @@ def run(
     )
     _write(values, files, screen)
     corpus = Corpus.open(values.out)
-  except KeyboardInterrupt:
-    screen.error("interrupted; nothing was written")
-    return console.INTERRUPTED
-  except Exception as error:
-    return screen.failed(error, "encoding", _MEMORY)
+  if run.status:
+    return run.status
   screen.end()
   tokens = int(corpus.lengths.sum())
   record = {

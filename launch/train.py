@@ -72,9 +72,10 @@ from ringjax.models.gguf.gguf_folder import open_model
 from ringjax.models.hf import auxiliary_files
 from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer
-from ringjax.parallel import chips
+from ringjax.parallel import chips, memory
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoints.checkpoint import Checkpoints
+from ringjax.train.expert_balance import ExpertBalance
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.methods.draft_training import DraftTraining
 from ringjax.train.methods.encoder_training import ContextSplit
@@ -96,7 +97,6 @@ _NOT_APPLIED = (
   "hidden_dropout_prob",
   "resid_pdrop",
   "residual_dropout",
-  "router_aux_loss_coef",
   "router_jitter_noise",
 )
 # Entries of a config that determine the result: a checkpoint belongs to them.
@@ -109,6 +109,7 @@ _DECISIVE = (
   "draft_training",
   "distil",
   "top",
+  "expert_balance",
   "seed",
   "packer",
   "sources",
@@ -171,16 +172,18 @@ def run(
     values, stdout or sys.stdout, console.Screen(NAME, stderr)
   )
   try:
-    work.check()
-    common.start(values)
-    return work.run()
-  except KeyboardInterrupt as error:
-    # While it trains the signal is recorded, and not raised.
-    work.screen.error(f"interrupted while {work.doing}")
-    work.group.leave(error, console.INTERRUPTED)
-    return console.INTERRUPTED
-  except Exception as error:
-    return work.group.failed(error, work.doing, _MEMORY)
+    # While it trains a signal is recorded, and not raised.
+    with console.Run(
+      work.screen,
+      _MEMORY,
+      doing=lambda: work.doing,
+      reports=work.group,
+      leaving=work.group.leave,
+    ) as run:
+      work.check()
+      common.start(values)
+      return work.run()
+    return run.status
   finally:
     work.close()
 
@@ -436,8 +439,10 @@ class _TrainingRun:
     rate = train_recipe.optimizer.learning_rate_at(
       metrics.step - 1, train_recipe.total
     )
+    experts = {} if metrics.experts is None else metrics.experts._asdict()
     row = {
       **dataclasses.asdict(metrics),
+      **{f"experts_{name}": value for name, value in experts.items()},
       "stage": stage,
       "learning_rate": rate,
       "tokens_per_s": metrics.tokens_per_s,
@@ -449,7 +454,7 @@ class _TrainingRun:
     row = {
       k: None if isinstance(v, float) and not math.isfinite(v) else v
       for k, v in row.items()
-      if k not in ("first", "objective")
+      if k not in ("first", "objective", "experts")
     }
     assert self._log is not None
     # Flushed at once: a kill loses no line.
@@ -522,10 +527,15 @@ def recipe_of(
   one_of("packer", config.packer, _PACKERS)
   recipe.dtype_of(config.save_dtype)
   dtype = {"dtype": recipe.dtype_of(config.dtype)}
+  balance = {
+    "expert_balance": _build(
+      ExpertBalance, config.expert_balance, "expert_balance"
+    )
+  }
   parts: dict[str, Any] = {
     "stages": tuple(_stage(stage) for stage in config.stages),
     "optimizer": _build(recipe.Optimizer, config.optimizer, "optimizer"),
-    "objective": Objective(**_entries(Objective, config) | dtype),
+    "objective": Objective(**_entries(Objective, config) | dtype | balance),
     "lora": _lora(config, links),
     "cepe": _encoder(config) is not None,
     "draft": _draft_training(config),
@@ -740,6 +750,7 @@ def default_config() -> ConfigDict:
       "block": 1024,
       "distil": 0.0,
       "top": 50,
+      "expert_balance": {},
       "lora": {"rank": 0, "alpha": 32.0, "targets": ("q", "k", "v", "o")},
       "cepe": {},
       "draft": {},
@@ -951,6 +962,9 @@ def _identity(
   else:
     identity["init_from"] = base
   identity["tokenizer"] = fingerprint(tokenizer)
+  if not identity["expert_balance"]:
+    # Checkpoints from before this entry can be resumed without it.
+    del identity["expert_balance"]
   if entries["links"]["each"]:
     identity["links"] = entries["links"]
   if model is not None:
@@ -1140,8 +1154,7 @@ def _share(rate: float, peak: float | None, devices: int) -> float | None:
 
 def _peak_bytes() -> int | None:
   """Peak memory of this process's first device, if it is known."""
-  stats = jax.local_devices()[0].memory_stats()
-  return None if stats is None else stats.get("peak_bytes_in_use")
+  return memory.device_memory(jax.local_devices()[0]).peak
 
 
 # ---------------------------------------------------------------------------

@@ -196,7 +196,7 @@ FAULTS = (
   ),
   _fault(
     "snapkv averages over one neighbour less",
-    "kv/policies/snapkv.py",
+    "kv/policies/scores/snapkv.py",
     "jax.lax.slice_in_dim(padded, n, n + size, axis=2)",
     "jax.lax.slice_in_dim(padded, min(n, 3), min(n, 3) + size, axis=2)",
     "kv/test_policy_scores.py",

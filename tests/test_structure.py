@@ -471,6 +471,70 @@ def package() -> dict[str, str]:
   }
 
 
+# The file whose classes say what devices and links can do, and classes
+# elsewhere that have such figures for another reason.
+CHIPS_FILE = "ringjax/parallel/chips.py"
+OF_RATES = {
+  "HidingRow": "row of a published table",
+  "KernelOutcome": "result: seconds of requests",
+  "OffloadMachine": "nine rates that FlexGen fits, of what is moved when",
+  "TableKey": "key of a table in files",
+  "_CallWithCache": "work of a call, not a rate",
+  "_State": "a link's queue in the event simulator",
+}
+_RATE = re.compile(r"(.*_)?(flops|bandwidth|latency_s|hbm_bytes|link_bytes_s)$")
+# What a file without such classes and names does not have: few are parsed.
+_RATES_OR_NAMES = re.compile(
+  r"(flops|bandwidth|latency_s|hbm_bytes|link_bytes_s):"
+  r"|^\w+ = (Chip|Cluster|Link|Machine)$",
+  re.M,
+)
+
+
+def second_machines(path: str, source: str) -> list[str]:
+  """Classes with rates of devices, and second names of classes of chips."""
+  if path == CHIPS_FILE or not _RATES_OR_NAMES.search(source):
+    return []
+  found = []
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.ClassDef):
+      rates = [
+        x.target.id
+        for x in node.body
+        if isinstance(x, ast.AnnAssign)
+        and isinstance(x.target, ast.Name)
+        and _RATE.match(x.target.id)
+      ]
+      if rates:
+        found.append(f"{node.name} ({path}) has {', '.join(rates)}")
+    if (
+      isinstance(node, ast.Assign)
+      and isinstance(node.value, ast.Name)
+      and node.value.id in ("Chip", "Cluster", "Link", "Machine")
+    ):
+      found.append(f"{ast.unparse(node)} ({path})")
+  return found
+
+
+def test_one_file_says_what_devices_and_links_can_do():
+  found = [
+    x for path, text in package().items() for x in second_machines(path, text)
+  ]
+  names = {text.split(" ")[0]: text for text in found}
+  new = [text for name, text in names.items() if name not in OF_RATES]
+  assert not new, f"use Machine, Chip or Link of {CHIPS_FILE}: {new}"
+  gone = set(OF_RATES) - set(names)
+  assert not gone, f"remove from OF_RATES: {sorted(gone)}"
+
+
+@pytest.mark.parametrize(
+  "source",
+  ["Network = Link", "class Host:\n  bandwidth: float = 16e9"],
+)
+def test_a_second_link_is_seen(source):
+  assert second_machines("ringjax/plan/new.py", source)
+
+
 def test_no_class_name_twice():
   found = repeated(class_names(package()))
   new = {name: where for name, where in found.items() if name not in CLASH}

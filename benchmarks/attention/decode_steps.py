@@ -24,9 +24,10 @@ from jaxtyping import Array, Shaped
 from benchmarks.shared import harness
 from benchmarks.shared.harness import Contestant, Report, Row, Runnable, option
 from ringjax.kv.base import CacheSpec
-from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import KINDS
 from ringjax.kv.codecs import Calibrated, Codec
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.ops.attention.cached.cached_attention import ShardedDecode
 from ringjax.ops.attention.cached.pooled import (
   PooledView,

@@ -23,16 +23,11 @@ from benchmarks.shared.harness import Report, Row, option
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.cost import schedule
 from ringjax.ops.mask import Causal
-from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
+from ringjax.parallel.layout import LAYOUTS, Layout
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
 
-LAYOUTS: dict[str, Layout] = {
-  "contiguous": Contiguous(),
-  "striped": Striped(),
-  "zigzag": Zigzag(),
-}
 
 _IDLE = "#e4e4e4"
 

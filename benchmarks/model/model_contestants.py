@@ -23,7 +23,8 @@ from jaxtyping import PyTree
 import ringjax as rj
 from benchmarks.shared.harness import Contestant, Runnable, Trial, import_torch
 from ringjax.bench.timing import Skipped
-from ringjax.kv.cache import KVCache, LayerKV
+from ringjax.kv.cache import KVCache
+from ringjax.kv.layer_spec import LayerKV
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
 from ringjax.ops.attention.cached.code_format import as_stored
 from ringjax.ops.mask import Coords

@@ -40,7 +40,7 @@ _MESHES = {"pair": "model:-1"}
 
 _OF_ATTENTION = ("heads", "kv_heads", "head_dim", "causal", "window", "packed",
                  "backward")  # fmt: skip
-_OF_MODEL = ("model", "shard", "layers")
+_OF_MODEL = ("model", "shard", "experts", "layers")
 _OF_PLACES = ("weights", "coded_bits", "cache", "cache_placement")
 _OF_TILES = ("strategy", "q_block", "kv_block")
 # Options of a program in addition to those of all programs.
@@ -155,6 +155,8 @@ def _options(values: flags.FlagValues, program: str) -> dict[str, Any]:
     options["model"] = config_of(_single_value(values, "model"))
     if values.shard is not None:
       options["shard"] = None if values.shard == "none" else values.shard
+    if values.experts is not None:
+      options["experts"] = values.experts
     if values["layers"].present:
       options["layers"] = values.layers
   strategy = _single_value(values, "strategy")
@@ -273,6 +275,8 @@ def words(found: Compiled, limit: float = overlap.LIMIT) -> list[str]:
       f"  reads {size(moved.read)} and writes {size(moved.written)}"
       + _times_least(found, moved.total)
     )
+  elif found.traffic_error is not None:
+    lines.append(f"  bytes moved are unknown: {found.traffic_error}")
   if memory.total > memory.limit:
     # The sum also counts buffers whose lifetimes do not overlap.
     lines.append("  not all of it at once: the compiler says that it fits")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, TextIO
 
 from absl import flags
@@ -13,9 +12,7 @@ from ringjax.checks import positive_int
 from ringjax.errors import OptionError
 from ringjax.kv import KINDS, KVCache, TieredCache, kind_text
 from ringjax.kv.base import bytes_each
-from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_report import report
-from ringjax.kv.codecs import Allocated, Calibrated
 from ringjax.kv.eviction.prompt_spec import prompt_spec
 from ringjax.parallel import chips
 
@@ -71,7 +68,7 @@ def _explain_kind(
   """Prints and explains the bytes of one kind of cache, part by part."""
   from ringjax.models.checkpoint import abstract
 
-  kind = _without_weights(kind_text.parse(values.cache, "--cache"))
+  kind = kind_text.parse(values.cache, "--cache").without_weights()
   machine = chips.machine(_CHIPS.get(values.chip, values.chip or "tpu-v5e"))
   rows, lines = [], []
   for name in values.model or ("gemma-3-27b",):
@@ -114,25 +111,6 @@ def _explain_kind(
 
 # Names of TPUs by the compiler's names.
 _CHIPS = {core.topology: name for name, core in chips.CORES.items()}
-
-
-def _without_weights(kind: CacheConfig) -> CacheConfig:
-  """A kind whose bytes do not depend on a model's weights.
-
-  Raises:
-    OptionError: If bits are allocated by head, which needs a model's weights.
-  """
-  if isinstance(kind.codec, Allocated):
-    raise OptionError(
-      "--cache",
-      f"{kind}, whose file is of a model with weights",
-      "one codec for all heads, for no weights are read here",
-      "load the model and print model.init_cache(1, N, kind=...).explain()",
-    )
-  if isinstance(kind.codec, Calibrated):
-    plain = dataclasses.replace(kind.codec, calibration=None)
-    return dataclasses.replace(kind, codec=plain)
-  return kind
 
 
 def _row(name: str, tokens: int, kind: str, cache: Any) -> dict[str, Any]:

@@ -214,6 +214,8 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "Optimizer of training; default: adamw."),
   ("shard", "text", None, "aot capacity",
    "Mesh axis that cuts weights; default: seq; or none."),
+  ("experts", "text", None, "aot",
+   "Mesh axis that shards the experts of a mixture; default: none."),
   ("accumulate", "whole", None, "aot",
    "Micro-batches of a step of training."),
   ("block", "whole", None, "aot capacity",

@@ -16,9 +16,10 @@ from absl import flags
 from launch.planning import offload, strategies
 from launch.planning.serving_systems import documents_trace
 from launch.shared import console
+from launch.shared import machines as flag_machines
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError
-from ringjax.parallel.chips import Link, number_bytes
+from ringjax.parallel.chips import number_bytes
 from ringjax.plan import machines
 from ringjax.serve.cluster import (
   ROUTING_POLICIES,
@@ -180,11 +181,10 @@ def _costs(values: flags.FlagValues) -> tuple[RoutingCosts, str]:
       TensorTimes.fit(calls),
       f"times fitted to {len(calls)} calls",
     )
-  bandwidth = values.bandwidth if values["bandwidth"].present else _BANDWIDTH
   return RoutingCosts(
     times=times.at(values.tensor),
     kv_token_bytes=shape.layers * shape.kv * number_bytes(dtype),
-    link=Link(bandwidth=bandwidth, latency_s=1e-3),
+    link=flag_machines.link(values, bandwidth=_BANDWIDTH, latency_s=1e-3),
   ), f"{shape.name}, TP {values.tensor}, {source}"
 
 

@@ -16,6 +16,7 @@ from absl import flags
 
 from launch.planning import aot, offload, strategies
 from launch.shared import common, console
+from launch.shared import machines as flag_machines
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link, number_bytes
@@ -191,7 +192,7 @@ def _parse_service(values: flags.FlagValues) -> _Service:
     inside = next(iter(dict(inside).values()))
   link_between = machine.between or inside
   if values["bandwidth"].present:
-    link_between = Link(bandwidth=values.bandwidth, ports=1)
+    link_between = flag_machines.link(values, latency_s=0.0, ports=1)
   model, source = _model(values, names[0], machine)
   trace = _trace(values)
   if distserve_rules:

@@ -20,7 +20,7 @@ from launch.planning.serving_plan import (
   limits_record,
   words_of_limits,
 )
-from launch.shared import console
+from launch.shared import console, machines
 from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
@@ -82,7 +82,7 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     documents=values.documents,
     seed=values.seed,
   )
-  link = Link(bandwidth=values.bandwidth, latency_s=1e-3)
+  link = machines.link(values, latency_s=1e-3)
   rows: list[dict[str, Any]] = []
   screen.begin("searching goodput", unit="searches")
   try:

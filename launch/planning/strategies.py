@@ -19,7 +19,7 @@ from ringjax.json_text import json_text
 from ringjax.ops.attention.cost import select
 from ringjax.ops.mask import SameSegment, Window
 from ringjax.parallel import chips
-from ringjax.parallel.layout import Contiguous, Striped, Zigzag
+from ringjax.parallel.layout import LAYOUTS
 from ringjax.plan import draw, machines
 
 # Default tokens of attention, bytes of a send, sides of a product; dtype.
@@ -27,11 +27,6 @@ _SIZES_CPU = ((256, 512, 1024), (1 << 16, 1 << 20, 1 << 22), (256, 512, 1024),
                 "float32")  # fmt: skip
 _SIZES = ((2048, 4096, 8192), (1 << 20, 1 << 24, 1 << 27),
             (2048, 4096, 8192), "bfloat16")  # fmt: skip
-LAYOUTS = {
-  "contiguous": Contiguous(),
-  "striped": Striped(),
-  "zigzag": Zigzag(),
-}
 
 
 def refuse(

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 from absl import flags
 
 from launch.planning import aot, strategies
-from launch.shared import console
+from launch.shared import console, machines
 from ringjax.checks import number
 from ringjax.errors import CheckpointFormatError, OptionError
-from ringjax.parallel.chips import number_bytes
+from ringjax.parallel.chips import Link, number_bytes
 from ringjax.plan import files
 from ringjax.plan.systems import allreduce_hops, layer_window
 from ringjax.plan.systems.allreduce_hops import REDUCES, Topology
@@ -66,7 +66,7 @@ class _WindowRequest:
   memory_rate: tuple[float, ...]
   disk_rate: tuple[float, ...]
   graph: Topology
-  bandwidth: float
+  link: Link
   reduce: str
   prompt: int
   new: int
@@ -164,9 +164,7 @@ def _parse_request(values: flags.FlagValues) -> _WindowRequest:
     memory_rate=per_device("memory_rate"),
     disk_rate=per_device("disk_rate"),
     graph=graph,
-    bandwidth=number(
-      "--bandwidth", _flag_or_default(values, "bandwidth", _BANDWIDTH), above=0
-    ),
+    link=_link(values),
     reduce=values.reduce,
     prompt=values.prompt,
     new=values.new,
@@ -197,9 +195,7 @@ def _model(
 
 def _graph(values: flags.FlagValues, size: int) -> Topology:
   if values.graph is None:
-    return Topology.behind_switches(
-      size, _flag_or_default(values, "latency", _LATENCY_S)
-    )
+    return Topology.behind_switches(size, _link(values).latency_s)
   strategies.refuse(values, "window --graph", ("latency",))
   graph = Topology.load(values.graph)
   if len(graph.devices) != size:
@@ -249,12 +245,8 @@ def _read_measured(
   return measured
 
 
-def _flag_or_default(
-  values: flags.FlagValues, name: str, default: float
-) -> float:
-  """A flag's number, or the default of this sub-command."""
-  flag = values[name]
-  return default if not flag.present else float(flag.value or 0.0)
+def _link(values: flags.FlagValues) -> Link:
+  return machines.link(values, bandwidth=_BANDWIDTH, latency_s=_LATENCY_S)
 
 
 def _per_device(
@@ -291,7 +283,7 @@ def _reduce_s(request: _WindowRequest, name: str, tokens: int) -> float:
     tokens * request.model.config.embed * number_bytes(request.model.dtype.name)
   )
   return allreduce_hops.allreduce_s(
-    request.graph, name, nbytes, request.bandwidth
+    request.graph, name, nbytes, request.link.bandwidth
   )
 
 

@@ -15,10 +15,11 @@ import ringjax as rj
 from launch.planning import aot, offload
 from launch.planning.serving_plan import limits_of
 from launch.shared import console
+from launch.shared import machines as flag_machines
 from launch.shared.flag_helpers import FlagHelper
 from ringjax.errors import OptionError
 from ringjax.json_text import json_text
-from ringjax.parallel.chips import Link, number_bytes
+from ringjax.parallel.chips import number_bytes
 from ringjax.plan import machines
 from ringjax.serve import cluster
 from ringjax.serve.cluster.router import PATIENCE_S
@@ -347,7 +348,7 @@ def _costs(
   dtype = values.dtype or config.get("dtype") or config.get("torch_dtype")
   link = None
   if values.bandwidth is not None:
-    link = Link(bandwidth=values.bandwidth)
+    link = flag_machines.link(values)
   times: cluster.PhaseTimes = cluster.InstanceTimes()
   if values.times is not None:
     fitted = cluster.TensorTimes.fit(cluster.read_calls(values.times))

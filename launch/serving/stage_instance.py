@@ -118,16 +118,16 @@ def run(values: flags.FlagValues, screen: console.Screen) -> int:
   """Runs a process of the instance; returns the exit status."""
   started = _Started(values, screen)
   work = _Stage(values, screen, started)
-  try:
+  with console.Run(
+    screen,
+    _MEMORY,
+    doing=lambda: work.doing,
+    reports=work,
+    leaving=console.leave_at_once,
+    tidy=started.kill,
+  ) as run:
     return work.run()
-  except KeyboardInterrupt:
-    started.kill()
-    screen.error(f"interrupted while {work.doing}")
-    console.leave(console.INTERRUPTED)
-    raise AssertionError from None
-  except Exception as error:
-    started.kill()
-    return work.group.failed(error, work.doing, _MEMORY)
+  return run.status
 
 
 class _Stage:
@@ -147,6 +147,11 @@ class _Stage:
     self.doing = "starting"
     self._values, self._screen, self._started = values, screen, started
     self.group = Group(screen, lambda: self.doing, leaving=started.kill)
+
+  def failed(self, error: Exception, doing: str, knobs: str) -> int:
+    """Ends the other processes and reports an error; returns the status."""
+    self._started.kill()
+    return self.group.failed(error, doing, knobs)
 
   def run(self) -> int:
     """Loads this process's layers and reads prompts; returns the status."""

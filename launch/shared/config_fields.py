@@ -16,6 +16,7 @@ from ringjax.models import Rules
 from ringjax.models.cepe import Encoder
 from ringjax.models.longspec import LongSpecConfig
 from ringjax.train import recipe
+from ringjax.train.expert_balance import ExpertBalance
 from ringjax.train.extend import RopeScaling
 from ringjax.train.loop import LoopConfig
 from ringjax.train.methods.draft_training import DraftTraining
@@ -106,6 +107,7 @@ _PARTS = {
   "optimizer": recipe.Optimizer,
   "lora": Lora,
   "cepe": Encoder,
+  "expert_balance": ExpertBalance,
   "draft": LongSpecConfig,
   "draft_training": DraftTraining,
   "rules": Rules,

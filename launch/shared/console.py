@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from absl import app, flags
 
@@ -227,6 +227,76 @@ def reason(error: BaseException, doing: str, knobs: str) -> str | None:
 # ---------------------------------------------------------------------------
 
 
+class _Failing(Protocol):
+  """Reports errors: a screen, or a group of processes."""
+
+  def failed(self, error: Exception, doing: str, knobs: str) -> int:
+    """Reports an error; returns the exit status, or raises a bug again."""
+    ...
+
+
+class Run:
+  """Block of a script whose errors become messages and an exit status.
+
+  Attributes:
+    doing: Current activity, for error messages, or a function that returns it.
+    status: Exit status; 0 while nothing has failed.
+  """
+
+  def __init__(
+    self,
+    screen: Screen,
+    knobs: str,
+    *,
+    doing: str | Callable[[], str] = "starting",
+    interrupted: str | Callable[[], str] | None = None,
+    reports: _Failing | None = None,
+    leaving: Callable[[BaseException, int], object] = lambda *_: None,
+    tidy: Callable[[], object] = lambda: None,
+  ):
+    """Prepares the block.
+
+    Args:
+      screen: Console of this process.
+      knobs: Options that the caller can change if memory runs out.
+      doing: First activity, or a function that returns the current one.
+      interrupted: Message after Ctrl-C; default: the current activity.
+      reports: Group of processes that reports errors; default: the screen.
+      leaving: Called after the message of an interruption, with the interrupt
+        and the exit status, e.g. `Group.leave` or `leave_at_once`.
+      tidy: Called before the message of an interruption.
+    """
+    self.doing, self.status = doing, 0
+    self._screen, self._knobs = screen, knobs
+    self._interrupted = interrupted
+    self._reports = screen if reports is None else reports
+    self._leaving, self._tidy = leaving, tidy
+
+  def __enter__(self) -> Run:
+    return self
+
+  def __exit__(
+    self, kind: object, error: BaseException | None, trace: object
+  ) -> bool:
+    doing = self.doing if isinstance(self.doing, str) else self.doing()
+    if isinstance(error, KeyboardInterrupt):
+      self._screen.end()
+      self._tidy()
+      text = self._interrupted or f"interrupted while {doing}"
+      self._screen.error(text if isinstance(text, str) else text())
+      self.status = INTERRUPTED
+      self._leaving(error, self.status)
+      return True
+    if isinstance(error, BrokenPipeError) and self._leaving is leave_at_once:
+      # The program that reads stdout has ended, as in `| head`.
+      self._screen.end()
+      leave(0)
+    if isinstance(error, Exception):
+      self.status = self._reports.failed(error, doing, self._knobs)
+      return True
+    return False
+
+
 class Job:
   """Work in a thread, so that Ctrl-C is handled while a device computes.
 
@@ -277,6 +347,12 @@ def leave(status: int) -> None:
     with contextlib.suppress(OSError):
       stream.flush()
   os._exit(status)
+
+
+def leave_at_once(error: BaseException, status: int) -> None:
+  """Ends the process at once after an interruption, see `Run`."""
+  del error
+  leave(status)
 
 
 def own_stdout() -> TextIO:

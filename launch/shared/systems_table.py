@@ -235,7 +235,7 @@ SYSTEMS: tuple[System, ...] = (
     "pooled over neighbours; the paper's form is "
     "snapkv:pool=max,kernel=7,window=32.",
     modules=(
-      "ringjax/kv/policies/snapkv.py",
+      "ringjax/kv/policies/scores/snapkv.py",
       "ringjax/kv/eviction/evicting.py",
     ),
     names=("rj.kv.SnapKV", "rj.kv.EvictingCache"),

@@ -172,24 +172,20 @@ def run(
   """
   screen, job = console.Screen(NAME, stderr), console.Job()
   work = _Ranks(values, sampler, stdout, screen, job)
-  try:
+  with console.Run(
+    screen,
+    _MEMORY,
+    doing=lambda: work.doing,
+    reports=work,
+    leaving=console.leave_at_once,
+    tidy=work.close,
+  ) as run:
     common.quiet_logging()
     check(values)
     _check(values)
     record = job.run(work.run)
-  except KeyboardInterrupt:
-    screen.end()
-    work.close()
-    screen.error(f"interrupted while {work.doing}")
-    console.leave(console.INTERRUPTED)
-    raise AssertionError from None
-  except PeerError as error:
-    work.close()
-    screen.error(f"{error}, while {work.doing}")
-    return FAILED
-  except Exception as error:
-    work.close()
-    return screen.failed(error, work.doing, _MEMORY)
+  if run.status:
+    return run.status
   work.close()
   if record is not None:
     if values.json:
@@ -217,6 +213,14 @@ class _Ranks:
     self._started: list[subprocess.Popen[str]] = []
     self._joined = False
     self._written = ""
+
+  def failed(self, error: Exception, doing: str, knobs: str) -> int:
+    """Ends the other processes and reports an error; returns the status."""
+    self.close()
+    if isinstance(error, PeerError):
+      self._screen.error(f"{error}, while {doing}")
+      return FAILED
+    return self._screen.failed(error, doing, knobs)
 
   def run(self) -> dict[str, Any] | None:
     """Answers, and returns all figures; in other ranks None."""

@@ -11,13 +11,11 @@ from __future__ import annotations
 import functools
 import io
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
@@ -26,8 +24,8 @@ from ringjax.bench import timing
 from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.ops.attention.api import blockwise_attention
-from ringjax.parallel import collectives
-from ringjax.parallel.chips import Machine, number_bytes
+from ringjax.parallel import collectives, memory
+from ringjax.parallel.chips import Machine, machine_of, number_bytes
 from ringjax.plan import machines
 
 # Sends of a program: minus the one send of another program, 16 are timed.
@@ -148,7 +146,7 @@ def measure(
     backward=backward,
     links=links,
     copies=[(8.0 * 4 * n, net("copy", n)) for n in nbytes],
-    memory_bytes=_memory(device, mesh.devices.size),
+    memory_bytes=_memory_bytes(device, mesh.devices.size),
     call_s=call_s,
     dtype=dtype,
     source=(
@@ -312,13 +310,8 @@ def _repeat(
   )
 
 
-def _memory(device: Any, devices: int) -> float:
-  """Memory bytes of a device; CPU devices share the machine's."""
-  try:
-    stats = device.memory_stats() or {}
-  except (NotImplementedError, RuntimeError):
-    stats = dict[str, int]()
-  if "bytes_limit" in stats:
-    return float(stats["bytes_limit"])
-  pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-  return float(np.floor(pages / devices))
+def _memory_bytes(device: Any, devices: int) -> float:
+  """Memory of a device; that of its data sheet if it does not report one."""
+  total = memory.device_memory(device, devices).total
+  sheet = machine_of(device.device_kind, device.platform).chip
+  return float(sheet.hbm_bytes if total is None else total)

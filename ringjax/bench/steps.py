@@ -35,9 +35,6 @@ from ringjax.infer.speculate import rounds
 from ringjax.infer.speculate.drafter import Draft
 from ringjax.kv import kind_text
 from ringjax.kv.base import HOST, bytes_each
-from ringjax.kv.cache import KVCache, LayerCacheSpec, LayerKV
-from ringjax.kv.offload.layer_offload import OffloadedCache
-from ringjax.kv.offload.tiered import TieredCache
 from ringjax.models import work_profile
 from ringjax.models.checkpoint import abstract, abstract_on
 from ringjax.models.presets import preset
@@ -48,8 +45,6 @@ from ringjax.nn.param import Rules
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import joined
-from ringjax.ops.attention.cached.code_format import token_axis
-from ringjax.ops.attention.cached.views import ContiguousView, tile_slots
 from ringjax.ops.attention.cost.schedule import tile_counts
 from ringjax.ops.mask import Causal, Everything, Window
 from ringjax.parallel.mesh import make_mesh
@@ -166,7 +161,8 @@ class ModelOptions(ProgramOptions):
     model: Name of a preset, or contents of a config.json.
     shard: Mesh axis that shards weights and moments along the model's width;
       None for `Rules()`.
-    experts: Mesh axis that shards the experts of mixtures, if any.
+    experts: Mesh axis that shards a mixture's experts, whose weights stay
+      there; None for none.
     layers: Number of layers, in place of the model's.
     block: Tokens of a step of the feedforward.
     weights: Placement of the layers' weights, "host" or as
@@ -407,7 +403,7 @@ def prefill(
     context = CachedAttention(mesh=mesh, axis=attend.axis, replicated=False)
     pos = ids = _spec(mesh, (batch, chunk), over)
     flops = chunk * (work.token_s + work.pair_s * (tokens - chunk / 2))
-    trips = _cache_tiles(empty)
+    trips = empty.tile_trips("tpu")
   rows = (_spec(mesh, (batch,)), _spec(mesh))
   return program.built(
     mesh,
@@ -504,7 +500,7 @@ def decode(
     (*call.model, call.sampler, call.cache, call.state,
      _spec(mesh, (4,)), _spec(mesh)),
     call.flops(1),
-    _cache_tiles(call.cache),
+    call.cache.tile_trips("tpu"),
     what="decode",
     **call.facts,
     **call.bytes(1),
@@ -548,7 +544,7 @@ def verify(
     (*call.model, "match", call.sampler, call.cache, call.state, draft,
      _spec(mesh, (batch,)), _spec(mesh, (4,)), _spec(mesh)),
     call.flops(drafted + 1),
-    _cache_tiles(call.cache),
+    call.cache.tile_trips("tpu"),
     what="verify",
     drafted=drafted,
     **call.facts,
@@ -732,33 +728,6 @@ def _host_bytes(x: PyTree) -> int:
 def _cache_bytes(cache: Any) -> dict[str, int]:
   """Bytes of one device's part of a cache, by memory."""
   return {"device": bytes_each(cache), "host": _host_bytes(cache)}
-
-
-def _cache_tiles(cache: KVCache | TieredCache | OffloadedCache) -> float:
-  """Trip count of each of two loops over a full cache's tiles.
-
-  A cache in host memory is read by the two loops of `fold_tiles`, of two blocks
-  and of one block a turn; a kernel reads its part on the device.
-  """
-  if isinstance(cache, TieredCache):
-    return (cache.held.capacity / cache.kind.tier.block / cache.shards - 1) / 3
-  if isinstance(cache, OffloadedCache):
-    # Offloaded layers are read as layers on the devices.
-    cache = KVCache.spec(
-      cache.shapes, cache.batch, cache.capacity, cache.dtype, kind=cache.kind,
-      mesh=cache.mesh, axis=cache.axis, platform="tpu",
-    )  # fmt: skip
-  max_tiles = 0
-  for slots, layer_spec in zip(cache.slots, cache.shapes, strict=True):
-    if isinstance(slots, LayerKV):
-      assert isinstance(layer_spec, LayerCacheSpec)
-      length = slots.k.shape[token_axis(slots.k)] // cache.shards
-      shape = (*slots.k.shape[:3], length, layer_spec.key)
-      # Tiles of decoded keys, in the cache's dtype.
-      tile: Any = jax.ShapeDtypeStruct(shape, cache.dtype)
-      stored = ContiguousView(tile, tile, cache.at, jnp.int32(0))
-      max_tiles = max(max_tiles, -(-shape[3] // tile_slots(stored, "tpu")))
-  return max_tiles / 2
 
 
 def _trips(

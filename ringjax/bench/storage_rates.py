@@ -27,6 +27,7 @@ from ringjax.bench import timing
 from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.ops.attention.api import blockwise_attention
+from ringjax.parallel import memory
 from ringjax.plan.flexgen.offload_tiers import OffloadMachine
 
 _LEAST_BYTES = 1 << 20
@@ -198,7 +199,7 @@ def _read(path: str) -> None:
 
 def _memory_bytes(device: jax.Device) -> tuple[float, float]:
   """Bytes of (device, host) memory; half of the machine's each on CPUs."""
-  host = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-  if device.platform == "cpu":
-    return host / 2, host / 2
-  return float((device.memory_stats() or {}).get("bytes_limit", 0)), host
+  sharing = 2 if device.platform == "cpu" else 1
+  total = memory.device_memory(device, sharing).total
+  host = memory.host_total_bytes()
+  return float(total or 0), float((host or 0) // sharing)

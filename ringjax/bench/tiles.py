@@ -20,9 +20,10 @@ from jaxtyping import Array, PyTree, Shaped
 
 from ringjax.checks import one_of
 from ringjax.kv.base import bytes_each
-from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import cache_kind
 from ringjax.kv.codecs import CodeBook
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.cached.cached_attention import ShardedDecode
@@ -259,9 +260,7 @@ def decode(
     "loops": Blockwise(),
   }
   one_of("local", local, algorithms)
-  resident = ShardedDecode(
-    mesh=mesh, axis="seq", fully_manual=True, local=algorithms[local]
-  )
+  resident = ShardedDecode(mesh=mesh, axis="seq", local=algorithms[local])
   over = NamedSharding(mesh, P())
   number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=over)
   q, cache = dims.operands(mesh)

@@ -41,10 +41,11 @@ from ringjax.errors import (
 from ringjax.infer import inputs
 from ringjax.infer.session import place_of
 from ringjax.kv.base import FreshLayer, NoCache
-from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.codecs import page_outliers
-from ringjax.kv.codecs.calibration import BITS, KEYS, WEIGHTS, Calibration
+from ringjax.kv.codecs.calibration import KEYS, WEIGHTS, Calibration
 from ringjax.kv.codecs.code_book import CodeBook
+from ringjax.kv.codecs.code_bytes import LEVEL_BITS
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.state import StateShape
 from ringjax.models.transformer import Transformer, tokens_of
 from ringjax.models.weights import calibration as files
@@ -113,7 +114,7 @@ def calibrate(
   one_of("keys", keys, KEYS)
   boolean("rotated", rotated)
   for bits in normalized:
-    one_of("normalized", bits, BITS)
+    one_of("normalized", bits, LEVEL_BITS)
   kinds = [
     n for n, x in enumerate(model.kinds) if not isinstance(x, StateShape)
   ]
@@ -294,7 +295,7 @@ class _Work:
       shape = self.model.kinds[n]
       for part in ("keys", "values") if shape.value else ("keys",):
         weight, total, count = self.arrays[f"{n}.{part}"]
-        for bits in BITS:
+        for bits in LEVEL_BITS:
           fitted = levels(weight, total, 2**bits)
           if bits in normalized:
             fitted = normalize(fitted, count)

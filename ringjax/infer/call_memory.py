@@ -37,7 +37,7 @@ from ringjax.models.weights.weight_placement import (
   weight_bytes,
 )
 from ringjax.nn.sharding_context import ShardingContext
-from ringjax.plan.choice import Machine
+from ringjax.plan.choice import Cluster
 
 # Bytes by tier of `kv.base.TIERS`, then by use ("cache", "hidden", "work").
 TierBytes = Mapping[str, Mapping[str, int]]
@@ -66,7 +66,7 @@ class CallMemory:
     axis: Mesh axis that shards the sequence; default "seq".
     prefill: Method that reads the prompt.
     partition: Number of tokens of each shard for "kvr".
-    machine: Machine model by which prefill="auto" chooses a method.
+    machine: Cluster model by which prefill="auto" chooses a method.
 
   Raises:
     OptionError: If a count is below 1, options of reading contradict each
@@ -86,7 +86,7 @@ class CallMemory:
   axis: str | None = None
   prefill: str = "auto"
   partition: Sequence[int] | None = None
-  machine: Machine | None = None
+  machine: Cluster | None = None
 
   def __post_init__(self) -> None:
     for name in ("prompt", "new", "rows"):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +24,10 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ringjax.errors import ConfigError
 from ringjax.kv.base import KV, NoCache
-from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import DENSE, CacheConfig
 from ringjax.kv.codecs import Codec
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.models.transformer import (
   Transformer,
   TransformerConfig,
@@ -245,7 +246,6 @@ class LayerPrograms:
   Attributes:
     layers: Layers of the model.
     kind: Kind of the caches that the programs write.
-    outer: Weights before and after the layers, to pass to `embed` and `head`.
     compiled: Jitted functions so far.
   """
 
@@ -295,7 +295,7 @@ class LayerPrograms:
     self._trees = {layer.spec: flat[layer.kind][1] for layer in self.layers}
     outer = (model.embed, model.norm, model.head)
     leaves, self._outer_tree = jax.tree.flatten(outer)
-    self.outer = tuple(leaves)
+    self._outer = tuple(leaves)
 
   def count(self) -> int:
     """Count the programs that have been compiled."""
@@ -314,6 +314,41 @@ class LayerPrograms:
     Layers whose weights are fetched are not in a stack.
     """
     return StackedWeights(self._stacks[layer.kind], np.int32(layer.index))
+
+  # -------------------------------------------------------------------------
+  # The walk over a model: embed, the layers in order, head
+  # -------------------------------------------------------------------------
+
+  def embed(
+    self, tokens: Int[Array | np.ndarray, "B T"]
+  ) -> Float[Array, "B T D"]:
+    """Embed tokens, [B, T, D]."""
+    return self._embed(self._outer, tokens)
+
+  def walk(
+    self,
+    layers: Iterable[StackedLayer] | None = None,
+    *,
+    before: Callable[[int], object] = lambda number: None,
+    stacked: bool = False,
+  ) -> Iterator[tuple[StackedLayer, PyTree]]:
+    """Yield layers in order, each with its weights.
+
+    A layer's weights are taken when its turn comes, so that at most those of
+    one layer are outside of their stack.
+
+    Args:
+      layers: Some of `layers`; default: all.
+      before: Called with a layer's number before its weights are taken.
+      stacked: Whether weights stay in their stack, see `in_stack`.
+    """
+    for layer in self.layers if layers is None else layers:
+      before(layer.number)
+      yield layer, self.in_stack(layer) if stacked else self.weights(layer)
+
+  def head(self, x: Float[Array, "B T D"], row: Index) -> Float[Array, "B V"]:
+    """Logits after token `row` of the T, float32 [B, V]."""
+    return self._head(self._outer, x, row)
 
   def _block(self, spec: Layer, weights: PyTree) -> Any:
     """Rebuild a layer's module inside a program."""
@@ -367,18 +402,16 @@ class LayerPrograms:
     return tuple(jax.tree.leaves(stack.layer(run, position, index)))
 
   @_program()
-  def embed(
+  def _embed(
     self, outer: PyTree, tokens: Int[Array, "B T"]
   ) -> Float[Array, "B T D"]:
-    """Embed tokens, [B, T, D]."""
     embed, _, _ = jax.tree.unflatten(self._outer_tree, outer)
     return self._attend.constrain(embed(tokens))
 
   @_program()
-  def head(
+  def _head(
     self, outer: PyTree, x: Float[Array, "B T D"], row: Index
   ) -> Float[Array, "B V"]:
-    """Logits after token `row` of the T, float32 [B, V]."""
     embed, norm, head = jax.tree.unflatten(self._outer_tree, outer)
     last = norm(lax.dynamic_slice_in_dim(x, row, 1, 1)[:, 0])
     head = embed if head is None else head

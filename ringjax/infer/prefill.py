@@ -35,39 +35,61 @@ from ringjax.ops.attention.dense import Dense as DenseLocal
 from ringjax.ops.attention.strategies.chain import Chain
 from ringjax.ops.attention.strategies.gather import Gather
 from ringjax.ops.attention.strategies.nesting import coded, group_of
-from ringjax.ops.attention.strategies.ring import Ring
-from ringjax.ops.attention.strategies.ulysses import Ulysses
+from ringjax.ops.attention.strategies.registry import PREFILLS, find
+from ringjax.ops.attention.strategies.strategy import Strategy
 from ringjax.ops.attention.strategies.wire_format import (
   DTYPES,
   Wire,
   WireLike,
   wire_of,
 )
-from ringjax.parallel.layout import Contiguous, Layout, Striped, Uneven, Zigzag
+from ringjax.parallel.layout import Contiguous, Layout, Striped, Uneven
 from ringjax.parallel.programs import bounded
 from ringjax.plan import cost
-from ringjax.plan.choice import KEEPS, Machine
+from ringjax.plan.choice import KEEPS, Cluster
 from ringjax.typing import Lengths
 
-# name: (layout, strategy, whether it shards the sequence)
-_STRATEGIES: dict[str, tuple[Layout, Any, bool]] = {
-  "dense": (Contiguous(), Gather(DenseLocal()), False),
-  "blockwise": (Contiguous(), Gather(), False),
-  "ring": (Contiguous(), Ring(), True),
-  "striped": (Striped(), Ring(), True),
-  "zigzag": (Zigzag(), Ring(), True),
-  "gather": (Contiguous(), Gather(), True),
-  "ulysses": (Contiguous(), Ulysses(), True),
-  "bidirectional": (Striped(), Ring(two_way=True), True),
-  "hybrid": (Striped(), Ulysses(Ring()), True),
+# Methods of one device, by their strategy on one shard.
+_UNSHARDED: dict[str, Strategy] = {
+  "dense": Gather(DenseLocal()),
+  "blockwise": Gather(),
 }
-METHODS = ("auto", *_STRATEGIES, "kvr", "chunked")
-# Methods that send no keys from shard to shard.
-_UNWIRED = ("dense", "blockwise", "ulysses", "chunked")
+METHODS = ("auto", *_UNSHARDED, *PREFILLS, "kvr", "chunked")
 # Default number of tokens of a chunk.
 _CHUNK = 4096
 # A chain's parts of a sequence are multiples of this many tokens.
 _TILE = 128
+
+
+class PromptStrategy(NamedTuple):
+  """Strategy with which a method reads a whole prompt.
+
+  Fields:
+    layout: Order of the tokens on the shards; that of the chain is planned for
+      each prompt.
+    strategy: Strategy, without its axis.
+    sharded: Whether it shards the sequence.
+    wired: Whether keys may be sent in a lossy format.
+  """
+
+  layout: Layout
+  strategy: Strategy
+  sharded: bool
+  wired: bool
+
+
+def strategy_of(method: str) -> PromptStrategy:
+  """Find the strategy of a method in the table of strategies.
+
+  Raises:
+    OptionError: If the method reads no whole prompt.
+  """
+  if method in _UNSHARDED:
+    return PromptStrategy(Contiguous(), _UNSHARDED[method], False, False)
+  one_of("prefill", method, (*PREFILLS, "kvr"))
+  entry = find("chain" if method == "kvr" else method)
+  assert entry is not None
+  return PromptStrategy(entry.layout, entry.strategy, True, entry.wired)
 
 
 class PromptCall(NamedTuple):
@@ -193,7 +215,7 @@ class PrefillConfig(Config):
     "al. 2024, arXiv 2405.05329); default: shards have equal work.",
     default=None,
   )
-  machine: Machine | None = option(
+  machine: Cluster | None = option(
     "The model's cost on these devices and their links, by which "
     'prefill="auto" then chooses (`rj.plan.choose`); the report has the '
     'reasons. Default: "striped" on a sharded sequence. Refused where only one '
@@ -235,12 +257,12 @@ class PrefillConfig(Config):
     if isinstance(self.partition, list | np.ndarray):
       object.__setattr__(self, "partition", tuple(self.partition))
     machine = self.machine
-    if machine is not None and not isinstance(machine, Machine):
+    if machine is not None and not isinstance(machine, Cluster):
       raise OptionError(
         "machine",
         type(machine).__name__,
-        "an rj.plan.Machine",
-        "pass rj.plan.Machine(profile=..., network=...)",
+        "an rj.plan.Cluster",
+        "pass rj.plan.Cluster(profile=..., network=...)",
       )
     for name, methods in (
       ("machine", ("auto",)),
@@ -320,7 +342,8 @@ class PrefillConfig(Config):
     name, partition, why = self._resolved(
       width, model, size, recurrent, behind, kind
     )
-    if self.wire_format is not None and size > 1 and name in _UNWIRED:
+    wired = name != "chunked" and strategy_of(name).wired
+    if self.wire_format is not None and size > 1 and not wired:
       raise OptionError(
         "wire",
         f"{self.wire_format} with prefill={name!r} ({why})",
@@ -344,7 +367,8 @@ class PrefillConfig(Config):
         layout=Contiguous() if recurrent else Striped(),
       )
     chain = name == "kvr"
-    consecutive = not chain and isinstance(_STRATEGIES[name][0], Contiguous)
+    layout, strategy, sharded, _ = strategy_of(name)
+    consecutive = not chain and isinstance(layout, Contiguous)
     if recurrent and size > 1 and not consecutive:
       raise OptionError(
         "prefill",
@@ -358,9 +382,10 @@ class PrefillConfig(Config):
       width, slots = sum(counts), max(counts)
       if partition is None:
         why = f"parts of {counts} tokens, computed from FLOPs"
-    if size == 1 and (chain or _STRATEGIES[name][2]):
+    if size == 1 and sharded:
       why = f"{name!r} was asked for, and on one shard it is this"
       name = "blockwise"
+      layout, strategy, sharded, _ = strategy_of(name)
     if name == "kvr":
       attend: ContextParallel = ChainParallel(
         mesh=mesh,
@@ -369,7 +394,6 @@ class PrefillConfig(Config):
         strategy=Chain(wire=self.wire_format),
       )
     else:
-      layout, strategy, sharded = _STRATEGIES[name]
       if not sharded and size > 1:
         raise OptionError(
           "prefill",

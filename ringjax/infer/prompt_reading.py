@@ -23,11 +23,11 @@ from ringjax.infer.prefill import Prefill, PrefillConfig, padded, read
 from ringjax.infer.repetition import Instructions, check_repetition, repeat
 from ringjax.infer.session import Session, free_on, on_its_mesh, place_of
 from ringjax.kv import cache_kind as kinds
-from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheConfig
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.layout import Striped
-from ringjax.plan.choice import Machine
+from ringjax.plan.choice import Cluster
 
 
 @on_its_mesh
@@ -39,7 +39,7 @@ def read_context(
   prefill: str = "auto",
   chunk: int | None = None,
   partition: Sequence[int] | None = None,
-  machine: Machine | None = None,
+  machine: Cluster | None = None,
   tokenizer: Any = None,
   progress: Callable[[int], Any] | None = None,
 ) -> None:

@@ -25,7 +25,6 @@ from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Codec
 from ringjax.kv.composed.row_groups import RowGroups
 from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
-from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import (
   WeightPlacement,
@@ -41,6 +40,7 @@ from ringjax.nn.weights.placed_layers import naming_faults
 from ringjax.parallel import memory
 from ringjax.parallel.call_sharding import sequence_axis
 from ringjax.parallel.local_arrays import here
+from ringjax.parallel.memory import device_free_bytes
 from ringjax.parallel.mesh import automatic, entering
 from ringjax.parallel.programs import bounded
 
@@ -586,7 +586,7 @@ def check_devices(model: Transformer, mesh: Mesh | None) -> None:
 def free_on(mesh: Mesh | AbstractMesh | None) -> tuple[int | None, int]:
   """Free bytes of a device, None if unknown, and the number of devices."""
   devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
-  return free_bytes(devices[0], len(devices)), len(devices)
+  return device_free_bytes(devices[0], len(devices)), len(devices)
 
 
 def _hosted(

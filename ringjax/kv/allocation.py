@@ -43,11 +43,11 @@ from ringjax.errors import (
 from ringjax.json_text import json_text
 from ringjax.kv import kind_text
 from ringjax.kv.base import FreshLayer, NoCache
-from ringjax.kv.cache import LayerCacheSpec, model_layers
 from ringjax.kv.cache_kind import CacheConfig, LayoutConfig, cache_kind
 from ringjax.kv.codecs import Calibrated, Calibration, Codec, PerHead
 from ringjax.kv.codecs.codec import VectorCodec, through
 from ringjax.kv.codecs.head_codecs import BITS_FILE
+from ringjax.kv.layer_spec import LayerCacheSpec, model_layers
 from ringjax.ops.attention.cached.code_format import stored_codes
 from ringjax.ops.rope import Rotation
 from ringjax.parallel.programs import bounded

@@ -301,6 +301,16 @@ class CacheConfig(Config):
       )
     return self.keeping_all(what)
 
+  def without_weights(self) -> CacheConfig:
+    """Kind of the same bytes that depends on no model's weights.
+
+    Raises:
+      OptionError: If bits are allocated by head.
+    """
+    if self.codec is None:
+      return self
+    return dataclasses.replace(self, codec=self.codec.without_weights())
+
   @property
   def least(self) -> int:
     """Minimum number of slots of an open cache."""

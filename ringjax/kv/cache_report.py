@@ -34,7 +34,7 @@ from jaxtyping import PyTree
 from ringjax.checks import integer, number
 from ringjax.errors import OptionError
 from ringjax.kv.base import HOST
-from ringjax.kv.codecs import CodeBook, Codec, Floats, PerHead
+from ringjax.kv.codecs import Codec, PerHead
 from ringjax.kv.codecs.head_codecs import CacheCodec, HeadPlaces
 from ringjax.kv.state import StateShape
 from ringjax.ops.attention.cached.code_format import CodeFormat
@@ -43,18 +43,17 @@ from ringjax.parallel import chips
 from ringjax.typing import ArrayLeaf
 
 if TYPE_CHECKING:
-  from ringjax.kv.cache import KVCache, LayerCacheSpec, LayerKV
+  from ringjax.kv.cache import KVCache
   from ringjax.kv.cache_kind import CacheConfig
   from ringjax.kv.codecs.codec import VectorCodec
   from ringjax.kv.composed.open_cache import WithOpenCache
+  from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
   from ringjax.kv.storage.pages import Pages
 
 # Factor by which XLA's loops over codes on a TPU take more cycles than the
 # kernel (v5e, int4, in compiled schedules).
 _LOOPS = 41
 _OPERATIONS = 4
-# Default host-to-device bandwidth in bytes/s: PCIe 3.0 with 16 lanes.
-HOST_BANDWIDTH = 16e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +136,7 @@ def report(
   machine: chips.Machine | str | None = None,
   tokens: int | None = None,
   weights: int | float = 0,
-  host_bandwidth: int | float = HOST_BANDWIDTH,
+  host_bandwidth: int | float = chips.HOST_LINK.bandwidth,
   held: Mapping[int, int | float] | None = None,
 ) -> CacheReport:
   """Report a cache's memory and decode speed, for `KVCache.explain`.
@@ -453,16 +452,10 @@ def _in_kernel(codec: Any, shape: LayerCacheSpec, unrotated: bool) -> bool:
 
 def _byte_parts(vectors: VectorCodec, dim: int) -> dict[str, int]:
   """Bytes of a vector: codes, scales, outliers."""
-  width = vectors.width(dim)
-  if isinstance(vectors, CodeBook):
-    return vectors.byte_parts(dim)
-  if isinstance(vectors, Floats):
-    scales = width % dim
-    return {"codes": width - scales, "scales": scales}
-  form = _form(vectors, dim)
-  if form is None:
-    return {"codes": width}
-  return {"codes": form.codes, "scales": width - form.codes}
+  byte_parts = getattr(vectors, "byte_parts", None)
+  return (
+    {"codes": vectors.width(dim)} if byte_parts is None else byte_parts(dim)
+  )
 
 
 def _bytes(tree: PyTree) -> int:

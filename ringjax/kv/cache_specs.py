@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.typing import DTypeLike
@@ -13,6 +13,13 @@ from ringjax.kv.eviction.evicting import EvictingCache
 from ringjax.kv.model_cache import ModelCache
 from ringjax.kv.offload.layer_offload import OffloadedCache
 from ringjax.kv.offload.tiered import TieredCache
+
+# Classes of storage, each with whether a kind of cache is stored by it: the
+# first one that is. A class of your own goes before them.
+STORAGES: list[tuple[Callable[[CacheConfig], bool], Any]] = [
+  (lambda kind: kind.tier.device is not None, TieredCache),
+  (lambda kind: kind.evicting, EvictingCache),
+]
 
 
 def cache_spec(
@@ -35,8 +42,7 @@ def cache_spec(
   call = (shapes, batch, capacity, dtype)
   if tiers is not None:
     return OffloadedCache.spec(*call, kind=kind, tiers=tiers, **where)
-  if kind.tier.device is not None:
-    return TieredCache.spec(*call, kind=kind, **where)
-  if kind.evicting:
-    return EvictingCache.spec(*call, kind=kind, **where)
+  for stores, storage in STORAGES:
+    if stores(kind):
+      return storage.spec(*call, kind=kind, **where)
   return KVCache.spec(*call, kind=kind, filled=True, **where)

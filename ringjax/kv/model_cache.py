@@ -18,16 +18,26 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, PyTree
 
-from ringjax.errors import OptionError
+from ringjax.errors import OptionError, PromptError, ShapeError
 from ringjax.kv.base import CallCache, CallCoords, Ends, RowIndices, donated
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_rows import replace_rows, row_indices, take_rows
 from ringjax.kv.encoder_states import EncoderStates
+from ringjax.kv.storage.changes import (
+  CacheChange,
+  InsertRows,
+  KeepFirst,
+  KeepTokens,
+  ResetRows,
+  TakeRows,
+  Truncate,
+)
 from ringjax.ops.mask import Coords, SameSegment
 
 if TYPE_CHECKING:
-  from ringjax.kv.cache import Blocks
   from ringjax.kv.offload.cache_files import CacheFiles
+  from ringjax.kv.storage.exported_blocks import Blocks
+  from ringjax.kv.storage.slots import ContiguousSlots
 
 
 CacheT = TypeVar("CacheT", bound="ModelCache")
@@ -43,10 +53,14 @@ class ModelCache(CallCache):
   # What an error calls this storage, and storage that does what it refuses.
   described: ClassVar[str] = "a cache"
   instead: ClassVar[str] = "a cache on the devices"
+  # Changes that it refuses: what they would do, and what to do instead.
+  refuses: ClassVar[Mapping[type, tuple[str, str]]] = {}
   # Fields whose arrays have rows, and the axis of the rows.
   row_axes: ClassVar[Mapping[str, int]] = {}
-  # Fields that calls replace: a snapshot is a copy of them.
+  # Fields that calls replace: a snapshot is a copy of them; () for all.
   changing: ClassVar[tuple[str, ...]] = ()
+  # Own arrays, besides the parts, that a call changes for tokens to come.
+  call_fields: ClassVar[tuple[str, ...]] = ()
 
   if TYPE_CHECKING:
 
@@ -97,6 +111,11 @@ class ModelCache(CallCache):
   # -------------------------------------------------------------------------
 
   @property
+  def front(self) -> ContiguousSlots | ModelCache:
+    """Slot table or part whose sizes are those of the cache."""
+    return self.parts[0]
+
+  @property
   def mesh(self) -> Mesh | None:
     return self.parts[0].mesh
 
@@ -107,17 +126,17 @@ class ModelCache(CallCache):
   @property
   def shards(self) -> int:
     """Number of shards of the sequence."""
-    return self.parts[0].shards
+    return self.front.shards
 
   @property
   def batch(self) -> int:
     """Number of rows, B."""
-    return self.parts[0].batch
+    return self.front.batch
 
   @property
   def capacity(self) -> int:
     """Number of tokens that fit in a row."""
-    return self.parts[0].capacity
+    return self.front.capacity
 
   @property
   def dtype(self) -> Any:
@@ -140,7 +159,7 @@ class ModelCache(CallCache):
 
     This is the number of tokens in a row whose positions start at 0.
     """
-    return self.parts[0].length
+    return self.front.length
 
   @property
   def recurrent(self) -> bool:
@@ -150,7 +169,7 @@ class ModelCache(CallCache):
   @property
   def irreversible(self) -> bool:
     """Whether calls change state (or sums) that `keep` cannot undo."""
-    return self.parts[0].irreversible
+    return self.recurrent or any(part.irreversible for part in self.parts)
 
   @property
   def offloaded(self) -> bool:
@@ -188,7 +207,23 @@ class ModelCache(CallCache):
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
   ) -> None:
-    """Check that tokens fit; see `KVCache.check`."""
+    """Check that tokens [B, T] fit.
+
+    Under a trace the contents are unknown: only shapes are checked, and the
+    caller must ensure that the tokens fit.
+
+    Args:
+      batch: Number of rows, B.
+      tokens: Number of tokens per row, T.
+      replicated: Whether the tokens are the same on all shards.
+      sees: Whether the call attends to tokens already in the cache.
+
+    Raises:
+      ShapeError: If the batch differs, or the shards do not divide the tokens.
+      PromptError: If there are too few free slots.
+      OptionError: If the call would not see the tokens in the cache, or the
+        buffers were donated.
+    """
     for part in self.parts:
       part.check(batch, tokens, replicated=replicated, sees=sees)
 
@@ -235,43 +270,177 @@ class ModelCache(CallCache):
     return self.each_part(lambda part: part.with_slack(tokens))
 
   def with_states(self: CacheT, states: EncoderStates | None) -> CacheT:
-    """Attach states for cross-attention; see `KVCache.with_states`."""
+    """Attach copies of encoder states for cross-attention of later calls.
+
+    Tokens already in the cache were computed without them.
+
+    Args:
+      states: Encoder states of B rows, by `rj.models.cepe.encode`, or None.
+
+    Raises:
+      InputTypeError: If `states` is of another type.
+      ShapeError: If its batch differs.
+    """
     return self.each_part(lambda part: part.with_states(states))
 
   def truncate(self: CacheT, length: Ends, most: int | None = None) -> CacheT:
-    """Drop the tokens at positions from `length` on; see `KVCache.truncate`."""
-    ends = self.row_ends(length)
-    return self.each_part(lambda part, end: part.truncate(end, most), ends)
+    """Drop the tokens at positions from `length` on, an int or int [B].
+
+    Slots after the last remaining token become free.
+
+    Args:
+      length: Number of tokens to keep; may be traced, with ring buffers only
+        if `most` is given.
+      most: Upper bound of the tokens dropped per row, known to the caller.
+
+    Raises:
+      OptionError: If a layer is recurrent, or if more than the last `slack`
+        tokens of a ring buffer would be dropped.
+    """
+    return self.changed(Truncate(self.row_ends(length), most))
 
   def row_ends(self, length: Ends) -> Int[Array, " B"]:
     """Positions of an int, or of int [B], for all rows."""
     ends = jnp.asarray(length, jnp.int32).reshape(-1)
     return jnp.broadcast_to(ends, (self.batch,))
 
-  def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> Any:
-    """Keep only the tokens in `kept` of the last call; see `KVCache.keep`."""
-    return self.each_part(lambda part, x: part.keep(x), kept)
+  def keep(self: CacheT, kept: Bool[Array | np.ndarray, "B T"]) -> CacheT:
+    """Keep only the tokens in `kept`, bool [B, T], of the last call's T tokens.
+
+    The others are dropped as if never appended, for instance rejected draft
+    tokens. The call's tokens must have been the same on all shards. Kept tokens
+    move to the first slots of the call, in place if the cache is donated.
+
+    Raises:
+      OptionError: If a layer is recurrent: use `snapshot` and `restore`.
+      ShapeError: If `kept` is not a bool for each token.
+    """
+    keep_mask = jnp.asarray(kept)
+    by_row = keep_mask.ndim == 2 and keep_mask.shape[0] == self.batch
+    if keep_mask.dtype != bool or not by_row:
+      raise ShapeError(
+        "kept",
+        f"{keep_mask.dtype} {list(keep_mask.shape)}",
+        f"bool [{self.batch}, T], a value for each token of the last call",
+        "pass jnp.arange(T)[None] < accepted[:, None], for instance",
+      )
+    return self.changed(KeepTokens(keep_mask))
 
   def keep_first(
-    self, count: Int[Array | np.ndarray, " B"], tokens: int
-  ) -> Any:
-    """Keep the first `count` of the last call's tokens, in each row.
+    self: CacheT, count: Int[Array | np.ndarray, " B"], tokens: int
+  ) -> CacheT:
+    """Keep only the first `count` of the last call's tokens, in each row.
 
-    See `KVCache.keep_first`.
+    As `keep` with these tokens, but no token moves: the cursors go back, and
+    the slots after them are empty.
+
+    Args:
+      count: Number of tokens to keep, int [B].
+      tokens: Number of tokens of the last call, T.
+
+    Raises:
+      OptionError: If a layer is recurrent: use `snapshot` and `restore`.
+      ShapeError: If `count` is not an integer for each row.
     """
-    return self.each_part(lambda part, x: part.keep_first(x, tokens), count)
+    count = jnp.asarray(count)
+    integers = jnp.issubdtype(count.dtype, jnp.integer)
+    if not integers or count.shape != (self.batch,):
+      raise ShapeError(
+        "count",
+        f"{count.dtype} {list(count.shape)}",
+        f"int [{self.batch}], a number of tokens for each row",
+        "pass jnp.sum(accepted, 1), for instance",
+      )
+    return self.changed(KeepFirst(count, tokens))
+
+  def reset(self: CacheT, rows: RowIndices) -> CacheT:
+    """Empty these rows, int [n]; the others stay.
+
+    Raises:
+      ShapeError: If `rows` is not a list of row indices.
+    """
+    return self.changed(ResetRows(row_indices(rows, self.batch)))
+
+  def take(self: CacheT, examples: RowIndices) -> CacheT:
+    """Gather these rows, int [B'], with repetition.
+
+    For beam search, or for several continuations of one prefix.
+
+    Raises:
+      ShapeError: If `examples` is not a list of row indices.
+    """
+    rows = row_indices(examples, self.batch, traced=True)
+    return self.changed(TakeRows(rows))
+
+  def insert(self: CacheT, rows: RowIndices, other: CacheT) -> CacheT:
+    """Replace `rows`, int [n], by the rows of another cache.
+
+    Raises:
+      OptionError: If model, capacity, kind or mesh of the caches differ.
+      ShapeError: If `rows` are not as many as the other cache has.
+    """
+    return self.changed(InsertRows(row_indices(rows, self.batch), other))
+
+  def changed(self: CacheT, change: CacheChange) -> CacheT:
+    """Return the cache after a change between calls.
+
+    The parts change, and of the own arrays the rows of `row_axes`. A kind that
+    keeps more of a token or row than its parts do overrides this.
+    """
+    if type(change) in self.refuses:
+      refused(*self.refuses[type(change)])(self)
+    if isinstance(change, InsertRows):
+      if type(change.source) is not type(self):
+        raise OptionError(
+          "other",
+          f"a {type(change.source).__name__}, of kind {change.source.kind}",
+          f"a {type(self).__name__}, as the rows it replaces are in",
+          "make both with model.init_cache and the same kind",
+        )
+      parts = iter(change.source.parts)
+      insert = lambda part: part.changed(InsertRows(change.rows, next(parts)))
+      inserted: Any = self.each_part(insert)
+      fields = self.rows_replaced(change.rows, change.source)
+      return dataclasses.replace(inserted, **fields)
+    if isinstance(change, TakeRows):
+      gathered: Any = self.each_part(lambda part: part.changed(change))
+      fields = {
+        name: take_rows(getattr(self, name), change.rows, axis)
+        for name, axis in self.row_axes.items()
+      }
+      return dataclasses.replace(gathered, **fields)
+    if isinstance(change, ResetRows):
+      return self.each_part(lambda part: part.changed(change))
+    # The first field of a change of tokens has an entry for each row.
+    by_row, *others = change
+    make: Callable[..., CacheChange] = type(change)
+    return self.each_part(
+      lambda part, x: part.changed(make(x, *others)), by_row
+    )
+
+  def rows_replaced(
+    self, rows: Int[np.ndarray, " n"], other: ModelCache
+  ) -> dict[str, Any]:
+    """Own fields with rows replaced by those of another cache."""
+    return {
+      name: replace_rows(getattr(self, name), rows, getattr(other, name), axis)
+      for name, axis in self.row_axes.items()
+    }
 
   def snapshot(self) -> PyTree:
     """Save the state for `restore`; later calls may donate the cache."""
     if not self.changing:
-      raise NotImplementedError(f"{type(self).__name__} names nothing to save")
+      return jax.tree.map(jnp.copy, self)
     fields = {name: getattr(self, name) for name in self.changing}
     return jax.tree.map(jnp.copy, fields)
 
   def restore(self: CacheT, snapshot: PyTree) -> CacheT:
     """Restore the state of a snapshot of this cache."""
+    copied = jax.tree.map(jnp.copy, snapshot)
+    if not self.changing:
+      return copied
     cache: Any = self
-    return dataclasses.replace(cache, **jax.tree.map(jnp.copy, snapshot))
+    return dataclasses.replace(cache, **copied)
 
   def call_state(self, tokens: int) -> PyTree:
     """Save what a call changes besides new slots, for `undo_call`.
@@ -285,7 +454,9 @@ class ModelCache(CallCache):
     Raises:
       OptionError: If windowed layers could not take so many back.
     """
-    return tuple(part.call_state(tokens) for part in self.parts)
+    fields = {name: getattr(self, name) for name in self.call_fields}
+    parts = tuple(part.call_state(tokens) for part in self.parts)
+    return parts, jax.tree.map(jnp.copy, fields)
 
   def undo_call(self: CacheT, state: PyTree) -> CacheT:
     """Undo the last call, whose tokens were the same on all shards.
@@ -293,46 +464,34 @@ class ModelCache(CallCache):
     Args:
       state: Result of `call_state` before the call.
     """
-    states = iter(state)
-    return self.each_part(lambda part: part.undo_call(next(states)))
-
-  def reset(self: CacheT, rows: RowIndices) -> CacheT:
-    """Empty these rows, int [n]; the others stay."""
-    return self.each_part(lambda part: part.reset(rows))
-
-  def take(self: CacheT, examples: RowIndices) -> CacheT:
-    """Gather these rows, int [B'], with repetition.
-
-    For beam search, or for several continuations of one prefix.
-
-    Raises:
-      ShapeError: If `examples` is not a list of row indices.
-    """
-    rows = row_indices(examples, self.batch, traced=True)
-    cache: Any = self.each_part(lambda part: part.take(rows))
-    fields = {
-      name: take_rows(getattr(self, name), rows, axis)
-      for name, axis in self.row_axes.items()
-    }
+    parts, fields = iter(state[0]), jax.tree.map(jnp.copy, state[1])
+    cache: Any = self.each_part(lambda part: part.undo_call(next(parts)))
     return dataclasses.replace(cache, **fields)
 
-  def rows_replaced(
-    self, rows: Int[np.ndarray, " n"], other: ModelCache
-  ) -> dict[str, Any]:
-    """Fields with rows replaced by those of another cache, for `insert`."""
-    return {
-      name: replace_rows(getattr(self, name), rows, getattr(other, name), axis)
-      for name, axis in self.row_axes.items()
-    }
-
   def export(self, row: int, start: int, stop: int) -> Blocks:
-    """Copy out a row's tokens; see `KVCache.export`."""
+    """Copy out a row's tokens at positions from `start` to `stop` - 1.
+
+    Raises:
+      OptionError: If a layer is recurrent: it has no state per token.
+      PromptError: If the row lacks some of these positions; ring buffers need
+        only the last `reach` of them.
+    """
     return self.parts[0].export(row, start, stop)
 
   def load(
     self: CacheT, row: int, blocks: Blocks, at: Coords | None = None
   ) -> CacheT:
-    """Append exported tokens to a row; see `KVCache.load`."""
+    """Append exported tokens to a row, bit for bit.
+
+    Args:
+      row: Index of the row in the cache.
+      blocks: Tokens by `export` of a cache of the same model and kind.
+      at: New coordinates [n]; rotated keys must keep their positions.
+
+    Raises:
+      OptionError: If kind or model differ, or rotated keys would move.
+      PromptError: If there are too few free slots.
+    """
     return self.each_part(lambda part: part.load(row, blocks, at))
 
 
@@ -345,6 +504,59 @@ def refused(doing: str, remedy: str) -> Callable[..., Any]:
     )
 
   return refuse
+
+
+def refuse_lost(cache: ModelCache, calls: str, result: str) -> None:
+  """Refuse a cache whose buffers were donated.
+
+  Args:
+    cache: Cache of a call.
+    calls: Calls to which they may have been donated.
+    result: Name of the cache to pass.
+
+  Raises:
+    OptionError: If they were.
+  """
+  if cache.lost:
+    raise OptionError(
+      "cache",
+      f"one whose buffers were donated to {calls}",
+      f"the cache that {result} returned",
+      "pass that one, or make a new one with model.init_cache",
+    )
+
+
+def fitting(free: Int[np.ndarray, "B R"], *, replicated: bool) -> int:
+  """Number of tokens of a call that fit in all rows.
+
+  Args:
+    free: Free slots of each row and shard.
+    replicated: Whether the tokens are the same on all shards.
+  """
+  shards = free.shape[1]
+  return int(free.sum(1).min() if replicated else shards * free.min())
+
+
+def refuse_full(tokens: int, free: int, capacity: int, remedy: str) -> None:
+  """Refuse more tokens than fit.
+
+  Args:
+    tokens: Number of tokens of the call, T.
+    free: Number of tokens that fit in all rows.
+    capacity: Number of slots of a row.
+    remedy: Call that makes room, or a larger cache.
+
+  Raises:
+    PromptError: If they do not fit.
+  """
+  if tokens > free:
+    raise PromptError(
+      "cache",
+      f"{tokens} more tokens for a cache of {capacity} slots, of which "
+      f"{capacity - free} are taken",
+      f"at most {free}",
+      remedy,
+    )
 
 
 def refuse_unseen(sees: bool, tokens: int) -> None:

@@ -27,10 +27,10 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.kv.base import KV, CallCoords, FreshLayer, NoCache
-from ringjax.kv.cache import of_layer
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Allocated, Codec, PerHead
 from ringjax.kv.codecs.codec import VectorCodec, through
+from ringjax.kv.layer_spec import of_layer
 from ringjax.kv.model_cache import refuse_documents
 from ringjax.kv.state import StateShape
 from ringjax.kv.storage.head_storage import HeadStorage

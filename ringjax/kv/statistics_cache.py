@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.kv.base import KV, FreshLayer, NoCache
-from ringjax.kv.cache import model_layers
+from ringjax.kv.layer_spec import by_model_layer, unstacked
 from ringjax.kv.state import StateShape
 from ringjax.ops.attention.api import attention_statistics
 from ringjax.ops.attention.cached.views import KVView
@@ -145,12 +145,13 @@ class StatisticsCache(NoCache):
 
   def by_layer(self) -> tuple[AttentionStatistics | None, ...]:
     """Statistics of each layer of the model; None for recurrent layers."""
-    statistics: dict[int, AttentionStatistics] = {}
-    for shape, stacked in zip(self.shapes, self.found, strict=True):
-      if not isinstance(shape, StateShape):
-        for index, layer in enumerate(shape.which):
-          statistics[layer] = jax.tree.map(lambda x, n=index: x[n], stacked)
-    return tuple(statistics.get(n) for n in range(model_layers(self.shapes)))
+    by_kind = [
+      None
+      if isinstance(shape, StateShape)
+      else unstacked(stacked, shape.layers)
+      for shape, stacked in zip(self.shapes, self.found, strict=True)
+    ]
+    return tuple(by_model_layer(self.shapes, by_kind))
 
 
 tree.register(

@@ -56,6 +56,12 @@ from ringjax.models.hf.tensors import (
 from ringjax.models.origin import origin_of
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.coded_weights import refuse_codes
+from ringjax.models.weights.expert_loading import (
+  ExpertGroup,
+  expert_groups,
+  put_group,
+  read_groups,
+)
 from ringjax.models.weights.streaming import Streaming, check_host, planned
 from ringjax.models.weights.weight_placement import (
   PlacementConfig,
@@ -65,7 +71,7 @@ from ringjax.models.weights.weight_placement import (
 from ringjax.nn.feedforward import ExpertsLayer
 from ringjax.nn.param import Rules, axis_names
 from ringjax.parallel import joint_outcome
-from ringjax.parallel.memory import host_free_bytes
+from ringjax.parallel.memory import device_free_bytes, host_free_bytes
 from ringjax.parallel.mesh import automatic, entering, with_shardings
 
 # A module, of arrays or of shapes.
@@ -413,7 +419,8 @@ def load(
     return hosts
 
   with joint_outcome.failing_together(ranks):
-    arrays = read_parameters(model_contents, params, shardings, mesh, to_host)
+    host = None if streaming is None else to_host
+    arrays = read_parameters(model_contents, params, shardings, mesh, host)
     check_heads(folder, model_contents.heads, arrays[EMBEDDING])
     model = with_arrays(empty, arrays)
     if streaming is not None:
@@ -433,7 +440,8 @@ def read_parameters(
   """Reads tensors into arrays of parameters, some at a time.
 
   A tensor that is all of a parameter, as it is stored, becomes its array: the
-  largest ones, embeddings, are on the devices once.
+  largest ones, embeddings, are on the devices once. Tensors of sharded experts
+  are read by the processes of their shards alone.
 
   Args:
     model_contents: Folder, and its tensors to read.
@@ -457,9 +465,19 @@ def read_parameters(
   zeros = _zeros(shapes, constraints)
   arrays = dict(zip(parts, zeros, strict=True))
   del zeros
-  for t, x in model_contents.read(
-    lambda t: _targets(t, params, shardings, mesh)
-  ):
+  groups: list[ExpertGroup] = []
+  if to_host is None:
+    groups, model_contents = expert_groups(
+      model_contents, params, shardings, mesh
+    )
+  targets = lambda t: _targets(t, params, shardings, mesh)
+  for group, x in read_groups(groups, model_contents, targets):
+    first = group.tensors[0]
+    if isinstance(first.form, Packed):
+      check_unpacked_experts(group, x, arrays[group.paths[0]].dtype)
+    new = put_group(group, arrays, x, shardings)
+    arrays.update(zip(group.paths, jax.block_until_ready(new), strict=True))
+  for t, x in model_contents.read(targets):
     paths, indices = zip(*t.targets, strict=True)
     packed = isinstance(t.form, Packed)
     if packed:
@@ -589,16 +607,48 @@ def check_unpacked(
   dtype: DTypeLike,
 ) -> None:
   """Refuses codes and scales whose product is not finite in a dtype."""
+  dtype = _unpacked_dtype(dtype)
+  if not _sound(tensor.form, dtype, x):
+    _refuse_not_finite(tensor, dtype)
+
+
+def check_unpacked_experts(
+  group: ExpertGroup, x: tuple[Shaped[Array, " ..."], ...], dtype: DTypeLike
+) -> None:
+  """Refuses codes and scales of a group whose product is not finite."""
+  dtype = _unpacked_dtype(dtype)
+  mesh: Any = x[0].sharding
+  sound = jax.device_get(
+    _sound_experts(group.tensors[0].form, dtype, mesh.mesh, x)
+  )
+  for tensor, is_sound in zip(group.tensors, sound, strict=True):
+    if not is_sound:
+      _refuse_not_finite(tensor, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _sound_experts(
+  form: Any, dtype: DTypeLike, mesh: Mesh, x: tuple[jax.Array, ...]
+) -> jax.Array:
+  is_sound = lambda *x: jnp.isfinite(form.unpack(*x).astype(dtype)).all()
+  sound = jax.vmap(is_sound)(*x)
+  # Every process reads the answer.
+  return lax.with_sharding_constraint(sound, NamedSharding(mesh, P()))
+
+
+def _unpacked_dtype(dtype: DTypeLike) -> Any:
   # Parameters that stay codes are computed with in float32.
   floats = jnp.issubdtype(dtype, jnp.floating)
-  dtype = jnp.dtype(dtype if floats else jnp.float32)
-  if not _sound(tensor.form, dtype, x):
-    raise CheckpointMismatchError(
-      tensor.name,
-      f"codes and scales that are not finite as {dtype}",
-      "finite values",
-      "download the file again, or take a wider dtype",
-    )
+  return jnp.dtype(dtype if floats else jnp.float32)
+
+
+def _refuse_not_finite(tensor: CheckpointTensor, dtype: Any) -> None:
+  raise CheckpointMismatchError(
+    tensor.name,
+    f"codes and scales that are not finite as {dtype}",
+    "finite values",
+    "download the file again, or take a wider dtype",
+  )
 
 
 def check_heads(
@@ -680,7 +730,7 @@ def check_memory(
   devices = jax.local_devices() if mesh is None else mesh.local_devices
   device = devices[0]
   count = 1 if mesh is None else len(devices)
-  free = free_bytes(device, count)
+  free = device_free_bytes(device, count)
   if free is not None and per_device > free:
     raise MemoryEstimateError(
       "weights",
@@ -688,20 +738,6 @@ def check_memory(
       f"at most the {free:,} that are free there",
       "pass dtype=jnp.bfloat16, or a mesh with a larger 'model' axis",
     )
-
-
-def free_bytes(device: jax.Device, sharing: int) -> int | None:
-  """Bytes that may still be allocated on a device; None if unknown.
-
-  CPU devices share the host's memory: each of `sharing` gets its part.
-  """
-  stats = device.memory_stats()
-  if stats and "bytes_limit" in stats:
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-  if device.platform != "cpu":
-    return None
-  free = host_free_bytes()
-  return None if free is None else free // sharing
 
 
 @entering(lambda model, *_, **__: model.mesh)

@@ -40,8 +40,8 @@ from ringjax.errors import (
 )
 from ringjax.json_text import json_text
 from ringjax.kv.base import KV, CallCache, FreshLayer, HeldKeys, NoCache
-from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheConfig, LayoutConfig
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.models.hf.tensors import parameters
 from ringjax.models.parameter_arrays import (
   arrays_of,

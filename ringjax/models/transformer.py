@@ -29,9 +29,9 @@ from ringjax.errors import (
   ShapeError,
 )
 from ringjax.kv.base import CallCache, CallCoords, NoCache
-from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheConfig, cache_kind
 from ringjax.kv.cache_specs import cache_spec
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
 from ringjax.kv.state import StateShape
 from ringjax.models.origin import Origin

@@ -215,6 +215,10 @@ class Block(nnx.Module):
     if not isinstance(spec.feedforward, DenseAndExperts):
       # That one has its own norms before its products.
       h = h.astype(narrow)
-    h = self.feedforward(h, attend).astype(stream)
+    if isinstance(spec.feedforward, Experts | DenseAndExperts):
+      mixture: Any = self.feedforward
+      h = mixture(h, attend, tokens.record).astype(stream)
+    else:
+      h = self.feedforward(h, attend).astype(stream)
     h = scaled(self.post_feedforward(h))
     return attend.constrain(x + mixed + h if spec.parallel else x + h), cache

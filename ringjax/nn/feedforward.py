@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from ringjax.errors import MeshError
 from ringjax.nn.linear import Linear, Norm, linear_product, part_dtype
 from ringjax.nn.param import param
+from ringjax.nn.router_sums import RouterRecord
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.weights.layer_array import LayerArray, entry_of
 from ringjax.ops.expert_shards import ExpertShards, mix_sharded
@@ -224,6 +225,10 @@ class Softmax:
     top, chosen = lax.top_k(jax.nn.softmax(logits, -1), k)
     return top, chosen
 
+  def likelihoods(self, logits: Float[Array, "*n E"]) -> Float[Array, "*n E"]:
+    """Routing probabilities of each token, which sum to one."""
+    return jax.nn.softmax(logits, -1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sigmoid:
@@ -238,6 +243,14 @@ class Sigmoid:
     del correction
     top, chosen = lax.top_k(logits, k)
     return jax.nn.sigmoid(top), chosen
+
+  def likelihoods(self, logits: Float[Array, "*n E"]) -> Float[Array, "*n E"]:
+    """Routing probabilities of each token, which sum to one."""
+    return _normalised(jax.nn.sigmoid(logits))
+
+
+def _normalised(x: Float[Array, "*n E"]) -> Float[Array, "*n E"]:
+  return x / (jnp.sum(x, -1, keepdims=True) + jnp.float32(1e-20))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -289,6 +302,12 @@ class Grouped:
       total = jnp.sum(weights, -1, keepdims=True)
       weights = weights / (total + jnp.float32(1e-20))
     return weights * jnp.float32(self.scale), chosen
+
+  def likelihoods(self, logits: Float[Array, "*n E"]) -> Float[Array, "*n E"]:
+    """Routing probabilities of each token, which sum to one."""
+    if self.softmax:
+      return jax.nn.softmax(logits, -1)
+    return _normalised(jax.nn.sigmoid(logits))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -426,8 +445,12 @@ class ExpertsLayer(nnx.Module):
     )
 
   def __call__(
-    self, x: Float[Array, "B T D"], attend: Attend
+    self,
+    x: Float[Array, "B T D"],
+    attend: Attend,
+    record: RouterRecord | None = None,
   ) -> Float[Array, "B T D"]:
+    """[B, T, D] -> [B, T, D]; `record` gets the routing, None for none."""
     spec = self.spec
     get = lambda p: p.get_value() if isinstance(p, nnx.Variable) else p
     weights = dict(
@@ -452,7 +475,7 @@ class ExpertsLayer(nnx.Module):
 
     def run(
       w: PyTree, maps: PyTree, x: jax.Array, shards: ExpertShards | None = None
-    ) -> jax.Array:
+    ) -> Any:
       router_input = x
       if spec.scaled:
         router_input, x = (
@@ -492,13 +515,18 @@ class ExpertsLayer(nnx.Module):
           scale_input=spec.scale_input,
           entry=entry_of,
         )
-      return y if out_of is None else linear_product(y, out_of, 1)
+      y = y if out_of is None else linear_product(y, out_of, 1)
+      return y if record is None else (y, logits, chosen)
 
     if self.over and attend.mesh is not None:
       y = attend.per_expert_shard(run, weights, maps, x, self.over)
     else:
       _check_all_here(maps, spec.experts)
       y = attend.per_shard(lambda w, x: run(w[0], w[1], x), (weights, maps), x)
+    if record is not None:
+      y, logits, chosen = y
+      offset = self.correction is not None
+      record.add(spec.router, logits, chosen, offset=offset)
     if self.shared is None:
       return y
     return y + attend.rowwise(self._shared, x)
@@ -587,10 +615,14 @@ class DenseAndExpertsLayer(nnx.Module):
     self.pre_sparse, self.post_sparse = norm(weight=False), norm()
 
   def __call__(
-    self, x: Float[Array, "B T D"], attend: Attend
+    self,
+    x: Float[Array, "B T D"],
+    attend: Attend,
+    record: RouterRecord | None = None,
   ) -> Float[Array, "B T D"]:
+    """[B, T, D] -> [B, T, D]; `record` gets the routing, None for none."""
     narrow = part_dtype(self, x.dtype)
     dense = self.dense(self.pre_dense(x).astype(narrow), attend)
-    sparse = self.sparse(self.pre_sparse(x).astype(narrow), attend)
+    sparse = self.sparse(self.pre_sparse(x).astype(narrow), attend, record)
     dense = self.post_dense(dense.astype(x.dtype))
     return dense + self.post_sparse(sparse.astype(x.dtype))

@@ -287,17 +287,20 @@ class ShardingContext:
 
   def per_shard(
     self,
-    f: Callable[[Any, Array], Array],
+    f: Callable[[Any, Array], Any],
     weights: PyTree,
     x: Shaped[Array, "B T D"],
-  ) -> Shaped[Array, "B T D"]:
-    """f(weights, tokens [n, D]) on each shard's own tokens of [B, T, D]."""
+  ) -> Any:
+    """f(weights, tokens [n, D]) on each shard's own tokens of [B, T, D].
 
-    def local(weights: PyTree, x: jax.Array) -> jax.Array:
+    Results are [n, ...] on a shard, [B, T, ...] in all, a pytree of them.
+    """
+
+    def local(weights: PyTree, x: jax.Array) -> Any:
       # Gradients are summed over shards here and not where f uses weights,
       # which may be in a branch that only some shards take.
       weights = collectives.vary(weights, collectives.varying_axes(x))
-      return f(weights, x.reshape(-1, x.shape[-1])).reshape(x.shape)
+      return _by_row(f(weights, x.reshape(-1, x.shape[-1])), x)
 
     spec = self.spec(x) if self.mesh is not None else P()
     names = _names(spec)
@@ -313,21 +316,25 @@ class ShardingContext:
 
   def per_expert_shard(
     self,
-    f: Callable[[Any, Any, Array, ExpertShards], Array],
+    f: Callable[[Any, Any, Array, ExpertShards], Any],
     weights: PyTree,
     experts: PyTree,
     x: Shaped[Array, "B T D"],
     over: tuple[str, ...],
-  ) -> Shaped[Array, "B T D"]:
+  ) -> Any:
     """f on each shard's tokens of [B, T, D] and each shard's experts.
 
     Args:
       f: Function (weights, experts of the shard, tokens [n, D], axes of the
-        shards) -> [n, D], the same on shards that have the same tokens.
+        shards) -> [n, ...] or a pytree of such, the same on shards that have
+        the same tokens.
       weights: Weights that all shards have.
       experts: Arrays of the experts' weights, [E, ...] each.
       x: Tokens.
       over: Mesh axes that shard the experts, not none.
+
+    Returns:
+      [B, T, ...] or a pytree of such.
 
     Raises:
       MeshError: If the call's mesh does not have these axes.
@@ -345,9 +352,9 @@ class ShardingContext:
       over=over, tokens=tuple(a for a in over if a in _names(spec))
     )
 
-    def local(weights: PyTree, experts: PyTree, x: jax.Array) -> jax.Array:
+    def local(weights: PyTree, experts: PyTree, x: jax.Array) -> Any:
       tokens = x.reshape(-1, x.shape[-1])
-      return f(weights, experts, tokens, shards).reshape(x.shape)
+      return _by_row(f(weights, experts, tokens, shards), x)
 
     return jax.shard_map(
       local,
@@ -369,6 +376,11 @@ def _attention(
   if up is None:
     return dot_product_attention(q, k, v, **options)
   return latent_attention(q, k[:, :, 0], up, **options)
+
+
+def _by_row(results: PyTree, x: jax.Array) -> Any:
+  """Results [n, ...] of tokens as [B, T, ...], for x [B, T, D]."""
+  return jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), results)
 
 
 def _expert_specs(experts: PyTree, over: tuple[str, ...]) -> PyTree:
@@ -747,7 +759,6 @@ class CachedAttention(ShardingContext):
       batch_axes=self.batch_axes(b),
       head_axes=shares.get("head_axis", ()),
       query_axes=() if shares else self._query_axes(t, views),
-      fully_manual=self.mesh is not None,
       sharded=self.sharded,
       masters=self.masters,
       local=self.local,

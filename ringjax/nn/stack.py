@@ -330,6 +330,8 @@ class Stack(nnx.Module):
     number = itertools.count()
     # Caches of layers whose keys later layers read, by group.
     shared: list[dict[str, Any]] = [{} for _ in calls]
+    # Routing of each run's layers, by call.
+    routing: list[list[Any]] = [[] for _ in calls]
     for g, run in enumerate(self.runs):
       run_slots = tuple(
         _split_by_layer(call_slots, run.layers) for call_slots in slots
@@ -374,11 +376,12 @@ class Stack(nnx.Module):
         fetch_keys: Any = fetch_keys,
         run: Run = run,
         within: range | None = None,
-      ) -> tuple[tuple, None]:
+      ) -> tuple[tuple, tuple]:
         (xs, slots, next_keys, next_weights), (index, cuts) = carry, layer
         fetched_early = _early(layers, within, has_caches)
         xs, slots = list(xs), [list(layer_slots) for layer_slots in slots]
         block: Any = None
+        routed: list[list[Any]] = [[] for _ in calls]
         for turn_index, (position, call) in enumerate(schedule):
           x = to_device(call, xs[call])
           if call == 0:
@@ -395,7 +398,8 @@ class Stack(nnx.Module):
               next_weights = layers[next_position].fetch(
                 next_index, x, attend, within
               )
-          _, tokens, cache = calls[call]
+          _, call_tokens, cache = calls[call]
+          tokens = call_tokens.of_layer()
           mixer: Any = run.layers[position].attention
           layer_slots = zip(kinds[position], slots[call][position], strict=True)
           if not keeps(run.layers[position]):
@@ -433,6 +437,8 @@ class Stack(nnx.Module):
           if any(next_keys):
             # Order the read before the in-place write to the same memory.
             parts = tuple(cache.behind(part, next_keys) for part in parts)
+          if tokens.record is not None:
+            routed[call].append(tokens.record.sums)
           xs[call] = to_host(call, x)
           if keeps(run.layers[position]):
             slots[call][position] = tuple(part.slots for part in parts)
@@ -444,7 +450,7 @@ class Stack(nnx.Module):
           tuple(map(tuple, slots)),
           next_keys,
           next_weights,
-        ), None
+        ), tuple(map(tuple, routed))
 
       stacked = tuple(kind.stacked for kind in layers)
       first_x = to_device(0, xs[0])
@@ -453,6 +459,7 @@ class Stack(nnx.Module):
       )
       new_slots = run_slots
       parts = _parts(layers, repeats)
+      parts_routed = []
       for within in parts:
         start, x = jnp.int32(within.start), to_device(0, xs[0])
         fetched_early = _early(layers, within, has_caches)
@@ -467,13 +474,15 @@ class Stack(nnx.Module):
         step = step if owner else _rematerialised(step, attend, layers, looped)
         if not looped:
           weights = jax.tree.map(lambda a: a[0], stacked)
-          (xs, new_slots, next_keys, _), _ = step(carry, (start, weights))
+          (xs, new_slots, next_keys, _), routed = step(carry, (start, weights))
+          parts_routed.append(jax.tree.map(lambda a: a[None], routed))
           continue
         numbers = jnp.arange(within.start, within.stop, dtype=jnp.int32)
         if len(within) == run.repeats:
-          (xs, new_slots, next_keys, _), _ = lax.scan(
+          (xs, new_slots, next_keys, _), routed = lax.scan(
             step, carry, (numbers, stacked)
           )
+          parts_routed.append(routed)
           continue
 
         def pick_and_step(
@@ -486,11 +495,18 @@ class Stack(nnx.Module):
           pick = lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False)
           return step(carry, (index, jax.tree.map(pick, stacked)))
 
-        (xs, new_slots, next_keys, _), _ = lax.scan(
+        (xs, new_slots, next_keys, _), routed = lax.scan(
           pick_and_step, carry, numbers
         )
+        parts_routed.append(routed)
+      run_routed = jax.tree.map(lambda *a: jnp.concatenate(a), *parts_routed)
+      for call_routing, call_routed in zip(routing, run_routed, strict=True):
+        call_routing.append(call_routed)
       for output_slots, run_slots_after in zip(outputs, new_slots, strict=True):
         output_slots.extend(itertools.chain.from_iterable(run_slots_after))
+    for (_, tokens, _), call_routing in zip(calls, routing, strict=True):
+      if tokens.records_routing:
+        tokens.routing = tuple(call_routing)
     return [
       (to_device(m, x), calls[m][2].updated(tuple(output_slots)))
       for m, (x, output_slots) in enumerate(zip(xs, outputs, strict=True))

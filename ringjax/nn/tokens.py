@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from ringjax.nn.router_sums import RouterRecord, RouterSums
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
 from ringjax.typing import Index, Lengths
@@ -30,6 +31,11 @@ class Tokens:
       [B, T, P], or None; set with the embeddings.
     tree: Coordinates [B, T] of drafted tokens among themselves, or None; see
       `ops.ancestors`.
+    records_routing: Whether layers with a router record their routing; set
+      before the layers run.
+    routing: Sums of each run's layers, a tuple of those of its positions,
+      [repeats, ...], None for a layer without a router; set by the stack.
+    record: Receiver of the routing of the layer that reads these tokens.
   """
 
   def __init__(
@@ -47,6 +53,9 @@ class Tokens:
     self.derived, self.segmented = derived, segmented
     self.length = length
     self.inputs: Callable[[Index], Array] | None = None
+    self.records_routing = False
+    self.routing: tuple[tuple[RouterSums | None, ...], ...] = ()
+    self.record: RouterRecord | None = None
     self._tables = {rope: rope.tables(pos, length) for rope in ropes}
 
   @property
@@ -56,6 +65,14 @@ class Tokens:
     return Coords(
       jnp.broadcast_to(self.pos, shape), jnp.broadcast_to(self.seg, shape)
     )
+
+  def of_layer(self) -> Tokens:
+    """These tokens, with a receiver of one layer's routing if it is wanted."""
+    if not self.records_routing:
+      return self
+    tokens = copy.copy(self)
+    tokens.record = RouterRecord(self.seg > 0)
+    return tokens
 
   def of_tile(
     self,

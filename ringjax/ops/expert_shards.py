@@ -22,6 +22,12 @@ shards, so shapes are static and every backend has the collectives.
 Order of sums: float32, per token in the order of its experts' numbers on a
 shard, then over shards; in rounds in the order of its choices, on the token's
 own shard.
+
+Equal bits: on one mesh and for one shape of the call, a token's output is the
+same whatever the other tokens are, their number of rows per expert and rounds
+included: a row is computed in a block of a fixed size, and the order above
+does not depend on the load. Between meshes, ways of dispatch or shapes of a
+call the last bits differ, as blocks have other sizes and sums another order.
 """
 
 from __future__ import annotations

@@ -147,6 +147,10 @@ class Link:
     return seconds if self.duplex else 2 * seconds
 
 
+# Link from a host's memory to a device: PCIe 3.0 with 16 lanes.
+HOST_LINK = Link(bandwidth=16e9, ports=1)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
   """One device.

@@ -402,6 +402,14 @@ class Uneven(Layout):
     return needed
 
 
+# Layouts that have a name, the plainest first; `Uneven` needs counts.
+LAYOUTS: dict[str, Layout] = {
+  "contiguous": Contiguous(),
+  "striped": Striped(),
+  "zigzag": Zigzag(),
+}
+
+
 class Slots(NamedTuple):
   """Slots of a padded layout that have tokens.
 

@@ -1,11 +1,12 @@
-"""Free memory of the host, and errors of programs that run out of memory."""
+"""Memory of devices and of the host, and errors of running out of it."""
 
 from __future__ import annotations
 
 import contextlib
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ringjax.errors import OutOfMemoryError, RingjaxError
 
@@ -26,6 +27,89 @@ _GROUP_1 = (
 )
 
 
+@runtime_checkable
+class ReportsMemory(Protocol):
+  """Device that may report its memory, such as a `jax.Device`.
+
+  Attributes:
+    platform: JAX's name of the platform.
+  """
+
+  platform: str
+
+  def memory_stats(self) -> Any:
+    """Return figures by name; None or an error if there are no figures."""
+    ...
+
+
+class DeviceMemory(NamedTuple):
+  """Memory of a device, in bytes; None for what its platform does not report.
+
+  Fields:
+    total: Memory that programs may fill.
+    used: Allocated memory.
+    peak: Largest allocated memory so far.
+  """
+
+  total: int | None
+  used: int | None
+  peak: int | None
+
+
+def device_memory(device: ReportsMemory, sharing: int = 1) -> DeviceMemory:
+  """Memory of a device as its platform reports it.
+
+  CPU devices share the host's memory.
+
+  Args:
+    device: Device of this process.
+    sharing: Number of devices that share the host's memory, on CPUs.
+  """
+  stats: Mapping[str, int]
+  try:
+    stats = device.memory_stats() or {}
+  except (NotImplementedError, RuntimeError):
+    stats = {}
+  total = stats.get("bytes_limit")
+  if total is None and device.platform == "cpu":
+    host = host_total_bytes()
+    total = None if host is None else host // sharing
+  # A platform that reports its limit alone has allocated nothing yet.
+  used = stats.get("bytes_in_use", 0 if "bytes_limit" in stats else None)
+  return DeviceMemory(total, used, stats.get("peak_bytes_in_use"))
+
+
+def device_free_bytes(device: ReportsMemory, sharing: int) -> int | None:
+  """Bytes that may still be allocated on a device; None if unknown.
+
+  CPU devices share the host's memory: each of `sharing` gets its part.
+  """
+  total, used, _ = device_memory(device, sharing)
+  if total is not None and used is not None:
+    return total - used
+  if device.platform != "cpu":
+    return None
+  free = host_free_bytes()
+  return None if free is None else free // sharing
+
+
+def host_total_bytes(root: str = "/") -> int | None:
+  """Memory that processes may fill; None if that is unknown.
+
+  The minimum of the machine's memory and the limits of the process' control
+  groups.
+
+  Args:
+    root: Folder of the system's files, proc and sys.
+  """
+  total_bytes = _meminfo(root, "MemTotal:")
+  for folder, names in _groups(root):
+    limit = _read(folder / names[0]).strip()
+    if limit.isdecimal():
+      total_bytes.append(int(limit))
+  return min(total_bytes, default=None)
+
+
 def host_free_bytes(root: str = "/") -> int | None:
   """Bytes that this process may still allocate; None if that is unknown.
 
@@ -36,12 +120,7 @@ def host_free_bytes(root: str = "/") -> int | None:
   Args:
     root: Folder of the system's files, proc and sys.
   """
-  lines = _read(pathlib.Path(root, "proc/meminfo")).splitlines()
-  free_bytes = [
-    int(line.split()[1]) * 1024
-    for line in lines
-    if line.startswith("MemAvailable:")
-  ]
+  free_bytes = _meminfo(root, "MemAvailable:")
   for folder, names in _groups(root):
     limit, used = (_read(folder / name).strip() for name in names[:2])
     if limit.isdecimal() and used.isdecimal():
@@ -51,6 +130,14 @@ def host_free_bytes(root: str = "/") -> int | None:
         int(limit) - int(used) + (int(cached[1]) if cached else 0)
       )
   return max(0, min(free_bytes)) if free_bytes else None
+
+
+def _meminfo(root: str, field: str) -> list[int]:
+  """Bytes of a field of the system's table of memory, none if it has none."""
+  lines = _read(pathlib.Path(root, "proc/meminfo")).splitlines()
+  return [
+    int(line.split()[1]) * 1024 for line in lines if line.startswith(field)
+  ]
 
 
 def _groups(root: str) -> Iterator[tuple[pathlib.Path, tuple[str, ...]]]:

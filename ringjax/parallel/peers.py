@@ -511,8 +511,18 @@ class Peers:
 
 def send(link: socket.socket, parts: Sequence[np.ndarray]) -> None:
   """Send contiguous arrays as bytes."""
-  views = [p.reshape(-1).view(np.uint8).data for p in parts]
+  send_views(link, [p.reshape(-1).view(np.uint8).data for p in parts])
+
+
+def send_views(
+  link: socket.socket,
+  parts: Sequence[memoryview],
+  before: Callable[[], object] = lambda: None,
+) -> None:
+  """Send contiguous bytes; `before` is called before each system call."""
+  views = list(parts)
   while views:
+    before()
     # The system takes a limited number of buffers at once.
     num_sent = link.sendmsg(views[:64])
     while views and num_sent >= len(views[0]):
@@ -529,11 +539,30 @@ def receive(link: socket.socket, parts: Sequence[np.ndarray]) -> None:
   """
   for part in parts:
     view = part.reshape(-1).view(np.uint8).data
-    while len(view):
-      num_received = link.recv_into(view)
-      if not num_received:
-        raise ConnectionError("closed by the other end")
-      view = view[num_received:]
+    if receive_view(link, view) < len(view):
+      raise ConnectionError("closed by the other end")
+
+
+def receive_view(
+  link: socket.socket,
+  view: memoryview,
+  before: Callable[[], object] = lambda: None,
+) -> int:
+  """Fill contiguous memory; return the bytes that came before the link closed.
+
+  Args:
+    link: Connected socket.
+    view: Memory to fill, of bytes.
+    before: Called before each system call.
+  """
+  size = len(view)
+  while len(view):
+    before()
+    num_received = link.recv_into(view)
+    if not num_received:
+      break
+    view = view[num_received:]
+  return size - len(view)
 
 
 def _greet(

@@ -1,9 +1,10 @@
 """Planning without devices: cost model, event simulator, partition search."""
 
 from ringjax.parallel import chips
-from ringjax.plan.choice import Machine, PrefillChoice, PrefillMethod, choose
+from ringjax.parallel.chips import Link, Machine
+from ringjax.plan.choice import Cluster, PrefillChoice, PrefillMethod, choose
 from ringjax.plan.compiler import aot, overlap
-from ringjax.plan.cost import Network, Profile, Prompt, Shape
+from ringjax.plan.cost import Profile, Prompt, Shape
 from ringjax.plan.events import Simulator, Timeline
 from ringjax.plan.flexgen import offload, offload_measured
 from ringjax.plan.kv_runahead.balance import balanced, round_to_tiles
@@ -41,8 +42,9 @@ from ringjax.plan.systems.pipeline_times import (
 )
 
 __all__ = [
+  "Cluster",
+  "Link",
   "Machine",
-  "Network",
   "Noise",
   "Outcome",
   "PartitionPlan",

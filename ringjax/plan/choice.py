@@ -14,8 +14,9 @@ import statistics
 from collections.abc import Callable
 
 from ringjax.checks import number, one_of, positive_int
+from ringjax.parallel.chips import Link
 from ringjax.plan import cost
-from ringjax.plan.cost import Network, Profile, Prompt
+from ringjax.plan.cost import Profile, Prompt
 from ringjax.plan.kv_runahead import partition, schedules
 from ringjax.plan.kv_runahead.balance import most_ranks
 from ringjax.plan.kv_runahead.schedules import Noise
@@ -40,13 +41,9 @@ class Cluster:
   """
 
   profile: Profile
-  network: Network
+  network: Link
   noise: Noise | None = None
   credits: int | None = None
-
-
-# Name under which `rj.plan` exports it.
-Machine = Cluster
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

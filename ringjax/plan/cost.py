@@ -30,15 +30,13 @@ from jaxtyping import Float, Shaped
 
 from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.errors import ConfigError, OptionError
-from ringjax.parallel.chips import Link, Machine, number_bytes
+from ringjax.parallel.chips import Machine, number_bytes
 
 KERNELS = ("dense", "causal")
 # Tokens of each rank of a partition, or of several partitions at once.
 Lengths = Shaped[np.ndarray, "*K p"] | Sequence[Any]
 # A number of tokens or of pairs, or several.
 Quantity = int | float | np.number | np.ndarray
-# All links between neighbouring ranks are equal; one of them is the network.
-Network = Link
 
 
 # Names under which other packages import them.

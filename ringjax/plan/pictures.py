@@ -27,7 +27,7 @@ from ringjax.ops.attention.blockwise import tile_kinds
 from ringjax.ops.attention.cost.schedule import busy, tile_schedule
 from ringjax.ops.attention.strategies.ring import cut_hops
 from ringjax.ops.mask import Causal, Coords, Mask, SameSegment, Window
-from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
+from ringjax.parallel.layout import LAYOUTS
 from ringjax.plan import draw
 
 if TYPE_CHECKING:
@@ -36,11 +36,6 @@ if TYPE_CHECKING:
 # Tokens of a shard and of a tile, in all pictures.
 LOCAL, TILE = 32, 8
 _WINDOW = LOCAL // 2 + 1
-_LAYOUTS: dict[str, Layout] = {
-  "contiguous": Contiguous(),
-  "striped": Striped(),
-  "zigzag": Zigzag(),
-}
 _COLORS = (
   "#3b6fb6", "#e0843d", "#4f9d5b", "#c44e63",
   "#8069b5", "#8a6b4f", "#d185b8", "#6f7a87",
@@ -106,7 +101,7 @@ class StrategySteps(NamedTuple):
   words: str
   steps: tuple[Step, ...]
   mask: Mask = Causal()
-  layouts: tuple[str, ...] = tuple(_LAYOUTS)
+  layouts: tuple[str, ...] = tuple(LAYOUTS)
 
   @property
   def shards(self) -> int:
@@ -334,7 +329,7 @@ def panels(strategy: StrategySteps) -> list[Panel]:
   for name in strategy.layouts:
     # Indexed by hop and device.
     schedule = tile_schedule(
-      _LAYOUTS[name], strategy.mask, shards, shards * LOCAL, TILE, TILE
+      LAYOUTS[name], strategy.mask, shards, shards * LOCAL, TILE, TILE
     )
     panel_list.append(
       Panel(name, strategy.steps, schedule[(q - k) % shards, q])

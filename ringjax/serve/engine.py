@@ -52,7 +52,7 @@ from ringjax.infer.finite import NOT_FINITE, not_finite_error
 from ringjax.infer.session import check_devices, free_on, place_of
 from ringjax.infer.stopping import Watch, check_tokenizer
 from ringjax.kv.base import bytes_each, zeros
-from ringjax.kv.cache import LayerCacheSpec
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.state import StateShape
 from ringjax.kv.storage.page_pool import PagePool, PooledRows
 from ringjax.kv.storage.reserved import reserved_zeros

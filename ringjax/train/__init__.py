@@ -1,6 +1,7 @@
 """Training: recipes, steps over sharded sequences, checkpoints to trust."""
 
 from ringjax.train.checkpoints.checkpoint import Checkpoints
+from ringjax.train.expert_balance import ExpertBalance
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.methods.draft_training import DraftTraining
 from ringjax.train.methods.encoder_training import ContextSplit, EncoderTraining
@@ -15,6 +16,7 @@ __all__ = [
   "ContextSplit",
   "DraftTraining",
   "EncoderTraining",
+  "ExpertBalance",
   "Lora",
   "Mixture",
   "Objective",

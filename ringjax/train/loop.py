@@ -43,6 +43,7 @@ from ringjax.nn.weights.placed_layers import raise_fault
 from ringjax.ops.loss import IGNORE_INDEX
 from ringjax.parallel import memory
 from ringjax.train.checkpoints.checkpoint import Checkpoints
+from ringjax.train.expert_balance import RouterStatistics
 from ringjax.train.step import StepMetrics, TrainState
 
 # The exit status of a process whose step took too long.
@@ -123,6 +124,7 @@ class TrainingReport:
     first: Whether the time of compiling is included.
     held_out: Loss of held-out data after the last of the steps, nats a token;
       None if it was not computed.
+    experts: Statistics of the last step's routing; None without experts.
   """
 
   step: int
@@ -135,6 +137,7 @@ class TrainingReport:
   seconds: float
   first: bool
   held_out: float | None = None
+  experts: RouterStatistics | None = None
 
   @property
   def tokens_per_s(self) -> float:
@@ -392,6 +395,7 @@ class _Metrics:
       skipped=len(self._steps) - len(finite),
       seconds=end - self.start,
       first=self._first,
+      experts=last.experts,
     )
     self.start, self._first = end, False
     self._steps, self.tokens = [], 0

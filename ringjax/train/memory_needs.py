@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ringjax.errors import MemoryEstimateError
-from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import TransformerConfig
+from ringjax.parallel.memory import device_free_bytes
 from ringjax.train.step import TrainState
 from ringjax.typing import ArrayLeaf
 
@@ -121,7 +121,7 @@ def check_memory(
   """
   devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
   device = devices[0]
-  free = free_bytes(device, len(devices))
+  free = device_free_bytes(device, len(devices))
   if free is None:
     return
   state = needs.moments + needs.gradients

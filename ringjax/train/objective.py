@@ -27,8 +27,15 @@ from ringjax.models.longspec import LaggedCache
 from ringjax.models.transformer import Transformer, tokens_of
 from ringjax.nn.linear import Head
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
+from ringjax.nn.tokens import Tokens
 from ringjax.ops.loss import IGNORE_INDEX, blockwise_cross_entropy
+from ringjax.parallel import collectives
 from ringjax.train.batch import Batch
+from ringjax.train.expert_balance import (
+  ExpertBalance,
+  RoutingTotals,
+  has_routers,
+)
 from ringjax.typing import Index
 
 # Tokens per step of the head, on each shard.
@@ -39,16 +46,18 @@ class LossSums(NamedTuple):
   """Sums over a batch's tokens, float32 [].
 
   Fields:
-    loss: Objective, with the z-loss.
+    loss: Objective, with the z-loss and the losses of experts' balance.
     nll: Sum of weighted negative log-likelihoods.
     weight: Sum of the labels' weights.
     wrong: Number of labels outside of the vocabulary, whose losses are NaN.
+    routing: Sums of the routing in layers with experts; None without any.
   """
 
   loss: jax.Array
   nll: jax.Array
   weight: jax.Array
   wrong: jax.Array
+  routing: RoutingTotals | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,8 @@ class Objective:
     distil: Factor of the divergence from the decoder alone that reads the
       context as text (CEPED); 0 for none.
     top: Number of the teacher's likeliest tokens that the divergence sums over.
+    expert_balance: Losses and bias updates that balance the experts of a
+      mixture.
   """
 
   z_loss: float = 0.0
@@ -69,6 +80,7 @@ class Objective:
   dtype: DTypeLike | None = None
   distil: float = 0.0
   top: int = 50
+  expert_balance: ExpertBalance = ExpertBalance()
 
   def __post_init__(self) -> None:
     number("distil", self.distil, least=0)
@@ -86,7 +98,18 @@ class Objective:
     """
     if self.dtype is not None:
       model = cast(model, self.dtype)
-    h = _hidden(model, batch, attend)
+    balance = self.expert_balance.of_model(model)
+    manual = collectives.manual_axes()
+    if balance.used and manual:
+      raise OptionError(
+        "expert_balance",
+        f"{', '.join(balance.used)} in a shard_map over {sorted(manual)}",
+        "the tokens of all shards, whose loads are added up",
+        "compute the loss outside of the shard_map, with mesh= and axis=",
+      )
+    places = _places(model, batch, attend)
+    places.records_routing = has_routers(model) and not manual
+    h = _hidden(model, batch, attend, places)
     summed_loss = lambda z: jnp.sum(
       _head_losses(model, batch, h, attend, self.block, z)
     )
@@ -96,14 +119,20 @@ class Objective:
     if self.distil:
       divergence = jnp.sum(_divergences(model, batch, h, attend, self.top))
       loss = loss + jnp.float32(self.distil) * divergence
+    routing, weight = None, jnp.sum(_weights(batch))
+    if places.records_routing:
+      balance_loss, routing = balance.total(model, places)
+      # The step divides by the weight.
+      loss = loss + balance_loss * weight
     labels, vocab = batch.labels, model.config.vocab
     in_vocab = (labels >= 0) & (labels < vocab)
     wrong = ~in_vocab & (labels != IGNORE_INDEX)
     return LossSums(
       loss,
       jax.lax.stop_gradient(nll),
-      jnp.sum(_weights(batch)),
+      weight,
       jnp.sum(wrong.astype(jnp.float32)),
+      routing,
     )
 
 
@@ -153,10 +182,24 @@ def each_token_cached(
   return _head_losses(model, batch, h, attend, _BLOCK, 0.0), cache
 
 
-def _hidden(
+def _places(
   model: Transformer, batch: Batch, attend: ShardingContext
+) -> Tokens:
+  return tokens_of(
+    model, attend, batch.tokens.shape, batch.positions, batch.segments, None
+  )
+
+
+def _hidden(
+  model: Transformer,
+  batch: Batch,
+  attend: ShardingContext,
+  places: Tokens | None = None,
 ) -> jax.Array:
-  """Input of the head, [B, T, D]; the batch's context, if any, is encoded."""
+  """Input of the head, [B, T, D]; the batch's context, if any, is encoded.
+
+  `places` are the tokens of `_places`, which receive the layers' routing.
+  """
   kinds, chunks = len(model.kinds), batch.context
   cache = NoCache(kinds)
   if batch.lag is not None:
@@ -171,9 +214,7 @@ def _hidden(
       )
     states = model.read(chunks.tokens, chunks.segments, attend)
     cache = StatesAlone(kinds, states)
-  places = tokens_of(
-    model, attend, batch.tokens.shape, batch.positions, batch.segments, None
-  )
+  places = _places(model, batch, attend) if places is None else places
   h, _ = model.hidden(batch.tokens, places, cache, attend)
   return h
 

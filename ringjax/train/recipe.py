@@ -33,22 +33,21 @@ from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention.strategies import nesting
 from ringjax.ops.mask import Mask, SameSegment, SeparateDocuments
-from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
+from ringjax.parallel.layout import LAYOUTS as NAMED_LAYOUTS
+from ringjax.parallel.layout import Contiguous, Layout
 from ringjax.parallel.mesh import entering
 from ringjax.train import batch as batches
 from ringjax.train import loop, memory_needs, remat
 from ringjax.train import step as steps
 from ringjax.train.batch import Batch
 from ringjax.train.checkpoints.checkpoint import Checkpoints
+from ringjax.train.expert_balance import refuse_frozen
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.methods.draft_training import DraftTraining
 from ringjax.train.methods.encoder_training import ContextSplit, EncoderTraining
 from ringjax.train.methods.lora import Lora
 
-LAYOUTS: dict[str, Layout] = {
-  "contiguous": Contiguous(),
-  "striped": Striped(),
-  "zigzag": Zigzag(),
+LAYOUTS: dict[str, Layout] = NAMED_LAYOUTS | {
   # Slots in order; `place_rows` places each row's documents on the shards.
   "documents": Contiguous(),
 }
@@ -336,6 +335,16 @@ class Recipe:
         "one of them: what it is beside is frozen",
         "leave the others out",
       )
+    balance = self.objective.expert_balance
+    refuse_frozen(balance, self.adapter)
+    if balance.used and self.cepe:
+      raise OptionError(
+        f"expert_balance.{balance.used[0]}",
+        f"{getattr(balance, balance.used[0]):g} with cepe=True, whose decoder "
+        "is frozen",
+        "a training of the decoder",
+        "leave it out",
+      )
     if self.draft is not None:
       self._check_draft(self.draft)
     undistilled = [
@@ -607,6 +616,7 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
       no encoder for the context of a stage, or has layers in host memory or on
       disk, for which only adapters can be trained.
   """
+  recipe.objective.expert_balance.of_model(model)
   if isinstance(model, DraftTransformer) != (recipe.draft is not None):
     raise OptionError(
       "draft",

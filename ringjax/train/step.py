@@ -26,7 +26,12 @@ from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.parallel.mesh import with_shardings
 from ringjax.train.batch import Batch
-from ringjax.train.expert_balance import warn_unbalanced
+from ringjax.train.expert_balance import (
+  RouterStatistics,
+  refuse_frozen,
+  warn_unbalanced,
+  with_updated_biases,
+)
 from ringjax.train.objective import LossSums, Objective
 from ringjax.typing import ArrayLeaf
 
@@ -52,12 +57,14 @@ class StepMetrics(NamedTuple):
 
   Fields:
     loss: Mean negative log-likelihood of a label, without the z-loss.
-    objective: Mean loss of a label, with the z-loss.
+    objective: Mean loss of a label, with the z-loss and the losses of
+      experts' balance.
     weight: Sum of the labels' weights.
     gradient_norm: Global norm of the gradients before clipping.
     finite: 1, or 0 for a step that changed nothing.
     skipped: Steps in a row that changed nothing.
     wrong: Number of labels outside of the vocabulary; the loss is then NaN.
+    experts: Statistics of the routing; None for a model without experts.
   """
 
   loss: jax.Array
@@ -67,6 +74,7 @@ class StepMetrics(NamedTuple):
   finite: jax.Array
   skipped: jax.Array
   wrong: jax.Array | float = 0.0
+  experts: RouterStatistics | None = None
 
 
 @runtime_checkable
@@ -195,6 +203,8 @@ def make_step(
     method: Function from parameters to a model; default `AllParameters()`.
   """
   method = AllParameters() if method is None else method
+  all_trained = isinstance(method, AllParameters)
+  refuse_frozen(objective.expert_balance, None if all_trained else method)
 
   def loss(
     params: PyTree, frozen: Transformer | None, batch: Batch
@@ -228,7 +238,8 @@ def make_step(
     state: TrainState, frozen: Transformer | None, batch: Batch
   ) -> tuple[TrainState, StepMetrics]:
     # Runs once, when the step is traced.
-    warn_unbalanced(state.params if frozen is None else frozen)
+    trained = state.params if frozen is None else frozen
+    warn_unbalanced(trained, objective.expert_balance)
     grads, sums = gradients(state.params, frozen, batch)
     # A batch of padding only has weight 0, and gradients of 0.
     share = 1 / jnp.maximum(sums.weight, jnp.float32(1e-9))
@@ -239,6 +250,11 @@ def make_step(
     with jax.numpy_dtype_promotion("standard"):
       updates, moments = optimizer.update(grads, state.optimizer, state.params)
       params = optax.apply_updates(state.params, updates)
+    if objective.expert_balance.bias_rate and sums.routing is not None:
+      model: Any = params
+      params = with_updated_biases(
+        model, sums.routing, objective.expert_balance.bias_rate
+      )
     if_finite = lambda new, old: jax.tree.map(
       lambda a, b: jnp.where(is_finite, a, b), new, old
     )
@@ -257,6 +273,7 @@ def make_step(
       finite=is_finite.astype(jnp.float32),
       skipped=skipped.astype(jnp.float32),
       wrong=sums.wrong,
+      experts=None if sums.routing is None else sums.routing.statistics(),
     )
     return new_state, metrics
 

@@ -17,7 +17,6 @@ import dataclasses
 import ipaddress
 import itertools
 import secrets
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -560,19 +559,16 @@ class _Connection:
         "address", address, "a host and a port", "pass Publisher.address"
       )
     host, port = address
-    self._name = f"publisher {host}:{port}"
-    try:
-      link = socket.create_connection((host, port), patience_s)
-    except OSError as error:
-      raise PeerError(f"{self._name} cannot be reached: {error}") from None
-    self._wire, self._key = PullConnection(link, patience_s, self._name), key
+    self._address, self._key, self._patience_s = (host, port), key, patience_s
 
   def __enter__(self) -> PullConnection:
-    try:
-      self._wire.greet_publisher(self._key)
-    except BaseException:
-      self._wire.close()
-      raise
+    host, port = self._address
+    self._wire = PullConnection.connect(
+      self._address,
+      self._key,
+      self._patience_s,
+      f"publisher {host}:{port}",
+    )
     return self._wire
 
   def __exit__(self, *_: object) -> None:

@@ -32,6 +32,7 @@ from typing import Any
 
 from ringjax.errors import OptionError, PeerError
 from ringjax.json_text import json_text
+from ringjax.parallel.peers import receive_view, send_views
 from ringjax.transfer.description import keys_to_runs, runs_to_keys
 from ringjax.transfer.protocol import (
   AbortRequest,
@@ -121,6 +122,45 @@ class PullConnection:
       link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.settimeout(patience_s)
     self.link, self.patience_s, self.name = link, patience_s, name
+
+  @classmethod
+  def connect(
+    cls,
+    address: tuple[str, int],
+    key: bytes,
+    patience_s: int | float,
+    name: str,
+    *,
+    connect_s: int | float | None = None,
+    rank: int | None = None,
+  ) -> PullConnection:
+    """Connect to a publisher that has the key, as a reader.
+
+    Args:
+      address: Host and port.
+      key: Secret key of both sides.
+      patience_s: Seconds that the other side may be silent.
+      name: Name of the other side, for errors.
+      connect_s: Seconds to connect; default: the patience.
+      rank: Number of the other side, for errors.
+
+    Raises:
+      AuthenticationError: If the other side has another key.
+      PeerError: If nothing listens there, or it is gone.
+    """
+    try:
+      link = socket.create_connection(
+        address, patience_s if connect_s is None else connect_s
+      )
+    except (OSError, OverflowError) as error:
+      raise PeerError(f"{name} cannot be reached: {error}", rank=rank) from None
+    connection = cls(link, patience_s, name)
+    try:
+      connection.greet_publisher(key)
+    except BaseException:
+      connection.close()
+      raise
+    return connection
 
   def close(self) -> None:
     """End the connection, even while a thread waits for it."""
@@ -309,14 +349,7 @@ class PullConnection:
     """
     views = [memoryview(part).cast("B") for part in parts if len(part)]
     try:
-      while views:
-        self._limit_timeout(until)
-        # The system takes a limited number of buffers at once.
-        num_sent = self.link.sendmsg(views[:64])
-        while views and num_sent >= len(views[0]):
-          num_sent -= len(views.pop(0))
-        if num_sent:
-          views[0] = views[0][num_sent:]
+      send_views(self.link, views, lambda: self._limit_timeout(until))
     except OSError as error:
       raise self.fail(error) from None
     finally:
@@ -341,16 +374,14 @@ class PullConnection:
       PeerError: If the other side sends nothing, or is gone.
     """
     view = view.cast("B")
-    size = len(view)
     try:
-      while len(view):
-        self._limit_timeout(until)
-        num_received = self.link.recv_into(view)
-        if not num_received:
-          if may_end and len(view) == size:
-            return False
-          raise ConnectionError("before the last byte")
-        view = view[num_received:]
+      num_received = receive_view(
+        self.link, view, lambda: self._limit_timeout(until)
+      )
+      if num_received < len(view):
+        if may_end and not num_received:
+          return False
+        raise ConnectionError("before the last byte")
     except OSError as error:
       raise self.fail(error) from None
     finally:

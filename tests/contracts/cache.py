@@ -19,6 +19,7 @@ import ringjax as rj
 from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.kv import kind_text
+from ringjax.kv.composed.open_cache import WithOpenCache
 from ringjax.kv.state import State
 from ringjax.ops.attention.cached.code_format import token_axis
 from ringjax.ops.attention.cached.paged import PagedView
@@ -206,6 +207,7 @@ def state(cache):
       x = np.moveaxis(x.reshape(*shape, *x.shape[1:]), (3, 0, 2, 5), range(4))
       real = older.reshape(*x.shape[:4], *(1,) * (x.ndim - 4))
       found.append(np.where(real, x, 0))
+  if isinstance(cache, WithOpenCache):
     cache = cache.open
     seg = np.asarray(cache.at.seg)
   for ring, slots in zip(cache.ring_of, cache.slots, strict=True):

@@ -9,7 +9,7 @@ import pytest
 
 from ringjax import models
 from ringjax.infer.speculate import DRAFTERS
-from ringjax.kv import cache_kind
+from ringjax.kv import cache_kind, cache_specs
 from ringjax.models import families
 from ringjax.serve import cluster
 
@@ -27,6 +27,7 @@ _LONG = (
   "contexts_kvlink",
   "drafter",
   "elastic",
+  "experts",
   "family",
   "flash",
   "integers",
@@ -76,6 +77,7 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
   # What a page registers is taken back.
   known = families.FAMILIES, cache_kind.KINDS, cluster.ROUTING_POLICIES
   before = [dict(names) for names in known]
+  monkeypatch.setattr(cache_specs, "STORAGES", [*cache_specs.STORAGES])
   try:
     # A traceback names the page and its line.
     program = compile(code, page, "exec", dont_inherit=True)

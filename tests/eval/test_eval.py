@@ -202,7 +202,7 @@ def test_wrong_questions(shipped, wrong, words):
 def test_nothing_is_asked_when_a_question_is_wrong(wrong, monkeypatch):
   # Room for the shorter text alone.
   module = importlib.import_module("ringjax.infer.session")
-  monkeypatch.setattr(module, "free_bytes", lambda *devices: 1 << 20)
+  monkeypatch.setattr(module, "device_free_bytes", lambda *devices: 1 << 20)
   task = Passkey(tokenizer=Bytes())
   model, done = made(0), []
   with pytest.raises((OptionError, MemoryEstimateError)):
@@ -335,7 +335,7 @@ def test_ways_that_do_not_fit(options, words):
 )
 def test_nothing_is_read_when_it_cannot_be(wrong, words, monkeypatch):
   module = importlib.import_module("ringjax.infer.session")
-  monkeypatch.setattr(module, "free_bytes", lambda *devices: 1 << 10)
+  monkeypatch.setattr(module, "device_free_bytes", lambda *devices: 1 << 10)
   mesh = rj.make_mesh((4,), ("seq",), devices=jax.devices()[:4])
   model = checkpoint.place(made(1), mesh)
   with pytest.raises(RingjaxError, match=words):

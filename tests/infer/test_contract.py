@@ -13,7 +13,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.infer import prefill
-from ringjax.kv.cache import LayerKV
+from ringjax.kv.layer_spec import LayerKV
 from ringjax.nn.sharding_context import (
   CachedAttention,
   ChainParallel,
@@ -66,7 +66,7 @@ def way(method, mesh):
   if method == "kvr":
     layout = rj.Uneven(PARTS[mesh.size])
     return ChainParallel(mesh=mesh, axis="seq", layout=layout, tile=3)
-  layout, strategy, sharded = prefill._STRATEGIES[method]
+  layout, strategy, sharded, _ = prefill.strategy_of(method)
   assert sharded == (mesh is not None)
   axis = None if mesh is None else "seq"
   return ContextParallel(mesh=mesh, axis=axis, layout=layout, strategy=strategy)

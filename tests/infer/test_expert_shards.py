@@ -18,6 +18,7 @@ from ringjax.bench.program import Program
 from ringjax.errors import MeshError
 from ringjax.infer import Greedy, decode, prefill
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
+from ringjax.ops import expert_shards
 from ringjax.serve import Engine, Request
 from ringjax.train import batch as batches
 from ringjax.train import step
@@ -226,6 +227,51 @@ def test_an_engine_answers_as_on_one_device():
       return [handle.result().tokens.tolist() for handle in handles]
 
   assert answers(sharded, mesh) == answers(model)
+
+
+# Mesh, axis of the experts, and tokens of a chunk.
+LAWS = {
+  "expert": (dict(seq=2, expert=4), "expert", 16),
+  "seq": (dict(seq=4), "seq", 256),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAWS)
+def test_an_answer_does_not_depend_on_its_neighbours(name, monkeypatch):
+  """To the bit: unequal rows, chunks cut anywhere, and drafted tokens."""
+  sizes, over, piece = LAWS[name]
+  mesh, chosen = mesh_of(**sizes), set()
+  choose = expert_shards.choose_dispatch
+
+  def spied(*args):
+    dispatch = choose(*args)
+    chosen.add(dispatch.kind)
+    return dispatch
+
+  monkeypatch.setattr(expert_shards, "choose_dispatch", spied)
+  model = models.place(one_device("mixtral"), mesh, models.Rules(experts=over))
+  draw = np.random.default_rng(0)
+  prompt, *others = (
+    draw.integers(0, 64, n).astype(np.int32) for n in (45, 5, 19, 33)
+  )
+  request = lambda prompt: Request(prompt=prompt, max_new_tokens=5, logprobs=2)
+  numbers = lambda answer: (answer.tokens, answer.logprobs)
+  for speculate in (None, "lookup:count=2,adapt=false"):
+    options = dict(
+      rows=4, longest=64, page=16, piece=piece, mesh=mesh, share="nothing",
+      speculate=speculate,
+    )  # fmt: skip
+    with Engine(model, **options) as engine:
+      alone = numbers(engine.submit(request(prompt)).result().answers[0])
+      before = [engine.submit(request(other)) for other in others[:2]]
+      handle = engine.submit(request(prompt))
+      after = engine.submit(request(others[2]))
+      assert numbers(handle.result().answers[0]) == alone
+      for other in (*before, after):
+        other.result()
+  # All shards have the tokens of an engine's call.
+  assert chosen == {"own"}
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax.kv.cache import LayerKV
+from ringjax.kv.layer_spec import LayerKV
 from ringjax.ops.attention.cached.code_format import token_axis
 from tests.helpers import as_tpu, swept
 

@@ -716,7 +716,7 @@ def test_a_cache_that_cannot_fit_is_refused_before_it_is_made(
 ):
   model, _ = loaded(NAME)
   module = sys.modules["ringjax.infer.session"]
-  monkeypatch.setattr(module, "free_bytes", lambda *_: 1 << 20)
+  monkeypatch.setattr(module, "device_free_bytes", lambda *_: 1 << 20)
   made = []
   monkeypatch.setattr(type(model), "init_cache", lambda *a, **k: made.append(1))
   with pytest.raises(MemoryEstimateError, match="1,048,576") as caught:
@@ -731,7 +731,9 @@ def test_dense_scores_that_cannot_fit_are_refused_before_all(
   module = sys.modules["ringjax.infer.session"]
   heads = checkpoints.config(NAME)["num_attention_heads"]
   session = rj.infer.Session(model, 256, batch=2)
-  monkeypatch.setattr(module, "free_bytes", lambda *_: 4 * 2 * heads * 96**2)
+  monkeypatch.setattr(
+    module, "device_free_bytes", lambda *_: 4 * 2 * heads * 96**2
+  )
   run = lambda prompt, **more: rj.infer.generate(
     model, [prompt] * 2, max_new_tokens=1, prefill="dense", **more
   )

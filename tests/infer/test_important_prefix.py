@@ -137,7 +137,7 @@ def test_the_answer_is_of_the_kept_tokens_of_each_layer_and_head():
       work._programs, question, document.size, work._dtype, attend
     )
     programs = work._programs
-    want = programs.head(programs.outer, last, question.size - 1)
+    want = programs.head(last, question.size - 1)
     np.testing.assert_allclose(found[-1], np.asarray(want[0]), atol=2e-4)
 
 

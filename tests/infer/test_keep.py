@@ -167,7 +167,7 @@ def test_what_cannot_be_kept(loaded, said, tmp_path):
 # ---------------------------------------------------------------------------
 
 
-def machine(model, bandwidth: float, **more) -> plan.Machine:
+def machine(model, bandwidth: float, **more) -> plan.Cluster:
   profile = plan.Profile(
     name="made",
     model=model.config.family,
@@ -177,8 +177,8 @@ def machine(model, bandwidth: float, **more) -> plan.Machine:
     pair_s=1e-7,
     kv_bytes=64,
   )
-  network = plan.Network(bandwidth=bandwidth)
-  return plan.Machine(profile=profile, network=network, **more)
+  network = plan.Link(bandwidth=bandwidth)
+  return plan.Cluster(profile=profile, network=network, **more)
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_machines_that_are_none(loaded):
     ask("auto", other)
   with pytest.raises(OptionError, match="prefill='auto'"):
     ask("kvr", made)
-  with pytest.raises(OptionError, match=r"rj\.plan\.Machine"):
+  with pytest.raises(OptionError, match=r"rj\.plan\.Cluster"):
     ask("auto", made.network)
 
 

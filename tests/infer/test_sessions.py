@@ -298,9 +298,9 @@ def test_what_fits_is_what_the_cache_takes(config, sizes, monkeypatch):
   )
   module = sys.modules["ringjax.infer.session"]
   make = {"batch": 2, "capacity": CAPACITY}
-  monkeypatch.setattr(module, "free_bytes", lambda *_: takes)
+  monkeypatch.setattr(module, "device_free_bytes", lambda *_: takes)
   module._check_memory(model, attend, make)
-  monkeypatch.setattr(module, "free_bytes", lambda *_: takes - 1)
+  monkeypatch.setattr(module, "device_free_bytes", lambda *_: takes - 1)
   with pytest.raises(MemoryEstimateError, match=f"got {takes:,} bytes"):
     module._check_memory(model, attend, make)
 

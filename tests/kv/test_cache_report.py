@@ -11,16 +11,17 @@ from ringjax import infer, kv
 from ringjax.errors import OptionError
 from ringjax.kv import kind_text
 from ringjax.kv.base import bytes_each
-from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import KINDS
 from ringjax.kv.cache_report import report
 from ringjax.kv.composed.context_cache import ContextCache
 from ringjax.kv.eviction.prompt_spec import prompt_spec
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.offload.tiered import TieredCache
 from ringjax.models.checkpoint import abstract
 from ringjax.parallel import chips
 from tests.contracts import cache as contract
-from tests.helpers import SMALL
+from tests.helpers import SMALL, refused
 
 KINDS_OF_PARTS = {
   "dense": {"numbers"},
@@ -29,6 +30,11 @@ KINDS_OF_PARTS = {
   "float8": {"codes", "scales"},
   "hadamard3": {"codes", "scales"},
   "nuq3": {"codes", "scales", "outliers", "constants of codecs"},
+  # Keys in groups have scales too.
+  "kivi2:recent=16,page=8,group=8": {
+    "open (first, recent, newest): numbers", "pages: codes", "pages: scales",
+    "pages: coordinates", "pages: tables",
+  },
   "int8+snapkv": {
     "open: codes", "open: scales", "pages: codes", "pages: scales",
     "pages: coordinates", "pages: tables", "queries noted",
@@ -293,3 +299,24 @@ def test_shares_of_a_dense_caches_bytes_do_not_grow(text, most):
       cache = prompt_spec(model.kinds, 1, tokens, model.dtype, kind=kind).cache
     dense = bytes_each(model.init_cache_spec(1, tokens))
     assert share - 0.003 < bytes_each(cache) / dense <= share
+
+
+@pytest.mark.parametrize(
+  "text", ["dense", "int4", "snapkv:room=256", "dense:device=512"]
+)
+def test_loops_over_tiles_grow_with_the_cache(text):
+  """Also those of the open part of a cache that evicts."""
+  model = contract.model(1)
+  kind = kind_text.parse(text)
+  trips = [
+    model.init_cache_spec(2, tokens, kind=kind).tile_trips("tpu")
+    for tokens in (8192, 16384)
+  ]
+  assert trips[1] >= trips[0] > 0
+
+
+def test_bits_by_head_are_refused_without_weights():
+  assert kind_text.parse("nuq3").without_weights() == kind_text.parse("nuq3")
+  assert kind_text.parse("dense").without_weights() == kind_text.parse("dense")
+  allocated = kind_text.parse("allocated:table=kv_bits.json")
+  refused(OptionError, allocated.without_weights, "bits by head", "explain")

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax.errors import OptionError, ShapeError
 from ringjax.kv.base import CallCache, LayerCache
-from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache import KVCache
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.state import StateShape
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation

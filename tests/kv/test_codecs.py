@@ -11,9 +11,11 @@ import ringjax as rj
 from ringjax.errors import OptionError, ShapeError
 from ringjax.kv import ChannelGroups, CodeBook, Floats, Hadamard, Integers
 from ringjax.kv.base import CacheSpec
-from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache import KVCache
 from ringjax.kv.codecs import code_bytes
 from ringjax.kv.codecs.hadamard import gaussian_levels, transform
+from ringjax.kv.layer_spec import LayerCacheSpec
+from ringjax.ops.attention.cached.code_format import packed_bytes
 from ringjax.ops.attention.cached.views import (
   Decoder,
   EncodedView,
@@ -76,7 +78,7 @@ def test_codes_come_back_from_their_bytes(bits, count):
   codes = jnp.asarray(codes, jnp.uint8)
   data = jax.jit(lambda codes: code_bytes.pack(codes, bits))(codes)
   assert data.dtype == jnp.uint8
-  assert data.shape == (3, code_bytes.packed_bytes(count, bits))
+  assert data.shape == (3, packed_bytes(count, bits))
   back = jax.jit(lambda data: code_bytes.unpack(data, bits, count))(data)
   np.testing.assert_array_equal(back, codes)
 
@@ -89,6 +91,7 @@ def test_decoded_numbers_are_near(codec, dim):
   x = draw(2, 2, 40, dim)
   data = encode(codec, x)
   assert data.dtype == jnp.uint8 and data.shape[-1] == codec.width(dim)
+  assert sum(codec.byte_parts(dim).values()) == codec.width(dim)
   back = np.asarray(decode(codec, data, dim, jnp.float32))
   assert np.sqrt(np.mean((back - x) ** 2)) < ERRORS[codec]
   half = jax.eval_shape(lambda x: codec.decode(x, dim, jnp.bfloat16), data)

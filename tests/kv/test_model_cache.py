@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import pathlib
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ringjax as rj
+from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.infer.generate_config import present_options
+from ringjax.kv import cache_specs
+from ringjax.kv.base import zeros
+from ringjax.kv.cache import KVCache
+from ringjax.kv.composed.open_cache import WithOpenCache
 from ringjax.kv.composed.row_groups import RowGroups
+from tests.contracts import cache as contract
 from tests.helpers import SMALL, refused
 
 STORAGE = {
@@ -25,6 +35,106 @@ STORAGE = {
   "TieredCache",
 }
 PACKAGE = pathlib.Path(rj.__file__).parent
+
+
+class IdsConfig(rj.kv.CacheConfig):
+  """The kind of cache that `CacheWithIds` stores."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheWithIds(WithOpenCache):
+  """A new kind of cache, which also has the token id of each position.
+
+  Attributes:
+    ids: Token ids, int32 [B, S]; 0 from the end of a row on.
+  """
+
+  ids: Any
+  row_axes: ClassVar[Mapping[str, int]] = {"ids": 0}
+  call_fields: ClassVar[tuple[str, ...]] = ("ids",)
+
+  @classmethod
+  def spec(cls, shapes, batch, capacity, dtype, *, kind, **where):
+    slots = kind.opened()
+    opened = KVCache.spec(shapes, batch, capacity, dtype, kind=slots, **where)
+    ids = jax.ShapeDtypeStruct((batch, capacity), jnp.int32)
+    return cls(open=opened, kind=kind, limit=capacity, ids=ids)
+
+  def allocated(self, files=None):
+    opened = self.open.allocated(files)
+    return dataclasses.replace(self, open=opened, ids=zeros(self.ids))
+
+  @property
+  def at(self):
+    return self.open.at
+
+  def mark(self, tokens, at):
+    rows = jnp.arange(self.batch)[:, None]
+    into = jnp.where(at.seg > 0, at.pos, self.limit)
+    ids = self.ids.at[rows, into].set(tokens, mode="drop")
+    return dataclasses.replace(self, ids=ids)
+
+  def changed(self, change):
+    cache = super().changed(change)
+    inside = jnp.arange(self.limit)[None] < cache.length[:, None]
+    return dataclasses.replace(cache, ids=jnp.where(inside, cache.ids, 0))
+
+
+tree.register(CacheWithIds, ("open", "ids"), ("kind", "limit"))
+
+
+@pytest.fixture
+def _with_ids(monkeypatch):
+  """Register the new kind as a program of its author does."""
+  entry = (lambda kind: isinstance(kind, IdsConfig), CacheWithIds)
+  monkeypatch.setattr(cache_specs, "STORAGES", [entry, *cache_specs.STORAGES])
+
+
+@pytest.mark.parametrize(
+  "law",
+  [
+    contract.an_undone_call_leaves_no_trace,
+    *(
+      pytest.param(law, marks=pytest.mark.long)
+      for law in (
+        contract.as_without_a_cache,
+        contract.rejected_tokens_leave_no_trace,
+        contract.blocks_are_loaded_bit_for_bit,
+        contract.rows_are_independent,
+        contract.a_snapshot_comes_back,
+        contract.any_split_is_read_the_same,
+        contract.bytes_are_stated_before,
+      )
+    ),
+  ],
+)
+@pytest.mark.usefixtures("_with_ids")
+def test_a_new_kind_of_cache_keeps_the_laws(law):
+  law(contract.Setup(IdsConfig(), 1))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_with_ids")
+def test_own_arrays_of_a_new_kind_follow_rows_and_tokens():
+  setup = contract.Setup(IdsConfig(), 1)
+  tokens, _ = setup.text()
+  shown = lambda cache: [row[row > 0].tolist() for row in np.asarray(cache.ids)]
+  rows = lambda length: [row[:length].tolist() for row in tokens]
+  _, cache = setup.read(tokens[:, :5], setup.empty())
+  state = cache.call_state(3)
+  _, longer = setup.read(tokens[:, 5:8], cache)
+  assert shown(longer) == rows(8)
+  assert shown(longer.undo_call(state)) == rows(5)
+  assert shown(longer.truncate(6)) == rows(6)
+  assert shown(longer.keep_first(np.array([1, 1, 1]), 3)) == rows(6)
+  keep_mask = np.array([[True, True, False]] * 3)
+  assert shown(longer.restore(longer.snapshot()).keep(keep_mask)) == rows(7)
+  assert shown(longer.take([2, 0])) == [rows(8)[2], rows(8)[0]]
+  _, row = setup.read(tokens[:1, :4], setup.empty(batch=1))
+  assert shown(longer.insert([2], row)) == [*rows(8)[:2], rows(4)[0]]
+  dense = contract.Setup("dense", 1).empty(batch=1)
+  refused(OptionError, lambda: longer.insert([2], dense), "a KVCache")
+  assert shown(longer.reset([1])) == [rows(8)[0], [], rows(8)[2]]
 
 
 @pytest.fixture(scope="module")

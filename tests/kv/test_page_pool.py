@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import cache_kind
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.storage.page_pool import PagePool
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation

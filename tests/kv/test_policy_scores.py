@@ -11,7 +11,7 @@ import pytest
 import ringjax as rj
 from ringjax.kv.cache_kind import cache_kind
 from ringjax.kv.policies.heavy_hitters import HeavyHitters
-from ringjax.kv.policies.snapkv import SnapKV
+from ringjax.kv.policies.scores.snapkv import SnapKV
 
 
 def look(mass, length):

@@ -7,11 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ringjax.kv import CacheConfig
-from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache import KVCache
 from ringjax.kv.codecs import Codec, Integers
-from ringjax.kv.storage.slots import SHARDED, ContiguousSlots
+from ringjax.kv.layer_spec import LayerCacheSpec
+from ringjax.kv.storage.master_slots import MasterSlots
+from ringjax.kv.storage.slots import REPLICATED, SHARDED, ContiguousSlots
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from tests.helpers import as_tpu
@@ -85,3 +89,51 @@ def test_row_after_row_is_all_rows_at_once(monkeypatch, reach, codec):
   as_tpu(monkeypatch)
   got = jax.jit(lambda x: filled(x))(calls)
   jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("sharded_by", ["data", "model"])
+@pytest.mark.parametrize("masters", [2, 4])
+def test_masters_write_beside_another_axis(sharded_by, masters):
+  """Another axis shards rows or heads; tokens are in their rows and slots."""
+  axis_size = 8 // masters
+  mesh = jax.make_mesh(
+    (axis_size, masters), (sharded_by, "seq"), axis_types=(AxisType.Auto,) * 2
+  )
+  batch, heads, slots = 4, 4, 4 * masters
+  rows = sharded_by if sharded_by == "data" else None
+  head_axis = sharded_by if sharded_by == "model" else None
+  put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+  empty = np.zeros((batch, slots), np.int32)
+  table = MasterSlots(
+    at=Coords(put(empty, rows, "seq"), put(empty, rows, "seq")),
+    used=put(np.ones((batch, masters), np.int32)),
+    before=put(np.ones((batch, masters), np.int32)),
+    mesh=mesh,
+    axis="seq",
+  )
+  pos = np.arange(batch, dtype=np.int32)[:, None] + 10
+  seg = np.array([[1], [1], [0], [1]], np.int32)
+  token = np.arange(batch * heads, dtype=np.float32) + 1
+  token = token.reshape(batch, heads, 1, 1)
+
+  @jax.jit
+  def write(table, k, pos, seg, token):
+    table = table.allocate(Coords(pos, seg), REPLICATED)
+    return table, table.write(k, token, jnp.int32(1))
+
+  k = put(
+    np.zeros((2, batch, heads, slots, 1), np.float32),
+    None, rows, head_axis, "seq",
+  )  # fmt: skip
+  call = [put(x, "seq") for x in (pos, seg, token)]
+  table, k = write(table, k, *call)
+  want = np.zeros((2, batch, heads, slots, 1), np.float32)
+  want_pos = np.zeros((batch, slots), np.int32)
+  for row in range(batch):
+    # The row's master has one token already.
+    slot = row // (batch // masters) * (slots // masters) + 1
+    if seg[row, 0]:
+      want[1, row, :, slot] = token[row, :, 0]
+      want_pos[row, slot] = pos[row, 0]
+  np.testing.assert_array_equal(k, want)
+  np.testing.assert_array_equal(table.at.pos, want_pos)

@@ -34,7 +34,7 @@ def no_room(monkeypatch):
   """No room for weights in float32."""
   monkeypatch.setattr(checkpoint, "host_free_bytes", lambda: 1)
   # No memory at all is refused elsewhere.
-  monkeypatch.setattr(checkpoint, "free_bytes", lambda *_: None)
+  monkeypatch.setattr(checkpoint, "device_free_bytes", lambda *_: None)
 
 
 def _loaded(folder: str, *flags: str, codes: bool = False):

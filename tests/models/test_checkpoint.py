@@ -34,6 +34,7 @@ from ringjax.errors import (
 from ringjax.models import checkpoint
 from ringjax.models.hf.tensors import checkpoint_tensors, parameters
 from ringjax.nn.param import Rules
+from ringjax.parallel import memory
 from tests import checkpoints
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -574,18 +575,18 @@ def test_a_dtype_that_cannot_be(llama, tmp_path, dtype, unchecked):
 
 def test_weights_that_do_not_fit(tmp_path, monkeypatch):
   path = checkpoints.write("llama3", tmp_path / "model")
-  monkeypatch.setattr(checkpoint, "free_bytes", lambda device, sharing: 10_000)
+  monkeypatch.setattr(checkpoint, "device_free_bytes", lambda *_: 10_000)
   text = refused(MemoryEstimateError, lambda: models.load(path))
   assert "10,000" in text and "bfloat16" in text and "model" in text
   # Eight devices need an eighth of what is sharded; the rest is whole.
-  monkeypatch.setattr(checkpoint, "free_bytes", lambda device, sharing: 150_000)
+  monkeypatch.setattr(checkpoint, "device_free_bytes", lambda *_: 150_000)
   refused(MemoryEstimateError, lambda: models.load(path), "weights")
   models.load(path, mesh=make_mesh((2,), ("model",), 2))
 
 
 def test_random_weights_that_do_not_fit(monkeypatch):
   config = checkpoints.config("llama3")
-  monkeypatch.setattr(checkpoint, "free_bytes", lambda device, sharing: 150_000)
+  monkeypatch.setattr(checkpoint, "device_free_bytes", lambda *_: 150_000)
   refused(MemoryEstimateError, lambda: models.create(config), "150,000")
   models.create(config, mesh=make_mesh((2,), ("model",), 2))
   # Shapes take no room.
@@ -595,7 +596,7 @@ def test_random_weights_that_do_not_fit(monkeypatch):
 
 def test_free_memory_is_shared_by_the_devices_of_a_host():
   device = jax.devices()[0]
-  one, eight = (checkpoint.free_bytes(device, n) for n in (1, 8))
+  one, eight = (memory.device_free_bytes(device, n) for n in (1, 8))
   if one is None:
     pytest.skip("unknown here")
   assert 0 < eight < one

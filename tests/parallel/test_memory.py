@@ -74,7 +74,9 @@ def test_a_machine_without_limits(tmp_path):
   files = {"memory.max": "max\n", "memory.current": "5\n"}
   root = system(tmp_path, "0::/\n", files)
   assert memory.host_free_bytes(root) == 1_024_000_000
-  assert memory.host_free_bytes(str(tmp_path / "none")) is None
+  assert memory.host_total_bytes(root) == 2_048_000_000
+  none = str(tmp_path / "none")
+  assert memory.host_free_bytes(none) is memory.host_total_bytes(none) is None
 
 
 @pytest.mark.parametrize("inner", [True, False])
@@ -90,6 +92,7 @@ def test_a_limit_of_a_group_or_of_one_around_it(tmp_path, inner):
   }
   root = system(tmp_path, "0::/a/b\n", files)
   assert memory.host_free_bytes(root) == 350_000
+  assert memory.host_total_bytes(root) == 1_000_000
 
 
 def test_a_limit_of_the_older_interface(tmp_path):
@@ -104,3 +107,46 @@ def test_a_limit_of_the_older_interface(tmp_path):
   files["memory/memory.limit_in_bytes"] = f"{2**63 - 4096}\n"
   root = system(tmp_path, groups, files)
   assert memory.host_free_bytes(root) == 1_024_000_000
+
+
+# ---------------------------------------------------------------------------
+# Devices
+# ---------------------------------------------------------------------------
+
+
+class ReportingDevice:
+  """A device that reports given figures, or raises as a plug-in may."""
+
+  def __init__(self, stats, platform="gpu"):
+    self.stats, self.platform = stats, platform
+
+  def memory_stats(self):
+    if isinstance(self.stats, Exception):
+      raise self.stats
+    return self.stats
+
+
+@pytest.mark.parametrize(
+  ("stats", "memory_bytes", "free"),
+  [
+    ({"bytes_limit": 100, "bytes_in_use": 30, "peak_bytes_in_use": 60},
+     (100, 30, 60), 70),
+    ({"bytes_limit": 100}, (100, 0, None), 100),
+    ({"peak_bytes_in_use": 60}, (None, None, 60), None),
+    (None, (None, None, None), None),
+    (NotImplementedError("no figures"), (None, None, None), None),
+    (jax.errors.JaxRuntimeError("UNIMPLEMENTED"), (None, None, None), None),
+  ],
+)  # fmt: skip
+def test_a_device_has_the_memory_that_it_reports(stats, memory_bytes, free):
+  device = ReportingDevice(stats)
+  assert memory.device_memory(device) == memory_bytes
+  assert memory.device_free_bytes(device, 2) == free
+
+
+def test_cpu_devices_share_the_memory_of_the_host(monkeypatch):
+  monkeypatch.setattr(memory, "host_total_bytes", lambda: 1000)
+  monkeypatch.setattr(memory, "host_free_bytes", lambda: 600)
+  device = ReportingDevice(None, "cpu")
+  assert memory.device_memory(device, 4).total == 250
+  assert memory.device_free_bytes(device, 4) == 150

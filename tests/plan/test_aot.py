@@ -21,7 +21,8 @@ import ringjax as rj
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.kv.base import bytes_each
 from ringjax.parallel import chips
-from ringjax.plan.compiler import aot, compiling, hlo, overlap
+from ringjax.plan.compiler import aot, compiling, hlo, overlap, target
+from tests.plan.test_overlap import HIDDEN, program
 
 STEPS = "ringjax.bench.steps"
 ATTENTION = f"{STEPS}:attention"
@@ -591,7 +592,7 @@ class TestCompiled:
 
 
 def test_without_libtpu_it_says_what_to_install(monkeypatch):
-  monkeypatch.setattr(aot, "missing", lambda: "libtpu is not installed")
+  monkeypatch.setattr(aot, "missing", lambda *_: "libtpu is not installed")
   with pytest.raises(OptionError, match="libtpu is not installed"):
     aot.compile(ATTENTION, "v5e:2x2", {"tokens": 512})
 
@@ -615,7 +616,7 @@ def test_a_compilation_ends_with_who_asked_for_it(tmp_path):
 
 
 def test_options_have_to_be_plain(monkeypatch):
-  monkeypatch.setattr(aot, "missing", lambda: None)
+  monkeypatch.setattr(aot, "missing", lambda *_: None)
   with pytest.raises(OptionError, match="options"):
     aot.compile(ATTENTION, "v5e:2x2", {"tokens": object()})
 
@@ -625,8 +626,8 @@ def test_options_have_to_be_plain(monkeypatch):
   [((1, 1), [1, 1, 1]), ((1, 2), [1, 2, 1]), ((2, 1, 1), [2, 1, 1])],
 )
 def test_a_slice_narrower_than_a_host_says_so(sides, bounds):
-  assert aot._host(sides) == {"chips_per_host_bounds": bounds}
-  assert aot._host((4, 4)) == aot._host((2, 2, 1)) == {}
+  assert target._host(sides) == {"chips_per_host_bounds": bounds}
+  assert target._host((4, 4)) == target._host((2, 2, 1)) == {}
 
 
 def test_the_environment_hides_what_libtpu_would_read(monkeypatch):
@@ -644,12 +645,45 @@ def test_of_a_compiler_that_broke_the_reason_is_told(monkeypatch):
   fatal = "F1122 21:26:03.123456   123 shape.cc:99] Check failed: size >= 0"
   said = ["W1122 21:26:01.0 loading", fatal, *["55b3e23e790f,"] * 999]
   source = f"import sys; sys.stderr.write({chr(10).join(said)!r}); sys.exit(7)"
-  monkeypatch.setattr(aot, "missing", lambda: None)
+  monkeypatch.setattr(aot, "missing", lambda *_: None)
   monkeypatch.setattr(aot, "_CHILD", source)
   with pytest.raises(aot.CompileError) as error:
     aot.compile(ATTENTION, "v5e:2x2", {"tokens": 512})
   assert "status 7" in str(error.value)
   assert str(error.value).rstrip(".").endswith(fatal)
+
+
+def test_traffic_that_fails_hides_no_result(monkeypatch):
+  body = {
+    "fits": True, "devices": 4, "coords": [[0, 0, 0]] * 4, "data_trips": 1.0,
+    "facts": {}, "versions": {}, "trace_s": 1.0, "compile_s": 300.0,
+    "memory": dict.fromkeys(
+      ("arguments", "outputs", "aliased", "temporaries", "code"), 1000
+    ),
+  }  # fmt: skip
+  texts = []
+
+  def parse(text):
+    texts.append(text)
+    return real_parse(text)
+
+  def failing(program, *, taken):
+    raise KeyError("fusion.7")
+
+  real_parse = hlo.parse
+  monkeypatch.setattr(aot, "missing", lambda *_: None)
+  monkeypatch.setattr(aot, "_run", lambda *_: (body, program(*HIDDEN)))
+  monkeypatch.setattr(hlo, "parse", parse)
+  compiled = aot.compile(ATTENTION, "v5e:2x2", {"tokens": 512})
+  # The program's text is read once, for the report and the traffic.
+  assert len(texts) == 1
+  assert compiled.traffic is not None and compiled.traffic_error is None
+  monkeypatch.setattr(aot, "traffic", failing)
+  compiled = aot.compile(ATTENTION, "v5e:2x2", {"tokens": 512})
+  assert compiled.fits and compiled.report is not None
+  assert compiled.traffic is None
+  assert compiled.traffic_error == "KeyError: 'fusion.7'"
+  assert compiled.record()["traffic_error"] == compiled.traffic_error
 
 
 REPORT = """Memory Space: default (color=0)

@@ -8,16 +8,16 @@ import pytest
 
 from ringjax import plan
 from ringjax.errors import OptionError
-from ringjax.plan import Machine, Network, Noise, Prompt
+from ringjax.plan import Cluster, Link, Noise, Prompt
 from ringjax.plan.kv_runahead import schedules
 
 PROFILE = plan.profile("llama7b-a100")
-FAST, SLOW = Network(bandwidth=300e9), Network(bandwidth=2e9)
+FAST, SLOW = Link(bandwidth=300e9), Link(bandwidth=2e9)
 
 
-def choose(network: Network, tokens: int = 16384, **more):
+def choose(network: Link, tokens: int = 16384, **more):
   noise = more.pop("noise", None)
-  machine = Machine(profile=PROFILE, network=network, noise=noise)
+  machine = Cluster(profile=PROFILE, network=network, noise=noise)
   window = more.pop("window", None)
   prompt = Prompt(tokens=tokens, window=window)
   return plan.choose(machine, prompt, more.pop("ranks", 4), **more)
@@ -44,7 +44,7 @@ def test_slow_links_are_a_chain_s():
 @pytest.mark.slow
 def test_noisy_links_are_a_chain_s():
   # At this speed the quiet links are the ring's and the noisy ones are not.
-  network = Network(bandwidth=40e9)
+  network = Link(bandwidth=40e9)
   assert choose(network).way.method == "striped"
   found = choose(network, noise=Noise(slower=100.0))
   assert found.way.method == "kvr"
@@ -52,7 +52,7 @@ def test_noisy_links_are_a_chain_s():
 
 
 def test_decoding_on_one_rank_is_a_chain_s():
-  network = Network(bandwidth=10e9)
+  network = Link(bandwidth=10e9)
   assert choose(network).way.method == "striped"
   found = choose(network, keep="last")
   assert found.way.method == "kvr"

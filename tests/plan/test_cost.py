@@ -15,8 +15,9 @@ from ringjax import plan
 from ringjax.errors import ConfigError, OptionError
 from ringjax.models.presets import PRESETS
 from ringjax.parallel import chips
+from ringjax.parallel.chips import Link
 from ringjax.plan import cost, profiles
-from ringjax.plan.cost import Network, Profile, Prompt, Shape
+from ringjax.plan.cost import Profile, Prompt, Shape
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 A100 = profiles.STATED["llama7b-a100"]
@@ -136,10 +137,10 @@ def test_scaled_to_itself():
     lambda: dataclasses.replace(A100, early=1.5),
     lambda: dataclasses.replace(A100, kernel="sparse"),
     lambda: dataclasses.replace(A100, kv_bytes=math.inf),
-    lambda: Network(bandwidth=0.0),
-    lambda: Network(bandwidth=-1.0),
-    lambda: Network(bandwidth=1.0, latency_s=-1.0),
-    lambda: Network(bandwidth=math.inf),
+    lambda: Link(bandwidth=0.0),
+    lambda: Link(bandwidth=-1.0),
+    lambda: Link(bandwidth=1.0, latency_s=-1.0),
+    lambda: Link(bandwidth=math.inf),
     lambda: Prompt(tokens=0),
     lambda: Prompt(tokens=5, prefix=-1),
     lambda: Prompt(tokens=5, window=0),

@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringjax.errors import CheckpointFormatError, OptionError
+from ringjax.parallel.chips import Link
 from ringjax.plan import cost, profiles
-from ringjax.plan.cost import Network, Prompt
+from ringjax.plan.cost import Prompt
 from ringjax.plan.kv_runahead import balance, grid, partition, schedules
 from ringjax.plan.kv_runahead.table import PartitionTable, TableKey
 
 A100 = profiles.STATED["llama7b-a100"]
-FAST = Network(bandwidth=300e9)
+FAST = Link(bandwidth=300e9)
 KEY = TableKey(model="m", hardware="h", ranks=2, bandwidth=1e9)
 TABLE = PartitionTable(KEY, {100: (0.6, 0.4), 200: (0.8, 0.2)})
 
@@ -243,10 +244,10 @@ def test_balance_is_best_until_a_link_binds():
     schedules.kvr_seconds(A100, prompt, [lengths], network)[0]
   )
   for bandwidth in (300e9, 10e9):
-    network = Network(bandwidth=bandwidth)
+    network = Link(bandwidth=bandwidth)
     found = partition.find(A100, prompt, 4, network)
     assert found.seconds > 0.99 * seconds(network, start)
-  slow = Network(bandwidth=3e9)
+  slow = Link(bandwidth=3e9)
   found = partition.find(A100, prompt, 4, slow)
   assert math.isclose(seconds(slow, start), 2.49, rel_tol=0.01)
   assert found.seconds < 2.09
@@ -257,7 +258,7 @@ def test_balance_is_best_until_a_link_binds():
   ("bandwidth", "want"), [(300e9, 9784), (2e9, 9792), (1e9, 7104)]
 )
 def test_two_ranks_over_slower_links(bandwidth, want):
-  network = Network(bandwidth=bandwidth)
+  network = Link(bandwidth=bandwidth)
   found = partition.find(A100, Prompt(tokens=16384), 2, network)
   assert math.isclose(found.lengths[0], want, rel_tol=0.01)
 
@@ -267,7 +268,7 @@ def test_search_against_all_partitions():
   profile = dataclasses.replace(A100, floor_s=0.0, pair_s=1e-5)
   prompt = Prompt(tokens=tokens)
   for bandwidth in (300e9, 1e9, 1e8):
-    network = Network(bandwidth=bandwidth)
+    network = Link(bandwidth=bandwidth)
     every = [
       (a, b - a, tokens - b)
       for a, b in itertools.combinations(range(1, tokens), 2)
@@ -498,7 +499,7 @@ def test_a_prompt_below_the_floor_uses_one():
 
 
 def test_a_slow_link_uses_one():
-  found = partition.plan(A100, Prompt(tokens=2048), 4, Network(bandwidth=1e8))
+  found = partition.plan(A100, Prompt(tokens=2048), 4, Link(bandwidth=1e8))
   assert found.ranks == 1
 
 
@@ -511,7 +512,7 @@ def test_few_tiles_use_few_ranks():
 
 
 def test_a_link_that_binds_is_named():
-  found = partition.plan(A100, Prompt(tokens=16384), 4, Network(bandwidth=3e9))
+  found = partition.plan(A100, Prompt(tokens=16384), 4, Link(bandwidth=3e9))
   assert "a link binds" in " ".join(found.why)
 
 
@@ -528,5 +529,5 @@ def test_windows_and_prefixes():
 
 
 def test_the_same_each_time():
-  args = (A100, Prompt(tokens=10240), 4, Network(bandwidth=3e9))
+  args = (A100, Prompt(tokens=10240), 4, Link(bandwidth=3e9))
   assert partition.plan(*args) == partition.plan(*args)

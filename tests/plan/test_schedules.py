@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringjax.errors import OptionError
+from ringjax.parallel.chips import Link
 from ringjax.plan import cost, draw, profiles
-from ringjax.plan.cost import Network, Profile, Prompt
+from ringjax.plan.cost import Profile, Prompt
 from ringjax.plan.events import Simulator
 from ringjax.plan.kv_runahead import schedules
 from ringjax.plan.kv_runahead.schedules import Noise
 
 A100 = profiles.STATED["llama7b-a100"]
-FAST = Network(bandwidth=300e9)
+FAST = Link(bandwidth=300e9)
 # Of one token a row of keys and a row of values: bytes count rows.
 ROWS = Profile(
   name="rows",
@@ -37,7 +38,7 @@ def near(a: float, b: float) -> bool:
 
 @pytest.mark.smoke
 def test_the_worked_example():
-  prompt, network = Prompt(tokens=9), Network(bandwidth=1.0)
+  prompt, network = Prompt(tokens=9), Link(bandwidth=1.0)
   chain = schedules.kvr(ROWS, prompt, (4, 3, 2), network)
   assert chain.work == (16, 21, 18)
   assert chain.link_bytes == {"0-1": 8, "1-2": 14} and chain.sent_bytes == 22
@@ -49,7 +50,7 @@ def test_the_worked_example():
 
 def test_layers_multiply_bytes():
   deep = dataclasses.replace(ROWS, layers=5)
-  prompt, network = Prompt(tokens=9), Network(bandwidth=1.0)
+  prompt, network = Prompt(tokens=9), Link(bandwidth=1.0)
   assert schedules.kvr(deep, prompt, (4, 3, 2), network).sent_bytes == 110
   assert schedules.tsp(deep, prompt, 3, network).sent_bytes == 180
 
@@ -75,7 +76,7 @@ def cases(draw):
     prefix=draw(st.sampled_from([0, 13])),
     window=draw(st.sampled_from([None, 1, 17])),
   )
-  network = Network(
+  network = Link(
     bandwidth=draw(st.sampled_from([1.0, 30.0, 1e6])),
     latency_s=draw(st.sampled_from([0.0, 0.7])),
   )
@@ -178,7 +179,7 @@ def test_many_partitions_are_each_alone():
 @settings(max_examples=25)
 def test_tsp_in_closed_form(ranks, bandwidth, tokens):
   tokens = tokens * ranks
-  network = Network(bandwidth=bandwidth, latency_s=1e-4)
+  network = Link(bandwidth=bandwidth, latency_s=1e-4)
   profile = dataclasses.replace(A100, layers=4, floor_s=0.0, fixed_s=0.01)
   found = schedules.tsp(profile, Prompt(tokens=tokens), ranks, network)
   each = tokens // ranks
@@ -196,7 +197,7 @@ def test_tsp_in_closed_form(ranks, bandwidth, tokens):
 @settings(max_examples=25)
 def test_ring_over_links_that_cost_nothing(ranks, tokens):
   tokens = tokens * ranks
-  network = Network(bandwidth=1e30)
+  network = Link(bandwidth=1e30)
   profile = dataclasses.replace(A100, layers=2, floor_s=0.0)
   striped = schedules.ring(profile, Prompt(tokens=tokens), ranks, network)
   linear = profile.token_s * tokens / ranks
@@ -213,9 +214,9 @@ def test_ring_over_links_that_cost_nothing(ranks, tokens):
 
 def test_ring_hides_hops_behind_compute():
   prompt = Prompt(tokens=16384)
-  free = schedules.ring(A100, prompt, 4, Network(bandwidth=1e30)).seconds
+  free = schedules.ring(A100, prompt, 4, Link(bandwidth=1e30)).seconds
   assert near(schedules.ring(A100, prompt, 4, FAST).seconds, free)
-  slow = schedules.ring(A100, prompt, 4, Network(bandwidth=1e9)).seconds
+  slow = schedules.ring(A100, prompt, 4, Link(bandwidth=1e9)).seconds
   # Three hops of a quarter, in each of 32 layers, cannot be hidden.
   assert slow >= 32 * 3 * 4096 * 16384 / 1e9
 

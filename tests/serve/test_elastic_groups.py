@@ -327,7 +327,7 @@ def test_refusals():
   refused(OptionError, lambda: ElasticScheduler([]), "times")
   refused(OptionError, lambda: FixedGroups(_times(1), [[0], [1, 2]]), "groups")
   refused(OptionError, lambda: ElasticOptions(slots=0), "slots")
-  refused(OptionError, lambda: GroupMachine(flops=0.0), "flops")
+  refused(OptionError, lambda: GroupMachine(parameters=0.0), "parameters")
   long = [ask(prompt_tokens=210_001, new_tokens=1)]
   (one,) = simulate_elastic(long, policy, 1).served
   assert "210001 tokens for 210000 slots" in one.rejected

@@ -231,7 +231,9 @@ def test_what_does_not_fit_is_said_before_the_first_step(monkeypatch):
   size = 4 * sum(x.size for x in jax.tree.leaves(model))
   run = lambda: recipe.train(recipe.Recipe(stages=(STAGE,)), model, text())
   # Two moments and the gradients; the parameters are there.
-  monkeypatch.setattr(memory_needs, "free_bytes", lambda *_: 3 * size - 1000)
+  monkeypatch.setattr(
+    memory_needs, "device_free_bytes", lambda *_: 3 * size - 1000
+  )
   with pytest.raises(MemoryEstimateError) as caught:
     run()
   message = str(caught.value)
@@ -241,14 +243,16 @@ def test_what_does_not_fit_is_said_before_the_first_step(monkeypatch):
   ):  # fmt: skip
     assert word in message
   assert "..." not in message
-  monkeypatch.setattr(memory_needs, "free_bytes", lambda *_: 3 * size + 1000)
+  monkeypatch.setattr(
+    memory_needs, "device_free_bytes", lambda *_: 3 * size + 1000
+  )
   with pytest.warns(RuntimeWarning, match=r"may not fit.*activations.*--c"):
     run()
 
 
 def test_no_number_is_cut_off_from_what_does_not_fit(monkeypatch):
   needs = memory_needs.TrainingMemory(*[999_900_000_000_000] * 5)
-  monkeypatch.setattr(memory_needs, "free_bytes", lambda *_: 998 * 10**9)
+  monkeypatch.setattr(memory_needs, "device_free_bytes", lambda *_: 998 * 10**9)
   mesh = jax.make_mesh((8,), ("seq",))
   with pytest.raises(MemoryEstimateError) as caught:
     memory_needs.check_memory(needs, mesh, resident=False)

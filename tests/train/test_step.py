@@ -18,7 +18,7 @@ from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention.strategies.ring import Ring
 from ringjax.train import batch as batches
 from ringjax.train import remat, step
-from ringjax.train.expert_balance import warn_unbalanced
+from ringjax.train.expert_balance import ExpertBalance, warn_unbalanced
 from tests.helpers import refused
 
 CONFIG = {
@@ -405,7 +405,7 @@ def test_labels_outside_of_the_vocabulary_are_placed(wanted):
 
 @pytest.mark.long
 def test_a_mixture_whose_config_asks_for_balance():
-  """No loss balances experts: the config's wish is named, once."""
+  """Without output_router_logits no loss is computed; a warning says so."""
   config = {
     "model_type": "mixtral",
     "vocab_size": 64,
@@ -424,4 +424,5 @@ def test_a_mixture_whose_config_asks_for_balance():
     warnings.simplefilter("error")
     for coefficient in (0.0, None):
       other = {**config, "router_aux_loss_coef": coefficient}
-      warn_unbalanced(jax.eval_shape(lambda c=other: checkpoint.create(c)))
+      model = jax.eval_shape(lambda c=other: checkpoint.create(c))
+      warn_unbalanced(model, ExpertBalance())

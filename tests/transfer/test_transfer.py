@@ -15,6 +15,7 @@ import pytest
 import ringjax as rj
 from ringjax import transfer
 from ringjax.transfer.description import keys_to_runs, runs_to_keys
+from ringjax.transfer.wire import AuthenticationError, PullConnection
 from tests.helpers import until
 
 KEY = secrets.token_bytes(32)
@@ -205,6 +206,22 @@ def test_a_publisher_that_starts_anew_knows_no_old_ticket(publisher):
     again.publish(make_pages([0], seed=1), LAYOUT)
     with pytest.raises(transfer.StaleTicketError, match="started anew"):
       transfer.pull(ticket, again.address, KEY)
+
+
+def test_a_connection_that_fails_names_the_other_side():
+  with transfer.Publisher(KEY) as publisher:
+    address = publisher.address
+    connect = lambda key: PullConnection.connect(
+      address, key, 5.0, "instance 3", rank=3
+    )
+    connect(KEY).close()
+    with pytest.raises(AuthenticationError, match="instance 3"):
+      connect(bytes(32))
+  with pytest.raises(rj.PeerError, match="instance 3 cannot be") as error:
+    connect(KEY)
+  assert error.value.rank == 3
+  # One sentence, and no tuple of a text and a number.
+  assert f"{error.value}".startswith("instance 3 cannot be reached")
 
 
 def test_pages_stay_while_they_are_read():

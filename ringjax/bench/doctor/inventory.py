@@ -159,15 +159,10 @@ def _mesh(mesh: Mesh) -> str:
 
 
 def _device_memory(device: jax.Device) -> str:
-  stats: Mapping[str, int]
-  try:
-    stats = device.memory_stats() or {}
-  except (NotImplementedError, RuntimeError):
-    stats = {}
-  if "bytes_limit" not in stats:
+  total, used, _ = memory.device_memory(device)
+  if total is None or used is None:
     return "the host's" if device.platform == "cpu" else "unknown"
-  used = stats.get("bytes_in_use", 0)
-  return f"{stats['bytes_limit'] / 1e9:,.1f} GB, {used / 1e9:,.1f} GB in use"
+  return f"{total / 1e9:,.1f} GB, {used / 1e9:,.1f} GB in use"
 
 
 def _memory_kinds(device: jax.Device) -> str:
@@ -178,11 +173,12 @@ def _memory_kinds(device: jax.Device) -> str:
 def _host() -> str:
   about = timing.environment("")["machine"]
   free = memory.host_free_bytes()
-  pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  total = memory.host_total_bytes()
+  total_text = "unknown memory" if total is None else f"{total / 1e9:,.1f} GB"
   free_text = "" if free is None else f", {free / 1e9:,.1f} GB free"
   return (
     f"{about['cpu']}, {about['cores']} cores, {about['vectors']}, "
-    f"{pages / 1e9:,.1f} GB{free_text}"
+    f"{total_text}{free_text}"
   )
 
 

@@ -49,7 +49,6 @@ from ringjax.infer.prefill import padded, read
 from ringjax.infer.prompt_reading import check_call
 from ringjax.infer.session import Session, free_on, on_its_mesh
 from ringjax.kv.base import bytes_each
-from ringjax.kv.cache import Blocks
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.composed.context_cache import (
   ContextCache,
@@ -57,6 +56,7 @@ from ringjax.kv.composed.context_cache import (
   placed,
   slots_for,
 )
+from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.attention.cached.code_format import token_axis

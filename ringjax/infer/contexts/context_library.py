@@ -34,9 +34,10 @@ from ringjax.infer.prefill import padded
 from ringjax.infer.prompt_reading import check_callable, read_context
 from ringjax.infer.session import Session
 from ringjax.json_text import json_text
-from ringjax.kv.cache import Blocks, LayerCacheSpec, LayerKV
 from ringjax.kv.cache_kind import CacheConfig, cache_kind
 from ringjax.kv.composed.context_cache import PlacedContext, exported, placed
+from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
+from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.models.grouping import kind_rows
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ShardingContext

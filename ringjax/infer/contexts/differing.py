@@ -21,10 +21,10 @@ from ringjax.errors import OptionError
 from ringjax.infer.contexts.context_library import EncodedContext
 from ringjax.infer.prompt_reading import read_context
 from ringjax.infer.session import Session
-from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheConfig, LayoutConfig
 from ringjax.kv.codecs import Codec
 from ringjax.kv.composed.context_cache import exported
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.models.first_layers import first_layers
 from ringjax.models.transformer import Transformer
 from ringjax.nn.stack import keeps

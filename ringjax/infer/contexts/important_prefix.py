@@ -43,7 +43,6 @@ from ringjax.infer.layerwise import LayerPrograms, TokenSpan
 from ringjax.infer.prefill import padded
 from ringjax.infer.prompt_reading import read_context
 from ringjax.infer.session import Session
-from ringjax.kv.cache import Blocks, LayerKV
 from ringjax.kv.composed.context_cache import (
   ContextCache,
   PlacedContext,
@@ -51,6 +50,8 @@ from ringjax.kv.composed.context_cache import (
   placed,
   slots_for,
 )
+from ringjax.kv.layer_spec import LayerKV
+from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.ops.mask import Causal, Coords
@@ -421,9 +422,8 @@ def through_layers(
     np.int32(first), np.int32(question.size), np.int32(first + question.size)
   )
   question = np.pad(question, (0, -question.size % multiple))
-  x = programs.embed(programs.outer, jnp.asarray(question)[None])
-  for layer in programs.layers:
-    weights = programs.weights(layer)
+  x = programs.embed(jnp.asarray(question)[None])
+  for layer, weights in programs.walk():
     mixer: Any = layer.spec.attention
     q, k, v = programs.project(layer.spec, weights, x, span, dtype)
     turned = (jnp.swapaxes(part[0], 0, 1) for part in (k, v))

@@ -25,7 +25,6 @@ import os
 import queue
 import secrets
 import selectors
-import socket
 import subprocess
 import sys
 import threading
@@ -231,16 +230,9 @@ class AttentionWorkers:
     try:
       for n, (host, port) in enumerate(addresses):
         name = f"attention worker {n} ({host}:{port})"
-        try:
-          connection = socket.create_connection((host, port), patience_s)
-        except OSError as error:
-          raise PeerError(f"{name} does not listen: {error}", n) from None
-        link = PullConnection(connection, patience_s, name)
-        try:
-          link.greet_publisher(key)
-        except PeerError:
-          link.close()
-          raise
+        link = PullConnection.connect(
+          (host, port), key, patience_s, name, rank=n
+        )
         self._workers.append(_WorkerLink(link))
     except BaseException:
       self.close()
@@ -764,19 +756,21 @@ class _Decoding:
       cached_tokens += int(half.pos[half.active].sum()) + int(half.active.sum())
       self.traffic["steps"] += 1
       self.traffic["row_steps"] += int(half.active.sum())
-      half.x = programs.embed(programs.outer, half.token[:, None])
+      half.x = programs.embed(half.token[:, None])
     self.peak = max(self.peak, cached_tokens)
-    for n, layer in enumerate(layers):
+    for layer, weights in programs.walk(layers, stacked=True):
+      n = layer.number
       for half in halves:
         if n:
           self._finish(half, n - 1)
         projected = programs.project(
-          layer.spec, programs.in_stack(layer), half.x, half.at, self.dtype
+          layer.spec, weights, half.x, half.at, self.dtype
         )
         self._ask(half, n, jax.device_get(projected))
     for half in halves:
       self._finish(half, len(layers) - 1)
-      logits = programs.head(programs.outer, half.x, np.int32(0))
+      assert half.x is not None
+      logits = programs.head(half.x, np.int32(0))
       # Asynchronous: the other mini-batch is finished meanwhile.
       half.x = self._choose(logits, half.pos + 1, half.prompt)
     for half in halves:

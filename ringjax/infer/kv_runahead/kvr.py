@@ -330,11 +330,13 @@ class Runahead:
     for tile in tiles:
       tile_ids = np.zeros((1, tile.size), np.int32)
       tile_ids[0, : tile.real] = ids[tile.first : tile.end]
-      xs.append(programs.embed(programs.outer, tile_ids))
-    for layer in layers:
-      pause(layer.number)
+      xs.append(programs.embed(tile_ids))
+
+    def begin_layer(number: int) -> None:
+      pause(number)
       self.peers.check()
-      weights = programs.weights(layer)
+
+    for layer, weights in programs.walk(layers, before=begin_layer):
       start_s = recorder.now()
       projected = self._paced(
         programs.project(layer.spec, weights, x, span, self.dtype)
@@ -396,7 +398,7 @@ class Runahead:
     return self.programs.encode(self.programs.constants(layer), k, v)
 
   def _head(self, x: jax.Array, row: int) -> jax.Array:
-    return self.programs.head(self.programs.outer, x, row)
+    return self.programs.head(x, row)
 
   def _paced(self, started: Iterator[Any]) -> list[Any]:
     """Start programs, at most `_AHEAD` of them in flight, and return all.

@@ -15,6 +15,7 @@ the shards that computed them.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -36,21 +37,19 @@ from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention.cost.schedule import tile_counts
 from ringjax.ops.attention.dense import Dense
-from ringjax.ops.attention.strategies.gather import Gather
-from ringjax.ops.attention.strategies.ring import Ring
+from ringjax.ops.attention.strategies.registry import find
 from ringjax.parallel import peers as peers_
-from ringjax.parallel.layout import Contiguous, Striped
 from ringjax.parallel.peers import Peers
 from ringjax.plan import cost
 
-# name: (layout, strategy)
-_STRATEGIES: dict[str, tuple[Any, Any]] = {
-  "tsp": (Contiguous(), Gather(Dense())),
-  "flash_tsp": (Contiguous(), Gather()),
-  "ring": (Contiguous(), Ring()),
-  "striped": (Striped(), Ring()),
+# Names in the table of strategies; "tsp" computes all scores at once.
+_NAMES = {
+  "tsp": "gather",
+  "flash_tsp": "gather",
+  "ring": "ring",
+  "striped": "striped",
 }
-METHODS = tuple(_STRATEGIES)
+METHODS = tuple(_NAMES)
 
 
 class LockstepPrefill:
@@ -87,11 +86,15 @@ class LockstepPrefill:
         f"all devices along {axis!r}",
         f"pass rj.make_mesh((-1,), ({axis!r},))",
       )
-    layout, strategy = _STRATEGIES[method]
+    entry = find(_NAMES[method])
+    assert entry is not None
+    strategy = entry.strategy
+    if method == "tsp":
+      strategy = dataclasses.replace(strategy, local=Dense())
     self.model, self.peers = model, peers
     self.mesh, self.axis, self.size = mesh, axis, mesh.shape[axis]
     self.attend = ContextParallel(
-      mesh=mesh, axis=axis, layout=layout, strategy=strategy
+      mesh=mesh, axis=axis, layout=entry.layout, strategy=strategy
     )
     self.programs = LayerPrograms(model, self.attend)
     self._compiled: set[int] = set()
@@ -185,24 +188,28 @@ class LockstepPrefill:
     )
     filled = np.zeros(width, np.int32)
     filled[: ids.size] = ids
-    x = programs.embed(programs.outer, put(filled[order]))
+    x = programs.embed(put(filled[order]))
     pos = put(order.astype(np.int32))
     seg = None if real.all() else put(real.astype(np.int32))
     keys_values = []
-    for layer in programs.layers:
-      pause(layer.number)
+    start_s = 0.0
+
+    def begin_layer(number: int) -> None:
+      nonlocal start_s
+      pause(number)
       if recorder is not None:
         peers.check()
-        peers.tick(layer.number + 1)
-      start_s = 0.0 if recorder is None else recorder.now()
-      weights = programs.weights(layer)
+        peers.tick(number + 1)
+        start_s = recorder.now()
+
+    for layer, weights in programs.walk(before=begin_layer):
       x, fresh = programs.full_layer(layer.spec, weights, x, pos, seg, ids.size)
       keys_values.append((fresh.k, fresh.v))
       jax.block_until_ready(x)
       if recorder is not None:
         recorder.add("attend", layer.number, start_s)
     row = int(np.flatnonzero(order == ids.size - 1)[0])
-    logits = jax.block_until_ready(programs.head(programs.outer, x, row))
+    logits = jax.block_until_ready(programs.head(x, row))
     return logits.addressable_data(0)
 
   def _work(

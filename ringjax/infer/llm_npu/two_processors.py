@@ -202,8 +202,8 @@ class _Reader:
     ]
     self.parts = [kinds[layer.kind] for layer in self.layers]
     self.weights, self.active = [], []
-    for layer, parts in zip(self.layers, self.parts, strict=True):
-      weights = self.programs.weights(layer)
+    for layer, weights in self.programs.walk():
+      parts = self.parts[layer.number]
       map_weights, other_weights = parts.split(weights)
       self.weights.append(
         (map_weights, jax.device_put(other_weights, self.mixer))
@@ -246,7 +246,7 @@ class _Reader:
       raise self.failure
     last = (self.ids.size - 1) % self.chunk
     x = jax.device_put(self._finished(len(self.spans) - 1, -1), self.maps)
-    logits = self.programs.head(self.programs.outer, x, last)
+    logits = self.programs.head(x, last)
     return TwoProcessorReading(
       logits=logits,
       session=self._session(),
@@ -399,7 +399,7 @@ class _Reader:
     first, real = int(span.first), int(span.real)
     tile_ids[0, :real] = self.ids[first : first + real]
     tile_ids = jax.device_put(tile_ids, self.maps)
-    return self.programs.embed(self.programs.outer, tile_ids)
+    return self.programs.embed(tile_ids)
 
   def _session(self) -> Session:
     """Joins the layers' caches to a session's, on the model's device."""

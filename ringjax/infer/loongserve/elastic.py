@@ -42,7 +42,8 @@ from ringjax.infer.loongserve.retaining_prefill import (
 from ringjax.infer.prefill import Prefill, padded, read
 from ringjax.infer.sampling import Greedy, traced
 from ringjax.infer.session import check_devices, place_of
-from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache import KVCache
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.storage.master_slots import MasterSlots
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import refuse_placed

@@ -287,10 +287,10 @@ class ElasticInstance:
     programs = self.programs
     ids = np.zeros((1, width), np.int32)
     ids[0, : counts[rank]] = call.tokens[rank::size]
-    x = programs.embed(programs.outer, ids)
+    x = programs.embed(ids)
     next_instance, previous_instance = group[(rank + 1) % size], group[rank - 1]
-    for number, layer in enumerate(programs.layers):
-      weights = programs.in_stack(layer)
+    for layer, weights in programs.walk(stacked=True):
+      number = layer.number
       q, k, v = programs.project(
         layer.spec, weights, x, spans[rank], self._dtype
       )
@@ -354,10 +354,10 @@ class ElasticInstance:
       if local_rows.size:
         ids = np.zeros((1, span.pos.size), np.int32)
         ids[0, : local_rows.size] = np.maximum(token, 0)
-        x = programs.embed(programs.outer, ids)
+        x = programs.embed(ids)
       keys = pool.at()
-      for number, layer in enumerate(programs.layers):
-        weights = programs.in_stack(layer)
+      for layer, weights in programs.walk(stacked=True):
+        number = layer.number
         run = functools.partial(programs.partial, layer.spec, weights)
         parts = []
         q = None
@@ -404,9 +404,7 @@ class ElasticInstance:
     """Most probable token after each of the given rows of x [1, T, D]."""
     index = np.zeros(_power(rows.size, _FEW_ROWS), np.int32)
     index[: rows.size] = rows
-    logits = self.programs.head(
-      self.programs.outer, _last(x, index), np.int32(0)
-    )
+    logits = self.programs.head(_last(x, index), np.int32(0))
     return np.asarray(_greedy(logits))[: rows.size].tolist()
 
   # -------------------------------------------------------------------------

@@ -167,15 +167,14 @@ class _PeerLinks:
       PeerError: If the instance does not listen, or has another key.
     """
     if target not in self._out:
+      link = PullConnection.connect(
+        address,
+        self._key,
+        self._patience_s,
+        f"instance {target}",
+        rank=target,
+      )
       try:
-        connection = socket.create_connection(address, self._patience_s)
-      except OSError as error:
-        raise PeerError(
-          f"instance {target} does not listen: {error}", target
-        ) from None
-      link = PullConnection(connection, self._patience_s, f"instance {target}")
-      try:
-        link.greet_publisher(self._key)
         send_arrays(link, "hello", number=self._number)
       except PeerError:
         link.close()

@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import KV, CallCache, CallLayer
-from ringjax.kv.cache import KVCache, LayerKV
+from ringjax.kv.cache import KVCache
+from ringjax.kv.layer_spec import LayerKV
 from ringjax.nn.sharding_context import ContextParallel, Extras
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.blockwise import Local

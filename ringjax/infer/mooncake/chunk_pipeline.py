@@ -443,7 +443,7 @@ class ChunkPipeline:
         sender.put(number, first, rows)
       elif number == len(lengths) - 1:
         programs = self.programs
-        logits = programs.head(programs.outer, xs[-1], tiles[-1].real - 1)
+        logits = programs.head(xs[-1], tiles[-1].real - 1)
         logits = jax.block_until_ready(logits)
       first += count
     if run.publish is not None:
@@ -513,7 +513,7 @@ class ChunkPipeline:
     (x,) = spare.chunk([PromptTile(0, size, 1)], activations)
     jax.block_until_ready(x)
     if self.peers.rank == self.peers.size - 1:
-      jax.block_until_ready(self.programs.head(self.programs.outer, x, 0))
+      jax.block_until_ready(self.programs.head(x, 0))
     if session is not None:
       for layer in self.programs.layers:
         zeros = np.zeros(_shape(layer, room), self.dtype)
@@ -591,8 +591,7 @@ class _Stage:
     length = self.ids.size
     token_spans = [TokenSpan(tile.first, tile.real, length) for tile in tiles]
     xs: list[Any] = [self._input(tile, tiles[0].first, came) for tile in tiles]
-    for layer in owner._layers:
-      weights = programs.weights(layer)
+    for layer, weights in programs.walk(owner._layers):
       cache, outs, parts = self.caches[layer.number], [], []
       for x, span in zip(xs, token_spans, strict=True):
         projected = programs.project(layer.spec, weights, x, span, owner.dtype)
@@ -620,7 +619,7 @@ class _Stage:
     if came is None:
       part = np.zeros((1, tile.size), np.int32)
       part[0, : tile.real] = self.ids[tile.first : tile.end]
-      return programs.embed(programs.outer, part)
+      return programs.embed(part)
     rows = np.zeros((1, tile.size, came.shape[1]), came.dtype)
     rows[0, : tile.real] = came[tile.first - first : tile.end - first]
     return rows

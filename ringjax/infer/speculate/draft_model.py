@@ -23,8 +23,8 @@ from ringjax.infer.speculate.drafter import (
   alike,
 )
 from ringjax.infer.speculate.model_drafting import ModelDrafting
-from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheConfig
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.models import load
 from ringjax.models.first_layers import first_layers
 from ringjax.models.transformer import Transformer

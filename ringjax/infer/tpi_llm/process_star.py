@@ -381,13 +381,9 @@ def join(
     try:
       if left_s <= 0:
         raise TimeoutError
-      connection = socket.create_connection(address, timeout=left_s)
-      link = PullConnection(connection, patience_s, "rank 0")
-      try:
-        link.greet_publisher(key)
-      except PeerError:
-        link.close()
-        raise
+      link = PullConnection.connect(
+        address, key, patience_s, "rank 0", connect_s=left_s
+      )
       break
     except AuthenticationError:
       raise

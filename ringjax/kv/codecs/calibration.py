@@ -19,11 +19,10 @@ from ringjax.kv.codecs.code_book import CodeBook
 from ringjax.kv.codecs.codec import Codec
 
 if TYPE_CHECKING:
-  from ringjax.kv.cache import LayerCacheSpec
+  from ringjax.kv.layer_spec import LayerCacheSpec
 
 # File that `rj.infer.calibrate` writes next to a model.
 CALIBRATION_FILE = "kv_calibration.safetensors"
-BITS = (2, 3, 4)
 WEIGHTS = ("fisher", "none")
 KEYS = ("channel", "token")
 
@@ -192,6 +191,10 @@ class Calibrated(Codec):
   values: CodeBook = CodeBook(by="token")
   unrotated: bool = True
   calibration: Calibration | str | None = None
+
+  def without_weights(self) -> Calibrated:
+    """Codec of the same bytes, without the calibration."""
+    return dataclasses.replace(self, calibration=None)
 
   def __post_init__(self) -> None:
     if self.values.by != "token":

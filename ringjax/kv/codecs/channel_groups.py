@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, UInt8
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import ShapeError
 from ringjax.kv.codecs import code_bytes
+from ringjax.ops.attention.cached.code_format import packed_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class ChannelGroups:
   group: int = 32
 
   def __post_init__(self) -> None:
-    one_of("bits", self.bits, code_bytes.BITS[1:])
+    one_of("bits", self.bits, code_bytes.INTEGER_BITS)
     positive_int("group", self.group)
 
   @property
@@ -53,7 +54,12 @@ class ChannelGroups:
 
   def width(self, dim: int) -> int:
     """Bytes of a token: its codes, and its part of those of the scales."""
-    return code_bytes.packed_bytes(dim, self.bits) + self._share(dim)
+    return sum(self.byte_parts(dim).values())
+
+  def byte_parts(self, dim: int) -> dict[str, int]:
+    """Bytes of a token: codes, and its part of the group's scales."""
+    codes = packed_bytes(dim, self.bits)
+    return {"codes": codes, "scales": self._share(dim)}
 
   def encode(
     self, x: Float[Array, "B K T D"], constants: Sequence[Any] = ()
@@ -94,7 +100,7 @@ class ChannelGroups:
     """
     del constants
     cut = self._groups(data)
-    start = code_bytes.packed_bytes(dim, self.bits)
+    start = packed_bytes(dim, self.bits)
     scales = cut[..., start:].reshape(*cut.shape[:-2], 1, -1)
     step, smallest = jnp.split(code_bytes.halves(scales, 0, 2 * dim), 2, -1)
     codes = code_bytes.unpack(cut[..., :start], self.bits, dim)

@@ -32,7 +32,7 @@ from ringjax.errors import OptionError
 from ringjax.kv.codecs import code_bytes, page_outliers
 from ringjax.kv.codecs.levels import lookup, nearest
 from ringjax.kv.codecs.page_outliers import PageOutliers
-from ringjax.ops.attention.cached.code_format import CodeFormat
+from ringjax.ops.attention.cached.code_format import CodeFormat, packed_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class CodeBook:
   group: int = 32
 
   def __post_init__(self) -> None:
-    one_of("bits", self.bits, (2, 3, 4))
+    one_of("bits", self.bits, code_bytes.LEVEL_BITS)
     outliers = page_outliers.checked(self.outliers)
     object.__setattr__(self, "outliers", outliers)
     one_of("by", self.by, ("channel", "token"))
@@ -110,7 +110,7 @@ class CodeBook:
     if self.paged is not None:
       outliers = self.paged.width(dim)
     return {
-      "codes": code_bytes.packed_bytes(dim, self.bits),
+      "codes": packed_bytes(dim, self.bits),
       "scales": 4 if self.by == "token" else 0,
       "outliers": outliers,
     }
@@ -219,7 +219,7 @@ class CodeBook:
     constants: Sequence[Any] = (),
   ) -> Float[Array, "B K T D"]:
     x = lookup(code_bytes.unpack(data, self.bits, dim), constants[-1])
-    start = code_bytes.packed_bytes(dim, self.bits)
+    start = packed_bytes(dim, self.bits)
     if self.by == "channel":
       scale, zero = (_per_channel(c) for c in constants[:2])
       if self.sinks:

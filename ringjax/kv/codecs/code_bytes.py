@@ -17,12 +17,11 @@ from jaxtyping import Array, Float, Shaped, UInt8
 
 from ringjax.ops.attention.cached.code_format import padded, parts
 
+# Bits of codes that can be packed; of codes that are integers times a step; of
+# codes of levels in a table.
 BITS = (1, 2, 3, 4, 8)
-
-
-def packed_bytes(count: int, bits: int) -> int:
-  """Bytes of so many codes."""
-  return padded(count) * bits // 8
+INTEGER_BITS = (2, 3, 4, 8)
+LEVEL_BITS = (2, 3, 4)
 
 
 def pack(

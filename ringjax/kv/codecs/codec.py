@@ -20,7 +20,7 @@ from ringjax.errors import OptionError
 from ringjax.kv.codecs.codec_wire import CodecWire
 
 if TYPE_CHECKING:
-  from ringjax.kv.cache import LayerCacheSpec
+  from ringjax.kv.layer_spec import LayerCacheSpec
 
 
 @runtime_checkable
@@ -97,6 +97,10 @@ class Codec:
   def for_model(self, load: Callable[[Any], Any]) -> Codec:
     """Reads or checks a model's calibration by `load`."""
     del load
+    return self
+
+  def without_weights(self) -> Codec:
+    """Codec of the same bytes that depends on no model's weights."""
     return self
 
   @property

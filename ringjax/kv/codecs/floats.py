@@ -46,7 +46,12 @@ class Floats:
     return FORMATS[self.format] not in (jnp.bfloat16, jnp.float16)
 
   def width(self, dim: int) -> int:
-    return dim + 2 if self._scaled else 2 * dim
+    return sum(self.byte_parts(dim).values())
+
+  def byte_parts(self, dim: int) -> dict[str, int]:
+    """Bytes of a vector: codes, scales."""
+    number_bytes = jnp.dtype(FORMATS[self.format]).itemsize
+    return {"codes": number_bytes * dim, "scales": 2 * self._scaled}
 
   def encode(
     self, x: Float[Array, "B K T D"], constants: Sequence[Any] = ()

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, UInt8
 from ringjax.checks import one_of
 from ringjax.kv.codecs import code_bytes
 from ringjax.kv.codecs.levels import lookup, nearest
-from ringjax.ops.attention.cached.code_format import CodeFormat
+from ringjax.ops.attention.cached.code_format import CodeFormat, packed_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,15 @@ class Hadamard:
   bits: int = 4
 
   def __post_init__(self) -> None:
-    one_of("bits", self.bits, (2, 3, 4))
+    one_of("bits", self.bits, code_bytes.LEVEL_BITS)
 
   def width(self, dim: int) -> int:
-    return code_bytes.packed_bytes(dim, self.bits) + 2
+    return sum(self.byte_parts(dim).values())
+
+  def byte_parts(self, dim: int) -> dict[str, int]:
+    """Bytes of a vector: codes, scales."""
+    codes = packed_bytes(dim, self.bits)
+    return {"codes": codes, "scales": 2}
 
   def encode(
     self, x: Float[Array, "B K T D"], constants: Sequence[Any] = ()
@@ -88,7 +93,7 @@ class Hadamard:
   ) -> Float[Array, "B K T D"]:
     """Decodes without the inverse transform: in the basis of `transform`."""
     del constants
-    start = code_bytes.packed_bytes(dim, self.bits)
+    start = packed_bytes(dim, self.bits)
     scale = code_bytes.halves(data, start, 1)
     codes = code_bytes.unpack(data, self.bits, dim)
     decoded = lookup(codes, np.asarray(gaussian_levels(self.bits))) * scale

@@ -19,7 +19,7 @@ from ringjax.errors import OptionError
 from ringjax.kv.codecs.codec import Codec
 
 if TYPE_CHECKING:
-  from ringjax.kv.cache import LayerCacheSpec
+  from ringjax.kv.layer_spec import LayerCacheSpec
 
 # File that `allocate_bits` writes next to a model.
 BITS_FILE = "kv_bits.json"
@@ -41,6 +41,11 @@ class PerHead:
   which: tuple[tuple[int, ...], ...]
   source: str = dataclasses.field(default="", compare=False)
   loss: float | None = dataclasses.field(default=None, compare=False)
+
+  def without_weights(self) -> PerHead:
+    """Codecs of the same bytes, without their calibrations."""
+    codecs = tuple(codec.without_weights() for codec in self.codecs)
+    return dataclasses.replace(self, codecs=codecs)
 
   def __post_init__(self) -> None:
     if not self.codecs or not all(isinstance(x, Codec) for x in self.codecs):
@@ -219,6 +224,19 @@ class Allocated:
 
   table: str | None = None
   unrotated: bool = dataclasses.field(default=False, init=False)
+
+  def without_weights(self) -> PerHead:
+    """Refuse: which head has which codec is known of a model's weights.
+
+    Raises:
+      OptionError: Always.
+    """
+    raise OptionError(
+      "cache",
+      "bits by head from a file, which is of a model with weights",
+      "one codec for all heads, for no weights are read here",
+      "load the model and print model.init_cache(1, N, kind=...).explain()",
+    )
 
   def check_file(self) -> None:
     """Refuses a table that has no file.

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, UInt8
 
 from ringjax.checks import one_of, positive_int
 from ringjax.kv.codecs import code_bytes
-from ringjax.ops.attention.cached.code_format import CodeFormat
+from ringjax.ops.attention.cached.code_format import CodeFormat, packed_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,11 +38,16 @@ class Integers:
   group: int = 64
 
   def __post_init__(self) -> None:
-    one_of("bits", self.bits, code_bytes.BITS[1:])
+    one_of("bits", self.bits, code_bytes.INTEGER_BITS)
     positive_int("group", self.group)
 
   def width(self, dim: int) -> int:
-    return code_bytes.packed_bytes(dim, self.bits) + 4 * self._groups(dim)
+    return sum(self.byte_parts(dim).values())
+
+  def byte_parts(self, dim: int) -> dict[str, int]:
+    """Bytes of a vector: codes, scales."""
+    codes = packed_bytes(dim, self.bits)
+    return {"codes": codes, "scales": 4 * self._groups(dim)}
 
   def encode(
     self, x: Float[Array, "B K T D"], constants: Sequence[Any] = ()
@@ -72,7 +77,7 @@ class Integers:
     constants: Sequence[Any] = (),
   ) -> Float[Array, "B K T D"]:
     del constants
-    groups, start = self._groups(dim), code_bytes.packed_bytes(dim, self.bits)
+    groups, start = self._groups(dim), packed_bytes(dim, self.bits)
     scales = code_bytes.halves(data, start, 2 * groups)
     codes = code_bytes.unpack(data, self.bits, dim).astype(jnp.float32)
     place = lax.broadcasted_iota(jnp.int32, codes.shape, codes.ndim - 1)

@@ -24,6 +24,7 @@ from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.kv.codecs import code_bytes
 from ringjax.kv.codecs.channel_groups import check_groups
+from ringjax.ops.attention.cached.code_format import packed_bytes
 
 # Pages differ in how many of their numbers are beyond the thresholds.
 SLACK = 1.25
@@ -161,7 +162,7 @@ class PageOutliers:
 
   @property
   def _mark_bytes(self) -> int:
-    return code_bytes.packed_bytes(self.group, 1) if self.marks else 0
+    return packed_bytes(self.group, 1) if self.marks else 0
 
   def _blocks(self, dim: int) -> int:
     return -(-self.group * dim // _BLOCK)

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,18 @@ from jaxtyping import Array, Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import OptionError
-from ringjax.kv.base import RowIndices, donated
-from ringjax.kv.cache import Blocks, KVCache, filled_constants
+from ringjax.kv.base import donated
+from ringjax.kv.cache import KVCache
 from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
+from ringjax.kv.layer_spec import filled_constants
 from ringjax.kv.model_cache import refused
+from ringjax.kv.storage.changes import (
+  CacheChange,
+  InsertRows,
+  ResetRows,
+  TakeRows,
+)
+from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.kv.storage.pages import few_sizes
 from ringjax.kv.storage.slots import REPLICATED
 from ringjax.ops.attention.cached.code_format import token_axis
@@ -72,6 +80,10 @@ class ContextCache(WithOpenCache):
   weigh: WeighedView | SelectedView | None = None
   described: ClassVar[str] = "a cache behind contexts"
   instead: ClassVar[str] = "a cache that holds its own tokens alone"
+  # Contexts differ in size from row to row, and stay on their shards.
+  refuses: ClassVar[Mapping[type, tuple[str, str]]] = {
+    InsertRows: ("insert", "place the contexts of all rows together")
+  }
   # To ask the contexts another question.
   changing: ClassVar[tuple[str, ...]] = ("open",)
 
@@ -93,7 +105,7 @@ class ContextCache(WithOpenCache):
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
   ) -> None:
-    """Check that tokens fit; see `KVCache.check`.
+    """Check that tokens fit; see `ModelCache.check`.
 
     Raises:
       OptionError: If the call would not see the contexts, or as `KVCache`.
@@ -121,23 +133,17 @@ class ContextCache(WithOpenCache):
   # Between calls
   # -------------------------------------------------------------------------
 
-  def reset(self, rows: RowIndices) -> ContextCache:
-    """Empty these rows, int [n], including their contexts."""
-    contexts = self.contexts.reset(rows)
-    return dataclasses.replace(super().reset(rows), contexts=contexts)
-
-  def take(self, examples: RowIndices) -> ContextCache:
-    """Gather these rows, int [B'], with repetition."""
-    weigh: Any = self.weigh
-    if getattr(weigh, "owner", None) is not None:
-      owner = jnp.take(weigh.owner, jnp.asarray(examples), 0)
+  def changed(self, change: CacheChange) -> ContextCache:
+    cache, weigh = super().changed(change), cast(Any, self.weigh)
+    if not isinstance(change, ResetRows | TakeRows):
+      return cache
+    owner = getattr(weigh, "owner", None)
+    if isinstance(change, TakeRows) and owner is not None:
+      owner = jnp.take(owner, jnp.asarray(change.rows), 0)
       weigh = dataclasses.replace(weigh, owner=owner)
-    contexts = self.contexts.take(examples)
-    cache = super().take(examples)
+    contexts = self.contexts.changed(change)
     return dataclasses.replace(cache, contexts=contexts, weigh=weigh)
 
-  # Contexts differ in size from row to row, and stay on their shards.
-  insert = refused("insert", "place the contexts of all rows together")
   gathered = refused("keep='last'", "leave keep= out")
 
 
@@ -252,7 +258,7 @@ def placed(
 def exported(
   cache: KVCache, spans: Sequence[tuple[int, int, int]]
 ) -> list[Blocks]:
-  """Copy tokens of rows to arrays of the host; see `KVCache.export`.
+  """Copy tokens of rows to arrays of the host; see `ModelCache.export`.
 
   Args:
     cache: Cache on devices of this process only.

@@ -21,8 +21,8 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from ringjax import tree
-from ringjax.kv.cache import LayerCacheSpec, model_layers
 from ringjax.kv.composed.context_cache import ContextCache, ContextLayer
+from ringjax.kv.layer_spec import LayerCacheSpec, by_model_layer, unstacked
 from ringjax.ops.attention.cached.cached_attention import CacheVisit
 from ringjax.ops.attention.cached.view_statistics import view_statistics
 from ringjax.ops.attention.scores import Terms
@@ -96,11 +96,11 @@ class MeasuredContexts(ContextCache):
 
   def by_layer(self) -> tuple[AttentionStatistics | None, ...]:
     """Statistics of each layer of the model; None for layers without keys."""
-    statistics: dict[int, AttentionStatistics] = {}
-    for shape, stacked in zip(self.shapes, self.found, strict=True):
-      for index, layer in enumerate(shape.which):
-        statistics[layer] = jax.tree.map(lambda x, n=index: x[n], stacked)
-    return tuple(statistics.get(n) for n in range(model_layers(self.shapes)))
+    by_kind = [
+      unstacked(stacked, shape.layers)
+      for shape, stacked in zip(self.shapes, self.found, strict=True)
+    ]
+    return tuple(by_model_layer(self.shapes, by_kind))
 
 
 tree.register(

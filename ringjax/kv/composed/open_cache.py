@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int, PyTree, Shaped
 
 from ringjax.errors import OptionError
 from ringjax.kv.base import KV, CallLayer
@@ -25,6 +25,7 @@ from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.parallel import chips
+from ringjax.typing import Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,17 @@ class WithOpenCache(ModelCache):
   @property
   def capacity(self) -> int:
     return self.limit
+
+  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+    return self.open.layer(kind, slots, index)
+
+  def tile_trips(self, platform: str) -> float:
+    """Trip count of each of the two loops over the open cache's tiles.
+
+    Args:
+      platform: Platform whose tiles are counted, as JAX names it.
+    """
+    return self.open.tile_trips(platform)
 
   def explain(
     self,

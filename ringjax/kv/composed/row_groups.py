@@ -10,7 +10,7 @@ Ref: Sheng et al. 2023, FlexGen, arXiv 2303.06865, the zig-zag block schedule.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from ringjax import tree
 from ringjax.kv.base import CallCoords
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.model_cache import ModelCache, refused
+from ringjax.kv.storage.changes import InsertRows, ResetRows, TakeRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,11 @@ class RowGroups(ModelCache):
   hosted: tuple[bool, ...] = ()
   described: ClassVar[str] = "a cache of row groups"
   instead: ClassVar[str] = "a cache of one group"
+  refuses: ClassVar[Mapping[type, tuple[str, str]]] = {
+    TakeRows: ("take", "leave rows_at_once out"),
+    InsertRows: ("insert", "leave rows_at_once out"),
+    ResetRows: ("reset", "leave rows_at_once out"),
+  }
 
   @classmethod
   def of(
@@ -147,9 +153,6 @@ class RowGroups(ModelCache):
   updated = refused("updated", "leave rows_at_once out")
 
   # Rows do not go from group to group.
-  take = refused("take", "leave rows_at_once out")
-  insert = refused("insert", "leave rows_at_once out")
-  reset = refused("reset", "leave rows_at_once out")
   export = refused("export", "leave rows_at_once out")
   load = refused("load", "leave rows_at_once out")
   snapshot = refused("snapshot", "leave rows_at_once out")

@@ -30,14 +30,8 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import NotFiniteError, OptionError
-from ringjax.kv.base import CacheSpec, CallCoords, Ends, RowIndices, zeros
-from ringjax.kv.cache import (
-  KVCache,
-  LayerCacheSpec,
-  constants_spec,
-  filled_constants,
-  model_layers,
-)
+from ringjax.kv.base import CacheSpec, CallCoords, zeros
+from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_rows import placed_as, row_indices
 from ringjax.kv.composed.open_cache import ResizableCache, WithOpenLayer
@@ -51,10 +45,26 @@ from ringjax.kv.eviction.eviction import (
 )
 from ringjax.kv.eviction.peak_attention import Repeated
 from ringjax.kv.eviction.recorded_queries import Noted, QueryWatch
-from ringjax.kv.model_cache import refuse_unseen
+from ringjax.kv.layer_spec import (
+  LayerCacheSpec,
+  by_model_layer,
+  constants_spec,
+  filled_constants,
+  model_layers,
+)
+from ringjax.kv.model_cache import ModelCache, refuse_unseen
 from ringjax.kv.offload.cache_files import CacheFiles
 from ringjax.kv.policies import Policy
 from ringjax.kv.state import StateShape
+from ringjax.kv.storage.changes import (
+  CacheChange,
+  InsertRows,
+  KeepFirst,
+  KeepTokens,
+  ResetRows,
+  TakeRows,
+  Truncate,
+)
 from ringjax.kv.storage.pages import (
   Pages,
   Places,
@@ -72,10 +82,7 @@ from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index
 
 if TYPE_CHECKING:
-  from ringjax.kv.cache import Blocks
-
-# Fields that a call changes besides the open cache.
-_CALL_FIELDS = ("noted", "watch", "marks")
+  from ringjax.kv.storage.exported_blocks import Blocks
 
 
 class Eviction(NamedTuple):
@@ -129,6 +136,7 @@ class EvictingCache(ResizableCache):
   constants: tuple[Any, ...]
   marks: Bool[ArrayLeaf, "B P"] | None
   places: Places
+  call_fields: ClassVar[tuple[str, ...]] = ("noted", "watch", "marks")
   # Pages aside, which rows share.
   row_axes: ClassVar[Mapping[str, int]] = {
     "noted": 1,
@@ -236,20 +244,20 @@ class EvictingCache(ResizableCache):
     row = int(row_indices([row], self.batch)[0])
     pos, seg = (host(x)[row] for x in self.open.at)
     newest = pos[seg > 0]
-    by_layer: dict[int, list[np.ndarray]] = {}
-    for shape, pages in zip(self.shapes, self.pages, strict=True):
+
+    def of_kind(pages: Pages | None) -> list[list[np.ndarray]] | None:
       if pages is None:
-        continue
-      at = pages.read_coords()
-      pos, seg = (host(x)[:, row] for x in at)
-      for layer, layer_pos, layer_seg in zip(
-        shape.which, pos, seg, strict=True
-      ):
-        by_layer[layer] = [
+        return None
+      pos, seg = (host(x)[:, row] for x in pages.read_coords())
+      return [
+        [
           np.sort(np.concatenate([head_pos[head_seg > 0], newest]))
-          for head_pos, head_seg in zip(layer_pos, layer_seg, strict=True)
+          for head_pos, head_seg in zip(*layer, strict=True)
         ]
-    return [by_layer.get(n) for n in range(model_layers(self.shapes))]
+        for layer in zip(pos, seg, strict=True)
+      ]
+
+    return by_model_layer(self.shapes, list(map(of_kind, self.pages)))
 
   def tokens(self) -> list[Int[np.ndarray, "_ B K"] | None]:
     """Number of tokens per KV head, int [L, B, K] for each kind of layer.
@@ -275,18 +283,17 @@ class EvictingCache(ResizableCache):
     """
     names = () if self.kind.policy is None else self.kind.policy.choices
     row = int(row_indices([row], self.batch)[0])
-    by_layer: list[list[str] | None]
-    by_layer = [None] * model_layers(self.shapes)
-    for shape, noted in zip(self.shapes, self.noted, strict=True):
+
+    def of_kind(noted: Noted) -> list[list[str] | None] | None:
       if noted.choice is None:
-        continue
-      numbers_by_layer = host(noted.choice)[:, row]
-      for layer, numbers in zip(
-        shape.which, numbers_by_layer.tolist(), strict=True
-      ):
-        if all(numbers):
-          by_layer[layer] = [names[n - 1] for n in numbers]
-    return by_layer
+        return None
+      by_layer = host(noted.choice)[:, row].tolist()
+      return [
+        [names[n - 1] for n in numbers] if all(numbers) else None
+        for numbers in by_layer
+      ]
+
+    return by_model_layer(self.shapes, list(map(of_kind, self.noted)))
 
   def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of tokens that still fit, int [B, R]; None under a trace."""
@@ -592,14 +599,39 @@ class EvictingCache(ResizableCache):
   # Between calls
   # -------------------------------------------------------------------------
 
-  def truncate(self, length: Ends, most: int | None = None) -> EvictingCache:
-    """Drop the tokens at positions from `length` on; see `KVCache.truncate`.
+  def changed(self, change: CacheChange) -> EvictingCache:
+    """Return the cache after a change between calls; see `ModelCache.changed`.
 
-    Evicted tokens before it are not restored.
+    Evicted tokens do not come back. Queries of dropped tokens are dropped;
+    those that they displaced are lost, too, see `with_slack`. Sums over all
+    queries still include them, see `irreversible`. Rows that are taken twice
+    share pages; open caches are brought to one size to insert rows.
+
+    Raises:
+      OptionError: If rows of a sharded batch are taken: pages stay on the
+        devices of their rows.
     """
-    end = self.row_ends(length)
+    match change:
+      case Truncate(end, _):
+        return self._truncated(super().changed(change).open, end)
+      case KeepTokens() | KeepFirst():
+        cache = super().changed(change)
+        return dataclasses.replace(
+          cache, watch=self.watch.kept(change.keep_mask)
+        )
+      case ResetRows(rows):
+        return self._emptied(super().changed(change).open, rows)
+      case TakeRows(rows):
+        pages = self._taken_pages(rows)
+        return dataclasses.replace(super().changed(change), pages=pages)
+      case InsertRows(rows, other):
+        return self._inserted(rows, other)
+
+  def _truncated(
+    self, open_cache: KVCache, end: Int[Array, " B"]
+  ) -> EvictingCache:
+    """Drop positions from `end` on of all but the open cache."""
     gone = lambda pos: pos >= end[None, :, None, None, None]
-    open_cache = self.open.truncate(end, most)
     # New tokens will use the freed slots, so their sums restart at 0.
     real = (open_cache.at.seg > 0)[None, :, None]
     has_tokens = (end > 0)[None, :, None]
@@ -615,25 +647,6 @@ class EvictingCache(ResizableCache):
       ends=jnp.minimum(self.ends, end),
       stayed=jnp.minimum(self.stayed, open_cache.held.tokens()),
     )
-
-  def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> EvictingCache:
-    """Keep only the tokens in `kept` of the last call; see `KVCache.keep`.
-
-    Drops the recorded queries of the others; queries that they displaced are
-    lost, too, see `with_slack`. Sums over all queries still include them, see
-    `irreversible`.
-    """
-    cache = super().keep(kept)
-    return dataclasses.replace(cache, watch=self.watch.kept(kept))
-
-  def keep_first(
-    self, count: Int[Array | np.ndarray, " B"], tokens: int
-  ) -> EvictingCache:
-    """Keep the first `count` of the last call's tokens; see `keep`."""
-    cache = super().keep_first(count, tokens)
-    index = jnp.arange(tokens, dtype=jnp.int32)[None]
-    kept = index < jnp.asarray(count)[:, None]
-    return dataclasses.replace(cache, watch=self.watch.kept(kept))
 
   @property
   def irreversible(self) -> bool:
@@ -699,29 +712,11 @@ class EvictingCache(ResizableCache):
     assert self.kind.policy is not None
     return _noting(self, self.kind.policy.fixed_queries)
 
-  def snapshot(self) -> EvictingCache:
-    """Save the state for `restore`; copies pages and open tokens."""
-    return jax.tree.map(jnp.copy, self)
-
-  def restore(self, snapshot: EvictingCache) -> EvictingCache:
-    return jax.tree.map(jnp.copy, snapshot)
-
-  def call_state(self, tokens: int) -> tuple[Any, dict[str, Any]]:
-    fields = {name: getattr(self, name) for name in _CALL_FIELDS}
-    return self.open.call_state(tokens), jax.tree.map(jnp.copy, fields)
-
-  def undo_call(self, state: tuple[Any, dict[str, Any]]) -> EvictingCache:
-    of_open, fields = state
-    return dataclasses.replace(
-      self,
-      open=self.open.undo_call(of_open),
-      **jax.tree.map(jnp.copy, fields),
-    )
-
-  def reset(self, rows: RowIndices) -> EvictingCache:
-    """Empty these rows, int [n]; the others stay."""
-    open_cache = self.open.reset(rows)
-    index = jnp.asarray(np.asarray(rows))
+  def _emptied(
+    self, open_cache: KVCache, rows: Int[np.ndarray, " n"]
+  ) -> EvictingCache:
+    """Empty rows of all but the open cache."""
+    index = jnp.asarray(rows)
     gone = jnp.zeros((self.batch,), bool).at[index].set(True)
     empty = lambda x: (
       x and x.with_table(jnp.where(gone[None, :, None, None], -1, x.table))
@@ -747,31 +742,22 @@ class EvictingCache(ResizableCache):
       )
     )
 
-  def insert(self, rows: RowIndices, other: EvictingCache) -> EvictingCache:
-    """Replace `rows`, int [n], by the rows of another cache.
-
-    Their open caches are first brought to the same size.
-
-    Raises:
-      OptionError: If model, capacity, kind or mesh of the caches differ.
-      ShapeError: If `rows` are not as many as the other cache has.
-    """
+  def _inserted(
+    self, rows: Int[np.ndarray, " n"], other: ModelCache
+  ) -> EvictingCache:
+    """Replace rows, after bringing the open caches to the same size."""
     this, that = self.with_slack(0)._same_size(other.with_slack(0))
     num_queries = max(this._noted_now, that._noted_now)
     this, that = (
       x._without_paged_sums()._noting_at_least(num_queries)
       for x in (this, that)
     )
-    open_cache = this.open.insert(rows, that.open)
-    index = np.asarray(rows)
+    changed = super(EvictingCache, this).changed(InsertRows(rows, that))
     pairs = zip(this.pages, that.pages, strict=True)
     pages = tuple(
-      None if x is None or y is None else joined(x, y, index) for x, y in pairs
+      None if x is None or y is None else joined(x, y, rows) for x, y in pairs
     )
-    fields = this.rows_replaced(index, that)
-    return this._placed(
-      dataclasses.replace(this, open=open_cache, pages=pages, **fields)
-    )
+    return this._placed(dataclasses.replace(changed, pages=pages))
 
   def _without_paged_sums(self) -> EvictingCache:
     """Drop paged sums; refused if a prompt has read pages since an eviction."""
@@ -788,13 +774,8 @@ class EvictingCache(ResizableCache):
     noted = tuple(x._replace(paged=None) for x in self.noted)
     return dataclasses.replace(self, noted=noted)
 
-  def take(self, examples: RowIndices) -> EvictingCache:
-    """Gather these rows, int [B'], with repetition; copies share pages.
-
-    Raises:
-      ShapeError: If `examples` is not a list of row indices.
-      OptionError: If the batch is sharded: pages stay on their rows' devices.
-    """
+  def _taken_pages(self, rows: Int[Array, " _"]) -> tuple[Pages | None, ...]:
+    """Pages of these rows, which share them with the rows of this cache."""
     if any(x is not None and x.places.batch for x in self.pages):
       raise OptionError(
         "cache",
@@ -802,9 +783,8 @@ class EvictingCache(ResizableCache):
         "a mesh that shards the sequence alone",
         "make the cache with a batch that does not divide over the data axis",
       )
-    rows = jnp.asarray(examples, jnp.int32)
-    pages = tuple(x and x.take(rows) for x in self.pages)
-    return dataclasses.replace(super().take(examples), pages=pages)
+    index = jnp.asarray(rows, jnp.int32)
+    return tuple(x and x.take(index) for x in self.pages)
 
   def export(self, row: int, start: int, stop: int) -> Blocks:
     """Copy out a row's tokens; refused after an eviction.
@@ -824,11 +804,11 @@ class EvictingCache(ResizableCache):
   def load(
     self, row: int, blocks: PyTree, at: Coords | None = None
   ) -> EvictingCache:
-    """Append exported tokens to a row; see `KVCache.load`.
+    """Append exported tokens to a row; see `ModelCache.load`.
 
     Raises:
       OptionError: If the policy uses token ids, which blocks lack, or as
-        `KVCache.load` does.
+        `ModelCache.load` does.
     """
     if self.marks is not None:
       raise OptionError(

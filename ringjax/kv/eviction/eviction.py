@@ -21,11 +21,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, PyTree
 
 from ringjax import tree
-from ringjax.kv.cache import KVLayer, LayerKV
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.eviction import kivi_residual
 from ringjax.kv.eviction.policy_view import LocalLook, ordering, unordered
 from ringjax.kv.eviction.recorded_queries import Noted, moments_of
+from ringjax.kv.kv_layer import KVLayer
+from ringjax.kv.layer_spec import LayerKV
 from ringjax.kv.storage.pages import (
   Pages,
   Places,

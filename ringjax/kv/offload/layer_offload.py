@@ -20,7 +20,7 @@ before, where they are up to date.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -43,19 +43,22 @@ from ringjax.kv.base import (
   LayerCache,
   StateCache,
 )
-from ringjax.kv.cache import (
-  KVCache,
-  KVLayer,
-  LayerCacheSpec,
-  LayerKV,
-)
+from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Allocated, PerHead
 from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
+from ringjax.kv.kv_layer import KVLayer
+from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
 from ringjax.kv.model_cache import refused
 from ringjax.kv.offload.cache_files import CacheFiles, read_blocks, write_block
 from ringjax.kv.offload.tiered import default_device, host_zeros
 from ringjax.kv.state import StateLayer
+from ringjax.kv.storage.changes import (
+  InsertRows,
+  KeepFirst,
+  KeepTokens,
+  TakeRows,
+)
 from ringjax.kv.storage.pages import Places
 from ringjax.ops.attention.cached.code_format import token_axis
 from ringjax.typing import Index
@@ -126,6 +129,12 @@ class OffloadedCache(WithOpenCache):
   described: ClassVar[str] = (
     "a cache whose layers are in host memory or on disk"
   )
+  refuses: ClassVar[Mapping[type, tuple[str, str]]] = {
+    KeepTokens: ("keep, of drafted tokens", "leave speculate= out"),
+    KeepFirst: ("keep_first, of drafted tokens", "leave speculate= out"),
+    TakeRows: ("take", "leave the placement of the cache out"),
+    InsertRows: ("insert", "leave the placement of the cache out"),
+  }
 
   # -------------------------------------------------------------------------
   # Creation
@@ -255,6 +264,22 @@ class OffloadedCache(WithOpenCache):
   def offloaded(self) -> bool:
     return True
 
+  def tile_trips(self, platform: str) -> float:
+    """Trip count of each of the two loops over a full cache's tiles.
+
+    Offloaded layers are read as layers on the devices.
+    """
+    return KVCache.spec(
+      self.shapes,
+      self.batch,
+      self.capacity,
+      self.dtype,
+      kind=self.kind,
+      mesh=self.mesh,
+      axis=self.axis,
+      platform=platform,
+    ).tile_trips(platform)
+
   def bytes_by_memory(self) -> dict[str, int]:
     """Total bytes of all shards, by memory of `kv.base.TIERS`."""
     sizes = {DEVICE: sum(x.nbytes for x in jax.tree.leaves(self.open))}
@@ -343,10 +368,6 @@ class OffloadedCache(WithOpenCache):
   # Between calls
   # -------------------------------------------------------------------------
 
-  keep = refused("keep, of drafted tokens", "leave speculate= out")
-  keep_first = refused("keep_first, of drafted tokens", "leave speculate= out")
-  take = refused("take", "leave the placement of the cache out")
-  insert = refused("insert", "leave the placement of the cache out")
   export = refused("export", "leave the placement of the cache out")
   load = refused("load", "leave the placement of the cache out")
   snapshot = refused("snapshot", "leave the placement of the cache out")

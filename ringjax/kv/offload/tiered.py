@@ -35,19 +35,30 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 from ringjax import tree
 from ringjax.checks import one_of
 from ringjax.errors import OptionError, PromptError
-from ringjax.kv.base import HOST, CacheSpec, Ends, RowIndices, zeros
-from ringjax.kv.cache import (
-  Blocks,
-  KVCache,
-  LayerCacheSpec,
-  LayerKV,
-)
+from ringjax.kv.base import HOST, CacheSpec, zeros
+from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
-from ringjax.kv.cache_report import HOST_BANDWIDTH, CacheReport, report
+from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.cache_rows import on_host, placed_as, row_indices
 from ringjax.kv.composed.open_cache import ResizableCache, WithOpenLayer
-from ringjax.kv.model_cache import refuse_unseen
+from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
+from ringjax.kv.model_cache import (
+  fitting,
+  refuse_full,
+  refuse_lost,
+  refuse_unseen,
+)
 from ringjax.kv.offload.cache_files import CacheFiles
+from ringjax.kv.storage.changes import (
+  CacheChange,
+  InsertRows,
+  KeepFirst,
+  KeepTokens,
+  ResetRows,
+  TakeRows,
+  Truncate,
+)
+from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.kv.storage.pages import Places, host
 from ringjax.kv.storage.slots import ContiguousSlots, by_token
 from ringjax.ops.attention.blockwise import loop
@@ -184,13 +195,22 @@ class TieredCache(ResizableCache):
       sizes[memory] += x.nbytes
     return sizes
 
+  def tile_trips(self, platform: str) -> float:
+    """Trip count of each of the two loops over a full cache's blocks.
+
+    The loops of `fold_tiles` read two blocks and one block of host memory a
+    turn; a kernel reads the part on the device.
+    """
+    del platform
+    return (self.held.capacity / self.kind.tier.block / self.shards - 1) / 3
+
   def explain(
     self,
     machine: chips.Machine | str | None = None,
     *,
     tokens: int | None = None,
     weights: int | float = 0,
-    host_bandwidth: int | float = HOST_BANDWIDTH,
+    host_bandwidth: int | float = chips.HOST_LINK.bandwidth,
   ) -> CacheReport:
     """Report use of each memory, and the decode speed that it allows.
 
@@ -220,45 +240,34 @@ class TieredCache(ResizableCache):
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
   ) -> None:
-    """Check that tokens fit; see `KVCache.check`.
+    """Check that tokens fit; see `ModelCache.check`.
 
     Raises:
       PromptError: If they do not fit, in the open cache either: `evict` and
         `with_room` make room.
       OptionError: If `evict` was called on this cache.
     """
-    if self.lost:
-      raise OptionError(
-        "cache",
-        "one whose buffers were donated to an earlier call or to evict",
-        "the cache that this returned",
-        "pass that one, or make a new one with model.init_cache",
-      )
+    refuse_lost(self, "an earlier call or to evict", "this")
     free = self.free()
     if free is None or batch != self.batch:
       self.open.check(batch, tokens, replicated=replicated, sees=sees)
       return
     refuse_unseen(sees, int(host(self.held.used).max(initial=0)))
-    size = self.shards
-    num_fitting = lambda x: int(
-      x.sum(1).min() if replicated else size * x.min()
+    refuse_full(
+      tokens,
+      fitting(free, replicated=replicated),
+      self.limit,
+      "make a larger one, with model.init_cache(batch, capacity)",
     )
-    if tokens > num_fitting(free):
-      raise PromptError(
-        "cache",
-        f"{tokens} more tokens for a cache of {self.limit} slots, of which "
-        f"{self.limit - num_fitting(free)} are taken",
-        f"at most {num_fitting(free)}",
-        "make a larger one, with model.init_cache(batch, capacity)",
-      )
     open_free = self.open.free()
     assert open_free is not None
-    if tokens > num_fitting(open_free):
+    open_fitting = fitting(open_free, replicated=replicated)
+    if tokens > open_fitting:
       raise PromptError(
         "cache",
         f"{tokens} more tokens, where the part on the devices has "
         f"{self.open.capacity} slots",
-        f"at most {num_fitting(open_free)} now",
+        f"at most {open_fitting} now",
         f"call cache.evict().with_room({tokens}) before, outside of jit",
       )
     self.open.check(batch, tokens, replicated=replicated, sees=sees)
@@ -362,37 +371,40 @@ class TieredCache(ResizableCache):
   # Between calls
   # -------------------------------------------------------------------------
 
-  def truncate(self, length: Ends, most: int | None = None) -> TieredCache:
-    """Drop the tokens at positions from `length` on; see `KVCache.truncate`.
+  def changed(self, change: CacheChange) -> TieredCache:
+    """Return the cache after a change between calls; see `ModelCache.changed`.
 
     A block that becomes partly empty is not refilled.
+    Cost: to take or insert rows, a copy of blocks in the hosts' memory.
+
+    Raises:
+      OptionError: If `evict` has moved tokens of the last call that would be
+        dropped; if rows are taken or inserted under a trace, or if their blocks
+        are on other hosts.
     """
-    cache = super().truncate(length, most)
-    block_table = self.held.truncate(self.row_ends(length))
+    match change:
+      case Truncate(end, _):
+        cache = super().changed(change)
+        return dataclasses.replace(cache, held=self._truncated_table(end))
+      case KeepTokens() | KeepFirst():
+        self._refuse_moved()
+      case ResetRows(rows):
+        block_table = placed_as(self.held.emptied(rows), self.held)
+        return dataclasses.replace(super().changed(change), held=block_table)
+      case TakeRows(rows):
+        self._refuse_trace("take", rows)
+      case InsertRows(rows, other):
+        self._refuse_trace("insert")
+        this, that = self._same_size(other)
+        return super(TieredCache, this).changed(InsertRows(rows, that))
+    return super().changed(change)
+
+  def _truncated_table(self, end: Int[Array, " B"]) -> ContiguousSlots:
+    """Slot table of the blocks without positions from `end` on."""
+    block_table = self.held.truncate(end)
     block = self.kind.tier.block
     used = block_table._everywhere(-(-block_table.used // block) * block)
-    block_table = dataclasses.replace(block_table, used=used, before=used + 0)
-    return dataclasses.replace(cache, held=block_table)
-
-  def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> TieredCache:
-    """Keep only the tokens in `kept` of the last call; see `KVCache.keep`.
-
-    Raises:
-      OptionError: If `evict` has moved some of them since.
-    """
-    self._refuse_moved()
-    return super().keep(kept)
-
-  def keep_first(
-    self, count: Int[Array | np.ndarray, " B"], tokens: int
-  ) -> TieredCache:
-    """Keep the first `count` of the last call's tokens; see `keep`.
-
-    Raises:
-      OptionError: If `evict` has moved some of them since.
-    """
-    self._refuse_moved()
-    return super().keep_first(count, tokens)
+    return dataclasses.replace(block_table, used=used, before=used + 0)
 
   def _refuse_moved(self) -> None:
     """Refuse to take back tokens that `evict` has moved to the blocks."""
@@ -405,39 +417,8 @@ class TieredCache(ResizableCache):
         "call keep first, and evict behind it",
       )
 
-  def reset(self, rows: RowIndices) -> TieredCache:
-    block_table = placed_as(self.held.emptied(np.asarray(rows)), self.held)
-    return dataclasses.replace(super().reset(rows), held=block_table)
-
-  def insert(self, rows: RowIndices, other: TieredCache) -> TieredCache:
-    """Replace `rows`, int [n], by the rows of another cache.
-
-    Cost: a copy of all blocks, in the hosts' memory.
-
-    Raises:
-      OptionError: If model, capacity, kind or mesh of the caches differ.
-      ShapeError: If `rows` are not as many as the other cache has.
-    """
-    self._refuse_trace("insert")
-    resized, other_resized = self._same_size(other)
-    open_cache = resized.open.insert(rows, other_resized.open)
-    fields = self.rows_replaced(np.asarray(rows), other)
-    return dataclasses.replace(self, open=open_cache, **fields)
-
-  def take(self, examples: RowIndices) -> TieredCache:
-    """Gather these rows, int [B'], with repetition.
-
-    Cost: a copy of their blocks, in the hosts' memory.
-
-    Raises:
-      ShapeError: If `examples` is not a list of row indices.
-      OptionError: If called under a trace, or if blocks are on other hosts.
-    """
-    self._refuse_trace("take", examples)
-    return super().take(examples)
-
   def export(self, row: int, start: int, stop: int) -> Blocks:
-    """Copy a row's tokens to host arrays; see `KVCache.export`.
+    """Copy a row's tokens to host arrays; see `ModelCache.export`.
 
     A cache without host memory can load them, too.
     """
@@ -476,7 +457,7 @@ class TieredCache(ResizableCache):
   def load(
     self, row: int, blocks: Blocks, at: Coords | None = None
   ) -> TieredCache:
-    """Append exported tokens to a row, bit for bit; see `KVCache.load`.
+    """Append exported tokens to a row, bit for bit; see `ModelCache.load`.
 
     They pass through the open cache in steps of a block, or all at once if
     layers have ring buffers. As after `evict`, do not use this cache again.

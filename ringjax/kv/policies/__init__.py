@@ -5,16 +5,16 @@ from ringjax.kv.policies.duo import Duo
 from ringjax.kv.policies.expected_attention import ExpectedAttention
 from ringjax.kv.policies.fastgen import FastGen
 from ringjax.kv.policies.heavy_hitters import HeavyHitters
-from ringjax.kv.policies.key_diff import KeyDiff
-from ringjax.kv.policies.key_norm import KeyNorm
 from ringjax.kv.policies.kvzip import KVzip
-from ringjax.kv.policies.lagkv import LagKV
 from ringjax.kv.policies.page_selection import Select
 from ringjax.kv.policies.policy import Look, Policy
 from ringjax.kv.policies.pyramidkv import PyramidKV
+from ringjax.kv.policies.scores.key_diff import KeyDiff
+from ringjax.kv.policies.scores.key_norm import KeyNorm
+from ringjax.kv.policies.scores.lagkv import LagKV
+from ringjax.kv.policies.scores.snapkv import SnapKV
+from ringjax.kv.policies.scores.tova import Tova
 from ringjax.kv.policies.sinks import Sinks
-from ringjax.kv.policies.snapkv import SnapKV
-from ringjax.kv.policies.tova import Tova
 
 __all__ = [
   "AdaKV",

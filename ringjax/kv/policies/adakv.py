@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.kv.policies.policy import Look, Policy, floored_share, highest
-from ringjax.kv.policies.snapkv import SnapKV
+from ringjax.kv.policies.scores.snapkv import SnapKV
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from ringjax.checks import integer
-from ringjax.kv.policies.snapkv import SnapKV
+from ringjax.kv.policies.scores.snapkv import SnapKV
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

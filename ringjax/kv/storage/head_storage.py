@@ -33,7 +33,7 @@ from ringjax.ops.rope import Rotation
 from ringjax.typing import ArrayLeaf, Index
 
 if TYPE_CHECKING:
-  from ringjax.kv.cache import LayerCacheSpec
+  from ringjax.kv.layer_spec import LayerCacheSpec
   from ringjax.kv.storage.slots import ContiguousSlots
   from ringjax.kv.storage.window import WindowSlots
 

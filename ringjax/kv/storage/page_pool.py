@@ -44,7 +44,9 @@ from ringjax.kv.base import (
   scattered_layer,
   zeros,
 )
-from ringjax.kv.cache import (
+from ringjax.kv.cache_kind import CacheConfig
+from ringjax.kv.codecs import Codec
+from ringjax.kv.layer_spec import (
   LayerCacheSpec,
   LayerKV,
   constants_spec,
@@ -53,8 +55,6 @@ from ringjax.kv.cache import (
   of_layer,
   rotated_view,
 )
-from ringjax.kv.cache_kind import CacheConfig
-from ringjax.kv.codecs import Codec
 from ringjax.kv.state import State, StateLayer
 from ringjax.kv.storage.call_tiles import CacheTile, CallTiles
 from ringjax.ops.ancestors import MOST_DRAFTED, tree_coords

@@ -37,7 +37,7 @@ from ringjax.parallel.local_arrays import move
 from ringjax.typing import ArrayLeaf, Index, leaf
 
 if TYPE_CHECKING:
-  from ringjax.kv.cache import LayerCacheSpec
+  from ringjax.kv.layer_spec import LayerCacheSpec
 
 
 class Stored(NamedTuple):

@@ -87,6 +87,11 @@ class SlotGroup:
     return self.mesh.shape[self.axis]
 
   @property
+  def batch(self) -> int:
+    """Number of rows, B."""
+    return self.at.pos.shape[0]
+
+  @property
   def capacity(self) -> int:
     """Number of slots of all shards together, S."""
     return self.at.pos.shape[1]

@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import CacheSpec
+from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.storage.slots import (
   FILL,
   REPLICATED,
@@ -49,6 +50,23 @@ from ringjax.typing import ArrayLeaf, Index
 def window_slots(reach: int, slack: int, shards: int) -> int:
   """Slots of a ring, W: a multiple of the shards."""
   return math.ceil((reach + slack) / shards) * shards
+
+
+def ring_size(
+  reach: int | None, kind: CacheConfig, room: CacheSpec
+) -> tuple[int, int] | None:
+  """Slots and reach of a ring; None for layers that keep all tokens.
+
+  Args:
+    reach: Number of earlier tokens that a query attends to; None for all.
+    kind: Kind of cache.
+    room: Cache allocation.
+  """
+  if not kind.layout.windowed or reach is None:
+    return None
+  reach = max(1, reach)
+  size = window_slots(reach, kind.layout.slack, room.shards)
+  return (size, reach) if size < room.capacity else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

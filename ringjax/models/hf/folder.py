@@ -22,7 +22,8 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -211,6 +212,81 @@ class Folder:
     self.unchanged(wanted)
     return {name: arrays[name] for name in targets}
 
+  def read_stacked(
+    self,
+    names: Sequence[str],
+    target: jax.ShapeDtypeStruct,
+    sharding: jax.sharding.NamedSharding,
+  ) -> Shaped[Array, " ..."]:
+    """Reads tensors of one shape as an array [n, ...], sharded over them.
+
+    This process reads the tensors that its devices hold, and of each its
+    devices' rows. All processes make the same calls.
+
+    Args:
+      names: Names of n tensors.
+      target: Shape and dtype of each of them, which floats are cast to.
+      sharding: Sharding of the array.
+
+    Returns:
+      The array.
+
+    Raises:
+      CheckpointMismatchError: As `read`.
+      CheckpointFormatError: If a file has changed since it was opened.
+    """
+    shape = (len(names), *target.shape)
+    for name in names:
+      self._target(name, target)
+    self.unchanged(names)
+    key_of = lambda place: tuple(
+      s.indices(n)[:2] for s, n in zip(place, shape, strict=True)
+    )
+    places = sharding.addressable_devices_indices_map(shape).values()
+    # Devices that hold the same part share it.
+    ranges = dict.fromkeys(key_of(place) for place in places)
+
+    def of_range(key: Any) -> np.ndarray:
+      (begin, end), *rest = key
+      parts = [self._range(name, rest) for name in names[begin:end]]
+      # `_finite` finds a number that is too large for its new dtype.
+      with np.errstate(over="ignore", invalid="ignore"):
+        return np.stack([part.astype(target.dtype) for part in parts])
+
+    with futures.ThreadPoolExecutor(_READERS) as readers:
+      host_arrays = dict(
+        zip(ranges, readers.map(of_range, ranges), strict=True)
+      )
+    array = jax.make_array_from_callback(
+      shape,
+      sharding,
+      lambda place: host_arrays[key_of(place)],
+      dtype=target.dtype,
+    )
+    jax.block_until_ready(array)
+    self.unchanged(names)
+    if jnp.issubdtype(array.dtype, jnp.floating) and not _all_finite(array):
+      mesh: Any = sharding.mesh
+      finite = jax.device_get(_finite_tensors(mesh, array))
+      self._not_finite(names[int(np.argmin(finite))], np.dtype(target.dtype))
+    return array
+
+  def _range(self, name: str, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+    """A part of a tensor, as it is on disk: some rows are read, and then cut.
+
+    Args:
+      name: Name of the tensor.
+      ranges: First index and end along each of its axes.
+    """
+    info = self.tensors[name]
+    row_bytes = info.nbytes // max(1, info.shape[0])
+    first, end = ranges[0]
+    with open(open_inside(self.path, info.file), "rb") as file:
+      file.seek(info.offset + first * row_bytes)
+      data = file.read((end - first) * row_bytes)
+    rows = np.frombuffer(data, info.dtype).reshape(-1, *info.shape[1:])
+    return rows[(slice(None), *(slice(*r) for r in ranges[1:]))]
+
   def nbytes(self, target: jax.ShapeDtypeStruct, name: str) -> int:
     """Bytes of host memory that a tensor takes while it is read.
 
@@ -390,6 +466,18 @@ _FLIGHT_BYTES = 64 << 20
 _MAX_RUNS = 256
 
 _all_finite = jax.jit(lambda x: jnp.isfinite(x).all())
+# Threads that read tensors of `read_stacked`.
+_READERS = 8
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _finite_tensors(
+  mesh: jax.sharding.Mesh, x: Shaped[Array, "n ..."]
+) -> Shaped[Array, " n"]:
+  """Whether each tensor of a stack is finite, known to every process."""
+  finite = jnp.isfinite(x).all(tuple(range(1, x.ndim)))
+  everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  return jax.lax.with_sharding_constraint(finite, everywhere)
 
 
 def _castable(have: np.dtype, want: np.dtype) -> bool:

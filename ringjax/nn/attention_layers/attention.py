@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ringjax.kv.base import LayerCache
-from ringjax.kv.cache import LayerCacheSpec
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.query_reading import KeyReading
 from ringjax.nn.linear import Identity, LayerNorm, Linear, Norm, RMSNorm
 from ringjax.nn.param import param

@@ -23,7 +23,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ringjax.kv.base import KV, LayerCache
-from ringjax.kv.cache import LayerCacheSpec
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.query_reading import KeyReading
 from ringjax.nn.attention_layers.key_index import KeyIndex
 from ringjax.nn.linear import Identity, Linear, RMSNorm

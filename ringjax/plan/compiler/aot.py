@@ -156,11 +156,13 @@ class Compiled:
     largest: Largest buffers of a program that does not fit.
     report: Report on the schedule; None if `memory` is, and for GPUs, whose
       compiler states no cycles.
-    traffic: Bytes read and written; None if `memory` is, and for GPUs if a
-      kernel reads a part that is not in the text. Branches of a conditional run
-      as often as "filled_blocks" among the facts says.
+    traffic: Bytes read and written; None if `memory` is, if they could not be
+      counted, and for GPUs if a kernel reads a part that is not in the text.
+      Branches of a conditional run as often as "filled_blocks" among the facts
+      says.
     sent: Bytes that a device receives by each kind of collective; None if
       `memory` is.
+    traffic_error: Error of counting the traffic, or None.
     trace_s: Seconds of tracing and lowering.
     compile_s: Seconds of compiling.
     text_bytes: Length of the scheduled program's text.
@@ -187,6 +189,7 @@ class Compiled:
   traffic: MemoryTraffic | None = None
   sent: Mapping[str, float] | None = None
   time: TimeRange | None = None
+  traffic_error: str | None = None
 
   def record(self) -> dict[str, Any]:
     """Fields as a dict for JSON, with the report as "schedule"."""
@@ -338,7 +341,7 @@ def compile(
     simulated = _simulated(text, topology, flags, timeout_s)
   if text_path is not None and program:
     pathlib.Path(text_path).write_text(program)
-  memory = report = moved = sent = seconds = None
+  memory = report = moved = sent = seconds = traffic_error = None
   needed = answer.get("needed_bytes") or 0
   fits = bool(answer["fits"])
   if "memory" in answer:
@@ -349,20 +352,24 @@ def compile(
       # The plugin warns of it in a log, and goes on.
       fits, memory = False, None
   if memory is not None:
-    trips = answer["data_trips"]
-    if isinstance(aim, TpuTarget):
+    core = aim.core if isinstance(aim, TpuTarget) else None
+    parsed = HloProgram(
+      program, core, kernels=kernels, data_trips=answer["data_trips"]
+    )
+    if core is not None:
       report = overlap.check(
-        program,
-        aim.core,
+        parsed,
+        core,
         coords=answer["coords"],
-        wraps=aim.core.wraps(chips.sides(topology)),
-        kernels=kernels,
-        data_trips=trips,
+        wraps=core.wraps(chips.sides(topology)),
       )
-    parsed = HloProgram(program, data_trips=trips)
     sent = parsed.sent_bytes()
-    if report is not None or not has_opaque_kernel(parsed):
-      moved = traffic(parsed, taken=answer["facts"].get("filled_blocks", 1.0))
+    try:
+      if report is not None or not has_opaque_kernel(parsed):
+        moved = traffic(parsed, taken=answer["facts"].get("filled_blocks", 1.0))
+    except Exception as error:
+      # Compiling took minutes: its result counts without the traffic.
+      traffic_error = f"{type(error).__name__}: {error}"
     if report is not None:
       seconds = time_range(
         program,
@@ -376,7 +383,7 @@ def compile(
         ),
         facts=answer["facts"],
         argument_bytes=memory.arguments + memory.outputs - memory.aliased,
-        data_trips=trips,
+        data_trips=answer["data_trips"],
       )
   return Compiled(
     topology=topology,
@@ -396,6 +403,7 @@ def compile(
     traffic=moved,
     sent=sent,
     time=seconds,
+    traffic_error=traffic_error,
   )
 
 

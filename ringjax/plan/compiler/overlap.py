@@ -227,7 +227,7 @@ def hops(
 
 
 def check(
-  text: str,
+  text: str | HloProgram,
   chip: str | Core,
   *,
   coords: Sequence[Sequence[int]] | None = None,
@@ -238,7 +238,8 @@ def check(
   """Walk a schedule and report which of its sends are hidden.
 
   Args:
-    text: A scheduled HLO module, `compiled.as_text()`.
+    text: A scheduled HLO module, `compiled.as_text()`, or the program that
+      was read from it for this device.
     chip: Device, by a name that `chips.core` knows.
     coords: Coordinates of the mesh's devices, in its order, to count hops;
       without them each send is one hop.
@@ -253,7 +254,9 @@ def check(
       are fewer coordinates than devices.
   """
   core = chips.core(chip) if isinstance(chip, str) else chip
-  program = HloProgram(text, core, kernels=kernels, data_trips=data_trips)
+  program = text
+  if isinstance(program, str):
+    program = HloProgram(program, core, kernels=kernels, data_trips=data_trips)
   largest_number = max(
     (max(pair) for _, permute in _permutes(program) for pair in permute.pairs),
     default=-1,

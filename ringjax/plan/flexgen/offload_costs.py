@@ -49,6 +49,7 @@ from jaxtyping import Float
 
 from ringjax.checks import boolean, number, one_of, positive_int
 from ringjax.errors import OptionError
+from ringjax.kv.codecs import Floats, Integers
 from ringjax.plan import files
 from ringjax.plan.flexgen.offload_tiers import (
   TIERS,
@@ -60,9 +61,12 @@ FORMS = ("paper", "code")
 WORKING = ("largest", "sum")
 PARTS = ("to_device", "from_device", "disk_read", "disk_write", "compute")
 KINDS = ("weights", "cache", "hidden")
-# Bytes of a number. With 4 bits each group of 64 has a scale and a minimum,
-# too.
-BYTES = {16: 2.0, 4: 0.5 + 4 / 64}
+# Bytes of a number, by its bits: bfloat16, or codes in groups of 64 that have a
+# scale and a minimum each.
+BYTES = {
+  16: Floats(format="bfloat16").width(64) / 64,
+  4: Integers(bits=4, group=64).width(64) / 64,
+}
 # Nine coefficients, for `KINDS` by `TIERS`, and a constant.
 Affine = Float[np.ndarray, " coefficients"]
 Fractions = Float[np.ndarray, " fractions"]

@@ -19,8 +19,9 @@ from jaxtyping import Float, Int
 
 from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
+from ringjax.parallel.chips import Link
 from ringjax.plan import cost
-from ringjax.plan.cost import Network, Profile, Prompt
+from ringjax.plan.cost import Profile, Prompt
 from ringjax.plan.kv_runahead import schedules
 
 # Maximum number of partitions of one level of a grid.
@@ -64,7 +65,7 @@ class SearchResult:
 
 
 def simulated(
-  profile: Profile, prompt: Prompt, network: Network, **options: Any
+  profile: Profile, prompt: Prompt, network: Link, **options: Any
 ) -> Objective:
   """Make an objective that simulates; `options` are those of `kvr_seconds`."""
   return lambda partitions: schedules.kvr_seconds(

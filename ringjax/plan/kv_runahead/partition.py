@@ -24,8 +24,9 @@ import numpy as np
 
 from ringjax.checks import number
 from ringjax.errors import OptionError
+from ringjax.parallel.chips import Link
 from ringjax.plan import cost
-from ringjax.plan.cost import Network, Profile, Prompt
+from ringjax.plan.cost import Profile, Prompt
 from ringjax.plan.kv_runahead.balance import (
   balanced,
   most_ranks,
@@ -44,7 +45,7 @@ def find(
   profile: Profile,
   prompt: Prompt,
   ranks: int,
-  network: Network,
+  network: Link,
   *,
   tile: int = 1,
   starts: Iterable[Sequence[int]] = (),
@@ -80,7 +81,7 @@ def tabulate(
   profile: Profile,
   lengths: Iterable[int],
   ranks: int,
-  network: Network,
+  network: Link,
   *,
   tile: int = 1,
   on_entry: Callable[[int], None] = lambda tokens: None,
@@ -149,7 +150,7 @@ def plan(
   profile: Profile,
   prompt: Prompt,
   ranks: int,
-  network: Network,
+  network: Link,
   *,
   tile: int = 1,
   least_gain: float = 0.05,
@@ -202,7 +203,7 @@ def plan(
 
 
 def _reasons(
-  profile: Profile, prompt: Prompt, network: Network, found: SearchResult
+  profile: Profile, prompt: Prompt, network: Link, found: SearchResult
 ) -> list[str]:
   """Sentences on what decides the partition."""
   ranks = len(found.lengths)
@@ -215,7 +216,7 @@ def _reasons(
   partitions = np.asarray([first, cost.even(prompt.tokens, ranks)])
   start, level = simulated(profile, prompt, network)(partitions).tolist()
   # The balance is the optimum for links that take no time.
-  free = simulated(profile, prompt, Network(bandwidth=1e300))(partitions)[0]
+  free = simulated(profile, prompt, Link(bandwidth=1e300))(partitions)[0]
   link_share = 1 - float(free) / found.seconds
   bound = "compute" if link_share < _BOUND else "a link"
   sentences = [

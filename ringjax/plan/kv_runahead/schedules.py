@@ -30,8 +30,9 @@ from jaxtyping import Float, Int, Shaped
 
 from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.errors import OptionError
+from ringjax.parallel.chips import Link
 from ringjax.plan import cost
-from ringjax.plan.cost import Network, Profile, Prompt
+from ringjax.plan.cost import Profile, Prompt
 from ringjax.plan.events import Span, Timeline
 from ringjax.plan.kv_runahead import recurrence
 from ringjax.plan.kv_runahead.recurrence import Edge, Numbers, Operation
@@ -113,7 +114,7 @@ def kvr(
   profile: Profile,
   prompt: Prompt,
   lengths: Sequence[int],
-  network: Network,
+  network: Link,
   *,
   credits: int | None = None,
   noise: Noise | None = None,
@@ -146,7 +147,7 @@ def kvr_seconds(
   profile: Profile,
   prompt: Prompt,
   partitions: Shaped[np.ndarray, " ..."] | Sequence[Any],
-  network: Network,
+  network: Link,
   *,
   credits: int | None = None,
   noise: Noise | None = None,
@@ -174,7 +175,7 @@ def _chain(
   profile: Profile,
   prompt: Prompt,
   lengths: Int[np.ndarray, "*K p"],
-  network: Network,
+  network: Link,
   credits: int | None,
   noise: Noise | None,
 ) -> _Layer:
@@ -214,7 +215,7 @@ def tsp(
   profile: Profile,
   prompt: Prompt,
   ranks: int,
-  network: Network,
+  network: Link,
   *,
   noise: Noise | None = None,
   causal: bool = False,
@@ -253,7 +254,7 @@ def flash_tsp(
   profile: Profile,
   prompt: Prompt,
   ranks: int,
-  network: Network,
+  network: Link,
   *,
   noise: Noise | None = None,
 ) -> Outcome:
@@ -265,7 +266,7 @@ def ring(
   profile: Profile,
   prompt: Prompt,
   ranks: int,
-  network: Network,
+  network: Link,
   *,
   layout: str = "striped",
   noise: Noise | None = None,
@@ -326,7 +327,7 @@ class _Layer:
     self,
     profile: Profile,
     lengths: Int[np.ndarray, "*K p"],
-    network: Network,
+    network: Link,
     noise: Noise | None,
     *,
     closed: bool,

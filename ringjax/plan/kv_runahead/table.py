@@ -15,8 +15,9 @@ import numpy as np
 
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError
+from ringjax.parallel.chips import Link
 from ringjax.plan import files
-from ringjax.plan.cost import Network, Profile
+from ringjax.plan.cost import Profile
 from ringjax.plan.kv_runahead.balance import round_to_tiles
 
 FORMAT = "ringjax.kvr-table"
@@ -36,7 +37,7 @@ class TableKey:
     number("bandwidth", self.bandwidth, least=0)
 
   @classmethod
-  def of(cls, profile: Profile, network: Network, ranks: int) -> TableKey:
+  def of(cls, profile: Profile, network: Link, ranks: int) -> TableKey:
     """Make the key of a model on ranks with these links."""
     return cls(
       model=profile.model,

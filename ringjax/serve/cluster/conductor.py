@@ -99,7 +99,7 @@ class RoutingCosts:
     if self.link is None or tokens <= 0:
       return 0.0
     nbytes = tokens * self.kv_token_bytes
-    return nbytes / self.link.bandwidth + self.link.latency_s
+    return self.link.send_s(nbytes)
 
   def sending_s(self, view: InstanceView) -> float:
     """Seconds until an instance has sent the tokens that are in flight."""

@@ -12,7 +12,6 @@ As for pulls, nothing is encrypted: use a network that you trust, or a tunnel.
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -64,17 +63,7 @@ def dial(
     AuthenticationError: If the peer has another key.
   """
   key, name = checked_key(key), f"{name} {address[0]}:{address[1]}"
-  try:
-    link = socket.create_connection(address, silence_s)
-  except (OSError, OverflowError) as error:
-    raise PeerError(f"{name} cannot be reached: {error}") from None
-  wire = PullConnection(link, silence_s, name)
-  try:
-    wire.greet_publisher(key)
-  except BaseException:
-    wire.close()
-    raise
-  return wire
+  return PullConnection.connect(address, key, silence_s, name)
 
 
 def ask_router(

@@ -209,10 +209,6 @@ def on_axes(heads, **options):
   close(program(*given), truth(q, k, v, q_at, k_at, 1))
 
 
-def test_other_axes_of_the_mesh_are_left_alone():
-  on_axes(2)
-
-
 @pytest.mark.parametrize("heads", [1, 2])
 def test_all_axes_may_be_the_calls_own(heads):
-  on_axes(heads, batch_axes=("data",), head_axes=("model",), fully_manual=True)
+  on_axes(heads, batch_axes=("data",), head_axes=("model",))

@@ -65,16 +65,16 @@ class ShardedDecode:
   """Attention of queries over a cache whose keys may be sharded.
 
   Attributes:
-    mesh: Mesh whose `axis` shards the keys; None: one device.
+    mesh: Mesh whose `axis` shards the keys; None: one device. XLA partitions
+      over none of its axes: it could not partition a kernel, and over an
+      automatic axis it would gather keys that have a layout constraint, or
+      copy a part of them.
     axis: Mesh axis of the sequence.
     batch_axes: Mesh axes over which the examples are sharded.
     head_axes: Mesh axes over which the heads are sharded; with a single kv head
       each device has a copy of it.
     query_axes: Mesh axes over which the queries are sharded besides `axis`,
       where no head is sharded over them.
-    fully_manual: Whether all sharding is over these axes: then XLA partitions
-      nothing. It could not partition a kernel, and over an automatic axis it
-      would gather keys that have a layout constraint, or copy a part of them.
     sharded: Whether the queries are sharded over `axis` too.
     masters: Whether the queries' rows are sharded over it, in equal parts; rows
       after the cache's rows are empty.
@@ -88,7 +88,6 @@ class ShardedDecode:
   batch_axes: tuple[str, ...] = ()
   head_axes: tuple[str, ...] = ()
   query_axes: tuple[str, ...] = ()
-  fully_manual: bool = False
   sharded: bool = False
   masters: bool = False
   few: int = 16
@@ -109,9 +108,7 @@ class ShardedDecode:
     With a `selection` they read the keys of one head that it chooses.
     """
     views = tuple(views)
-    manual = {*collectives.names(self.axis)}
-    if self.fully_manual and self.mesh is not None:
-      manual = {*self.mesh.axis_names}
+    manual = set() if self.mesh is None else {*self.mesh.axis_names}
     # An array that occurs twice stays one array inside: kernels read it once.
     leaves, structure = jax.tree.flatten(views)
     index_of = {id(x): n for n, x in reversed([*enumerate(leaves)])}
@@ -120,8 +117,7 @@ class ShardedDecode:
       structure, [arrays[index_of[id(x)]] for x in leaves]
     )
     local, decoder, platform = self._on_device(manual, q, leaves[0])
-    batch = self.batch_axes if self.fully_manual else ()
-    heads = self.head_axes if self.fully_manual else ()
+    batch, heads = self.batch_axes, self.head_axes
     visit = functools.partial(
       CacheVisit,
       local=local,
@@ -138,7 +134,7 @@ class ShardedDecode:
       ).over(views)
       return _finish(partial, q, terms)
     head_specs = (heads, ()) if q.shape[1] > 1 else ((), heads)
-    query_axes = self.query_axes if self.fully_manual else ()
+    query_axes = self.query_axes
     sharding_axes = collectives.names(self.axis if self.sharded else None)
     at_q = (*sharding_axes, *query_axes) or None
     by_row: Any = (self.axis,) if self.masters else batch

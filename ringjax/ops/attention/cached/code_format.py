@@ -104,6 +104,11 @@ def padded(count: int) -> int:
   return -(-count // 8) * 8
 
 
+def packed_bytes(count: int, bits: int) -> int:
+  """Number of bytes of `count` codes of `bits` bits."""
+  return padded(count) * bits // 8
+
+
 class CodePart(NamedTuple):
   """Some bits of all codes of a vector.
 
@@ -128,7 +133,7 @@ def parts(count: int, bits: int) -> tuple[CodePart, ...]:
   code_parts, low, first = [], 0, 0
   for size in (8, 4, 2, 1):
     if bits & size:
-      width = padded(count) * size // 8
+      width = packed_bytes(count, size)
       code_parts.append(CodePart(size, low, first, width))
       low, first = low + size, first + width
   return tuple(code_parts)
@@ -175,7 +180,7 @@ class CodeFormat:
   @property
   def codes(self) -> int:
     """Number of bytes of the codes."""
-    return padded(self.dim) * self.bits // 8
+    return packed_bytes(self.dim, self.bits)
 
   @property
   def group(self) -> int:

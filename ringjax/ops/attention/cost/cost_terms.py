@@ -152,6 +152,7 @@ class CostTerms:
     call: Shapes, mask and mesh axes of the call.
     machine: Machine that runs it.
     layout: Order of the tokens on the shards.
+    served: Whether the strategy is meant for this layout.
     wire: Format of K and V on the wire, of `WIRES` or a `Wire`; None: as is.
     wire_number: Bytes of a number on the wire.
     t: Queries of a shard; `s` are its keys.
@@ -174,8 +175,11 @@ class CostTerms:
     machine: Machine,
     layout: Layout,
     wire: WireLike | None,
+    layouts: tuple[type[Layout], ...] = (Layout,),
     form: str = "heads",
   ):
+    """Prepare the terms; the strategy is meant for `layouts`."""
+    self.served = isinstance(layout, layouts)
     self.strategy, self.form = strategy, form
     rows = call.rows
     # Of a device's projections of the shard's tokens.

@@ -36,7 +36,6 @@ from ringjax.ops.attention.cost.cost_terms import WIDE, CostTerms, turn
 from ringjax.ops.attention.strategies.ring import cut_hops
 from ringjax.ops.attention.strategies.wire_format import WireFormat, wire_of
 from ringjax.ops.mask import Window
-from ringjax.parallel.layout import Contiguous, Uneven
 
 # Cost of a strategy, or the reason why it does not serve a call.
 Found = Prediction | str
@@ -52,7 +51,7 @@ def documents(at: CostTerms) -> Found:
   call = at.call
   if not call.packed:
     return "the mask knows no documents"
-  if not isinstance(at.layout, Contiguous):
+  if not at.served:
     return f"in {at.layout} every document lies on all shards"
   if call.longest_document is None:
     prediction = _rotation(at, *at.directions)
@@ -291,7 +290,7 @@ def halo(at: CostTerms) -> Found:
   keys_before, keys_after = at.call.mask.reach
   if keys_before is None or keys_after is None:
     return "the mask's reach has no limit; it is for a window"
-  if not isinstance(at.layout, Contiguous):
+  if not at.served:
     return f"in {at.layout} neighbours' tokens are not on neighbours"
   if not at.call.same_tokens:
     return "queries and keys are not the same tokens"
@@ -334,7 +333,7 @@ def chain(at: CostTerms) -> Found:
   """Chain: keys are sent to later shards only, never around the ring."""
   if at.call.mask.reach[1] != 0:
     return "the mask lets queries see later keys"
-  if not isinstance(at.layout, Contiguous | Uneven):
+  if not at.served:
     return f"in {at.layout} later shards have earlier tokens"
   if not at.call.same_tokens:
     return "queries and keys are not the same tokens"

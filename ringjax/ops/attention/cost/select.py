@@ -41,13 +41,12 @@ from ringjax.parallel import chips
 from ringjax.parallel.call_sharding import SEQ, sharding_of
 from ringjax.parallel.chips import Machine
 from ringjax.parallel.collectives import names as names_of
-from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
+from ringjax.parallel.layout import LAYOUTS, Contiguous, Layout, Striped
 
 # An operand of a call: an array, or just its type or shape.
 Operand = (
   Shaped[Array | np.ndarray | jax.ShapeDtypeStruct, " ..."] | tuple[int, ...]
 )
-LAYOUTS: tuple[Layout, ...] = (Contiguous(), Striped(), Zigzag())
 _SHOWN = 12
 
 
@@ -70,7 +69,7 @@ def candidates(
   """
   for name in among or ():
     one_of("among", name, registry.STRATEGIES)
-  layouts = LAYOUTS if call.layout is None else (call.layout,)
+  layouts = LAYOUTS.values() if call.layout is None else (call.layout,)
   size = call.shards
   if len(call.axes) == 2:
     inners = [call.axes[1][1]] if 1 < call.axes[1][1] < size else []

@@ -20,7 +20,7 @@ the hops of a ring: the program grows with R.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,8 @@ class Chain(KVStrategy):
     wire: Wire format of keys and values, as in `Ring`.
   """
 
+  layouts: ClassVar[tuple[type[Layout], ...]] = (Contiguous, Uneven)
+
   steps: int | None = None
   wire: WireLike | None = None
 
@@ -81,7 +83,7 @@ class Chain(KVStrategy):
         "pass is_causal=True, or strategy='ring'",
       )
     remedy = "layout=Contiguous() or Uneven(counts)"
-    self._check_consecutive(layout, derived, Contiguous | Uneven, remedy)
+    self._check_consecutive(layout, derived, remedy)
     return self
 
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,8 @@ class Halo(KVStrategy):
     wire: Wire format of keys and values, as in `Ring`.
   """
 
+  layouts: ClassVar[tuple[type[Layout], ...]] = (Contiguous,)
+
   reach: tuple[int, int] = (0, 0)
   wire: WireLike | None = None
 
@@ -88,7 +90,7 @@ class Halo(KVStrategy):
         "a mask with a window, such as Causal() & Window(4096)",
         "pass local_window_size=, or strategy='ring'",
       )
-    self._check_consecutive(layout, derived, Contiguous, "layout=Contiguous()")
+    self._check_consecutive(layout, derived, "layout=Contiguous()")
     return dataclasses.replace(self, reach=(keys_before, keys_after))
 
   def attend(

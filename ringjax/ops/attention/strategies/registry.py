@@ -30,7 +30,7 @@ from ringjax.ops.attention.strategies.strategy import Strategy
 from ringjax.ops.attention.strategies.ulysses import Ulysses
 from ringjax.ops.attention.strategies.wire_format import WireLike
 from ringjax.parallel.chips import Machine
-from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
+from ringjax.parallel.layout import LAYOUTS, Contiguous, Layout, Striped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,8 @@ class StrategyEntry:
     cost: Function that predicts its cost from `CostTerms`, or gives the reason
       why it does not serve the call; with two levels also of the group size.
     layout: Layout with which it is benchmarked and compiled.
-    consecutive: Whether shards have to hold consecutive tokens.
+    prefills: Whether prompts are read with it into a cache.
+    layouts: Layouts that it is meant for; None: those that it serves.
     same_tokens: Whether queries and keys have to be the same tokens, under a
       mask that is known when the call is traced.
     wired: Whether keys may be sent in a lossy format.
@@ -54,11 +55,22 @@ class StrategyEntry:
   strategy: Strategy
   cost: Callable[..., Prediction | str]
   layout: Layout
-  consecutive: bool = False
+  prefills: bool = False
+  layouts: tuple[type[Layout], ...] | None = None
   same_tokens: bool = False
   wired: bool = False
   visits: bool = True
   some_pairs: bool = False
+
+  @property
+  def served_layouts(self) -> tuple[type[Layout], ...]:
+    """Types of the layouts in which it is considered."""
+    return self.strategy.layouts if self.layouts is None else self.layouts
+
+  @property
+  def consecutive(self) -> bool:
+    """Whether shards have to hold consecutive tokens."""
+    return Layout not in self.served_layouts
 
   @property
   def grouped(self) -> bool:
@@ -74,33 +86,35 @@ class StrategyEntry:
 # Equal costs are decided by this order, the plainer strategy first.
 STRATEGIES: dict[str, StrategyEntry] = {
   "halo": StrategyEntry(
-    strategy=Halo(), cost=costs.halo, layout=Contiguous(), consecutive=True,
-    same_tokens=True,
+    strategy=Halo(), cost=costs.halo, layout=Contiguous(), same_tokens=True,
   ),
   "documents": StrategyEntry(
     strategy=Ring(by_document=True), cost=costs.documents, layout=Contiguous(),
-    consecutive=True, wired=True,
+    layouts=(Contiguous,), wired=True,
   ),
   "ring": StrategyEntry(
-    strategy=Ring(), cost=costs.ring, layout=Contiguous(), wired=True
+    strategy=Ring(), cost=costs.ring, layout=Contiguous(), wired=True,
+    prefills=True,
   ),
   "chain": StrategyEntry(
-    strategy=Chain(), cost=costs.chain, layout=Contiguous(), consecutive=True,
-    same_tokens=True, wired=True, some_pairs=True,
+    strategy=Chain(), cost=costs.chain, layout=Contiguous(), same_tokens=True,
+    wired=True, some_pairs=True,
   ),
   "gather": StrategyEntry(
     strategy=Gather(), cost=costs.gather, layout=Contiguous(), wired=True,
-    visits=False,
+    visits=False, prefills=True,
   ),
   "ulysses": StrategyEntry(
-    strategy=Ulysses(), cost=costs.ulysses, layout=Contiguous(), visits=False
+    strategy=Ulysses(), cost=costs.ulysses, layout=Contiguous(), visits=False,
+    prefills=True,
   ),
   "bidirectional": StrategyEntry(
     strategy=Ring(two_way=True), cost=costs.bidirectional, layout=Striped(),
-    wired=True,
+    wired=True, prefills=True,
   ),
   "hybrid": StrategyEntry(
-    strategy=Ulysses(Ring()), cost=costs.hybrid, layout=Striped(), wired=True
+    strategy=Ulysses(Ring()), cost=costs.hybrid, layout=Striped(), wired=True,
+    prefills=True,
   ),
   "two_level": StrategyEntry(
     strategy=Ring(Ring()), cost=costs.two_level, layout=Striped(), wired=True
@@ -116,7 +130,14 @@ WIRED = tuple(name for name, entry in STRATEGIES.items() if entry.wired)
 # link from other traffic, and its blocks take memory.
 ROWS_SLOWER = 1.125
 # Names of the ring over tokens in another order.
-REORDERED: dict[str, Layout] = {"striped": Striped(), "zigzag": Zigzag()}
+REORDERED: dict[str, Layout] = {
+  name: LAYOUTS[name] for name in ("striped", "zigzag")
+}
+# Names of the strategies that read prompts into a cache.
+PREFILLS = (
+  *(name for name, entry in STRATEGIES.items() if entry.prefills),
+  *REORDERED,
+)
 # Names that commands take, N the devices of a group: "hybrid:4".
 NAMES = (
   *(f"{name}:N" if name in GROUPED else name for name in STRATEGIES),
@@ -226,7 +247,10 @@ def _form_costs(
   entry = STRATEGIES[strategy]
   forms = FORMS if call.rows is not None and entry.sends_rows else FORMS[:1]
   cost_of = lambda form: entry.cost(
-    CostTerms(strategy, call, machine, layout, wire, form), **options
+    CostTerms(
+      strategy, call, machine, layout, wire, entry.served_layouts, form
+    ),
+    **options,
   )
   return {form: cost_of(form) for form in forms}
 

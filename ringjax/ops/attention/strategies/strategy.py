@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import UnionType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -35,6 +34,8 @@ class Strategy:
 
   # The names of the strategies that it may wrap.
   inside: ClassVar[tuple[str, ...]] = ()
+  # The layouts that it serves.
+  layouts: ClassVar[tuple[type[Layout], ...]] = (Layout,)
 
   local: Any = AutoKernel()
   axis: Axis | None = None
@@ -90,10 +91,10 @@ class Strategy:
     return (shard - distance) % size
 
   def _check_consecutive(
-    self, layout: Layout, derived: bool, layouts: type | UnionType, remedy: str
+    self, layout: Layout, derived: bool, remedy: str
   ) -> None:
     """Raise OptionError unless consecutive shards have consecutive tokens."""
-    if derived and isinstance(layout, layouts):
+    if derived and isinstance(layout, self.layouts):
       return
     description = "positions of your own, or keys of another length"
     raise OptionError(

@@ -27,11 +27,15 @@ from typing import Protocol, runtime_checkable
 
 from ringjax.checks import integer, number, positive_int
 from ringjax.errors import OptionError
+from ringjax.parallel.chips import Link
 from ringjax.serve.cluster.loongserve.elastic_batches import (
   best_batches,
   fewest_instances,
 )
 from ringjax.serve.cluster.times.phase_times import PhaseTimes
+
+# Two ports of 400 GiB/s between instances, as LoongServe's code counts them.
+BETWEEN_INSTANCES = Link(bandwidth=2 * 400 * 2**30, ports=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,7 @@ class ElasticOptions:
       instances take longer than `longest_prefill_s`, where the rest has their
       slots; 0 is LoongServe's rule, by which a short prompt waits for them.
     token_bytes: Bytes of a token's keys and values.
-    link_bytes_s: Bandwidth between two instances, in bytes per second.
+    link: Link between two instances.
   """
 
   slots: int = 210_000
@@ -66,11 +70,13 @@ class ElasticOptions:
   steps: int = 10
   spare: int = 0
   token_bytes: int = 32 * 2 * 32 * 128 * 2
-  link_bytes_s: int | float = 2 * 400 * 2**30
+  link: Link = BETWEEN_INSTANCES
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
+      if field.name == "link":
+        continue
       if field.name in ("spare", "most_moved_tokens"):
         integer(field.name, value, least=0)
       elif isinstance(field.default, int):
@@ -80,7 +86,7 @@ class ElasticOptions:
 
   def moving_s(self, tokens: int | float) -> float:
     """Seconds to move the keys of some tokens to another instance."""
-    return float(tokens * self.token_bytes / self.link_bytes_s)
+    return self.link.send_s(tokens * self.token_bytes)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, slots=True)

@@ -24,7 +24,6 @@ import dataclasses
 import os
 import queue
 import secrets
-import socket
 import subprocess
 import sys
 import threading
@@ -501,13 +500,10 @@ class ElasticWorkers:
       host, port, vocab = reply
       address = host, port
     name = f"instance {instance}"
-    try:
-      connection = socket.create_connection(address, self.patience_s)
-      link = PullConnection(connection, self.patience_s, name)
-      link.greet_publisher(self._key)
-      send_arrays(link, "manage")
-    except OSError as error:
-      raise PeerError(f"{name} does not listen: {error}", instance) from None
+    link = PullConnection.connect(
+      address, self._key, self.patience_s, name, rank=instance
+    )
+    send_arrays(link, "manage")
     member = _Member(
       number=instance,
       address=address,

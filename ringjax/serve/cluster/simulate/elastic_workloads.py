@@ -16,8 +16,11 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from ringjax.checks import number, positive_int
+from ringjax.errors import OptionError
+from ringjax.parallel.chips import CHIPS, Link, Machine
 from ringjax.serve.cluster.loongserve.elastic_loop import ElasticResult
 from ringjax.serve.cluster.loongserve.elastic_scheduler import (
+  BETWEEN_INSTANCES,
   ElasticOptions,
   ElasticScheduler,
 )
@@ -32,6 +35,25 @@ from ringjax.serve.traces import TraceRequest
 # ---------------------------------------------------------------------------
 
 
+# Llama-2-7B reaches half of an A800's products and 8/10 of its memory's
+# 2 TB/s; its NVLink is cut to 400 GB/s both ways.
+REACHED_A800 = Machine(
+  name="a800, reached",
+  chip=dataclasses.replace(
+    CHIPS["a100"],
+    name="a800, reached",
+    flops={"bfloat16": CHIPS["a100"].rate("bfloat16") * 0.5},
+    hbm_bandwidth=2.0e12 * 0.8,
+    source="an A100's products; shares that are assumed",
+  ),
+  links=Link(bandwidth=150e9, latency_s=15e-6, ports=1),
+  island=2,
+  between=dataclasses.replace(BETWEEN_INSTANCES, latency_s=20e-6),
+  call_s=0.005,
+  source="assumed",
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupMachine:
   """A model on chips, from which times of groups follow.
@@ -44,13 +66,10 @@ class GroupMachine:
     width: Width of the hidden states, D.
     heads_width: Total width of a layer's queries, N H.
     kv_width: Total width of a layer's keys, K H.
-    flops: FLOP/s of a chip that prefill reaches.
-    bytes_s: Memory bandwidth of a chip that decode reaches, in bytes/s.
-    link_bytes_s: Bandwidth between chips of an instance that all-reduces reach,
-      in bytes/s.
-    sum_s: Minimum seconds of an all-reduce over the chips of an instance.
-    hop_s: Minimum seconds of an exchange between instances.
-    call_s: Fixed overhead of a call, in seconds.
+    machine: Chips with the FLOP/s that prefill reaches and the bandwidth of
+      their memory that decode reaches; the link of an instance's chips, whose
+      latency is the least time of an all-reduce; the link between instances,
+      whose latency is the least time of an exchange.
   """
 
   parameters: int | float = 6.74e9
@@ -58,16 +77,19 @@ class GroupMachine:
   width: int = 4096
   heads_width: int = 4096
   kv_width: int = 4096
-  flops: int | float = 312e12 * 0.5
-  bytes_s: int | float = 2.0e12 * 0.8
-  link_bytes_s: int | float = 150e9
-  sum_s: int | float = 15e-6
-  hop_s: int | float = 20e-6
-  call_s: int | float = 0.005
+  machine: Machine = REACHED_A800
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
-      number(field.name, getattr(self, field.name), above=0)
+      if field.name != "machine":
+        number(field.name, getattr(self, field.name), above=0)
+    if self.machine.between is None:
+      raise OptionError(
+        "machine",
+        f"{self.machine.name!r} without a link between instances",
+        "a Machine with island and between",
+        "pass e.g. Machine(..., island=2, between=Link(bandwidth=25e9))",
+      )
 
   @property
   def token_bytes(self) -> int:
@@ -91,26 +113,30 @@ class GroupMachine:
     positive_int("chips", chips)
     positive_int("instances", instances)
     num_chips = chips * instances
+    machine, between = self.machine, self.machine.between
+    link, read_bytes_s = machine.link("model"), machine.chip.hbm_bandwidth
+    chip_flops = machine.chip.rate("bfloat16")
+    hop_s = 0.0 if between is None else between.latency_s
     sums = 2 * self.layers * (chips > 1)
     # An all-reduce sends its operand twice, except for a chip's own share.
     share = 2 * (chips - 1) / chips
-    sum_token_s = sums * self.width * 2 * share / self.link_bytes_s
+    sum_token_s = sums * self.width * 2 * share / link.bandwidth
     hops = self.layers * (instances - 1)
     exchanges = 2 * self.layers * (instances > 1)
     token_flops = 2 * self.parameters
     pair_flops = 4 * self.layers * self.heads_width / 2
-    overhead_s = self.call_s + sums * self.sum_s
+    overhead_s = machine.call_s + sums * link.latency_s
     return QuadraticTimes(
-      prefill_fixed_s=overhead_s + hops * self.hop_s,
-      prefill_token_s=token_flops / (self.flops * num_chips)
+      prefill_fixed_s=overhead_s + hops * hop_s,
+      prefill_token_s=token_flops / (chip_flops * num_chips)
       + sum_token_s / instances,
-      prefill_pair_s=pair_flops / (self.flops * num_chips),
+      prefill_pair_s=pair_flops / (chip_flops * num_chips),
       decode_fixed_s=overhead_s
-      + exchanges * self.hop_s
-      + 2 * self.parameters / (self.bytes_s * chips),
-      decode_row_s=token_flops / (self.flops * num_chips)
+      + exchanges * hop_s
+      + 2 * self.parameters / (read_bytes_s * chips),
+      decode_row_s=token_flops / (chip_flops * num_chips)
       + sum_token_s / instances,
-      decode_token_s=self.token_bytes / (self.bytes_s * num_chips),
+      decode_token_s=self.token_bytes / (read_bytes_s * num_chips),
     )
 
 

@@ -80,7 +80,6 @@ def test_beside_axes_of_batch_and_heads(kernel, heads):
     heads,
     batch_axes=("data",),
     head_axes=("model",),
-    fully_manual=True,
     local=kernel,
   )
 

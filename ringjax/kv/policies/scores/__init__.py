@@ -1,0 +1,1 @@
+"""Eviction policies that are a score of each token."""
