@@ -37,6 +37,8 @@ from ringjax.typing import ArrayLeaf
 
 # Most rows of x.
 MOST_ROWS = 64
+# A Pallas reference to an array, for which JAX has no common class.
+Ref = Any
 _LANES, _SUBLANES = 128, 8
 # Rows of a register of bytes, and of bfloat16 numbers made of a quarter of it.
 _BYTE_ROWS, _HALF_ROWS = 32, 16
@@ -362,7 +364,7 @@ def _groups_of_block(total: int, rows: int) -> int:
   return max(divisors, default=max_groups)
 
 
-def _kernel(shape: _Shape, stack: int, *refs: Any) -> None:
+def _kernel(shape: _Shape, stack: int, *refs: Ref) -> None:
   x_ref, order_ref, codes_ref, step_in, *remaining = refs[stack:]
   least_in = remaining.pop(0) if shape.has_least else None
   out_ref, acc_ref, wide_ref, left_ref, step_ref, offset_ref = remaining
@@ -407,10 +409,10 @@ def _kernel(shape: _Shape, stack: int, *refs: Any) -> None:
 def _spread_x(
   shape: _Shape,
   k: Any,
-  x_ref: Any,
-  order_ref: Any,
-  wide_ref: Any,
-  left_ref: Any,
+  x_ref: Ref,
+  order_ref: Ref,
+  wide_ref: Ref,
+  left_ref: Ref,
 ) -> Any:
   """Writes the left sides of all products of a block; sums [rows, groups]."""
   length = shape.groups * shape.group
@@ -444,7 +446,7 @@ def _spread_x(
 
 
 def _row(
-  shape: _Shape, step_ref: Any, row: int, column: int, size: tuple[int, int]
+  shape: _Shape, step_ref: Ref, row: int, column: int, size: tuple[int, int]
 ) -> Any:
   """Row of steps from a column on, repeated to `size`."""
   tiles = []
