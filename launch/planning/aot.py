@@ -41,7 +41,7 @@ _MESHES = {"pair": "model:-1"}
 _OF_ATTENTION = ("heads", "kv_heads", "head_dim", "causal", "window", "packed",
                  "backward")  # fmt: skip
 _OF_MODEL = ("model", "shard", "experts", "layers")
-_OF_PLACES = ("weights", "cache", "cache_placement")
+_OF_PLACES = ("weights", "coded_bits", "cache", "cache_placement")
 _OF_TILES = ("strategy", "q_block", "kv_block")
 # Options of a program in addition to those of all programs.
 _OPTIONS = {
@@ -169,6 +169,8 @@ def _options(values: flags.FlagValues, program: str) -> dict[str, Any]:
   ):  # fmt: skip
     if values[name].value is not None:
       options[name] = values[name].value
+  if values.coded_bits is not None:
+    options["coded_bits"] = int(values.coded_bits)
   if values.tree:
     options["tree"] = True
   if values.cache is not None:
@@ -228,9 +230,15 @@ def _title(compiled: Compiled) -> str:
     f"{facts['what']}{f' of {model}' if model else ''}, "
     f"{facts['tokens']:,} tokens, {facts['strategy']}, "
     f"{f'{cache} cache, ' if cache else ''}{_host_memory_text(facts)}"
+    f"{_coded_text(facts)}"
     f"on {compiled.topology} "
     f"({compiled.devices} devices: {axes})"
   )
+
+
+def _coded_text(facts: Mapping[str, Any]) -> str:
+  bits = facts.get("coded_bits")
+  return "" if bits is None else f"weights of {bits} bits, "
 
 
 def _host_memory_text(facts: Mapping[str, Any]) -> str:

@@ -1,8 +1,9 @@
 """The sub-command cycles of launch.plan: cycles of a kernel's tile.
 
 Compares attention with JAX's splash kernel, decoding with reading the keys and
-with XLA's loops, and pages that rows share with reading them row by row, by our
-kernel and by JAX's ragged paged attention.
+with XLA's loops, pages that rows share with reading them row by row, by our
+kernel and by JAX's ragged paged attention, and products with weights of codes
+with reading the codes.
 """
 
 from __future__ import annotations
@@ -258,11 +259,81 @@ def _pool(
   strategies.put(values, stdout, record, lines)
 
 
+PRODUCT_NOTE = (
+  "reading: codes, steps and least numbers of a block by the memory's stated "
+  "rate; kernel: all its instructions and the cycles of the matrix units, of "
+  "which the larger counts; nothing was measured"
+)
+
+
+def _product(
+  values: flags.FlagValues,
+  names: Sequence[str],
+  screen: console.Screen,
+  stdout: TextIO,
+) -> None:
+  """Reports cycles of a block of a weight of codes: reading and kernel."""
+  rows: list[dict[str, Any]] = []
+  count = values.queries or 1
+  for name, codes in itertools.product(names, tiles.CODES):
+    core = chips.core(name)
+    bandwidth = chips.MACHINES[core.name].chip.hbm_bandwidth
+    screen.say(f"product with {codes}, for {name}")
+    options = {"codes": codes, "rows": count}
+    (tile,) = cycles.count(
+      "ringjax.bench.tiles:product",
+      SLICES[name],
+      options,
+      timeout_s=values.timeout,
+    )
+    nbytes = tiles.ProductShape(**options).block_bytes(core.name)
+    row = {
+      "chip": name,
+      "codes": codes,
+      "bytes": nbytes,
+      "reading": nbytes / (float(bandwidth) / core.clock_hz / core.cores),
+      "bundles": sum(block.bundles for block in tile.blocks),
+      "matrix": sum(block.matrix_cycles for block in tile.blocks),
+    }
+    row["taken"] = max(row["reading"], row["bundles"], row["matrix"])
+    row["share"] = row["taken"] / row["reading"]
+    rows.append(row)
+  lines = [
+    f"{count} row{'' if count == 1 else 's'} of bfloat16 and a weight of codes:"
+    " cycles of a block of a core",
+    "",
+    *strategies.markdown(
+      ("chip", "codes"),
+      ("a block", "reading it", "kernel", "matrix units", "largest / reading"),
+      [
+        (
+          row["chip"],
+          row["codes"],
+          console.nbytes(row["bytes"]),
+          f"{row['reading']:,.0f}",
+          f"{row['bundles']:,}",
+          f"{row['matrix']:,}",
+          f"{row['share']:.2f}",
+        )
+        for row in rows
+      ],
+    ),
+    "",
+    PRODUCT_NOTE,
+  ]
+  record = {"rows_of_x": count, "rows": rows, "note": PRODUCT_NOTE}
+  strategies.put(values, stdout, record, lines)
+
+
 # By --what: the function that reports, and the flags that it refuses.
 _REPORTS: dict[str, tuple[Any, tuple[str, ...]]] = {
   "attention": (_attention, _DECODE_FLAGS),
   "decode": (_decode, _ATTENTION_FLAGS),
   "shared": (_pool, (*_ATTENTION_FLAGS, "cache", "queries")),
+  "product": (
+    _product,
+    (*_ATTENTION_FLAGS, "heads", "kv_heads", "head_dim", "cache", "dtype"),
+  ),
 }
 
 

@@ -204,8 +204,8 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "The slice or GPUs, e.g. v5p:4x4x8, v5e:16x16 or h100:8."),
   ("what", "enums", None, "aot capacity cycles",
    "aot: which program (pair: two prompts at once); capacity: train, "
-   "prefill; cycles: attention, decode, shared.",
-   (*aot.WHAT, "shared")),
+   "prefill; cycles: attention, decode, shared, product.",
+   (*aot.WHAT, "shared", "product")),
   ("strategy", "many", None, "aot capacity",
    f"Strategy of attention, of {','.join(aot.STRATEGIES)}."),
   ("remat", "text", None, "aot capacity",
@@ -229,6 +229,9 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("weights", "text", None, "aot",
    "--what=prefill, decode or verify: where layers' weights are, host, or "
    "fractions as device=.5,host=.5; default: on the devices."),
+  ("coded_bits", "enum", None, "aot",
+   "--what=prefill, decode or verify: bits of the codes that replace the "
+   "weights of linear maps; default: floats.", ("8", "4")),
   ("cache_placement", "text", None, "aot",
    "--what=prefill, decode or verify: the same of their keys."),
   ("chunk", "whole", None, "aot",
@@ -240,7 +243,8 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("loss_block", "whole", None, "aot capacity",
    "Tokens of a step of the head."),
   ("queries", "whole", None, "cycles",
-   "cycles --what=decode: tokens of a call, those of a draft too."),
+   "cycles --what=decode: tokens of a call, those of a draft too; "
+   "--what=product: rows of the product."),
   ("q_block", "whole", None, "aot cycles", "Queries of a tile of attention."),
   ("kv_block", "whole", None, "aot cycles", "Keys of a tile of attention."),
   ("order", "enum", None, "aot",

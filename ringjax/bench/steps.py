@@ -26,7 +26,7 @@ from jaxtyping import Array, PyTree, Shaped
 from ringjax.bench import step_bytes
 from ringjax.bench.ways import NamedStrategy, way
 from ringjax.checks import one_of, positive_int
-from ringjax.errors import ShapeError
+from ringjax.errors import OptionError, ShapeError
 from ringjax.infer import decode as decoding
 from ringjax.infer import prefill as reading
 from ringjax.infer.liger import paired
@@ -36,9 +36,10 @@ from ringjax.infer.speculate.drafter import Draft
 from ringjax.kv import kind_text
 from ringjax.kv.base import HOST, bytes_each
 from ringjax.models import work_profile
-from ringjax.models.checkpoint import abstract
+from ringjax.models.checkpoint import abstract, abstract_on
 from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer
+from ringjax.models.weights.coded_weights import BITS, coded_model
 from ringjax.models.weights.streaming import abstract_placed
 from ringjax.nn.param import Rules
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
@@ -166,6 +167,8 @@ class ModelOptions(ProgramOptions):
     block: Tokens of a step of the feedforward.
     weights: Placement of the layers' weights, "host" or as
       "device=.5,host=.5"; None for the devices.
+    coded_bits: Bits of the codes that replace the weights of linear maps, 8
+      or 4; None: weights are floats.
   """
 
   model: str | Mapping[str, Any]
@@ -174,6 +177,7 @@ class ModelOptions(ProgramOptions):
   layers: int | None = None
   block: int = 2048
   weights: str | None = None
+  coded_bits: int | None = None
 
   def form(self, mesh: Mesh, dtype: str) -> Transformer:
     """The model's shapes, sharded along its width over the axis `shard`."""
@@ -184,6 +188,17 @@ class ModelOptions(ProgramOptions):
     axes = {"embed": self.shard, "experts": self.experts}
     rules = Rules(**{name: axis for name, axis in axes.items() if axis})
     model = abstract(config, dtype=dtype, mesh=mesh, rules=rules)
+    if self.coded_bits is not None:
+      if self.weights is not None:
+        raise OptionError(
+          "weights",
+          f"{self.weights!r} together with coded_bits={self.coded_bits}",
+          "one of both",
+          "leave out weights=, or coded_bits=",
+        )
+      one_of("coded_bits", self.coded_bits, BITS)
+      codes = functools.partial(coded_model, bits=self.coded_bits)
+      return abstract_on(jax.eval_shape(codes, model), mesh, rules)
     if self.weights is None:
       return model
     return abstract_placed(model, self.weights, mesh)
@@ -196,6 +211,7 @@ class ModelOptions(ProgramOptions):
       "layers": len(form.config.layers),
       "parameters": sum(int(x.size) for x in jax.tree.leaves(form)),
       "host_bytes": _host_bytes(form),
+      "coded_bits": self.coded_bits,
     }
 
   def context(

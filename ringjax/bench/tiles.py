@@ -46,6 +46,7 @@ from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.kernels.prefill_pool_tpu import PrefillPoolTPU
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.strategies.gather import Gather
+from ringjax.ops.block_product_tpu import BlockCodes, BlockProductTPU
 from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.rope import Rope, Rotation
 from ringjax.ops.softmax import Partial
@@ -381,6 +382,98 @@ def code_book(
     ),
     mesh=mesh,
     facts={"what": "decode", "kernel": "DecodeCodesTPU"},
+  )
+
+
+# Codes of a weight: group, levels, dtypes of steps and of least numbers.
+CODES: dict[str, tuple[int, tuple[int, ...] | None, str, str | None]] = {
+  "4 bits": (64, tuple(range(16)), "float32", "float32"),
+  "Q4_0": (32, tuple(range(-8, 8)), "float16", None),
+  "Q4_1": (32, tuple(range(16)), "float16", "float16"),
+  "Q8_0": (32, None, "float16", None),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductShape:
+  """A product of a few rows with a weight of block codes.
+
+  Attributes:
+    codes: Codes of the weight, of `CODES`.
+    rows: Number of rows, N.
+    inputs: Number of inputs, I.
+    outputs: Number of outputs, O.
+
+  Raises:
+    OptionError: If the codes are unknown.
+  """
+
+  codes: str = "4 bits"
+  rows: int = 1
+  inputs: int = 4096
+  outputs: int = 14336
+
+  def __post_init__(self) -> None:
+    one_of("codes", self.codes, CODES)
+
+  def operands(self, make: Callable[..., Any]) -> tuple[Any, BlockCodes]:
+    """x and the weight of a layer of a stack.
+
+    Args:
+      make: Function of a shape and a dtype that makes an operand.
+    """
+    group, levels, step, minimum = CODES[self.codes]
+    groups = self.inputs // group
+    rows = group if levels is None else group // 2
+    scales = (_LAYERS, groups, self.outputs)
+    return make((self.rows, self.inputs), "bfloat16"), BlockCodes(
+      codes=make(
+        (_LAYERS, groups, rows, self.outputs),
+        "int8" if levels is None else "uint8",
+      ),
+      step=make(scales, step),
+      least=None if minimum is None else make(scales, minimum),
+      index=(make((), "int32"),),
+      levels=levels,
+    )
+
+  def block_bytes(self, chip: str) -> int:
+    """Bytes of codes, steps and least numbers of a block."""
+    spec = lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    _, weight = self.operands(spec)
+    groups, columns = BlockProductTPU(chip=chip).block(self.rows, weight)
+    scales = (weight.step, weight.least)
+    group_bytes = weight.codes.shape[-2] + sum(
+      x.dtype.itemsize for x in scales if x is not None
+    )
+    return groups * columns * group_bytes
+
+
+def product(devices: Sequence[Any], **shape: Any) -> Built:
+  """Builds a product with a weight of block codes.
+
+  Args:
+    devices: Devices of the slice.
+    shape: Fields of `ProductShape`.
+  """
+  mesh, dims = _one_device_mesh(devices), ProductShape(**shape)
+  over = NamedSharding(mesh, P())
+  x, weight = dims.operands(
+    lambda shape, dtype: jax.ShapeDtypeStruct(
+      shape, jnp.dtype(dtype), sharding=over
+    )
+  )
+  kernel = BlockProductTPU(chip=chips.machine_name(devices[0].device_kind))
+  names = ("codes", "step", "least", "index")
+
+  def multiply(x: jax.Array, arrays: Mapping[str, Any]) -> jax.Array:
+    return kernel.product(x, dataclasses.replace(weight, **arrays))
+
+  return Built(
+    function=jax.jit(multiply),
+    arguments=(x, {name: getattr(weight, name) for name in names}),
+    mesh=mesh,
+    facts={"what": "product", "kernel": "BlockProductTPU"},
   )
 
 

@@ -211,6 +211,13 @@ def abstract(
   form = jax.eval_shape(lambda: create(config, dtype=dtype))
   if mesh is None:
     return form
+  return abstract_on(form, mesh, rules)
+
+
+def abstract_on(
+  form: Transformer, mesh: Mesh, rules: Rules | None = None
+) -> Transformer:
+  """Shards a model of shapes on a mesh."""
   form = _over_experts(form, mesh, rules)
   return with_shardings(form, _shardings(form, mesh, rules))
 

@@ -102,8 +102,11 @@ class Rules:
 
   def sharding(self, param: nnx.Variable, mesh: Mesh) -> NamedSharding:
     """Sharding of a parameter of a module, abstract or not."""
-    shape = param.get_value().shape
-    axes = param.get_metadata()["axes"]
+    shape, metadata = param.get_value().shape, param.get_metadata()
+    axes = metadata["axes"]
+    # Several axes may be stored as one, of which the first has to divide.
+    if "last_axis" in metadata:
+      shape = (*shape[:-1], metadata["last_axis"])
     return NamedSharding(mesh, self.spec(axes, shape, mesh))
 
 

@@ -25,8 +25,13 @@ from ringjax.nn.block import Block, Layer
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tiled_layer import over_tiles
 from ringjax.nn.tokens import Tokens
-from ringjax.nn.weights.layer_array import LayerArray, read_by_index
+from ringjax.nn.weights.layer_array import (
+  LayerArray,
+  read_by_index,
+  read_in_place,
+)
 from ringjax.nn.weights.placed_layers import PlacedLayers, ReadFault
+from ringjax.parallel.call_sharding import on_mesh
 from ringjax.typing import Index
 
 # More than the period of any model's pattern of layers.
@@ -81,8 +86,8 @@ def runs(layers: Sequence[Layer], *, scan: bool = True) -> tuple[Run, ...]:
 class _Resident:
   """Layers whose weights are on the devices: a loop slices `stacked`.
 
-  With `in_part` the arrays of parameters that are read by index are not among
-  them: a layer gets a `LayerArray`, of which it reads what it needs.
+  With `in_part` the arrays of parameters that are read by index, or in place,
+  are not among them: a layer gets a `LayerArray`, and reads what it needs.
   """
 
   # Memory tier of each layer, if not all are on the devices.
@@ -95,7 +100,7 @@ class _Resident:
     self._read_in_part = {
       n: leaf
       for n, leaf in enumerate(leaves)
-      if in_part and read_by_index(leaf)
+      if in_part and (read_by_index(leaf) or read_in_place(leaf))
     }
     self.stacked = tuple(
       leaf for n, leaf in enumerate(leaves) if n not in self._read_in_part
@@ -302,6 +307,15 @@ class Stack(nnx.Module):
       attend: Sharding and attention of all calls.
       hosted: Whether each call's x is in the host's memory while others run.
     """
+    with on_mesh(getattr(attend, "mesh", None)):
+      return self._together(calls, attend, hosted)
+
+  def _together(
+    self,
+    calls: Sequence[tuple[Float[Array, "_ _ *D"], Tokens, CallCache]],
+    attend: Attend,
+    hosted: Sequence[bool],
+  ) -> list[tuple[Float[Array, "_ _ ..."], Any]]:
     slots = [iter(cache.slots) for _, _, cache in calls]
     outputs: list[list[Any]] = [[] for _ in calls]
     hosted = hosted or (False,) * len(calls)

@@ -14,9 +14,11 @@ with a JAX function's name and signature does not use an axis by its name alone.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -119,6 +121,36 @@ def device_of(
   if kind is not None and kind.startswith("TPU"):
     return "tpu", kind, unpartitioned
   return *platform_and_kind(jax.local_devices()[0]), unpartitioned
+
+
+_MESH: contextvars.ContextVar[Mesh | AbstractMesh | None] = (
+  contextvars.ContextVar("ringjax_mesh", default=None)
+)
+
+
+@contextlib.contextmanager
+def on_mesh(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
+  """Tell `product_device` the mesh of a model's call while it is traced.
+
+  Linear maps take no sharding context, which knows it.
+  """
+  token = _MESH.set(mesh)
+  try:
+    yield
+  finally:
+    _MESH.reset(token)
+
+
+def product_device(operands: Sequence[Any]) -> tuple[str, str, bool]:
+  """Return `device_of` for a product within a model's call.
+
+  On a mesh of several devices it is alone only where all axes are manual.
+  """
+  mesh = _MESH.get()
+  platform, kind, alone = device_of(CallSharding(mesh=mesh), operands)
+  if mesh is not None and mesh.size > 1:
+    alone = {*mesh.axis_names} <= collectives.manual_axes()
+  return platform, kind, alone
 
 
 def check_axis(name: str, axis: MeshAxes) -> None:

@@ -148,6 +148,17 @@ def test_weights_and_keys_in_host_memory(asked):
   assert "of weights and" in title and "of cache in host memory" in title
 
 
+def test_weights_of_codes(asked):
+  ran = ask(*STEP, "--what=decode", "--coded_bits=4")
+  assert ran.status == 0, ran.err
+  ((_, _, options, _),) = asked.calls
+  assert options["coded_bits"] == 4
+  assert ask(*STEP, "--what=train", "--coded_bits=4").status == 2
+  found = answer("v5e:2x4", {"tokens": 8})
+  found = dataclasses.replace(found, facts={**found.facts, "coded_bits": 4})
+  assert "weights of 4 bits" in scripts.words(found)[0]
+
+
 def test_the_report_names_the_cache():
   found = answer("v5e:2x4", {"tokens": 8})
   facts = {**found.facts, "what": "decode", "cache": "dense"}

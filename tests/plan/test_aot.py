@@ -490,6 +490,16 @@ class TestCompiled:
     # Nothing as large as the weights of a layer's experts is written.
     assert found.traffic.largest_written < 50e6
 
+  def test_a_step_reads_codes_of_4_bits_once(self):
+    """In place in the stack, of which no layer is copied."""
+    compiled = aot.compile(
+      f"{STEPS}:decode", "v5e:1x1",
+      {"model": "llama-3.1-8b", "tokens": 8192, "layers": 4, "coded_bits": 4,
+       "shard": None},
+    )  # fmt: skip
+    assert compiled.traffic is not None
+    assert compiled.traffic.total <= 1.02 * compiled.facts["least_bytes"]
+
   def test_windowed_layers_are_decoded_from_their_window(self):
     options = {"model": GEMMA, "tokens": 65536}
     dense, windowed = (
@@ -731,6 +741,14 @@ def test_sizes_that_are_none_are_refused_by_name(what, wrong):
   build = getattr(importlib.import_module(STEPS), what)
   with pytest.raises(RingjaxError, match=f"^{name}: got"):
     build(jax.devices()[:4], **{"tokens": 1024, **wrong})
+
+
+def test_codes_and_a_placement_of_weights_are_refused_by_name():
+  options = {"model": "llama-3.1-8b", "tokens": 64, "layers": 1}
+  with pytest.raises(OptionError, match="coded_bits=4"):
+    importlib.import_module(STEPS).decode(
+      jax.devices()[:1], **options, shard=None, weights="host", coded_bits=4
+    )
 
 
 @pytest.mark.parametrize("what", ["prefill", "decode"])

@@ -145,6 +145,31 @@ class TestCompiled:
     )
     assert tile.work.cycles <= most
 
+  @pytest.mark.parametrize(
+    ("chip", "codes", "most"),
+    [
+      ("v6e", "4 bits", 1.3),
+      pytest.param("v5e", "4 bits", 1.3, marks=pytest.mark.slow),
+      pytest.param("v5p", "4 bits", 1.3, marks=pytest.mark.slow),
+      pytest.param("v5e", "Q4_0", 1.3, marks=pytest.mark.slow),
+      # The kernel binds there: see docs/how/load.md.
+      pytest.param("v6e", "Q4_0", 1.8, marks=pytest.mark.slow),
+    ],
+  )
+  def test_weights_of_codes_take_little_more_than_reading(
+    self, chip, codes, most
+  ):
+    options = {"codes": codes}
+    (tile,) = cycles.count(
+      "ringjax.bench.tiles:product", SMALLEST[chip], options
+    )
+    assert "ringjax_block_product" in tile.kernel
+    core = chips.core(chip)
+    rate = chips.MACHINES[core.name].chip.hbm_bandwidth / core.clock_hz
+    nbytes = tiles.ProductShape(**options).block_bytes(core.name)
+    taken = sum(block.cycles for block in tile.blocks)
+    assert taken <= most * nbytes / rate * core.cores
+
   @pytest.mark.parametrize("chip", ["v5e", "v6e"])
   def test_shared_pages_are_read_once(self, chip):
     """32 rows, 2,048 of whose 2,112 keys are shared."""

@@ -126,7 +126,11 @@ def _off(platform: str | None) -> list[type]:
   off = auto_kernel.switched_off()
   return [
     kind
-    for kernels in (auto_kernel.KERNELS, auto_kernel.DECODERS)
+    for kernels in (
+      auto_kernel.KERNELS,
+      auto_kernel.DECODERS,
+      auto_kernel.PRODUCTS,
+    )
     for home, kinds in kernels.items()
     for kind in kinds
     if platform in (None, home) and auto_kernel.kernel_name(kind) in off

@@ -94,11 +94,9 @@ class StoredCodes(StoredForm):
 
   Attributes:
     layouts: Layout of each map in it.
-    outputs: Sizes of each map's output axes.
   """
 
   layouts: tuple[BlockLayout, ...]
-  outputs: tuple[tuple[int, ...], ...]
 
   def split(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(x) > 1 or not _has_rows(self.form):
@@ -113,10 +111,8 @@ class StoredCodes(StoredForm):
     kinds = kinds if len(kinds) == len(pieces) else kinds * len(pieces)
     return tuple(
       array
-      for kind, layout, outputs, rows in zip(
-        kinds, self.layouts, self.outputs, pieces, strict=True
-      )
-      for array in _laid_out(kind, layout, outputs, rows)
+      for kind, layout, rows in zip(kinds, self.layouts, pieces, strict=True)
+      for array in _laid_out(kind, layout, rows)
     )
 
   def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -178,30 +174,25 @@ def _outputs(form: Any) -> tuple[tuple[int, ...], ...] | None:
 def _laid_out(
   kind: BlockType,
   layout: BlockLayout,
-  outputs: tuple[int, ...],
   rows: Shaped[Array, "*lead O B"],
 ) -> list[jax.Array]:
-  """Codes [*lead, G, rows, *out], steps and least numbers [*lead, G, *out]."""
+  """Codes [*lead, G, rows, O], steps and least numbers [*lead, G, O]."""
   codes, step, minima = kind.split(rows)
   if layout.levels is None:
     codes = kind.levels_of(codes)
-  *lead, outer, inner = codes.shape
+  *lead, outer, _ = codes.shape
   splits = kind.group // layout.group
   codes = codes.reshape(*lead, outer, -1, layout.group)
   codes = jnp.moveaxis(codes, -3, -1)
   if layout.levels is not None:
     high, low = jnp.split(codes, 2, -2)
     codes = (high << 4) | low
-  groups = inner // layout.group
   per_group = lambda x: jnp.repeat(x, splits, -1).swapaxes(-1, -2)
   flat = [codes, per_group(step).astype(layout.step)]
   if layout.minimum is not None:
     zeros = jnp.zeros_like(step) if minima is None else minima
     flat.append(per_group(zeros).astype(layout.minimum))
-  return [
-    x.reshape(*lead, groups, *x.shape[len(lead) + 1 : -1], *outputs)
-    for x in flat
-  ]
+  return flat
 
 
 def _layout(kinds: Iterable[BlockType]) -> BlockLayout:
@@ -365,13 +356,8 @@ def _coded(
     )
     for part in _parts(layout)
   )
-  outputs = _outputs(tensor.form)
-  assert outputs is not None
   plain: Any = tensor.form
-  form = StoredCodes(
-    form=plain, layouts=layouts, outputs=outputs,
-    **_fields(folder, tensor),
-  )  # fmt: skip
+  form = StoredCodes(form=plain, layouts=layouts, **_fields(folder, tensor))
   return dataclasses.replace(tensor, form=form, targets=targets)
 
 
@@ -389,17 +375,18 @@ def _module(linear: Linear, layout: BlockLayout) -> BlockCodesLinear:
   outputs = shape[first + linear.contracted :]
   groups = math.prod(inputs) // layout.group
   make: Any = jax.ShapeDtypeStruct
-  lead = (*shape[:first], groups)
+  lead, outer = (*shape[:first], groups), math.prod(outputs)
   least_dtype = layout.minimum
   return BlockCodesLinear(
     linear,
     layout,
-    make((*lead, layout.rows, *outputs), jnp.dtype(layout.dtype)),
-    make((*lead, *outputs), jnp.dtype(layout.step)),
+    make((*lead, layout.rows, outer), jnp.dtype(layout.dtype)),
+    make((*lead, outer), jnp.dtype(layout.step)),
     None
     if least_dtype is None
-    else make((*lead, *outputs), jnp.dtype(least_dtype)),
+    else make((*lead, outer), jnp.dtype(least_dtype)),
     inputs=inputs,
+    outputs=outputs,
   )
 
 

@@ -1,6 +1,7 @@
 """Models whose linear maps stay codes of 8 or 4 bits on the devices.
 
-Cost: every weight is rounded once; see `nn.weights.coded` for a call.
+Cost: every weight is rounded once; see `nn.weights.coded`, and `block_codes`
+for 4 bits, for a call.
 Memory: 8 bits: a byte a weight of a map, and 4 for each output. 4 bits: half a
 byte, and 8 for each group. Each expert of a mixture has separate codes.
 Embedding, head, norms, routers and the map that latent attention absorbs into
@@ -26,7 +27,8 @@ from ringjax.models.transformer import Transformer
 from ringjax.models.weights.linear_maps import inner_size, rounded_maps
 from ringjax.models.weights.placed_maps import with_maps
 from ringjax.nn.linear import Linear
-from ringjax.nn.weights.coded import Coded4Linear, Coded8Linear, nibbles
+from ringjax.nn.weights.block_codes import BlockCodesLinear, BlockLayout
+from ringjax.nn.weights.coded import Coded8Linear, nibbles
 from ringjax.ops.integer_product import codes_of
 
 BITS = (8, 4)
@@ -65,6 +67,22 @@ def with_coded_weights(
       RuntimeWarning,
       stacklevel=2,
     )
+  return coded_model(model, bits=bits, group=group)
+
+
+def coded_model(
+  model: Transformer, *, bits: int = 8, group: int | None = None
+) -> Transformer:
+  """The result of `with_coded_weights`, also of arrays that are traced.
+
+  Args:
+    model: Model of floats.
+    bits: Bits of a code.
+    group: Number of weights of an output that share a step, for 4 bits.
+
+  Raises:
+    OptionError: If `group` is out of range, or the model has codes already.
+  """
   group = positive_int("group", GROUP if group is None else group)
   if group % 2:
     raise OptionError("group", group, "an even number", "pass group=64")
@@ -96,12 +114,19 @@ def _coded8(linear: Linear) -> nnx.Module:
 def _coded4(linear: Linear, group: int) -> nnx.Module:
   weight, first = linear.weight.get_value(), 1 + linear.lead
   inner, inputs = inner_size(linear), first + linear.contracted
-  codes, step, minimum = _nibbles(
-    weight, linear.lead, inner, weight.shape[inputs:],
-    min(group, inner + inner % 2),
-  )  # fmt: skip
-  return Coded4Linear(
-    linear, codes, step, minimum, inputs=weight.shape[first:inputs]
+  layout = BlockLayout(
+    group=min(group, inner + inner % 2),
+    levels=tuple(range(16)),
+    step="float32",
+    minimum="float32",
+  )
+  arrays = _nibbles(weight, linear.lead, inner, layout.group)
+  return BlockCodesLinear(
+    linear,
+    layout,
+    *arrays,
+    inputs=weight.shape[first:inputs],
+    outputs=weight.shape[inputs:],
   )
 
 
@@ -134,18 +159,13 @@ def _codes(
   return jax.lax.map(jax.vmap(round_layer) if lead else round_layer, weight)
 
 
-@jax.jit(static_argnums=(1, 2, 3, 4))
+@jax.jit(static_argnums=(1, 2, 3))
 def _nibbles(
-  weight: Float[Array, " *shape"],
-  lead: int,
-  inner: int,
-  out: tuple[int, ...],
-  group: int,
+  weight: Float[Array, " *shape"], lead: int, inner: int, group: int
 ) -> tuple[jax.Array, ...]:
-  """Codes [L, G, half, *out], steps and least numbers [L, G, *out]."""
+  """Codes [L, G, half, O], steps and least numbers [L, G, O]."""
 
   def round_layer(x: jax.Array) -> tuple[jax.Array, ...]:
-    parts = nibbles(x.reshape(inner, -1), group)
-    return tuple(x.reshape(*x.shape[:-1], *out) for x in parts)
+    return nibbles(x.reshape(inner, -1), group)
 
   return jax.lax.map(jax.vmap(round_layer) if lead else round_layer, weight)

@@ -1,10 +1,12 @@
-"""Linear maps of weights in blocks, as a file stores them: codes and steps.
+"""Linear maps of weights in blocks: codes, and a step for each group of inputs.
 
 Guarantees: a weight is level(code) * step + least, float32, where the product
-is exact: a level has at most 8 bits and a step at most 16. So the decoded
-weight is the file's number to the bit, before it is rounded to x's dtype.
-Cost: for up to 64 tokens groups are read one after another and no floats of a
-whole map are made; for more tokens, those of one map at a time.
+is exact for steps of at most 16 bits: a level has at most 8. So the decoded
+weight is a file's number to the bit, before it is rounded to x's dtype.
+Cost: for up to 64 tokens on a TPU in bfloat16 the codes are read once, by the
+kernel of `ops.block_product_tpu`, in place in the stack of layers; elsewhere
+groups are read one after another. Neither makes floats of a whole map; for more
+tokens, those of one map are made at a time.
 Memory: 4 or 8 bits for each weight, and a step (and a least number) of 16 or 32
 bits for each group.
 """
@@ -24,6 +26,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, Shaped
 
 from ringjax.nn.linear import ExpertLinear, Linear, linear_product
+from ringjax.nn.weights.layer_array import StackedEntry, stacked_entry
+from ringjax.ops.attention.kernels import auto_kernel
+from ringjax.ops.block_product_tpu import BlockCodes
 from ringjax.parallel import collectives
 from ringjax.typing import ArrayLeaf
 
@@ -82,15 +87,19 @@ class BlockCodesLinear(nnx.Module):
 
   Arrays have a leading axis of layers while their layers share one, and after
   it one of experts if it takes the place of an `ExpertLinear`. On a mesh those
-  of experts are cut by expert alone.
+  of experts are sharded by expert alone, whatever axis their widths have:
+  `Rules(experts="model", ffn=None)` shards them. Output axes are one axis of
+  the arrays, O, so that no product has to rearrange them; it is sharded as the
+  first output axis would be.
 
   Attributes:
     layout: Layout of the codes.
-    codes: int8 or uint8 [G, rows, *out].
-    step: [G, *out].
-    least: [G, *out], or None.
-    inputs: Sizes of the axes that are contracted.
-    outputs: Number of axes of an output.
+    codes: Codes of the weight, int8 or uint8 [G, rows, O].
+    step: Step of each group, [G, O].
+    least: Number that is added to each group, [G, O], or None.
+    inputs: Sizes of the axes that are contracted; the last group may end after
+      them.
+    outputs: Sizes of the output axes.
   """
 
   def __init__(
@@ -102,39 +111,52 @@ class BlockCodesLinear(nnx.Module):
     least: Shaped[ArrayLeaf, " ..."] | None,
     *,
     inputs: tuple[int, ...],
+    outputs: tuple[int, ...],
   ):
     self.contracted, self.inputs, self.layout = base.contracted, inputs, layout
+    self.outputs = outputs
     axes = tuple(base.weight.get_metadata()["axes"])
-    # Groups are cut like the first axis of the inputs.
+    # Groups are sharded like the first axis of the inputs.
     lead, first = axes[: base.lead], axes[base.lead]
-    out = axes[base.lead + self.contracted :]
-    self.outputs = len(out)
+    out = axes[base.lead + self.contracted]
     if isinstance(base, ExpertLinear):
-      # Shards run different experts, so that none may wait for another within.
-      first, out = None, (None,) * len(out)
-    marks = {"wide": True, "by_index": base.by_index}
-    self.codes = nnx.Param(codes, axes=(*lead, first, None, *out), **marks)
-    self.step = nnx.Param(step, axes=(*lead, first, *out), **marks)
+      # Shards run different experts at the same time, so they must not wait for
+      # each other within a product, as they would for sharded groups.
+      first, out = None, None
+    marks = {
+      "wide": True,
+      "by_index": base.by_index,
+      "in_place": True,
+      # A shard has whole entries of the first output axis.
+      "last_axis": outputs[0] if outputs else 1,
+    }
+    self.codes = nnx.Param(codes, axes=(*lead, first, None, out), **marks)
+    self.step = nnx.Param(step, axes=(*lead, first, out), **marks)
     self.least = (
       None
       if least is None
-      else nnx.Param(least, axes=(*lead, first, *out), **marks)
+      else nnx.Param(least, axes=(*lead, first, out), **marks)
     )
     self.bias = base.bias
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
     lead = x.shape[: x.ndim - self.contracted]
-    out = self.step[...].shape[1:]
-    arrays = tuple(
-      None if p is None else p[...].reshape(*p[...].shape[:n], -1)
-      for p, n in ((self.codes, 2), (self.step, 1), (self.least, 1))
+    rows = math.prod(lead)
+    entries = tuple(
+      None if p is None else stacked_entry(p)
+      for p in (self.codes, self.step, self.least)
     )
     x = x.reshape(*lead, math.prod(self.inputs))
-    if math.prod(lead) <= _FEW:
-      y = self._by_groups(x, arrays)
-    else:
-      y = linear_product(x, self._weight(arrays, x.dtype), 1)
-    y = y.reshape(*lead, *out)
+    num_padding = self.layout.group * self._groups - x.shape[-1]
+    x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, num_padding)])
+    y = self._by_kernel(x, entries) if rows <= _FEW else None
+    if y is None:
+      arrays = tuple(None if e is None else e.array() for e in entries)
+      if rows <= _FEW:
+        y = self._by_groups(x, arrays)
+      else:
+        y = linear_product(x, self._weight(arrays, x.dtype), 1)
+    y = y.reshape(*lead, *self.outputs)
     if self.bias is None:
       return y
     return y + self.bias[...][(None,) * len(lead)].astype(y.dtype)
@@ -145,13 +167,36 @@ class BlockCodesLinear(nnx.Module):
       None if p is None else p.get_value()
       for p in (self.codes, self.step, self.least)
     )
-    shape = self.step[...].shape
-    groups = len(shape) - 1 - self.outputs
-    lead, out = shape[:groups], shape[groups + 1 :]
+    lead = self.step[...].shape[:-2]
     decode = functools.partial(self._weight, dtype=jnp.float32)
     for _ in lead:
       decode = jax.vmap(decode)
-    return decode(arrays).reshape(*lead, *self.inputs, *out)
+    weight = decode(arrays)
+    weight = lax.slice_in_dim(weight, 0, math.prod(self.inputs), axis=-2)
+    return weight.reshape(*lead, *self.inputs, *self.outputs)
+
+  @property
+  def _groups(self) -> int:
+    return -(-math.prod(self.inputs) // self.layout.group)
+
+  def _by_kernel(
+    self,
+    x: Float[Array, "*batch I"],
+    entries: tuple[StackedEntry | None, ...],
+  ) -> Float[Array, "N O"] | None:
+    """x . weight by a kernel, of x's dtype; None if none serves the call."""
+    codes, step, minimum = entries
+    assert codes is not None and step is not None
+    weight = BlockCodes(
+      codes=codes.stacked,
+      step=step.stacked,
+      least=None if minimum is None else minimum.stacked,
+      index=codes.index,
+      levels=self.layout.levels,
+    )
+    x = x.reshape(-1, x.shape[-1])
+    kernel = auto_kernel.choose_product(x, weight).algorithm
+    return None if kernel is None else kernel.product(x, weight)
 
   def _weight(
     self, arrays: tuple[jax.Array | None, ...], dtype: DTypeLike

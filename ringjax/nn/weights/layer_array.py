@@ -9,6 +9,7 @@ copy is sixteen times what a token reads.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,10 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 from ringjax import tree
+
+if TYPE_CHECKING:
+  # At run time benchmarks of attention alone do not import flax.
+  from flax import nnx
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,10 +69,61 @@ def read_by_index(leaf: object) -> bool:
   return metadata is not None and bool(metadata().get("by_index"))
 
 
+def read_in_place(leaf: object) -> bool:
+  """Whether a parameter is one that a call reads in place in a stack.
+
+  The mark is `in_place=True` in a parameter's metadata. Its module takes the
+  arrays by `stacked_entry`.
+  """
+  metadata = getattr(leaf, "get_metadata", None)
+  return metadata is not None and bool(metadata().get("in_place"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackedEntry:
+  """An entry of a stacked array, which is copied out only where it is needed.
+
+  Attributes:
+    stacked: Array of all layers, and experts, or the entry itself.
+    index: Position in each leading axis, int32 [] each.
+  """
+
+  stacked: Shaped[Array, " ..."]
+  index: tuple[Int[Array, ""], ...] = ()
+
+  def array(self) -> Shaped[Array, " ..."]:
+    """The entry's own array."""
+    entry = self.stacked
+    for n in self.index:
+      entry = lax.dynamic_index_in_dim(entry, n, keepdims=False)
+    return entry
+
+
+tree.register(StackedEntry, data=("stacked", "index"), meta=())
+
+
+def stacked_entry(parameter: nnx.Variable) -> StackedEntry:
+  """Entry that a parameter holds: an array, or where it is in a stack."""
+  value = parameter.get_value()
+  if isinstance(value, StackedEntry):
+    return value
+  if isinstance(value, LayerArray):
+    return StackedEntry(stacked=value.stacked, index=(value.layer,))
+  return StackedEntry(stacked=value)
+
+
 def entry_of(weights: object, entry: Int[Array, ""]) -> object:
   """Index all arrays of a tree along their first axis, read in part or not."""
+
+  def indexed(leaf: Any) -> Any:
+    if not read_in_place(leaf):
+      return leaf[entry]
+    stack = stacked_entry(leaf)
+    index = (*stack.index, jnp.int32(entry))
+    return leaf.replace(StackedEntry(stacked=stack.stacked, index=index))
+
   return jax.tree.map(
-    lambda array: array[entry],
+    indexed,
     weights,
-    is_leaf=lambda x: isinstance(x, LayerArray),
+    is_leaf=lambda x: isinstance(x, LayerArray) or read_in_place(x),
   )

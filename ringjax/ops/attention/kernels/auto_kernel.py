@@ -60,9 +60,11 @@ from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.kernels.local_hops import LocalHops
 from ringjax.ops.attention.kernels.prefill_pool_tpu import PrefillPoolTPU
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
+from ringjax.ops.block_product_tpu import BlockCodes, BlockProductTPU
 from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.softmax import Partial, finalize
 from ringjax.parallel import chips, collectives
+from ringjax.parallel.call_sharding import product_device
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +75,8 @@ DECODERS: dict[str, tuple[type, ...]] = {
   "tpu": (DecodeTPU, DecodeCodesTPU, DecodePoolTPU, PrefillPoolTPU),
   "gpu": (DecodeGPU,),
 }
+# Kernels for products of a few rows with weights of block codes.
+PRODUCTS: dict[str, tuple[type, ...]] = {"tpu": (BlockProductTPU,)}
 # Environment variable with the names of kernels that `AutoKernel` leaves out.
 OFF_VARIABLE = "RINGJAX_OFF"
 
@@ -93,7 +97,7 @@ def switched_off() -> frozenset[str]:
 
 @functools.cache
 def _parse_off(text: str) -> frozenset[str]:
-  kinds = (*KERNELS.values(), *DECODERS.values())
+  kinds = (*KERNELS.values(), *DECODERS.values(), *PRODUCTS.values())
   all_names = sorted({kernel_name(kind) for row in kinds for kind in row})
   words = [word.strip() for word in text.split(",")]
   names = frozenset(
@@ -279,6 +283,24 @@ class Loops:
     return decode_attention(q, keys, args, self.platform)
 
 
+def choose_product(x: Float[Array, "N I"], weight: BlockCodes) -> KernelChoice:
+  """Choose the kernel for x . weight; its algorithm is None for XLA's loops.
+
+  In a model's call the call's mesh gives the platform, see `on_mesh`.
+  """
+  platform, kind, alone = product_device((x,))
+  kernels = [
+    kernel(chip=chips.machine_name(kind))
+    for kernel in PRODUCTS.get(platform, ())
+  ]
+  whole = lambda kernel: (
+    kernel.decline(x, weight)
+    if alone
+    else "XLA cuts no kernel over several devices"
+  )
+  return _first_serving(kernels, whole, None)
+
+
 def _first_serving(
   kernels: Sequence[Any], decline: Callable[[Any], str | None], fallback: Any
 ) -> KernelChoice:
@@ -306,7 +328,7 @@ def _fault(kind: type) -> str | None:
   thread, which has no part in that trace. Without a device of the platform, as
   in compiling ahead of time, nothing is checked.
   """
-  tables = (*KERNELS.items(), *DECODERS.items())
+  tables = (*KERNELS.items(), *DECODERS.items(), *PRODUCTS.items())
   platform = next(p for p, kinds in tables if kind in kinds)
   try:
     device = jax.local_devices(backend=platform)[0]
@@ -337,6 +359,9 @@ _ALLOWED = 0.02
 
 def _largest_error(kernel: Any, device: jax.Device, platform: str) -> float:
   """Largest relative error of a kernel in a few small cases."""
+  if type(kernel) in PRODUCTS.get(platform, ()):
+    with jax.default_device(device):
+      return _compare_products(kernel)
   decodes = type(kernel) in DECODERS.get(platform, ())
   with jax.default_device(device):
     return _compare_decodes(kernel) if decodes else _compare_hops(kernel)
@@ -378,6 +403,34 @@ def _compare_decodes(kernel: Any) -> float:
   return _relative_error(
     *(compiled(f, q, keys, last) for f in (kernel, Loops()))
   )
+
+
+def _compare_products(kernel: Any) -> float:
+  """Error for the second of two maps of 4 bits in groups of 64."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  codes = jnp.asarray(rng.integers(0, 256, (2, 5, 32, 200)), jnp.uint8)
+  step, least = draw(2, 5, 200), draw(2, 5, 200)
+  x = jnp.asarray(rng.normal(size=(3, 320)), jnp.bfloat16)
+  levels = jnp.concatenate([codes >> 4, codes & 15], 2)[1]
+  numbers = levels.astype(jnp.float32) * step[1][:, None] + least[1][:, None]
+  exact = jnp.matmul(
+    x.astype(jnp.float32),
+    numbers.reshape(320, 200),
+    precision=lax.Precision.HIGHEST,
+  )
+
+  def multiply(x: jax.Array, *arrays: jax.Array) -> jax.Array:
+    names = ("codes", "step", "least")
+    weight = BlockCodes(
+      **dict(zip(names, arrays, strict=True)),
+      index=(jnp.int32(1),),
+      levels=tuple(range(16)),
+    )
+    return kernel.product(x, weight)
+
+  y = jax.jit(multiply)(x, codes, step, least)
+  return _relative_error((y,), (exact,))
 
 
 def _compare_pools(
