@@ -42,6 +42,19 @@ def moved(*lines, taken=1.0, turns=5):
       "%n, %n)",
       "}",
       "",
+      "%retiled (a: f32[5,16,64]) -> f32[5,16,64] {",
+      "  %a = f32[5,16,64]{2,1,0} parameter(0)",
+      "  ROOT %c = f32[5,16,64]{2,1,0:T(8,128)} copy(%a)",
+      "}",
+      "",
+      "%sliced_copy (a: f32[5,16,64], n: s32[]) -> f32[64] {",
+      "  %a = f32[5,16,64]{2,1,0} parameter(0)",
+      "  %n = s32[] parameter(1)",
+      "  %c = f32[5,16,64]{2,1,0} fusion(%a), kind=kLoop, calls=%retiled",
+      "  %layer = f32[1,1,64]{2,1,0} dynamic-slice(%c, %n, %n, %n)",
+      "  ROOT %row = f32[64]{0} bitcast(%layer)",
+      "}",
+      "",
       "%full (t: f32[64]) -> f32[64] {",
       "  %t = f32[64]{0} parameter(0)",
       "  ROOT %y = f32[64]{0} negate(%t)",
@@ -134,6 +147,15 @@ def test_a_collective_counts_where_it_begins(start, end, result, read, written):
 def test_a_fusion_reads_the_part_that_it_slices():
   cut = moved("  %f = f32[64]{0} fusion(%all, %i), kind=kLoop, calls=%sliced")
   assert (cut.read, cut.written) == (5 * ROW, 5 * ROW)
+
+
+def test_a_copy_within_a_fusion_is_read_in_part_and_a_returned_one_whole():
+  part = "fusion(%all, %i), kind=kLoop, calls=%sliced_copy"
+  cut = moved(f"  %f = f32[64]{{0}} {part}")
+  assert (cut.read, cut.written) == (5 * ROW, 5 * ROW)
+  whole = "fusion(%all), kind=kLoop, calls=%retiled"
+  cut = moved(f"  %f = f32[5,16,64]{{2,1,0}} {whole}")
+  assert cut.read == cut.written == 5 * 5 * 4096
 
 
 def test_an_update_in_place_writes_its_part_alone():

@@ -33,6 +33,9 @@ _FREE = frozenset(
 )  # fmt: skip
 # Views of an operand, through which its uses are followed.
 _VIEWS = ("bitcast", "reshape", "opt-barrier")
+# Instructions of a fusion that pass on as much as is used of them: a copy there
+# is another order of the registers.
+_PASSED_ON = (*_VIEWS, "copy")
 # Instructions that read as much of their first operand as they return.
 _PARTS = ("dynamic-slice", "slice", "gather")
 # Instructions that write a part of their first operand, in place; and which
@@ -221,7 +224,9 @@ class TrafficCounter:
       if name not in line.operands:
         continue
       first = line.operands[0] == name
-      if line.op in _VIEWS or self._is_view(line):
+      # A copy that is returned is written, and read whole.
+      kinds = _VIEWS if line.root else _PASSED_ON
+      if line.op in kinds or self._is_view(line, kinds):
         total += self._uses(computation, line.name, size)
       elif line.op in _PARTS and first:
         total += _size(line.shape)
@@ -235,11 +240,11 @@ class TrafficCounter:
         return size
     return total
 
-  def _is_view(self, line: HloInstruction) -> bool:
-    """Whether a fusion returns a view of its operand."""
+  def _is_view(self, line: HloInstruction, kinds: tuple[str, ...]) -> bool:
+    """Whether a fusion returns a view of its operand, by these operations."""
     inner = self._inner(line)
     return inner is not None and all(
-      part.op in ("parameter", *_VIEWS)
+      part.op in ("parameter", *kinds)
       for part in self._program.computations[inner]
     )
 
