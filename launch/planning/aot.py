@@ -275,15 +275,15 @@ def words(found: Compiled, limit: float = overlap.LIMIT) -> list[str]:
       f"  reads {size(moved.read)} and writes {size(moved.written)}"
       + _times_least(found, moved.total)
     )
-  elif found.traffic_error is not None:
-    lines.append(f"  bytes moved are unknown: {found.traffic_error}")
+  if found.traffic_error is not None:
+    unknown = "bytes moved" if moved is None else "times"
+    lines.append(f"  {unknown} are unknown: {found.traffic_error}")
   if memory.total > memory.limit:
     # The sum also counts buffers whose lifetimes do not overlap.
     lines.append("  not all of it at once: the compiler says that it fits")
   report, time = found.report, found.time
   if report is None:
     return [*lines, "", *_sent(found)]
-  assert time is not None
   lines += [
     "",
     f"{'sent, on each device':<22}{'times':>9}{'bytes':>12}{'links busy':>13}"
@@ -296,8 +296,9 @@ def words(found: Compiled, limit: float = overlap.LIMIT) -> list[str]:
   ] or ["nothing"]
   if report.sends:
     lines += ["", *_sends(report)]
-  lines += ["", *_range(time)]
-  lines += ["", *(f"  {text}" for text in time.assumptions), f"  {NOTE}"]
+  if time is not None:
+    lines += ["", *_range(time)]
+    lines += ["", *(f"  {text}" for text in time.assumptions), f"  {NOTE}"]
   faults = report.faults(limit)
   lines += ["", "the ring: " + ("hidden" if report.sends else "none")]
   if faults:

@@ -657,7 +657,7 @@ def test_traffic_that_fails_hides_no_result(monkeypatch):
   body = {
     "fits": True, "devices": 4, "coords": [[0, 0, 0]] * 4, "data_trips": 1.0,
     "facts": {}, "versions": {}, "trace_s": 1.0, "compile_s": 300.0,
-    "memory": dict.fromkeys(
+    "grids": [], "memory": dict.fromkeys(
       ("arguments", "outputs", "aliased", "temporaries", "code"), 1000
     ),
   }  # fmt: skip

@@ -62,7 +62,7 @@ def test_each_strategy_shows_all_tiles_once(drawn):
   for name, (strategy, panels) in drawn.items():
     assert [panel.name for panel in panels] == list(strategy.layouts)
     for panel in panels:
-      hops = counts(pictures._LAYOUTS[panel.name], strategy)
+      hops = counts(pictures.LAYOUTS[panel.name], strategy)
       want = np.zeros((strategy.shards, strategy.shards), int)
       for hop, device in np.ndindex(*hops.shape):
         want[device, (device - hop) % strategy.shards] = hops[hop, device]
@@ -84,7 +84,7 @@ def test_each_strategy_shows_all_tiles_once(drawn):
 def test_a_ring_shows_its_hops(drawn):
   strategy, panels = drawn["ring"]
   for panel in panels:
-    want = counts(pictures._LAYOUTS[panel.name], strategy)
+    want = counts(pictures.LAYOUTS[panel.name], strategy)
     np.testing.assert_array_equal(panel.counts(), want)
     got = [
       [sum(colored(panel, step, i).values()) for i in range(strategy.shards)]

@@ -162,7 +162,7 @@ class Compiled:
       says.
     sent: Bytes that a device receives by each kind of collective; None if
       `memory` is.
-    traffic_error: Error of counting the traffic, or None.
+    traffic_error: Error of counting the traffic or the time, or None.
     trace_s: Seconds of tracing and lowering.
     compile_s: Seconds of compiling.
     text_bytes: Length of the scheduled program's text.
@@ -367,24 +367,23 @@ def compile(
     try:
       if report is not None or not has_opaque_kernel(parsed):
         moved = traffic(parsed, taken=answer["facts"].get("filled_blocks", 1.0))
+      if report is not None:
+        seconds = time_range(
+          parsed,
+          topology,
+          report,
+          code=ProgramCode(
+            bundles=bundles,
+            simulated=simulated,
+            grids=kernel_grids.from_records(answer["grids"]),
+            tile_share=answer["facts"].get("tile_share"),
+          ),
+          facts=answer["facts"],
+          argument_bytes=memory.arguments + memory.outputs - memory.aliased,
+        )
     except Exception as error:
       # Compiling took minutes: its result counts without the traffic.
       traffic_error = f"{type(error).__name__}: {error}"
-    if report is not None:
-      seconds = time_range(
-        program,
-        topology,
-        report,
-        code=ProgramCode(
-          bundles=bundles,
-          simulated=simulated,
-          grids=kernel_grids.from_records(answer["grids"]),
-          tile_share=answer["facts"].get("tile_share"),
-        ),
-        facts=answer["facts"],
-        argument_bytes=memory.arguments + memory.outputs - memory.aliased,
-        data_trips=answer["data_trips"],
-      )
   return Compiled(
     topology=topology,
     devices=answer["devices"],

@@ -181,7 +181,7 @@ class ProgramCode:
 
 
 def time_range(
-  text: str,
+  program: HloProgram | str,
   topology: str,
   report: overlap.OverlapReport,
   *,
@@ -193,7 +193,7 @@ def time_range(
   """Bound the time of a step of a compiled program.
 
   Args:
-    text: The scheduled program.
+    program: The scheduled program, or its text.
     topology: Slice, e.g. "v5p:4x4x8".
     report: Report on its schedule, for the bytes on its links.
     code: Machine code of its operations; without it the operations count by
@@ -202,7 +202,8 @@ def time_range(
       "dtype" of the products, "filled_blocks" as of `traffic`.
     argument_bytes: Bytes of arguments, and of outputs elsewhere, which count
       where no fact says how many a step needs.
-    data_trips: Trip counts of loops that depend on data, as of `HloProgram`.
+    data_trips: Trip counts of loops that depend on data, as of `HloProgram`,
+      if the program is a text.
 
   Raises:
     OptionError: If it is not a scheduled module, or the slice is unknown.
@@ -210,7 +211,8 @@ def time_range(
   facts = dict(facts or {})
   core = chips.core(topology)
   chip = chips.CHIPS[core.name]
-  program = HloProgram(text, core, data_trips=data_trips)
+  if isinstance(program, str):
+    program = HloProgram(program, core, data_trips=data_trips)
   heavy_share = float(facts.get("filled_blocks", 1.0))
   counted = _Times(program, code or ProgramCode(), topology, heavy_share)
   operations = [
