@@ -461,7 +461,7 @@ def _compare_pools(
     coords(pos, pos < used),
     jnp.asarray(table),
     jnp.int32(1),
-    shared=plan,
+    shared=plan if queries == 1 else None,
   )
   q = draw(3, 2, 4, queries, 128)
   end = used - queries + np.arange(queries)

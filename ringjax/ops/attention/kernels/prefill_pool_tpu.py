@@ -77,6 +77,8 @@ class PrefillPoolTPU(DecoderTPU):
       return f"{type(keys).__name__}: it reads PooledView"
     if keys.decoders is not None:
       return "pages of codes: it reads numbers"
+    if keys.shared is not None:
+      return "a plan of shared tiles: it reads for each row by itself"
     heads, block, queries = self.tile(q, keys)
     page_multiple = _SUBLANES if not self.interpret else 1
     if block % keys.page or keys.page % page_multiple:

@@ -17,6 +17,7 @@ from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.kernels.prefill_pool_tpu import PrefillPoolTPU
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.mask import Causal, Coords, Prefix, SameSegment, Window
+from ringjax.serve.prefix.shared_rows import shared_tiles
 from tests.ops.attention.kernels.test_decode import decoded, same
 
 TILE, PAGE, COLUMNS = 128, 32, 3
@@ -124,7 +125,14 @@ def test_what_is_not_seen_does_not_matter():
   np.testing.assert_array_equal(found[others], want.acc[others])
 
 
+SHARED = jax.tree.map(
+  jnp.asarray,
+  shared_tiles(np.zeros((5, 1, 12), np.int32), np.zeros(5), PAGE, TILE, 2),
+)
 DECLINED = {
+  "a plan of shared tiles": dict(
+    view=lambda x: dataclasses.replace(x, shared=SHARED)
+  ),
   "pages of codes": dict(
     view=lambda x: dataclasses.replace(
       x, decoders=(Decoder(Integers(bits=4), 16, jnp.float32),) * 2
