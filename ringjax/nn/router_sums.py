@@ -36,7 +36,8 @@ class RouterSums(NamedTuple):
   Fields:
     load: Number of tokens that each expert computes, [B, E].
     favoured: Number of tokens among whose k likeliest experts each one is,
-      [B, E]. It differs from `load` where an offset changes the ranking.
+      [B, E]. It differs from `load` where an offset changes the ranking; a
+      router of groups without an offset ranks within its chosen groups.
     likelihood: Sum of the routing probabilities of each expert, [B, E].
     squares: Sum of the squared logsumexp of the logits, [B].
   """

@@ -620,7 +620,7 @@ class ChainParallel(ContextParallel):
     x: Shaped[Array, "B T D"],
   ) -> Shaped[Array, "B T D"]:
     def flat(w: PyTree, x: jax.Array) -> jax.Array:
-      return f(w, x.reshape(-1, x.shape[-1])).reshape(x.shape)
+      return _by_row(f(w, x.reshape(-1, x.shape[-1])), x)
 
     return self._walk(flat, weights, x)
 
