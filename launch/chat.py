@@ -94,7 +94,11 @@ def run(
   screen = console.Screen(NAME, stderr)
   chat = _Chat(values, stdin, stdout, screen)
   with console.Run(
-    screen, _MEMORY, doing=lambda: chat.doing, leaving=console.leave_at_once
+    screen,
+    _MEMORY,
+    doing=lambda: chat.doing,
+    leaving=console.leave_at_once,
+    pipe_ends=True,
   ) as run:
     model_flags.check(values)
     if integer_flags.two_asked(values):

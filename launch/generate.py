@@ -171,6 +171,7 @@ def run(
     reports=work.group,
     # The thread that generates ends only with the process.
     leaving=console.leave_at_once,
+    pipe_ends=True,
     tidy=work.close,
   ) as run:
     tensor_ranks.refuse(values)

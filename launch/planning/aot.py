@@ -424,6 +424,10 @@ def _range(time: TimeRange) -> list[str]:
   return lines
 
 
+def _ms_or_unknown(seconds: float | None) -> str:
+  return "unknown" if seconds is None else _ms(seconds)
+
+
 def _ms(seconds: float) -> str:
   if seconds >= 10:
     return f"{seconds:,.1f} s"
@@ -533,7 +537,8 @@ def _search(
       lines.append(f"{'no room':>12}{'':12}{need:>11}{'':8}  {label}")
     else:
       lines.append(
-        f"{_ms(row['least_s']):>12}{_ms(row['most_s']):>12}"
+        f"{_ms_or_unknown(row['least_s']):>12}"
+        f"{_ms_or_unknown(row['most_s']):>12}"
         f"{console.nbytes(row['needed_bytes']):>11}"
         f"{100 * row['stalled']:>6.1f} %  {label}"
       )

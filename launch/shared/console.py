@@ -253,6 +253,7 @@ class Run:
     reports: _Failing | None = None,
     leaving: Callable[[BaseException, int], object] = lambda *_: None,
     tidy: Callable[[], object] = lambda: None,
+    pipe_ends: bool = False,
   ):
     """Prepares the block.
 
@@ -265,12 +266,15 @@ class Run:
       leaving: Called after the message of an interruption, with the interrupt
         and the exit status, e.g. `Group.leave` or `leave_at_once`.
       tidy: Called before the message of an interruption.
+      pipe_ends: Whether a broken pipe can only be that of stdout, whose reader
+        has ended: the process then leaves with status 0.
     """
     self.doing, self.status = doing, 0
     self._screen, self._knobs = screen, knobs
     self._interrupted = interrupted
     self._reports = screen if reports is None else reports
     self._leaving, self._tidy = leaving, tidy
+    self._pipe_ends = pipe_ends
 
   def __enter__(self) -> Run:
     return self
@@ -287,7 +291,7 @@ class Run:
       self.status = INTERRUPTED
       self._leaving(error, self.status)
       return True
-    if isinstance(error, BrokenPipeError) and self._leaving is leave_at_once:
+    if isinstance(error, BrokenPipeError) and self._pipe_ends:
       # The program that reads stdout has ended, as in `| head`.
       self._screen.end()
       leave(0)

@@ -711,7 +711,9 @@ def _train_bytes(
   keeps: the input of each layer.
   """
   config = form.config
-  width = np.dtype(recipes.dtype_of(program.dtype)).itemsize
+  # None stands for float32, which is not NumPy's default.
+  dtype = recipes.dtype_of(program.dtype) or np.float32
+  width = np.dtype(dtype).itemsize
   inputs = program.batch * program.tokens * config.embed * len(config.layers)
   return 2.0 * (bytes_each(state) + inputs * width / devices)
 
