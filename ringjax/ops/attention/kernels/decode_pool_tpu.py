@@ -32,10 +32,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax.ops.attention.blockwise import pad_axis
-from ringjax.ops.attention.cached.pooled import PooledView, pool_tile
+from ringjax.ops.attention.cached.pooled import PooledView
 from ringjax.ops.attention.cached.views import KVView
-from ringjax.ops.attention.kernels import declined, tile_ops
-from ringjax.ops.attention.kernels.decoder_tpu import DecoderTPU
+from ringjax.ops.attention.kernels import declined, decoder_tpu, tile_ops
+from ringjax.ops.attention.kernels.decoder_tpu import PoolDecoderTPU
 from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import ScoreArgs, Scores
 from ringjax.ops.mask import Coords, Mask, visible
@@ -46,11 +46,9 @@ from ringjax.parallel import collectives
 _TILE_BYTES = 2 << 20
 # Rows of a register of float32, and of one of bfloat16.
 _ROWS, _SUBLANES = 8, 16
-# Most pages of a tile, each of which is an operand or two.
-_MOST_PAGES = 16
 
 
-class DecodePoolTPU(DecoderTPU):
+class DecodePoolTPU(PoolDecoderTPU):
   """A Pallas kernel for TPU for decode attention over shared pages.
 
   Its tiles are those of the view's plan, of `pool_tile` slots unless
@@ -61,9 +59,9 @@ class DecodePoolTPU(DecoderTPU):
     self, q: Float[Array, "B K G T H"], keys: PooledView
   ) -> tuple[int, int]:
     """Choose (heads, slots) of a tile for queries [B, K, G, T, H]."""
-    block = self.kv_block or pool_tile(keys.page, "tpu")
+    block = self.slots(keys)
     row, vmem_bytes = (
-      block * _slot_bytes(keys),
+      block * decoder_tpu.slot_bytes(keys),
       tile_ops.core(self.chip).vmem_bytes,
     )
     heads = self.most_heads(
@@ -78,26 +76,17 @@ class DecodePoolTPU(DecoderTPU):
     self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> str | None:
     """Return the reason not to serve this call, or None."""
-    if not isinstance(keys, PooledView):
-      return f"{type(keys).__name__}: it reads PooledView"
-    if keys.decoders is not None:
-      return "pages of codes: it reads numbers"
+    reason = self.unserved_pages(keys, args)
+    if reason is not None:
+      return reason
+    assert isinstance(keys, PooledView)
     if keys.shared is None:
       return "a view without a plan of shared tiles"
     if q.shape[3] != 1:
       return f"{q.shape[3]} queries a row: it reads for one"
     heads, block = self.tile(q, keys)
-    page_multiple = _SUBLANES if not self.interpret else 1
-    if block % keys.page or keys.page % page_multiple:
-      return f"pages of {keys.page} slots: no multiples of {page_multiple}"
-    if block // keys.page > _MOST_PAGES:
-      return f"{block // keys.page} pages a tile: at most {_MOST_PAGES}"
     if keys.table.size * keys.page // block > tile_ops.MOST_STEPS:
       return f"{keys.table.size} pages of all rows: more than its list holds"
-    if args.terms.slopes is not None:
-      return "ALiBi"
-    if any(jnp.size(x) > 1 for x in jax.tree.leaves(args.context.mask)):
-      return "a mask with numbers of each row"
     return self.unserved(
       q,
       keys,
@@ -183,30 +172,24 @@ class _PoolCall:
     """Number of pages of a tile."""
     return self.block // self.keys.page
 
-  @property
-  def arrays(self) -> list[Any]:
-    """Arrays of keys and of values; one array if they are the same."""
-    keys = self.keys
-    return [keys.k] if keys.v is keys.k else [keys.k, keys.v]
-
-  def pages(self) -> tuple[list[Any], list[Any]]:
+  def pages(self) -> tuple[list[pl.BlockSpec], list[Any]]:
     """Return (BlockSpecs, arrays) of a tile's pages, indexed by scalars."""
-
-    def spec(n: int, width: int) -> pl.BlockSpec:
-      page_index = lambda ki, i, layer, pages, *_: (
-        layer[0], pages[i * self.pages_per_tile + n], ki, 0, 0,
-      )  # fmt: skip
-      return pl.BlockSpec((1, 1, self.heads, self.keys.page, width), page_index)
-
-    specs, arrays = [], []
-    for x in self.arrays:
-      specs += [spec(n, x.shape[4]) for n in range(self.pages_per_tile)]
-      arrays += [x] * self.pages_per_tile
-    return specs, arrays
+    each = self.pages_per_tile
+    return decoder_tpu.page_operands(
+      self.keys,
+      self.heads,
+      self.block,
+      lambda n, ki, i, layer, pages, *_: (layer[0], pages[i * each + n], ki),
+    )
 
   def out_type(self, *shape: int) -> jax.ShapeDtypeStruct:
     return collectives.out_type(
-      shape, jnp.float32, *self.arrays, self.table, self.args.context
+      shape,
+      jnp.float32,
+      self.keys.k,
+      self.keys.v,
+      self.table,
+      self.args.context,
     )
 
   def params(self, q: jax.Array) -> Any:
@@ -214,14 +197,13 @@ class _PoolCall:
     return self.kernel.params(need, "parallel", "arbitrary")
 
   def cost(self, q: jax.Array, tiles: int) -> pl.CostEstimate:
-    nbytes = tiles * self.block * q.shape[1] * _slot_bytes(self.keys)
+    nbytes = tiles * self.block * q.shape[1] * decoder_tpu.slot_bytes(self.keys)
     return self.kernel.cost(nbytes, q.size // q.shape[4] * tiles * self.block)
 
   @property
   def static(self) -> tuple[Any, ...]:
     structure = jax.tree.structure(self.args.context.mask)
-    separate_values = len(self.arrays) == 2
-    return self.args.scores, structure, self.pages_per_tile, separate_values
+    return self.args.scores, structure, self.pages_per_tile
 
   def fold_shared_tiles(self, q: Float[Array, "B K G 1 H"]) -> tuple[Any, ...]:
     """Sums of the shared tiles, [B, K, G up to 8, ...]."""
@@ -347,20 +329,14 @@ def _round_up(n: int, multiple: int) -> int:
   return -(-n // multiple) * multiple
 
 
-def _slot_bytes(keys: PooledView) -> int:
-  """Bytes in VMEM of a head's key and value, padded to whole lanes."""
-  arrays = {id(x): x for x in (keys.k, keys.v)}.values()
-  return sum(tile_ops.lanes(x.shape[4]) * x.dtype.itemsize for x in arrays)
-
-
 def _vmem(q: jax.Array, keys: PooledView, heads: int, block: int) -> int:
   """Approximate bytes of vector memory that a step of shared tiles takes."""
   rows = _round_up(q.shape[0] * q.shape[2], _SUBLANES)
   h, j = (tile_ops.lanes(n) for n in keys.shape[3:])
   # Inputs and outputs are double-buffered for the next step.
-  in_flight = heads * block * _slot_bytes(keys)
+  in_flight = heads * block * decoder_tpu.slot_bytes(keys)
   in_flight += 4 * heads * rows * (h + j + 2 * tile_ops.LANES)
-  gathered = 2 * block * _slot_bytes(keys)
+  gathered = 2 * block * decoder_tpu.slot_bytes(keys)
   return 2 * in_flight + gathered + 4 * 4 * rows * block
 
 
@@ -369,27 +345,16 @@ def _fold(
   q_ref: Ref,
   pages: Sequence[Any],
   pages_per_tile: int,
-  separate_values: bool,
   sums: tuple[Any, ...],
   allowed: Bool[Array, "n s"],
 ) -> None:
   """Fold a tile into the sums, references [heads, n, ...]."""
   acc_ref, m_ref, l_ref = sums
-  k_pages, v_pages = (
-    pages[:pages_per_tile],
-    pages[pages_per_tile:] if separate_values else pages[:pages_per_tile],
-  )
   for head in range(acc_ref.shape[0]):
     q = q_ref[head]
-    join_pages = lambda refs, head=head: jnp.concatenate(
-      [ref[0, 0, head] for ref in refs], 0
-    )
-    k, v = (
-      join_pages(k_pages).astype(q.dtype),
-      join_pages(v_pages).astype(q.dtype),
-    )
+    k, v = decoder_tpu.join_pages(pages, pages_per_tile, head, q.dtype)
     dot = tile_ops.dot(q, k, tile_ops.NT)
-    s, c = tile_ops.power(scores, dot, None, _undefined)
+    s, c = tile_ops.power(scores, dot, None, decoder_tpu.no_distances)
     v, nan_flags = tile_ops.cleaned(v)
     s = jnp.where(allowed, s + nan_flags, -jnp.inf)
     old_m = m_ref[head, :, 0:1]
@@ -405,10 +370,6 @@ def _fold(
     acc_ref[head] = acc_ref[head] * weight + product
 
 
-def _undefined() -> jax.Array:
-  raise AssertionError("distances are for slopes, which are declined")
-
-
 def _mask(structure: PyTree, leaves: Sequence[Any]) -> Mask:
   return jax.tree.unflatten(structure, [ref[0] for ref in leaves])
 
@@ -417,7 +378,6 @@ def _shared_kernel(
   scores: Scores,
   structure: PyTree,
   pages_per_tile: int,
-  separate_values: bool,
   *refs: Any,
 ) -> None:
   first = 5 + structure.num_leaves
@@ -439,14 +399,13 @@ def _shared_kernel(
     rows = Coords(q_at[:, 0:1], q_at[:, 1:2])
     columns = Coords(k_at[0, 0, 0:1, :], k_at[0, 0, 1:2, :])
     allowed = visible(_mask(structure, leaves), rows, columns) & covered
-    _fold(scores, q_ref, pages, pages_per_tile, separate_values, sums, allowed)
+    _fold(scores, q_ref, pages, pages_per_tile, sums, allowed)
 
 
 def _row_kernel(
   scores: Scores,
   structure: PyTree,
   pages_per_tile: int,
-  separate_values: bool,
   *refs: Any,
 ) -> None:
   first = 5 + structure.num_leaves
@@ -475,7 +434,6 @@ def _row_kernel(
       q_ref.at[0],
       pages,
       pages_per_tile,
-      separate_values,
       row_sums,
       allowed,
     )

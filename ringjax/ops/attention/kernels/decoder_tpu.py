@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ringjax.ops.attention.blockwise import check_positive
+from ringjax.ops.attention.cached.pooled import PooledView, pool_tile
 from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.attention.kernels import tile_ops
 from ringjax.ops.attention.scores import ScoreArgs
@@ -18,6 +22,10 @@ from ringjax.parallel import chips
 
 # Fewest keys of a tile when as many heads as fit share it.
 _LEAST = 512
+# Rows of a register of bfloat16.
+_SUBLANES = 16
+# Most pages of a tile, each of which is an operand or two.
+_MOST_PAGES = 16
 # Most scores of a tile.
 _SCORES = 1 << 19
 # Vector memory that the compiler grants unless a kernel asks for more.
@@ -147,3 +155,93 @@ class DecoderTPU:
       transcendentals=exponentials,
       bytes_accessed=nbytes,
     )
+
+
+class PoolDecoderTPU(DecoderTPU):
+  """Base class of the kernels that read pages of a pool in place.
+
+  Each page of a tile is a separate operand, so that the pipeline loads all of
+  them at once. Tiles are of `pool_tile` slots unless `kv_block` says otherwise.
+  """
+
+  def slots(self, keys: PooledView) -> int:
+    """Number of slots of a tile."""
+    return self.kv_block or pool_tile(keys.page, "tpu")
+
+  def unserved_pages(self, keys: KVView, args: ScoreArgs) -> str | None:
+    """Reason why all of these kernels decline a view or its mask, or None."""
+    if not isinstance(keys, PooledView):
+      return f"{type(keys).__name__}: it reads PooledView"
+    if keys.decoders is not None:
+      return "pages of codes: it reads numbers"
+    block = self.slots(keys)
+    page_multiple = _SUBLANES if not self.interpret else 1
+    if block % keys.page or keys.page % page_multiple:
+      return f"pages of {keys.page} slots: no multiples of {page_multiple}"
+    if block // keys.page > _MOST_PAGES:
+      return f"{block // keys.page} pages a tile: at most {_MOST_PAGES}"
+    if args.terms.slopes is not None:
+      return "ALiBi"
+    if any(jnp.size(x) > 1 for x in jax.tree.leaves(args.context.mask)):
+      return "a mask with numbers of each row"
+    return None
+
+
+def page_arrays(keys: PooledView) -> list[Any]:
+  """Arrays of keys and of values; one array if they are the same."""
+  return [keys.k] if keys.v is keys.k else [keys.k, keys.v]
+
+
+def slot_bytes(keys: PooledView) -> int:
+  """Bytes in VMEM of a head's key and value, padded to whole lanes."""
+  return sum(
+    tile_ops.lanes(x.shape[4]) * x.dtype.itemsize for x in page_arrays(keys)
+  )
+
+
+def page_operands(
+  keys: PooledView,
+  heads: int,
+  block: int,
+  index: Callable[..., tuple[Any, Any, Any]],
+) -> tuple[list[pl.BlockSpec], list[Any]]:
+  """BlockSpecs and arrays of the pages of a tile.
+
+  Args:
+    keys: View of the pages.
+    heads: Heads of a tile.
+    block: Slots of a tile.
+    index: Function of the number of a page in its tile and of the arguments of
+      an index map; it returns the layer, the page and the number of the group
+      of heads.
+  """
+  specs, arrays = [], []
+  for x in page_arrays(keys):
+    for n in range(block // keys.page):
+      page_index = lambda *at, n=n: (*index(n, *at), 0, 0)
+      specs.append(
+        pl.BlockSpec((1, 1, heads, keys.page, x.shape[4]), page_index)
+      )
+      arrays.append(x)
+  return specs, arrays
+
+
+def join_pages(
+  pages: Sequence[Any], count: int, head: int, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+  """Keys and values [slots, ...] of a head, from references to its pages.
+
+  Args:
+    pages: References to the pages of keys, and of values if they differ.
+    count: Number of pages of a tile.
+    head: Index of the head in the tile.
+    dtype: Dtype of the result.
+  """
+  join = lambda refs: jnp.concatenate([ref[0, 0, head] for ref in refs], 0)
+  k_pages, v_pages = pages[:count], pages[count:] or pages[:count]
+  return join(k_pages).astype(dtype), join(v_pages).astype(dtype)
+
+
+def no_distances() -> jax.Array:
+  """Stand-in for distances, which are for slopes alone."""
+  raise AssertionError("distances are for slopes, which are declined")

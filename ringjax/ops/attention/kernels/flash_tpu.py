@@ -218,7 +218,9 @@ class _TileScores(NamedTuple):
       None if scalars.heads is None else scalars.heads[n],
       None if scalars.seed is None else leaf_of_example(scalars.seed),
       Coords(q_at[0, 0:1, :], q_at[0, 1:2, :]),
-      Coords(_column_of(k_at[0, 0:1, :]), _column_of(k_at[0, 1:2, :])),
+      Coords(
+        tile_ops.column(k_at[0, 0:1, :]), tile_ops.column(k_at[0, 1:2, :])
+      ),
     )
 
   def of_queries(self, cut: slice) -> _TileScores:
@@ -276,11 +278,6 @@ def _fold_interleaved(
       products.append(multiply(parts[i + lookahead]))
     fold(columns, products[i])
     products[i] = None
-
-
-def _column_of(x: jax.Array) -> jax.Array:
-  """Transpose [1, n] to [n, 1], as whole registers of 8 rows."""
-  return jnp.broadcast_to(x, (8, x.shape[1])).T[:, 0:1]
 
 
 def _forward(
@@ -401,7 +398,7 @@ def _forward_kernel(
     at = _TileScores.of(scores, mask, scalars, b, n, q_at, k_at)
     k, v = k_ref[0, 0], v_ref[0, 0]
     if masked:
-      v, flag = tile_ops.clean(v), _column_of(flag_ref[0, 0])
+      v, flag = tile_ops.clean(v), tile_ops.column(flag_ref[0, 0])
 
     def fold(q_slice: slice, dot: jax.Array) -> None:
       cut_scores = at.of_queries(q_slice)

@@ -27,13 +27,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int, PyTree, Shaped
+from jaxtyping import Array, Float, Int, PyTree
 
 from ringjax.ops.attention.blockwise import pad_axis, tile_kinds
-from ringjax.ops.attention.cached.pooled import PooledView, pool_tile
+from ringjax.ops.attention.cached.pooled import PooledView
 from ringjax.ops.attention.cached.views import KVView
-from ringjax.ops.attention.kernels import declined, tile_ops
-from ringjax.ops.attention.kernels.decoder_tpu import DecoderTPU
+from ringjax.ops.attention.kernels import declined, decoder_tpu, tile_ops
+from ringjax.ops.attention.kernels.decoder_tpu import PoolDecoderTPU
 from ringjax.ops.attention.scores import ScoreArgs, Scores
 from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
@@ -41,25 +41,18 @@ from ringjax.parallel import collectives
 
 # Most queries of a tile, those of all heads of a group together.
 _QUERIES = 512
-# Rows of a register of bfloat16.
-_SUBLANES = 16
-# Most pages of a tile, each of which is an operand or two.
-_MOST_PAGES = 16
 # [s, a] [s, b] -> [a, b]
 _TN = (((0,), (0,)), ((), ()))
 
 
-class PrefillPoolTPU(DecoderTPU):
-  """A Pallas kernel for TPU for many queries of each row over pages.
-
-  Its tiles are those of `pool_tile` slots unless `kv_block` says otherwise.
-  """
+class PrefillPoolTPU(PoolDecoderTPU):
+  """A Pallas kernel for TPU for many queries of each row over pages."""
 
   def tile(
     self, q: Float[Array, "B K G T H"], keys: PooledView
   ) -> tuple[int, int, int]:
     """Choose (heads, slots, queries of a head) of a tile."""
-    block = self.kv_block or pool_tile(keys.page, "tpu")
+    block = self.slots(keys)
     groups, tokens = q.shape[2:4]
     queries = min(tokens, max(1, _QUERIES // groups))
     vmem_bytes = tile_ops.core(self.chip).vmem_bytes
@@ -73,27 +66,18 @@ class PrefillPoolTPU(DecoderTPU):
     self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> str | None:
     """Return the reason not to serve this call, or None."""
-    if not isinstance(keys, PooledView):
-      return f"{type(keys).__name__}: it reads PooledView"
-    if keys.decoders is not None:
-      return "pages of codes: it reads numbers"
+    reason = self.unserved_pages(keys, args)
+    if reason is not None:
+      return reason
+    assert isinstance(keys, PooledView)
     if keys.shared is not None:
       return "a plan of shared tiles: it reads for each row by itself"
     heads, block, queries = self.tile(q, keys)
-    page_multiple = _SUBLANES if not self.interpret else 1
-    if block % keys.page or keys.page % page_multiple:
-      return f"pages of {keys.page} slots: no multiples of {page_multiple}"
-    if block // keys.page > _MOST_PAGES:
-      return f"{block // keys.page} pages a tile: at most {_MOST_PAGES}"
     rows = q.shape[0] * -(-q.shape[3] // queries)
     columns = -(-keys.shape[2] // block)
     steps = max(rows * columns, keys.table.size)
     if steps > tile_ops.MOST_STEPS or rows >= 1 << tile_ops.ROW_BITS:
       return f"{rows} x {columns} tiles: more than its list holds"
-    if args.terms.slopes is not None:
-      return "ALiBi"
-    if any(jnp.size(x) > 1 for x in jax.tree.leaves(args.context.mask)):
-      return "a mask with numbers of each row"
     return self.unserved(
       q,
       keys,
@@ -237,27 +221,23 @@ class _PromptCall:
       0,
     )
 
-    def page(n: int, width: int) -> pl.BlockSpec:
-      index = lambda ki, i, layer, table, words, *_: (
+    specs, pages = decoder_tpu.page_operands(
+      keys,
+      self.heads,
+      self.block,
+      lambda n, ki, i, layer, table, words, *_: (
         layer[0],
-        table[
-          (example(i, words) * columns + column(i, words)) * each + n
-        ],
-        ki, 0, 0,
-      )  # fmt: skip
-      return pl.BlockSpec((1, 1, self.heads, keys.page, width), index)
-
-    arrays = [keys.k] if keys.v is keys.k else [keys.k, keys.v]
-    pages = [page(n, x.shape[4]) for x in arrays for n in range(each)]
+        table[(example(i, words) * columns + column(i, words)) * each + n],
+        ki,
+      ),
+    )
     out_type = lambda *shape: collectives.out_type(
       (b * count, kv, *shape), jnp.float32, q, keys, self.args.terms, context
     )
     need = _vmem(q, keys, self.heads, self.block, self.queries)
     return tuple(
       pl.pallas_call(
-        functools.partial(
-          _kernel, self.args.scores, structure, each, len(arrays) == 2
-        ),
+        functools.partial(_kernel, self.args.scores, structure, each),
         grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=len(scalars),
           grid=(kv // self.heads, self.steps.count),
@@ -276,7 +256,7 @@ class _PromptCall:
                 0,
               ),
             ),
-            *pages,
+            *specs,
           ],
           out_specs=[
             pl.BlockSpec((1, self.heads, lanes, j), of_queries),
@@ -290,7 +270,7 @@ class _PromptCall:
         ),
         out_shape=[out_type(lanes, j), out_type(1, lanes), out_type(1, lanes)],
         compiler_params=self.kernel.params(need, "parallel", "arbitrary"),
-        cost_estimate=self._cost(q, arrays),
+        cost_estimate=self._cost(q),
         interpret=self.kernel.interpret,
         name="ringjax_prefill_pool",
       )(
@@ -298,17 +278,19 @@ class _PromptCall:
         tiles,
         self.at_q,
         self.at_k,
-        *(x for x in arrays for _ in range(each)),
+        *pages,
       )
     )
 
-  def _cost(self, q: jax.Array, arrays: list[Any]) -> pl.CostEstimate:
+  def _cost(self, q: jax.Array) -> pl.CostEstimate:
     """Cost of half of all tiles, as of prompts that are read from the start."""
     b, kv, g, t, _ = q.shape
     slots = self.keys.shape[2]
     pairs = b * kv * g * t * slots // 2
     reads = b * self.count * kv * slots // 2
-    numbers = sum(x.shape[4] * x.dtype.itemsize for x in arrays)
+    numbers = sum(
+      x.shape[4] * x.dtype.itemsize for x in decoder_tpu.page_arrays(self.keys)
+    )
     flops = 2 * pairs * (self.keys.k.shape[4] + self.keys.v.shape[4])
     return pl.CostEstimate(
       flops=flops, transcendentals=pairs, bytes_accessed=reads * numbers
@@ -321,26 +303,17 @@ def _vmem(
   """Approximate bytes of vector memory that a step takes."""
   lanes = tile_ops.lanes(q.shape[2] * queries)
   h, j = (tile_ops.lanes(x.shape[4]) for x in (keys.k, keys.v))
-  slot = sum(
-    tile_ops.lanes(x.shape[4]) * x.dtype.itemsize
-    for x in {id(x): x for x in (keys.k, keys.v)}.values()
-  )
+  slot = decoder_tpu.slot_bytes(keys)
   # Inputs and outputs are double-buffered for the next step.
   in_flight = heads * (block * slot + lanes * (h * q.dtype.itemsize + 4 * j))
   scratch = 4 * heads * lanes * (j + 2 * 8)
   return 2 * in_flight + scratch + 2 * block * slot + 4 * 4 * lanes * block
 
 
-def _column_of(x: Shaped[Array, "1 n"]) -> Shaped[Array, "n 1"]:
-  """Transpose a row, as whole registers of 8 rows."""
-  return jnp.broadcast_to(x, (8, x.shape[1])).T[:, 0:1]
-
-
 def _kernel(
   scores: Scores,
   structure: PyTree,
   pages_per_tile: int,
-  separate_values: bool,
   *refs: Any,
 ) -> None:
   first = 3 + structure.num_leaves
@@ -348,8 +321,6 @@ def _kernel(
   q_ref, q_at, k_at, *pages = refs[first:-6]
   acc_out, m_out, l_out, acc, m_ref, l_ref = refs[-6:]
   word = words[pl.program_id(1)]
-  k_pages = pages[:pages_per_tile]
-  v_pages = pages[pages_per_tile:] if separate_values else k_pages
 
   @pl.when(word & tile_ops.FIRST != 0)
   def _() -> None:
@@ -362,19 +333,18 @@ def _kernel(
     if masked:
       mask = jax.tree.unflatten(structure, [ref[0] for ref in leaves])
       queries = Coords(q_at[0, 0:1, :], q_at[0, 1:2, :])
-      slots = Coords(*(_column_of(k_at[0, 0, n : n + 1, :]) for n in (0, 1)))
+      slots = Coords(
+        *(tile_ops.column(k_at[0, 0, n : n + 1, :]) for n in (0, 1))
+      )
       allowed = visible(mask, queries, slots)
     for head in range(acc.shape[0]):
       q = q_ref[0, head]
-      join = lambda refs, head=head: jnp.concatenate(
-        [ref[0, 0, head] for ref in refs], 0
-      )
-      k, v = (join(x).astype(q.dtype) for x in (k_pages, v_pages))
+      k, v = decoder_tpu.join_pages(pages, pages_per_tile, head, q.dtype)
       dot = tile_ops.dot(k, q, tile_ops.NT)
-      s, c = tile_ops.power(scores, dot, None, _undefined)
+      s, c = tile_ops.power(scores, dot, None, decoder_tpu.no_distances)
       if masked:
         v, flags = tile_ops.cleaned(v)
-        s = jnp.where(allowed, s + _column_of(flags), -jnp.inf)
+        s = jnp.where(allowed, s + tile_ops.column(flags), -jnp.inf)
       old_m = m_ref[head]
       m = jnp.maximum(old_m, jnp.max(s, axis=0, keepdims=True) * c)
       safe = finite_max(m)
@@ -394,7 +364,3 @@ def _kernel(
       acc_out[0, head] = acc[head].T
     m_out[0] = m_ref[...]
     l_out[0] = l_ref[...]
-
-
-def _undefined() -> jax.Array:
-  raise AssertionError("distances are for slopes, which are declined")

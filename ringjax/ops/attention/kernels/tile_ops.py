@@ -250,6 +250,11 @@ def dot(
   )
 
 
+def column(x: Shaped[Array, "1 n"]) -> Shaped[Array, "n 1"]:
+  """Transpose a row, as whole registers of 8 rows."""
+  return jnp.broadcast_to(x, (8, x.shape[1])).T[:, 0:1]
+
+
 def finite(x: Shaped[Array, " ..."]) -> Bool[Array, " ..."]:
   """Mark the elements that are neither infinite nor NaN."""
   return jnp.abs(x.astype(jnp.float32)) < jnp.inf

@@ -9,15 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ringjax.errors import OptionError
-from ringjax.kv import Integers
 from ringjax.ops.attention.cached.pooled import PooledView, decode_pool
-from ringjax.ops.attention.cached.views import Decoder
-from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.kernels.decode_pool_tpu import DecodePoolTPU
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.mask import Causal, Coords, Prefix, SameSegment, Window
+from ringjax.ops.mask import Causal, Coords, SameSegment, Window
 from ringjax.serve.prefix.shared_rows import shared_tiles
+from tests.contracts import pool_kernel
 from tests.ops.attention.kernels.test_decode import decoded, same
 
 # The loops' tile on a CPU.
@@ -98,62 +95,18 @@ def test_values_that_are_keys():
 
 
 def test_what_is_not_seen_does_not_matter():
-  """Bit for bit, even if it is no number; what is seen reaches its row."""
-  q, view, args = call()
-  decode = jax.jit(lambda view: KERNEL.decode(q, view, args))
-  want = decode(view)
-  unused = np.setdiff1d(np.arange(view.k.shape[1]), np.asarray(view.table))
-  # Entries of missing pages are read as page 0.
-  bad = lambda x, n: x.at[:, n].set(jnp.nan)
-  gone = dataclasses.replace(view, k=bad(view.k, unused), v=bad(view.v, unused))
-  for a, b in zip(decode(gone), want, strict=True):
-    np.testing.assert_array_equal(a, b)
-  own = int(view.table[1, 0])
-  found = decode(dataclasses.replace(view, v=bad(view.v, own))).acc
-  assert np.isnan(found[1]).all()
-  others = np.array([0, 2, 3, 4])
-  np.testing.assert_array_equal(found[others], want.acc[others])
+  pool_kernel.check_unseen(call, KERNEL)
 
 
-DECLINED = {
+DECLINED = pool_kernel.declined(DecodePoolTPU) | {
   "without a plan": dict(view=lambda x: dataclasses.replace(x, shared=None)),
-  "pages of codes": dict(
-    view=lambda x: dataclasses.replace(
-      x, decoders=(Decoder(Integers(bits=4), 16, jnp.float32),) * 2
-    )
-  ),
-  "float16": dict(dtype=jnp.float16),
-  "ALiBi": dict(terms=Terms(slopes=jnp.ones((2, 3)))),
-  "dropout": dict(scores=Scores(scale=1.0, dropout_rate=0.1)),
-  "numbers of each row": dict(mask=Prefix(jnp.array([3, 60, 2, 1, 5]))),
-  "32 pages a tile": dict(kernel=DecodePoolTPU(1024, interpret=True)),
-  "multiples of 128": dict(kernel=DecodePoolTPU(64)),
 }
 
 
 @pytest.mark.parametrize("words", DECLINED)
 def test_what_it_does_not_serve(words):
-  changes = DECLINED[words]
-  given = {name: changes[name] for name in {"mask", "dtype"} & {*changes}}
-  q, view, args = call(**given)
-  view = changes.get("view", lambda x: x)(view)
-  for name in {"scores", "terms"} & {*changes}:
-    args = args._replace(**{name: changes[name]})
-  kernel = changes.get("kernel", KERNEL)
-  assert words in kernel.decline(q, view, args)
-  with pytest.raises(OptionError, match=words):
-    kernel.decode(q, view, args)
+  pool_kernel.check_declines(call, KERNEL, words, DECLINED[words])
 
 
-def test_who_reads_pages():
-  auto_kernel._fault.cache_clear()
-  args = call(dtype=jnp.bfloat16)
-  ours = auto_kernel.AutoKernel(platform="tpu", chip="tpu-v5e")
-  assert ours.choose_decode(*args).algorithm == DecodePoolTPU(chip="tpu-v5e")
-  found = auto_kernel.AutoKernel(platform="cpu").choose_decode(*args)
-  assert isinstance(found.algorithm, auto_kernel.Loops)
-
-
-def test_it_passes_its_own_check():
-  kernel = DecodePoolTPU(interpret=True)
-  assert auto_kernel._compare_decodes(kernel) < auto_kernel._ALLOWED
+def test_a_tpu_takes_it():
+  pool_kernel.check_choice(call, DecodePoolTPU)

@@ -1,0 +1,90 @@
+"""What the kernels that read pages of a pool have in common.
+
+A kernel's test file has a function `call(**options)` that makes the arguments
+of a call: queries, view and `ScoreArgs`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ringjax.errors import OptionError
+from ringjax.kv import Integers
+from ringjax.ops.attention.cached.views import Decoder
+from ringjax.ops.attention.kernels import auto_kernel
+from ringjax.ops.attention.scores import Scores, Terms
+from ringjax.ops.mask import Prefix
+
+Call = Callable[..., tuple[Any, Any, Any]]
+
+
+def declined(kernel: type) -> dict[str, dict[str, Any]]:
+  """Calls that each of the kernels declines, by words of the reason."""
+  return {
+    "pages of codes": dict(
+      view=lambda x: dataclasses.replace(
+        x, decoders=(Decoder(Integers(bits=4), 16, jnp.float32),) * 2
+      )
+    ),
+    "float16": dict(dtype=jnp.float16),
+    "ALiBi": dict(terms=Terms(slopes=jnp.ones((2, 3)))),
+    "dropout": dict(scores=Scores(scale=1.0, dropout_rate=0.1)),
+    "numbers of each row": dict(mask=Prefix(jnp.array([3, 60, 2, 1, 5]))),
+    "32 pages a tile": dict(kernel=kernel(1024, interpret=True)),
+    "multiples of 128": dict(kernel=kernel(64)),
+  }
+
+
+def check_declines(
+  call: Call, kernel: Any, words: str, changes: dict[str, Any]
+) -> None:
+  """A changed call is declined with these words, and refused if made."""
+  given = {name: changes[name] for name in {"mask", "dtype"} & {*changes}}
+  q, view, args = call(**given)
+  view = changes.get("view", lambda x: x)(view)
+  for name in {"scores", "terms"} & {*changes}:
+    args = args._replace(**{name: changes[name]})
+  kernel = changes.get("kernel", kernel)
+  assert words in kernel.decline(q, view, args)
+  with pytest.raises(OptionError, match=words):
+    kernel.decode(q, view, args)
+
+
+def check_unseen(call: Call, kernel: Any) -> None:
+  """What no query sees does not matter, even if it is no number.
+
+  What is seen reaches its row alone.
+  """
+  q, view, args = call()
+  decode = jax.jit(lambda view: kernel.decode(q, view, args))
+  want = decode(view)
+  unused = np.setdiff1d(np.arange(view.k.shape[1]), np.asarray(view.table))
+  # Entries of missing pages are read as page 0.
+  bad = lambda x, n: x.at[:, n].set(jnp.nan)
+  gone = dataclasses.replace(view, k=bad(view.k, unused), v=bad(view.v, unused))
+  for a, b in zip(decode(gone), want, strict=True):
+    np.testing.assert_array_equal(a, b)
+  own = int(view.table[1, 0])
+  results = decode(dataclasses.replace(view, v=bad(view.v, own))).acc
+  assert np.isnan(results[1]).all()
+  others = np.array([0, 2, 3, 4])
+  np.testing.assert_array_equal(results[others], want.acc[others])
+
+
+def check_choice(call: Call, kernel: type) -> None:
+  """`AutoKernel` takes it on a TPU, and loops on a CPU; it passes its check."""
+  auto_kernel._fault.cache_clear()
+  args = call(dtype=jnp.bfloat16)
+  ours = auto_kernel.AutoKernel(platform="tpu", chip="tpu-v5e")
+  assert ours.choose_decode(*args).algorithm == kernel(chip="tpu-v5e")
+  chosen = auto_kernel.AutoKernel(platform="cpu").choose_decode(*args)
+  assert isinstance(chosen.algorithm, auto_kernel.Loops)
+  error = auto_kernel._compare_decodes(kernel(interpret=True))
+  assert error < auto_kernel._ALLOWED
