@@ -372,6 +372,17 @@ def _check_explicit(x: AttentionArgs, place: CallSharding) -> None:
     )
 
 
+def _narrow_up(x: AttentionArgs) -> AttentionArgs:
+  """Arguments with `up` in the queries' dtype, different on each shard first.
+
+  The conversion is after the sum of its gradient, which is then of float32.
+  """
+  if x.up is None:
+    return x
+  up = collectives.vary(x.up, collectives.varying_axes(x.q))
+  return dataclasses.replace(x, up=up.astype(x.q.dtype))
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _jitted_on_mesh(
   x: AttentionArgs, place: CallSharding, strategy: Strategy
@@ -382,6 +393,11 @@ def _jitted_on_mesh(
     slots_of(x.layout, n, place.size) if place.axis else None for n in lengths
   ]
   x = x.padded(*slots)
+  if x.up is not None:
+    # The shards' gradients of `up` are summed where it enters the shard_map: in
+    # float32, like other sums of gradients. XLA's CPU compiler also aborts at a
+    # sum of bfloat16 there if a mesh axis is automatic.
+    x = dataclasses.replace(x, up=x.up.astype(wide_dtype(x.up.dtype)))
   specs = x.specs(place)
   explicit = {
     a
@@ -396,7 +412,7 @@ def _jitted_on_mesh(
   if place.fully_manual:
     names |= {*mesh.axis_names} - collectives.manual_axes()
   out, lse = jax.shard_map(
-    lambda x: _per_shard(x, place, strategy, lengths),
+    lambda x: _per_shard(_narrow_up(x), place, strategy, lengths),
     mesh=mesh,
     in_specs=(specs,),
     out_specs=(specs.q, specs.q),

@@ -166,6 +166,20 @@ def test_bfloat16_is_as_near_as_its_digits(form, sent):
 
 
 @LONG
+@pytest.mark.parametrize("sent", ["rows", "absorbed", "heads"])
+def test_a_mesh_axis_that_the_call_does_not_name_changes_nothing(form, sent):
+  """Also in bfloat16, whose sums XLA's CPU compiler can't promote there."""
+  form(sent)
+  mesh = rj.make_mesh((4, 2), ("seq", "model"))
+  x = operands(jnp.bfloat16)
+  got = call(
+    *x, strategy=Ring(TILES, unroll=1), layout=Striped(), mesh=mesh, axis="seq"
+  )
+  assert got[3].dtype == jnp.bfloat16
+  assert max(errors(got, truth(*x, np.tri(T, dtype=bool)))) < 0.03
+
+
+@LONG
 @pytest.mark.parametrize(
   "wire", ["int8", "bfloat16", rj.kv.kind_text.parse("int8").codec]
 )
