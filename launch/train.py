@@ -75,7 +75,7 @@ from ringjax.models.transformer import Transformer
 from ringjax.parallel import chips, memory
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoints.checkpoint import Checkpoints
-from ringjax.train.expert_balance import ExpertBalance
+from ringjax.train.expert_balance import ExpertBalance, stated_loss
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.methods.draft_training import DraftTraining
 from ringjax.train.methods.encoder_training import ContextSplit
@@ -960,9 +960,15 @@ def _identity(
   else:
     identity["init_from"] = base
   identity["tokenizer"] = fingerprint(tokenizer)
-  if not identity["expert_balance"]:
-    # Checkpoints from before this entry can be resumed without it.
-    del identity["expert_balance"]
+  # What takes effect: checkpoints from before this entry can be resumed by runs
+  # without any.
+  balance = dict(identity.pop("expert_balance"))
+  source = entries["model"] if base is None else base
+  if balance.get("loss") is None and isinstance(source, dict):
+    balance["loss"] = stated_loss(source, str(source.get("model_type")))
+  balance = {name: value for name, value in balance.items() if value}
+  if balance:
+    identity["expert_balance"] = balance
   if entries["links"]["each"]:
     identity["links"] = entries["links"]
   if model is not None:

@@ -183,6 +183,18 @@ def _range(
   return "" if most is None else f" of at most {shown(most)}"
 
 
+def instance(name: str, value: object, kind: type) -> None:
+  """Raise unless `value` is of a class.
+
+  Raises:
+    OptionError: If it is not.
+  """
+  if not isinstance(value, kind):
+    raise OptionError(
+      name, repr(value), f"a {kind.__name__}", f"pass {kind.__name__}(...)"
+    )
+
+
 def boolean(name: str, x: object) -> bool:
   """Convert x to a bool, or raise an error that names it."""
   if not isinstance(x, bool | np.bool_):

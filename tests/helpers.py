@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import os
+import pathlib
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -41,6 +48,41 @@ def make_mesh(n: int, kind: Literal["auto", "explicit"]) -> Mesh:
   return jax.make_mesh(
     (n,), ("seq",), axis_types=(_KINDS[kind],), devices=jax.devices()[:n]
   )
+
+
+def two_processes(command: Sequence[str], *arguments: object) -> list[dict]:
+  """Results of two processes of one job, each the JSON after "RESULT".
+
+  Args:
+    command: Arguments of Python: a script, or "-c" and a program.
+    arguments: Arguments after the port of the job and the process's number.
+  """
+  root = pathlib.Path(__file__).parents[1]
+  with contextlib.closing(socket.socket()) as sock:
+    sock.bind(("127.0.0.1", 0))
+    port = sock.getsockname()[1]
+  words = [*map(str, arguments)]
+  runs = [
+    subprocess.Popen(
+      [sys.executable, *command, str(port), str(n), *words],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      cwd=root,
+      env=os.environ | {"PYTHONPATH": str(root)},
+    )
+    for n in range(2)
+  ]
+  results = []
+  try:
+    for run in runs:
+      out, err = run.communicate()
+      assert run.returncode == 0, err
+      results.append(json.loads(out.partition("RESULT")[2]))
+  finally:
+    for run in runs:
+      run.kill()
+  return results
 
 
 def mesh_of(**sizes: int) -> Mesh:

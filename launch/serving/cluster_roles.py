@@ -15,11 +15,11 @@ import ringjax as rj
 from launch.planning import aot, offload
 from launch.planning.serving_plan import limits_of
 from launch.shared import console
-from launch.shared import machines as flag_machines
 from launch.shared.flag_helpers import FlagHelper
+from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.json_text import json_text
-from ringjax.parallel.chips import number_bytes
+from ringjax.parallel.chips import Link, number_bytes
 from ringjax.plan import machines
 from ringjax.serve import cluster
 from ringjax.serve.cluster.router import PATIENCE_S
@@ -348,7 +348,8 @@ def _costs(
   dtype = values.dtype or config.get("dtype") or config.get("torch_dtype")
   link = None
   if values.bandwidth is not None:
-    link = flag_machines.link(values)
+    # --latency is of a profile's messages.
+    link = Link(bandwidth=number("--bandwidth", values.bandwidth, above=0))
   times: cluster.PhaseTimes = cluster.InstanceTimes()
   if values.times is not None:
     fitted = cluster.TensorTimes.fit(cluster.read_calls(values.times))
@@ -411,8 +412,8 @@ def work(
     device_bytes=max(1, values.device_pages),
   )
   stopped = threading.Event()
-  for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda *_: stopped.set())
+  for signal_number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(signal_number, lambda *_: stopped.set())
   host, port = worker.publisher.address
   screen.say(f"instance {worker.name}, pages at {host}:{port}")
   if devices is not None:

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree, Shaped
 
-from ringjax.checks import one_of
+from ringjax.checks import one_of, positive_int
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import cache_kind
@@ -42,6 +42,7 @@ from ringjax.ops.attention.cached.views import (
 from ringjax.ops.attention.kernels.decode_codes_tpu import DecodeCodesTPU
 from ringjax.ops.attention.kernels.decode_pool_tpu import DecodePoolTPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
+from ringjax.ops.attention.kernels.decoder_tpu import PoolDecoderTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.kernels.prefill_pool_tpu import PrefillPoolTPU
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
@@ -525,23 +526,8 @@ def pool(devices: Sequence[Any], **shape: Any) -> Built:
     devices: Devices of the slice.
     shape: Fields of `PoolShape`.
   """
-  mesh, dims = _one_device_mesh(devices), PoolShape(**shape)
-  kernel = DecodePoolTPU(chip=chips.machine_name(devices[0].device_kind))
-  over = NamedSharding(mesh, P())
-  operand = lambda dtype, *shape: jax.ShapeDtypeStruct(
-    shape, jnp.dtype(dtype), sharding=over
-  )
-  slots = dims.columns * pool_tile(dims.page, "tpu")
-  number: Any = functools.partial(operand, "int32")
-  cover: Any = operand("bool", 1, dims.columns, dims.rows)
-  keys = operand(
-    dims.dtype,
-    _LAYERS,
-    dims.rows * slots // dims.page,
-    dims.kv_heads,
-    dims.page,
-    dims.head_dim,
-  )
+  dims, number = PoolShape(**shape), _operands(devices, "int32")
+  cover: Any = _operands(devices, "bool")(1, dims.columns, dims.rows)
   plan = SharedTiles(
     number(1, dims.columns),
     number(1, dims.columns),
@@ -549,38 +535,7 @@ def pool(devices: Sequence[Any], **shape: Any) -> Built:
     number(1),
     number(1, dims.rows),
   )
-
-  def attend(
-    q: Shaped[Array, " ..."],
-    k: jax.Array,
-    v: jax.Array,
-    at: PyTree,
-    q_at: PyTree,
-    table: Shaped[Array, " ..."],
-    layer: jax.Array,
-    plan: SharedTiles,
-  ) -> Partial:
-    view = PooledView(k, v, Coords(*at), table, layer, shared=plan)
-    context = Context(Coords(*q_at), view.at, Causal())
-    scores = Scores(scale=dims.head_dim**-0.5)
-    return kernel.decode(q, view, ScoreArgs(scores, Terms(), context))
-
-  groups = dims.heads // dims.kv_heads
-  return Built(
-    function=jax.jit(attend),
-    arguments=(
-      operand(dims.dtype, dims.rows, dims.kv_heads, groups, 1, dims.head_dim),
-      keys,
-      keys,
-      (number(dims.rows, slots),) * 2,
-      (number(dims.rows, 1),) * 2,
-      number(dims.rows, slots // dims.page),
-      number(),
-      plan,
-    ),
-    mesh=mesh,
-    facts={"what": "decode", "kernel": "DecodePoolTPU"},
-  )
+  return _over_pages(devices, DecodePoolTPU, dims, 1, plan)
 
 
 def prompts(
@@ -593,19 +548,34 @@ def prompts(
     queries: Queries of each row, T.
     shape: Fields of `PoolShape`.
   """
-  mesh, dims = _one_device_mesh(devices), PoolShape(**shape)
-  kernel = PrefillPoolTPU(chip=chips.machine_name(devices[0].device_kind))
-  over = NamedSharding(mesh, P())
-  operand = lambda dtype, *shape: jax.ShapeDtypeStruct(
+  queries = positive_int("queries", queries)
+  return _over_pages(devices, PrefillPoolTPU, PoolShape(**shape), queries, None)
+
+
+def _operands(devices: Sequence[Any], dtype: str) -> Callable[..., Any]:
+  """Function of a shape that gives an operand of one device."""
+  over = NamedSharding(_one_device_mesh(devices), P())
+  return lambda *shape: jax.ShapeDtypeStruct(
     shape, jnp.dtype(dtype), sharding=over
   )
+
+
+def _over_pages(
+  devices: Sequence[Any],
+  kind: type[PoolDecoderTPU],
+  dims: PoolShape,
+  queries: int,
+  plan: SharedTiles | None,
+) -> Built:
+  """Builds attention of `queries` of each row by a kernel over pages."""
+  mesh = _one_device_mesh(devices)
+  kernel: Any = kind(chip=chips.machine_name(devices[0].device_kind))
+  number, operand = (
+    _operands(devices, dtype) for dtype in ("int32", dims.dtype)
+  )
   slots = dims.columns * pool_tile(dims.page, "tpu")
-  pages = slots // dims.page
-  number: Any = functools.partial(operand, "int32")
-  keys = operand(
-    dims.dtype, _LAYERS, dims.rows * pages, dims.kv_heads, dims.page,
-    dims.head_dim,
-  )  # fmt: skip
+  pages, width = slots // dims.page, dims.head_dim
+  keys = operand(_LAYERS, dims.rows * pages, dims.kv_heads, dims.page, width)
 
   def attend(
     q: Shaped[Array, " ..."],
@@ -615,32 +585,35 @@ def prompts(
     q_at: PyTree,
     table: Shaped[Array, " ..."],
     layer: jax.Array,
+    plan: SharedTiles | None,
   ) -> Partial:
-    view = PooledView(k, v, Coords(*at), table, layer)
+    view = PooledView(k, v, Coords(*at), table, layer, shared=plan)
     context = Context(Coords(*q_at), view.at, Causal())
     scores = Scores(scale=dims.head_dim**-0.5)
     return kernel.decode(q, view, ScoreArgs(scores, Terms(), context))
 
-  groups = dims.heads // dims.kv_heads
-  # The kernel's lowering reads the kind of the devices from the mesh.
+  # A kernel's lowering reads the kind of the devices from the mesh.
   alone = jax.shard_map(
-    attend, mesh=mesh, in_specs=(P(),) * 7, out_specs=P(), check_vma=False
+    attend, mesh=mesh, in_specs=(P(),) * 8, out_specs=P(), check_vma=False
   )
+  groups = dims.heads // dims.kv_heads
   return Built(
     function=jax.jit(alone),
     arguments=(
-      operand(
-        dims.dtype, dims.rows, dims.kv_heads, groups, queries, dims.head_dim
-      ),
+      operand(dims.rows, dims.kv_heads, groups, queries, width),
       keys,
       keys,
       (number(dims.rows, slots),) * 2,
       (number(dims.rows, queries),) * 2,
       number(dims.rows, pages),
       number(),
+      plan,
     ),
     mesh=mesh,
-    facts={"what": "prefill", "kernel": "PrefillPoolTPU"},
+    facts={
+      "what": "decode" if queries == 1 else "prefill",
+      "kernel": kind.__name__,
+    },
   )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
@@ -102,7 +103,7 @@ def host_total_bytes(root: str = "/") -> int | None:
   Args:
     root: Folder of the system's files, proc and sys.
   """
-  total_bytes = _meminfo(root, "MemTotal:")
+  total_bytes = _meminfo(root, "MemTotal:") or _pages(root)
   for folder, names in _groups(root):
     limit = _read(folder / names[0]).strip()
     if limit.isdecimal():
@@ -138,6 +139,16 @@ def _meminfo(root: str, field: str) -> list[int]:
   return [
     int(line.split()[1]) * 1024 for line in lines if line.startswith(field)
   ]
+
+
+def _pages(root: str) -> list[int]:
+  """Bytes of this machine's pages, where the system has no table of memory."""
+  if root != "/":
+    return []
+  try:
+    return [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+  except (AttributeError, OSError, ValueError):
+    return []
 
 
 def _groups(root: str) -> Iterator[tuple[pathlib.Path, tuple[str, ...]]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,17 @@ from ringjax.nn.tokens import Tokens
 
 # Families whose class in transformers has the first key and ignores it.
 _IGNORES = ("llama4", "llama4_text")
+
+
+def stated_loss(source: Mapping[str, Any], family: str) -> float:
+  """Factor of the balance loss that a config.json states, 0 if none applies.
+
+  Args:
+    source: Contents of the config.json.
+    family: Its `model_type`.
+  """
+  applies = source.get("output_router_logits") and family not in _IGNORES
+  return float((source.get("router_aux_loss_coef") if applies else None) or 0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,11 +97,8 @@ class ExpertBalance:
     if self.loss is not None or not has_routers(model):
       return dataclasses.replace(self, loss=self.loss or 0.0)
     mixture: Any = model
-    source = _source(mixture)
-    applies = source.get("output_router_logits")
-    applies = applies and mixture.config.family not in _IGNORES
-    loss = source.get("router_aux_loss_coef") if applies else None
-    return dataclasses.replace(self, loss=float(loss or 0.0))
+    loss = stated_loss(_source(mixture), mixture.config.family)
+    return dataclasses.replace(self, loss=loss)
 
   def total(
     self, model: Transformer, tokens: Tokens

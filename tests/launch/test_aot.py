@@ -296,6 +296,20 @@ def test_a_search_ranks_what_fits(asked):
   assert first["remat"] == "attention" and first["block"] == 2048
 
 
+def test_a_search_goes_on_where_a_time_is_unknown(asked, monkeypatch):
+  known = aot.compile
+  without = lambda *args, **options: dataclasses.replace(
+    known(*args, **options), time=None, traffic_error="KeyError: 'a'"
+  )
+  monkeypatch.setattr(aot, "compile", without)
+  ran = ask(*STEP, "--search", "--tries=2", "--strategy=striped")
+  assert ran.status == 0 and "unknown" in ran.out
+  # One program alone says why.
+  assert "times are unknown: KeyError" in ask(*STEP).out or (
+    "bytes moved are unknown: KeyError" in ask(*STEP).out
+  )
+
+
 def test_candidates_have_meshes_that_the_batch_fills():
   found = list(
     scripts.candidates("prefill", 8, {"batch": 2, "mesh": [("seq", -1)]})

@@ -77,7 +77,17 @@ def test_a_process_with_threads_ends_at_once(monkeypatch, error, status):
   monkeypatch.setattr(console, "leave", leave)
   with (
     pytest.raises(SystemExit),
-    console.Run(screen(), KNOBS, leaving=console.leave_at_once),
+    console.Run(screen(), KNOBS, leaving=console.leave_at_once, pipe_ends=True),
   ):
     raise error
   assert statuses == [status]
+
+
+def test_a_pipe_to_another_process_that_breaks_is_a_failure(monkeypatch):
+  """Where sockets lead to other ranks, it is not the reader of stdout."""
+  monkeypatch.setattr(console, "leave", pytest.fail)
+  out = screen()
+  with console.Run(out, KNOBS, leaving=console.leave_at_once) as run:
+    raise BrokenPipeError("the other rank is gone")
+  assert run.status not in (0, console.INTERRUPTED)
+  assert "the other rank is gone" in out._stream.getvalue()

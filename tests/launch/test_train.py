@@ -556,6 +556,14 @@ def test_what_another_objective_is():
   assert seen({}, tokenizer=Bytes(chat_template="x")) == same
   other = {"model_type": "llama", "vocab_size": 262}
   assert seen({}, base=other) != same
+  # A balance loss that the folder states, and not one that does nothing.
+  mixture = other | {"model_type": "mixtral", "router_aux_loss_coef": 0.02}
+  plain = seen({}, base=mixture)
+  assert "expert_balance" not in plain
+  stated = mixture | {"output_router_logits": True}
+  assert seen({}, base=stated)["expert_balance"] == {"loss": 0.02}
+  off = seen({"expert_balance": {"loss": 0.0}}, base=stated)
+  assert "expert_balance" not in off
   # What a fresh model would be is not asked where there is another.
   assert seen({"model": "llama-1b"}, base=other) == seen({}, base=other)
 

@@ -130,5 +130,5 @@ if __name__ == "__main__":
   jax.config.update("jax_num_cpu_devices", 2)
   port, me = sys.argv[1], int(sys.argv[2])
   jax.distributed.initialize(f"127.0.0.1:{port}", 2, me)
-  print("FOUND", json.dumps(main(me, pathlib.Path(sys.argv[3]))))
+  print("RESULT", json.dumps(main(me, pathlib.Path(sys.argv[3]))))
   jax.distributed.shutdown()

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import pathlib
-import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from ringjax import models
 from ringjax.errors import CheckpointMismatchError
 from tests import checkpoints
-from tests.helpers import mesh_of, refused
+from tests.helpers import mesh_of, refused, two_processes
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -94,28 +88,7 @@ def test_a_process_reads_the_experts_of_its_devices_alone(tmp_path):
   experts = sum(n for k, n in sizes.items() if ".experts." in k)
   others = sum(sizes.values()) - experts
   assert experts > 20 * others
-  with contextlib.closing(socket.socket()) as sock:
-    sock.bind(("127.0.0.1", 0))
-    port = sock.getsockname()[1]
   script = pathlib.Path(__file__).with_name("expert_loading_process.py")
-  runs = [
-    subprocess.Popen(
-      [sys.executable, str(script), str(port), str(n), str(tmp_path)],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-      cwd=ROOT,
-      env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    for n in range(2)
-  ]
-  try:
-    for run in runs:
-      out, err = run.communicate()
-      assert run.returncode == 0, err
-      result = json.loads(out.partition("RESULT")[2])
-      assert result["equal"] and result["arrays"] > 10
-      assert 0.5 * experts <= result["bytes"] < 0.6 * experts + 2 * others
-  finally:
-    for run in runs:
-      run.kill()
+  for result in two_processes([str(script)], tmp_path):
+    assert result["equal"] and result["arrays"] > 10
+    assert 0.5 * experts <= result["bytes"] < 0.6 * experts + 2 * others

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import pathlib
 import shutil
-import socket
-import subprocess
-import sys
 
 import pytest
 
 import ringjax as rj
 from tests import checkpoints
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.helpers import two_processes
 
 
 @pytest.mark.long
@@ -24,30 +17,8 @@ def test_two_processes(tmp_path):
   config = checkpoints.config("llama3") | {"num_hidden_layers": 3}
   rj.models.save(rj.models.create(config, seed=3), tmp_path / "0")
   shutil.copytree(tmp_path / "0", tmp_path / "1")
-  with contextlib.closing(socket.socket()) as sock:
-    sock.bind(("127.0.0.1", 0))
-    port = sock.getsockname()[1]
   script = pathlib.Path(__file__).with_name("placement_process.py")
-  runs = [
-    subprocess.Popen(
-      [sys.executable, str(script), str(port), str(n), str(tmp_path)],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-      cwd=ROOT,
-      env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    for n in range(2)
-  ]
-  found = []
-  try:
-    for run in runs:
-      out, err = run.communicate(timeout=1500)
-      assert run.returncode == 0, err
-      found.append(json.loads(out.partition("FOUND")[2]))
-  finally:
-    for run in runs:
-      run.kill()
+  found = two_processes([str(script)], tmp_path)
   for mine in found:
     for name in ("logits", "tokens", "step", "buffers", "after"):
       assert mine[name] is True, (name, mine)

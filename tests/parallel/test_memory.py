@@ -79,6 +79,15 @@ def test_a_machine_without_limits(tmp_path):
   assert memory.host_free_bytes(none) is memory.host_total_bytes(none) is None
 
 
+def test_a_system_without_a_table_of_memory_has_its_pages(monkeypatch):
+  """As macOS: the total is known, and what is free is not."""
+  monkeypatch.setattr(memory, "_read", lambda path: "")
+  pages = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
+  monkeypatch.setattr(memory.os, "sysconf", pages.__getitem__)
+  assert memory.host_total_bytes() == 4_096_000
+  assert memory.host_free_bytes() is None
+
+
 @pytest.mark.parametrize("inner", [True, False])
 def test_a_limit_of_a_group_or_of_one_around_it(tmp_path, inner):
   limited, other = ("a/b", "a") if inner else ("a", "a/b")

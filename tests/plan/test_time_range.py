@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
+from ringjax.bench import steps
 from ringjax.errors import OptionError
 from ringjax.parallel import chips
 from ringjax.plan.compiler import aot, machine_code, overlap
@@ -22,6 +23,7 @@ from ringjax.plan.compiler.time_range import (
   ProgramCode,
   time_range,
 )
+from tests.helpers import SMALL
 
 CHIP = "v5e:1x1"
 CORE, SHEET = chips.core(CHIP), chips.CHIPS["tpu-v5e"]
@@ -332,3 +334,16 @@ class TestCompiled:
     assert time.core_s >= products and time.least_s >= products
     stated = compiled("kernel", "v5e:2x2", stated=True)
     assert stated.core_s == pytest.approx(time.core_s, rel=0.05)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_training_step_must_keep_its_inputs_in_their_dtype():
+  """The input of each layer, [B, T, D], written and read once."""
+  least = lambda dtype: steps.train(
+    jax.devices()[:4],
+    tokens=4096,
+    model=SMALL | {"num_hidden_layers": 4},
+    dtype=dtype,
+  ).facts["least_bytes"]
+  inputs = 4 * 4096 * SMALL["hidden_size"] / 4
+  assert least("float32") - least("bfloat16") == 2 * inputs * (4 - 2)

@@ -333,3 +333,11 @@ def test_refusals():
   assert "210001 tokens for 210000 slots" in one.rejected
   assert not one.meets(ScaledLimits(alone=_times(1)))
   assert dataclasses.replace(policy.options, slots=5).slots == 5
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_links_and_machines_are_no_numbers():
+  with pytest.raises(OptionError, match="link: got 100000000000.0"):
+    ElasticOptions(link=1e11)
+  with pytest.raises(OptionError, match="machine: got 'a800'"):
+    GroupMachine(machine="a800")

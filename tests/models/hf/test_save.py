@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import weakref
@@ -33,6 +31,7 @@ from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.header import DTYPES
 from ringjax.models.hf.save import write
 from tests import checkpoints
+from tests.helpers import two_processes
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 INDEX = "model.safetensors.index.json"
@@ -544,7 +543,7 @@ try:
   bad = ""
 except Exception as e:
   bad = str(e)
-print("FOUND", json.dumps([share, share_b, error, bad]))
+print("RESULT", json.dumps([share, share_b, error, bad]))
 jax.distributed.shutdown()
 """
 
@@ -563,25 +562,7 @@ def test_two_processes(tmp_path, fail):
   bad = values((64, 64))
   bad[40, 3] = np.nan
   write(tmp_path / "in", {}, (tensors | {"bad": bad}).items())
-  with contextlib.closing(socket.socket()) as sock:
-    sock.bind(("127.0.0.1", 0))
-    port = sock.getsockname()[1]
-  runs = [
-    subprocess.Popen(
-      [sys.executable, "-c", PROCESS, str(port), str(i), str(tmp_path), fail],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-      cwd=ROOT,
-      env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    for i in range(2)
-  ]
-  found = []
-  for run in runs:
-    out, err = run.communicate(timeout=120)
-    assert run.returncode == 0, err
-    found.append(json.loads(out.partition("FOUND")[2]))
+  found = two_processes(["-c", PROCESS], tmp_path, fail)
   # Each process read half of what is cut, rows or columns.
   assert [x[:2] for x in found] == [[0.5, 0.5]] * 2
   words = "bad: got 1 of 4096 values not finite as float32, first at [40, 3]"

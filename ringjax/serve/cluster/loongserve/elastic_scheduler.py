@@ -25,7 +25,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from ringjax.checks import integer, number, positive_int
+from ringjax.checks import instance, integer, number, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
 from ringjax.serve.cluster.loongserve.elastic_batches import (
@@ -76,8 +76,8 @@ class ElasticOptions:
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       if field.name == "link":
-        continue
-      if field.name in ("spare", "most_moved_tokens"):
+        instance(field.name, value, Link)
+      elif field.name in ("spare", "most_moved_tokens"):
         integer(field.name, value, least=0)
       elif isinstance(field.default, int):
         positive_int(field.name, value)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from ringjax.checks import number, positive_int
+from ringjax.checks import instance, number, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import CHIPS, Link, Machine
 from ringjax.serve.cluster.loongserve.elastic_loop import ElasticResult
@@ -83,6 +83,7 @@ class GroupMachine:
     for field in dataclasses.fields(self):
       if field.name != "machine":
         number(field.name, getattr(self, field.name), above=0)
+    instance("machine", self.machine, Machine)
     if self.machine.between is None:
       raise OptionError(
         "machine",
