@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.attention.cached.pooled import PooledView
@@ -172,7 +172,9 @@ class _PoolCall:
     """Number of pages of a tile."""
     return self.block // self.keys.page
 
-  def pages(self) -> tuple[list[pl.BlockSpec], list[Any]]:
+  def pages(
+    self,
+  ) -> tuple[list[pl.BlockSpec], list[Shaped[Array, "L N K P _"]]]:
     """Return (BlockSpecs, arrays) of a tile's pages, indexed by scalars."""
     each = self.pages_per_tile
     return decoder_tpu.page_operands(

@@ -11,14 +11,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from ringjax.ops.attention.blockwise import check_positive
 from ringjax.ops.attention.cached.pooled import PooledView, pool_tile
 from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.attention.kernels import tile_ops
+from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import ScoreArgs
 from ringjax.parallel import chips
+from ringjax.typing import Index
 
 # Fewest keys of a tile when as many heads as fit share it.
 _LEAST = 512
@@ -187,7 +189,7 @@ class PoolDecoderTPU(DecoderTPU):
     return None
 
 
-def page_arrays(keys: PooledView) -> list[Any]:
+def page_arrays(keys: PooledView) -> list[Shaped[Array, "L N K P _"]]:
   """Arrays of keys and of values; one array if they are the same."""
   return [keys.k] if keys.v is keys.k else [keys.k, keys.v]
 
@@ -203,8 +205,8 @@ def page_operands(
   keys: PooledView,
   heads: int,
   block: int,
-  index: Callable[..., tuple[Any, Any, Any]],
-) -> tuple[list[pl.BlockSpec], list[Any]]:
+  index: Callable[..., tuple[Index, Index, Index]],
+) -> tuple[list[pl.BlockSpec], list[Shaped[Array, "L N K P _"]]]:
   """BlockSpecs and arrays of the pages of a tile.
 
   Args:
@@ -227,8 +229,8 @@ def page_operands(
 
 
 def join_pages(
-  pages: Sequence[Any], count: int, head: int, dtype: DTypeLike
-) -> tuple[jax.Array, jax.Array]:
+  pages: Sequence[Ref], count: int, head: int, dtype: DTypeLike
+) -> tuple[Shaped[Array, "S H"], Shaped[Array, "S J"]]:
   """Keys and values [slots, ...] of a head, from references to its pages.
 
   Args:
