@@ -753,12 +753,13 @@ class CachedAttention(ShardingContext):
     heads = views[-1].shape[1]
     grouped = lambda a: None if a is None else a.reshape(heads, -1)
     shares = self.shares(b, n, heads)
+    query_axes = () if shares else self._query_axes(t, views)
     run = ShardedDecode(
       mesh=self.mesh,
       axis=self.of_mesh,
       batch_axes=self.batch_axes(b),
       head_axes=shares.get("head_axis", ()),
-      query_axes=() if shares else self._query_axes(t, views),
+      query_axes=query_axes,
       sharded=self.sharded,
       masters=self.masters,
       local=self.local,
@@ -772,7 +773,16 @@ class CachedAttention(ShardingContext):
       mask,
       extras.selection,
     )
-    return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
+    out = jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
+    if query_axes and n % self.model_size == 0:
+      # As the output projection's heads are sharded: the compiler would gather
+      # its weights for queries that stay sharded. One exchange, from queries to
+      # heads, and not through the heads of keys.
+      batch, over_tokens = (*self.spec(out), None, None)[:2]
+      by_query = (*collectives.names(over_tokens), *query_axes)
+      out = self.constrained(out, P(batch, by_query))
+      out = self.constrained(out, P(batch, over_tokens, query_axes))
+    return out
 
   def _query_axes(
     self, tokens: int, views: tuple[KVView, ...]
