@@ -137,6 +137,9 @@ def compute(
 
   `x` is the result of the layers before, if the model is the last part of one.
   """
+  # All devices have the call: the compiler would shard its rows as those of
+  # the model, then the board's, [R, V] numbers, and gather the board.
+  call = attend.everywhere(call)
   rows = board.last.shape[0]
   inside = jnp.minimum(call.slots, rows - 1)
   last_tokens = board.last[inside][:, None]
@@ -232,6 +235,8 @@ def check_drafts(
   path, whose keys are moved to the places of a chain. Keys of the others are
   after the row's end, where its next call overwrites them.
   """
+  # As in `compute`.
+  call = attend.everywhere(call)
   rows, width = board.last.shape[0], call.tokens.shape[1]
   inside = jnp.minimum(call.slots, rows - 1)
   logits, pool = _read(model, attend, pool, call, call.tokens, None)

@@ -28,6 +28,7 @@ from ringjax.bench.program import CompiledInstruction, CompiledProgram
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache import LayerCacheSpec, LayerKV
 from tests import checkpoints
+from tests.contracts import engine_calls
 
 # Instructions that give another name to an array, or start what others end.
 _NAMES = frozenset(
@@ -260,9 +261,9 @@ def chunk(s: Sizes) -> dict[str, float]:
   head is exchanged, and sums with their divisors return.
 
   An index's queries are gathered over the shards of the heads and of the
-  sequence. A finding that stands: where heads do not divide, and the sequence
-  is not sharded, queries are sharded instead, and the output projection's
-  weights are gathered in each layer.
+  sequence. Where heads of keys do not divide, and the sequence is not sharded,
+  queries are sharded in the place of heads: an exchange before attention, and
+  one after it.
   """
   rows = 4 * s.rows * s.tokens
   ends = 8 * s.rows * s.data * (s.vocab + s.embed)
@@ -271,14 +272,10 @@ def chunk(s: Sizes) -> dict[str, float]:
   largest = rows * s.heads if s.seq > 1 else 0
   over_model = 2 * rows * s.embed // s.seq if s.model > 1 else 0
   embedded = 2 * rows * s.embed // s.seq if s.model > 1 else 0
-  gathered = exchanged = 0
-  if s.seq == 1:
-    heads = s.heads * s.model * s.value
-    gathered = rows * s.embed + 4 * s.embed * heads
-    exchanged = rows * heads // s.model
+  exchanged = 2 * rows * s.heads * s.value if s.seq == 1 else 0
   return {
     # Each shard gets the states that the shards before it end with.
-    "all-gather": s.layers * (queries + gathered + 2 * s.index * rows)
+    "all-gather": s.layers * (queries + 2 * s.index * rows)
     + ends
     + 2 * s.seq * s.states,
     "collective-permute": s.states,
@@ -286,6 +283,26 @@ def chunk(s: Sizes) -> dict[str, float]:
     "all-reduce": s.layers * (largest + over_model) + embedded + ends,
     "all-to-all": s.layers * exchanged,
   }
+
+
+def served(s: Sizes) -> dict[str, float]:
+  """An engine's call: sums as of few tokens, over pages.
+
+  All devices of `data` have the pool, so each gets the keys of all rows; and
+  every device has the logits and the tokens that are chosen.
+  """
+  least = few_tokens(s)
+  tokens = 4 * s.rows * s.data * s.tokens
+  keys = s.layers * tokens * s.keys if s.data > 1 else 0
+  last = tokens * s.embed if s.data > 1 else 0
+  return {**least, "all-gather": least["all-gather"] + keys + last}
+
+
+def served_trees(s: Sizes) -> dict[str, float]:
+  """Also moves keys of the accepted path to the places of a chain."""
+  least = served(s)
+  moved = 4 * s.rows * s.data * s.tokens * s.keys if s.seq > 1 else 0
+  return {**least, "all-reduce": least["all-reduce"] + s.layers * moved}
 
 
 def segments(s: Sizes) -> int:
@@ -356,6 +373,24 @@ PHASES: Mapping[str, Phase] = {
     large=step_of_loss,
     trains=True,
   ),
+}
+
+PHASES = {
+  **PHASES,
+  **{
+    f"serve_{what}": Phase(
+      builder=engine_calls.engine_call,
+      options={"what": what},
+      tokens=tokens,
+      sends=sends,
+    )
+    for what, tokens, sends in (
+      ("prompts", engine_calls.PIECE, served),
+      ("answers", 1, served),
+      ("drafts", 1 + engine_calls.DRAFTED, served),
+      ("trees", 1 + engine_calls.DRAFTED, served_trees),
+    )
+  },
 }
 
 

@@ -1,0 +1,123 @@
+"""Builds the calls of an engine from shapes, as its `step` dispatches them.
+
+The model, the pool and the arguments of a call are shapes; tables and settings
+are those that `CallBuilder` makes for rows of the case's length.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringjax.bench import steps
+from ringjax.kv.storage.page_pool import PagePool
+from ringjax.nn.sharding_context import CachedAttention
+from ringjax.plan.compiler.aot import Built
+from ringjax.serve import calls
+from ringjax.serve.engine_config import EngineConfig, EngineSizes
+from ringjax.serve.prefix.shared_rows import shared_tiles
+from ringjax.serve.row_sampler import RowNumbers
+
+# Tokens of a chunk of a prompt, and drafted tokens of a row.
+PIECE, DRAFTED = 64, 4
+CALLS = ("prompts", "answers", "drafts", "trees")
+
+
+def engine_call(
+  devices: Any,
+  *,
+  tokens: int,
+  what: str,
+  batch: int,
+  cache: str = "windowed",
+  **options: Any,
+) -> Built:
+  """Builds one call of an engine.
+
+  Args:
+    devices: Devices of the mesh.
+    tokens: Most tokens of a row.
+    what: Kind of the call, one of `CALLS`.
+    batch: Number of rows of the engine, and of chunks of prompts.
+    cache: Kind of the cache.
+    options: Options of `steps.ModelOptions`.
+  """
+  program = steps.ModelOptions(
+    devices=devices, tokens=tokens, batch=batch, strategy="resident", block=1,
+    **options,
+  )  # fmt: skip
+  mesh, axis = program.placed()
+  model = program.form(mesh, program.dtype)
+  attend = CachedAttention(mesh=mesh, axis=axis)
+  config = EngineConfig(
+    rows=batch, pieces=batch, piece=PIECE, longest=tokens,
+    capacity=batch * tokens, cache_kind=cache,
+  )  # fmt: skip
+  sizes = EngineSizes.of(model, config, mesh, attend.size)
+  pool = PagePool.spec(
+    model.kinds,
+    rows=batch,
+    pages=functools.partial(sizes.group_pages, config),
+    page=sizes.page,
+    dtype=program.dtype,
+    kind=sizes.kind,
+    mesh=mesh,
+    axis=axis if sizes.shards > 1 else None,
+    head_axis="model" if "model" in mesh.axis_names else None,
+  )
+  vocab = model.config.vocab
+  board = calls.RowBoard(
+    _on_all(mesh, (batch,), jnp.int32),
+    _on_all(mesh, (batch, vocab), jnp.bool_),
+    _on_all(mesh, (batch, vocab), jnp.int32),
+  )
+  function = calls.compute
+  if what in ("drafts", "trees"):
+    function = calls.check_drafts
+  call = _arrays(what, batch, vocab, sizes, len(pool.groups))
+  allowed = _on_all(mesh, (batch, vocab), jnp.bool_)
+  arguments = (model, attend, pool, board, call, allowed)
+  return program.built(mesh, function, arguments, 0.0, 1.0, what=what)
+
+
+def _arrays(
+  what: str, batch: int, vocab: int, sizes: EngineSizes, groups: int
+) -> calls.CallArrays:
+  """Arguments of a call as the host makes them."""
+  width = {"prompts": PIECE, "answers": 1}.get(what, 1 + DRAFTED)
+  zeros = lambda *shape: np.zeros(shape, np.int32)
+  each = sizes.blocks // sizes.shards
+  tables = tuple(zeros(batch, sizes.shards, each) for _ in range(groups))
+  shared = None
+  if what != "prompts":
+    most = max(1, sizes.blocks * sizes.page // sizes.tile // sizes.shards)
+    shared = tuple(
+      shared_tiles(table, zeros(batch), sizes.page, sizes.tile, most)
+      for table in tables
+    )
+  return calls.CallArrays(
+    tokens=zeros(batch, width),
+    pos=zeros(batch, width),
+    seg=zeros(batch, width),
+    tables=tables,
+    ends=zeros(batch),
+    slots=zeros(batch),
+    fresh=np.zeros(batch, bool),
+    last=zeros(batch),
+    chooses=np.zeros(batch, bool),
+    sampling=RowNumbers.empty(batch, vocab),
+    shared=shared,
+    parents=zeros(batch, width) if what == "trees" else None,
+    prompts=zeros(batch),
+  )
+
+
+def _on_all(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Any:
+  sharding = NamedSharding(mesh, P())
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
