@@ -45,6 +45,7 @@ from ringjax.ops.attention.strategies.strategy import Strategy
 from ringjax.ops.expert_shards import ExpertShards
 from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.ops.mask import Causal, Coords, Everything, Mask, SameSegment
+from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
 from ringjax.parallel.call_sharding import AUTO
 from ringjax.parallel.layout import Contiguous, Layout, Uneven
@@ -282,8 +283,33 @@ class ShardingContext:
   def summed_rowwise(
     self, layer: RowwiseLayer, x: Shaped[Array, "B T D"]
   ) -> Shaped[Array, "B T D"]:
-    """`layer.row` with large intermediates, whose width may be sharded."""
-    return self.rowwise(layer.row, x)
+    """`layer.row` with large intermediates, whose width may be sharded.
+
+    In several steps each shard takes those of its own tokens: weights that are
+    sharded over the tokens' axes are gathered once, and their gradients summed
+    over these axes once, in float32. A compiler may do either in each step.
+    """
+    spec = P() if self.mesh is None else self.spec(x)
+    names = _names(spec)
+    if not names or x.shape[1] <= self.block * self.size:
+      return self.rowwise(layer.row, x)
+
+    def local(layer: Any, x: jax.Array) -> jax.Array:
+      narrow = lambda wide: jax.tree.map(
+        lambda array, old: array.astype(old.dtype), wide, layer
+      )
+      wide = jax.tree.map(_widened, layer)
+      wide = collectives.vary(wide, collectives.varying_axes(x))
+      row = lambda x: narrow(wide).row(x)
+      return blockwise_feedforward(row, x, self.block)
+
+    return jax.shard_map(
+      local,
+      mesh=self.mesh,
+      in_specs=(P(), spec),
+      out_specs=spec,
+      axis_names=names,
+    )(layer, x)
 
   def per_shard(
     self,
@@ -376,6 +402,12 @@ def _attention(
   if up is None:
     return dot_product_attention(q, k, v, **options)
   return latent_attention(q, k[:, :, 0], up, **options)
+
+
+def _widened(x: jax.Array) -> jax.Array:
+  """Floats of at least 32 bits."""
+  floats = jnp.issubdtype(x.dtype, jnp.floating)
+  return x.astype(wide_dtype(x.dtype)) if floats else x
 
 
 def _by_row(results: PyTree, x: jax.Array) -> Any:

@@ -105,7 +105,7 @@ def blockwise_cross_entropy(
   """
   h, w, labels = _operands(h, w_vocab, labels)
   block = positive_int("block", block)
-  spec = _Spec(
+  options = (
     Steps.of(max(1, h.shape[-2]), block, shards_of(h)),
     _number("logits_soft_cap", logits_soft_cap, least=math.ulp(0.0)),
     _number("z_loss", z_loss, least=0.0) or 0.0,
@@ -117,7 +117,8 @@ def blockwise_cross_entropy(
   if not batched:
     h, code = h[None], code[None]
   _check_mesh(h, w)
-  nll = _nll(spec, *_vary_alike(h, w, code))
+  h, w, code = _vary_alike(h, w, code)
+  nll = _nll(_Spec(*options, w.dtype), h, w, code)
   nll = nll if batched else nll[0]
   return nll if weights is None else nll * weights.astype(nll.dtype)
 
@@ -126,12 +127,11 @@ def _vary_alike(h: Array, w: Array, code: Array) -> tuple[Array, Array, Array]:
   """Make all types vary over the same manual axes.
 
   Then the backward rule may return each shard's own sums; the transpose of
-  the cast adds them up, for W in float32.
+  the cast adds them up. W is float32 then, and so are its sums.
   """
   axes = collectives.varying_axes(h, w, code)
   if axes - collectives.varying_axes(w):
-    float_w = collectives.vary(w.astype(wide_dtype(w.dtype)), axes)
-    w = float_w.astype(w.dtype)
+    w = collectives.vary(w.astype(wide_dtype(w.dtype)), axes)
   h, code = collectives.vary((h, code), axes)
   return _on_one_mesh(h, w, code)
 
@@ -165,11 +165,20 @@ def _reshard(x: Array, like: Array, spec: tuple[Any, ...]) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-  """Static part of a call."""
+  """Static part of a call.
+
+  Attributes:
+    steps: Loop over the tokens.
+    soft_cap: Soft cap of the logits.
+    z_loss: Factor of the square of the logsumexp.
+    gradient_dtype: Dtype of the gradient of W, and of W as an argument; products
+      use it in that of h.
+  """
 
   steps: Steps
   soft_cap: float | None
   z_loss: float
+  gradient_dtype: Any
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -184,6 +193,7 @@ def _forward(
   spec: _Spec, h: Array, w: Array, code: Array
 ) -> tuple[Array, tuple[Array, ...]]:
   """Return nll [B, T] and the residuals of the backward pass."""
+  w = w.astype(h.dtype)
 
   def block_nll(part: tuple[Array, Array]) -> tuple[Array, Array]:
     h, code = part
@@ -214,7 +224,7 @@ def _backward(
   """Gradients of h and w, from recomputed logits."""
   h, w, code, lse = saved
   if 0 in h.shape[:2]:
-    return jnp.zeros_like(h), jnp.zeros_like(w), None
+    return jnp.zeros_like(h), jnp.zeros_like(w, spec.gradient_dtype), None
   # float16 underflows in p * g if g is one over the number of tokens: the
   # products use g / unit, of at most 1, and their sums are scaled by the unit.
   unit = jnp.max(jnp.abs(g)) if h.dtype == jnp.float16 else None
@@ -257,7 +267,7 @@ def _backward(
     dw, remainder_dh = block_gradients(dw, remainder)
   if unit is not None:
     dw = dw * unit
-  return steps.join(dh, remainder_dh, 1), dw.astype(w.dtype), None
+  return steps.join(dh, remainder_dh, 1), dw.astype(spec.gradient_dtype), None
 
 
 _nll.defvjp(_forward, _backward)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -267,21 +268,36 @@ def _head_losses(
   block: int,
   z_loss: float,
 ) -> jax.Array:
-  """Weighted losses [B, T] of hidden states [B, T, D]."""
+  """Weighted losses [B, T] of hidden states [B, T, D].
+
+  Each shard computes those of its own tokens, `block` at a time: the head is
+  gathered once, and its gradient is summed over the shards once, in float32,
+  after all steps. Left to itself a compiler may do either in each step.
+  """
   h, w = _head(model, h)
-  # Each step gathers the whole head on every shard: few steps, in each of
-  # which a shard computes as many tokens as it would alone.
-  if attend.sharded:
-    block *= attend.size
-  return blockwise_cross_entropy(
-    h,
-    w,
-    batch.labels,
-    _weights(batch),
-    block,
-    logits_soft_cap=model.config.logit_cap,
-    z_loss=z_loss,
-  )
+
+  def losses(h: jax.Array, w: jax.Array, *labels: jax.Array) -> jax.Array:
+    return blockwise_cross_entropy(
+      h,
+      w,
+      *labels,
+      block,
+      logits_soft_cap=model.config.logit_cap,
+      z_loss=z_loss,
+    )
+
+  operands = h, w, batch.labels, _weights(batch)
+  spec = P() if attend.mesh is None else attend.spec(h)
+  axes = {axis for entry in spec for axis in collectives.names(entry)}
+  if not axes:
+    return losses(*operands)
+  return jax.shard_map(
+    losses,
+    mesh=attend.mesh,
+    in_specs=(spec, P(), spec, spec),
+    out_specs=spec,
+    axis_names=axes,
+  )(*operands)
 
 
 def _head(model: Transformer, h: jax.Array) -> tuple[jax.Array, jax.Array]:
