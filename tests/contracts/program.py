@@ -126,6 +126,7 @@ class Sizes(NamedTuple):
     expert: Shards of the experts.
     slots: Slots of a row's cache.
     index: Numbers of a token's index queries and their weights.
+    chosen: Keys that an index chooses for a query; 0 without one.
     ffn: Width of a feedforward, F, on all devices.
   """
 
@@ -145,6 +146,7 @@ class Sizes(NamedTuple):
   expert: int = 1
   slots: int = 0
   index: int = 0
+  chosen: int = 0
   ffn: int = 0
 
 
@@ -161,6 +163,7 @@ class Phase:
     large: Bytes from which an array is large, if not as large as one layer's
       cache, its experts or the embedding.
     trains: Whether the program updates a training state, not a cache.
+    copies_states: Whether it may copy recurrent states.
   """
 
   builder: Callable[..., Any]
@@ -169,6 +172,7 @@ class Phase:
   sends: Callable[[Sizes], dict[str, float]]
   large: Callable[[Sizes], int] | None = None
   trains: bool = False
+  copies_states: bool = False
 
 
 # Bytes of coordinates, lengths and flags.
@@ -189,18 +193,20 @@ def few_tokens(s: Sizes) -> dict[str, float]:
   """A call of few tokens over a sharded cache: sums of partial results.
 
   Each layer has a maximum and a sum over the sequence's shards, and two sums
-  over the heads' shards; the head's logits and the embedding have one each.
+  over the heads' shards; the head's logits and the embedding have one each. An
+  index's best scores and their slots are gathered from the sequence's shards.
   """
   rows = 4 * s.rows * s.tokens
   over_seq = rows * s.heads * (s.value + 2) if s.seq > 1 else 0
   over_model = 2 * rows * s.embed if s.model > 1 else 0
   over_experts = rows * s.embed if s.expert > 1 else 0
   ends = rows * (s.embed + 2 * s.vocab) if s.model > 1 else 0
+  best = 2 * rows * s.seq * s.chosen if s.seq > 1 else 0
   # Every device has the logits of all rows, so that each process can read them.
   logits = rows * s.data * s.vocab if s.data > 1 else 0
   return {
     "all-reduce": s.layers * (over_seq + over_model + over_experts) + ends,
-    "all-gather": ends + logits,
+    "all-gather": s.layers * best + ends + logits,
   }
 
 
@@ -288,14 +294,26 @@ def chunk(s: Sizes) -> dict[str, float]:
 def served(s: Sizes) -> dict[str, float]:
   """An engine's call: sums as of few tokens, over pages.
 
-  All devices of `data` have the pool, so each gets the keys of all rows; and
-  every device has the logits and the tokens that are chosen.
+  All devices of `data` have the pool, so each gets the keys of all rows, and
+  every device has the tokens that are chosen. Each shard of the sequence has
+  the slots of all tokens, of two groups of layers. Where heads of keys do not
+  divide, queries of prompts are sharded, as in a chunk.
+
+  A finding that stands: all devices have the recurrent states of all rows, so
+  that those of a shard of rows or heads are gathered.
   """
   least = few_tokens(s)
   tokens = 4 * s.rows * s.data * s.tokens
   keys = s.layers * tokens * s.keys if s.data > 1 else 0
   last = tokens * s.embed if s.data > 1 else 0
-  return {**least, "all-gather": least["all-gather"] + keys + last}
+  slots = 8 * tokens * s.seq
+  exchanged = 2 * tokens * s.heads * s.value if s.seq == 1 < s.model else 0
+  gathered = keys + last + slots + 2 * s.states
+  return {
+    "all-reduce": least["all-reduce"],
+    "all-gather": least["all-gather"] + gathered,
+    "all-to-all": s.layers * exchanged,
+  }
 
 
 def served_trees(s: Sizes) -> dict[str, float]:
@@ -303,6 +321,11 @@ def served_trees(s: Sizes) -> dict[str, float]:
   least = served(s)
   moved = 4 * s.rows * s.data * s.tokens * s.keys if s.seq > 1 else 0
   return {**least, "all-reduce": least["all-reduce"] + s.layers * moved}
+
+
+def pages(s: Sizes) -> int:
+  """More than the keys of the pages that a prompt's chunk reads at once."""
+  return 4 * s.rows * s.keys * 1024
 
 
 def segments(s: Sizes) -> int:
@@ -383,6 +406,8 @@ PHASES = {
       options={"what": what},
       tokens=tokens,
       sends=sends,
+      large=pages if what == "prompts" else None,
+      copies_states=True,
     )
     for what, tokens, sends in (
       ("prompts", engine_calls.PIECE, served),
@@ -397,6 +422,7 @@ PHASES = {
 # Bytes from which an array is large, where it depends on the family.
 LARGE: Mapping[tuple[str, str], Callable[[Sizes], int]] = {
   ("chunk", "indexed"): index_scores,
+  ("serve_prompts", "indexed"): index_scores,
 }
 
 
@@ -487,6 +513,7 @@ def read(case: Case) -> Reading:
     weights=bytes_each(model),
     index=config.get("index_n_heads", 0)
     * (config.get("index_head_dim", 0) + 1),
+    chosen=config.get("index_topk", 0),
     ffn=config["intermediate_size"],
     expert=axes.get("expert", 1),
     slots=case.capacity // axes.get("seq", 1),
@@ -509,7 +536,7 @@ def read(case: Case) -> Reading:
     CompiledProgram(compiled.as_text()),
     analysis.temp_size_in_bytes,
     analysis.alias_size_in_bytes,
-    cache_bytes,
+    cache_bytes - (sizes.states if phase.copies_states else 0),
     large,
     sizes,
   )
