@@ -31,11 +31,15 @@ FIRST = {
   Case("prefill", mesh="seq_model"),
   Case("prefill", "latent", "seq_model"),
   Case("chunk", mesh="seq_model", capacity=1 << 18),
+  Case("serve_answers", mesh="data_seq_model", cache="windowed"),
+  Case("serve_prompts", mesh="seq_model", cache="windowed"),
 }
 # Cases of phases and families that not every mesh has.
 OTHERS = (
   ("chunk", "dense", "seq"),
+  ("chunk", "dense", "data_model"),
   ("chunk", "dense", "model"),
+  ("chunk", "dense", "replica_seq"),
   ("chunk", "dense", "seq_model"),
   ("chunk", "latent", "seq_model"),
   ("chunk", "latent", "data_seq"),
@@ -43,16 +47,32 @@ OTHERS = (
   ("chunk", "windowed", "seq"),
   ("chunk", "hybrid", "data_seq_model"),
   ("chunk", "indexed", "seq_model"),
+  ("chunk", "three_heads", "data_seq_model"),
+  ("chunk", "two_kv_heads", "seq_model"),
+  ("decode", "dense", "data_model"),
+  ("decode", "dense", "replica_seq"),
   ("decode", "hybrid", "seq_model"),
   ("decode", "indexed", "seq_model"),
   ("decode", "mixture", "seq_expert"),
   ("decode", "mixture", "all_axes"),
+  ("decode", "three_heads", "data_seq_model"),
+  ("decode", "three_heads", "seq_model"),
+  ("decode", "two_kv_heads", "seq_model"),
   ("train", "dense", "seq"),
   ("train", "dense", "seq_model"),
   ("train", "latent", "seq_model"),
   ("train", "mixture", "data_seq"),
 )
 KINDS = ("windowed", "int8", "int4", "float8", "hadamard3", "unrotated")
+TIERED = "dense:device=4096,room=1024"
+# Kinds of caches of few cases, by call: what they keep may depend on the text.
+CACHED = {
+  "cached_decode": ("kivi4", "nuq4", "snapkv", "h2o", TIERED),
+  "cached_chunk": ("windowed", "int4", "unrotated", "snapkv", "h2o", TIERED),
+  "cached_verify": ("snapkv", "h2o", TIERED),
+  "cached_tree": ("windowed", "int4", "snapkv", TIERED),
+}
+SERVED = ("serve_prompts", "serve_answers", "serve_drafts", "serve_trees")
 
 
 def cases():
@@ -65,11 +85,34 @@ def cases():
   for phase, family, mesh in OTHERS:
     # A shard's cache is larger than what a chunk reads of it at once.
     capacity = 1 << 18 if phase == "chunk" else 1 << 16
-    yield Case(phase, family, mesh, capacity=capacity)
+    rows = 4 if mesh in program.OTHER_MESHES else 2
+    yield Case(phase, family, mesh, rows=rows, capacity=capacity)
   for phase, kind, mesh in itertools.product(
     ("decode", "verify"), KINDS, program.MESHES
   ):
     # Codes of a layer are larger than a decoded tile.
+    yield Case(phase, mesh=mesh, cache=kind, capacity=1 << 18)
+  for phase, kinds in CACHED.items():
+    for kind in kinds:
+      yield Case(phase, "dense", "data_seq_model", kind, capacity=1 << 18)
+  for phase, rows in (("decode", 3), ("chunk", 3)):
+    # Rows that a mesh axis does not divide.
+    yield Case(phase, mesh="data_seq", rows=rows, capacity=1 << 18)
+  for phase, family, mesh in itertools.product(
+    SERVED,
+    (*program.FAMILIES, "hybrid", "indexed"),
+    (*program.MESHES, "seq_expert", "all_axes"),
+  ):
+    drafts = phase in ("serve_drafts", "serve_trees")
+    sharded_experts = mesh in program.EXPERT_MESHES
+    if (drafts and family == "hybrid") or (
+      sharded_experts and family != "mixture"
+    ):
+      continue
+    yield Case(phase, family, mesh, "windowed")
+  for phase, kind, mesh in itertools.product(
+    ("serve_prompts", "serve_answers"), ("int8", "int4"), program.MESHES
+  ):
     yield Case(phase, mesh=mesh, cache=kind, capacity=1 << 18)
 
 
@@ -77,8 +120,11 @@ def marked(case):
   marks = [] if case in FIRST else [pytest.mark.long]
   if case.phase == "train":
     marks.append(pytest.mark.slow)
-  # Trees take the way of chains but for `keep`, which knows no family.
-  if case.phase == "verify_tree" and case.family != "dense":
+  # Trees do as chains but for `keep`, which knows no family.
+  trees = case.phase in ("verify_tree", "serve_trees")
+  # An engine's calls do to weights and keys what sessions' do.
+  others = case.phase in SERVED and case.mesh != "data_seq_model"
+  if case not in FIRST and (others or (trees and case.family != "dense")):
     marks.append(pytest.mark.slow)
   return pytest.param(case, marks=marks, id=str(case))
 

@@ -28,7 +28,7 @@ from ringjax.bench.program import CompiledInstruction, CompiledProgram
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache import LayerCacheSpec, LayerKV
 from tests import checkpoints
-from tests.contracts import engine_calls
+from tests.contracts import program_calls
 
 # Instructions that give another name to an array, or start what others end.
 _NAMES = frozenset(
@@ -53,6 +53,11 @@ MESHES: Mapping[str, tuple[tuple[str, int], ...]] = {
 EXPERT_MESHES: Mapping[str, tuple[tuple[str, int], ...]] = {
   "seq_expert": (("seq", 2), ("expert", 4)),
   "all_axes": (("data", 1), ("seq", 2), ("model", 2), ("expert", 2)),
+}
+# Meshes of few cases.
+OTHER_MESHES: Mapping[str, tuple[tuple[str, int], ...]] = {
+  "replica_seq": (("replica", 2), ("seq", 4)),
+  "data_model": (("data", 4), ("model", 2)),
 }
 
 _SMALL = {
@@ -88,8 +93,13 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     layer_types=["sliding_attention"] * 5 + ["full_attention"],
   ),
 }  # fmt: skip
-# Families of few cases: layers with states, and an index of keys.
+# Families of few cases: layers with states, an index of keys, and heads that a
+# mesh axis does not divide.
 OTHER_FAMILIES: Mapping[str, dict[str, Any]] = {
+  "two_kv_heads": _config("llama3", num_key_value_heads=2),
+  "three_heads": _config(
+    "llama3", num_attention_heads=3, num_key_value_heads=3
+  ),
   "hybrid": _config(
     "qwen3_next", num_experts=16, moe_intermediate_size=512,
     shared_expert_intermediate_size=64, linear_num_key_heads=8,
@@ -127,7 +137,6 @@ class Sizes(NamedTuple):
     slots: Slots of a row's cache.
     index: Numbers of a token's index queries and their weights.
     chosen: Keys that an index chooses for a query; 0 without one.
-    ffn: Width of a feedforward, F, on all devices.
   """
 
   rows: int
@@ -147,7 +156,6 @@ class Sizes(NamedTuple):
   slots: int = 0
   index: int = 0
   chosen: int = 0
-  ffn: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,16 +233,13 @@ def around(s: Sizes) -> dict[str, float]:
 
 
 def train_step(s: Sizes) -> dict[str, float]:
-  """Keys around the ring twice, their gradients once, and sums of weights.
+  """Keys around the ring twice, their gradients once, and each weight once.
 
   The backward pass sends keys again, and their float32 gradients to their
-  owners.
+  owners. The gradient of each weight is summed over the shards of tokens and
+  rows once, after all steps of the loss and of a feedforward.
 
-  Findings that stand: the head's gradient is summed over the shards in each
-  step of the loss, D V numbers for `LOSS_BLOCK` tokens of a shard, and a
-  feedforward's in each of its blocks, 3 D F numbers for `BLOCK` tokens. A shard
-  that kept a local sum would need memory for the whole matrices where
-  they are sharded. Over data and seq these are two sums, one after another.
+  Findings that stand: over data and seq these are two sums, one after another.
   Over the shards of the heads a layer has eight sums of its tokens: two
   forward, one of them again for the backward pass, and backward one for each of
   the queries, keys, values and the feedforward's two inputs, where one for the
@@ -244,18 +249,10 @@ def train_step(s: Sizes) -> dict[str, float]:
   ring = tokens * (2 * (s.keys + 2) * (s.seq - 1) + s.keys * s.seq)
   over_model = 8 * tokens * s.embed if s.model > 1 else 0
   ends = 4 * tokens * s.embed if s.model > 1 else 0
-  weights, shard_tokens = 0, s.tokens // s.seq
-  if s.seq * s.data > 1:
-    # A tied embedding has a second gradient.
-    steps = -(-shard_tokens // LOSS_BLOCK)
-    more_blocks = s.layers * (-(-shard_tokens // BLOCK) - 1)
-    head, feedforward = s.embed * s.vocab, 3 * s.embed * s.ffn
-    again = steps * head + more_blocks * feedforward
-    stages = (s.seq > 1) + (s.data > 1)
-    weights = stages * (s.weights + 4 * again // s.model)
+  stages = (s.seq > 1) + (s.data > 1)
   return {
     "collective-permute": s.layers * ring,
-    "all-reduce": s.layers * over_model + ends + weights,
+    "all-reduce": s.layers * over_model + ends + stages * s.weights,
     "all-gather": ends + 2 * tokens * s.seq,
   }
 
@@ -402,7 +399,7 @@ PHASES = {
   **PHASES,
   **{
     f"serve_{what}": Phase(
-      builder=engine_calls.engine_call,
+      builder=program_calls.engine_call,
       options={"what": what},
       tokens=tokens,
       sends=sends,
@@ -410,10 +407,26 @@ PHASES = {
       copies_states=True,
     )
     for what, tokens, sends in (
-      ("prompts", engine_calls.PIECE, served),
+      ("prompts", program_calls.PIECE, served),
       ("answers", 1, served),
-      ("drafts", 1 + engine_calls.DRAFTED, served),
-      ("trees", 1 + engine_calls.DRAFTED, served_trees),
+      ("drafts", 1 + program_calls.DRAFTED, served),
+      ("trees", 1 + program_calls.DRAFTED, served_trees),
+    )
+  },
+}
+# Calls over caches of all kinds.
+PHASES = {
+  **PHASES,
+  **{
+    f"cached_{what}": dataclasses.replace(
+      PHASES[phase],
+      builder=program_calls.cached_call,
+      options={"what": what} | ({"chunk": CHUNK} if what == "chunk" else {}),
+    )
+    for what, phase in zip(
+      program_calls.CACHED,
+      ("decode", "chunk", "verify", "verify_tree"),
+      strict=True,
     )
   },
 }
@@ -447,7 +460,8 @@ class Case:
   capacity: int = 65536
 
   def __str__(self) -> str:
-    return "-".join((self.phase, self.family, self.mesh, self.cache))
+    rows = f"{self.rows}_rows"
+    return "-".join((self.phase, self.family, self.mesh, self.cache, rows))
 
 
 class Reading(NamedTuple):
@@ -474,7 +488,7 @@ def read(case: Case) -> Reading:
   """Compile a case's program for eight CPU devices."""
   phase = PHASES[case.phase]
   config = {**FAMILIES, **OTHER_FAMILIES}[case.family]
-  axes = dict({**MESHES, **EXPERT_MESHES}[case.mesh])
+  axes = dict({**MESHES, **EXPERT_MESHES, **OTHER_MESHES}[case.mesh])
   built = phase.builder(
     jax.devices()[: math.prod(axes.values())],
     tokens=case.capacity,
@@ -494,12 +508,12 @@ def read(case: Case) -> Reading:
   kinds = model.kinds
   layers = len(model.config.layers)
   shape = next(x for x in kinds if isinstance(x, LayerCacheSpec))
-  data = axes.get("data", 1)
+  data = axes.get("data", 1) * axes.get("replica", 1)
   share = axes.get("model", 1)
   heads = config["num_attention_heads"]
   kv_heads, keys = _keys(model, config)
   sizes = Sizes(
-    rows=case.rows // data,
+    rows=case.rows if case.rows % data else case.rows // data,
     tokens=case.capacity if phase.tokens is None else phase.tokens,
     layers=layers,
     heads=heads // share if heads % share == 0 else heads,
@@ -514,7 +528,6 @@ def read(case: Case) -> Reading:
     index=config.get("index_n_heads", 0)
     * (config.get("index_head_dim", 0) + 1),
     chosen=config.get("index_topk", 0),
-    ffn=config["intermediate_size"],
     expert=axes.get("expert", 1),
     slots=case.capacity // axes.get("seq", 1),
     states=bytes_each(

@@ -1,7 +1,8 @@
-"""Builds the calls of an engine from shapes, as its `step` dispatches them.
+"""Builds calls from shapes that `ringjax.bench.steps` has no builder for.
 
-The model, the pool and the arguments of a call are shapes; tables and settings
-are those that `CallBuilder` makes for rows of the case's length.
+Those of an engine, as it dispatches them on an accelerator, with all tokens of
+a chunk in one tile; and those over caches whose contents depend on the text, as
+an eviction's, for which a plan can't state its reads.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.bench import steps
+from ringjax.infer import Greedy, decode, prefill
+from ringjax.infer.speculate import rounds
+from ringjax.infer.speculate.drafter import Draft
+from ringjax.kv import kind_text
 from ringjax.kv.storage.page_pool import PagePool
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.plan.compiler.aot import Built
@@ -27,6 +32,8 @@ from ringjax.serve.row_sampler import RowNumbers
 # Tokens of a chunk of a prompt, and drafted tokens of a row.
 PIECE, DRAFTED = 64, 4
 CALLS = ("prompts", "answers", "drafts", "trees")
+# Calls over a session's cache.
+CACHED = ("decode", "chunk", "verify", "tree")
 
 
 def engine_call(
@@ -83,6 +90,67 @@ def engine_call(
   call = _arrays(what, batch, vocab, sizes, len(pool.groups))
   allowed = _on_all(mesh, (batch, vocab), jnp.bool_)
   arguments = (model, attend, pool, board, call, allowed)
+  return program.built(mesh, function, arguments, 0.0, 1.0, what=what)
+
+
+def cached_call(
+  devices: Any,
+  *,
+  tokens: int,
+  what: str,
+  batch: int,
+  cache: str,
+  chunk: int = 0,
+  **options: Any,
+) -> Built:
+  """Builds one call over a session's cache of any kind.
+
+  Args:
+    devices: Devices of the mesh.
+    tokens: Tokens of a row's cache.
+    what: Kind of the call, one of `CACHED`.
+    batch: Number of rows.
+    cache: Kind of the cache.
+    chunk: Tokens of a chunk of a prompt.
+    options: Options of `steps.ModelOptions`.
+  """
+  program = steps.ModelOptions(
+    devices=devices, tokens=tokens, batch=batch, strategy="resident", block=1,
+    **options,
+  )  # fmt: skip
+  mesh, axis = program.placed()
+  model = program.form(mesh, program.dtype)
+  attend = CachedAttention(mesh=mesh, axis=axis)
+  kind = kind_text.parse(cache)
+  slots = model.init_cache_spec(batch, tokens, sharding=attend, kind=kind)
+  ids = functools.partial(_on_all, mesh, dtype=jnp.int32)
+  row, number = ids((batch,)), ids(())
+  state = decode.DecodeState(row, row, _on_all(mesh, (batch,), jnp.bool_), None)
+  drafted = ids((batch, DRAFTED))
+  function, arguments = {
+    "decode": (
+      decode.step,
+      (model, attend, Greedy(), slots, state, ids((1,)), number),
+    ),
+    "chunk": (
+      prefill.read,
+      (
+        model, CachedAttention(mesh=mesh, axis=axis, replicated=False),
+        *[ids((batch, chunk))] * 3, slots, row, number,
+      ),
+    ),
+    **{
+      name: (
+        rounds.verify,
+        (
+          model, attend, "match", Greedy(), slots, state,
+          Draft(drafted, row, drafted if name == "tree" else None), row,
+          ids((4,)), number,
+        ),
+      )
+      for name in ("verify", "tree")
+    },
+  }[what]  # fmt: skip
   return program.built(mesh, function, arguments, 0.0, 1.0, what=what)
 
 
