@@ -171,8 +171,8 @@ class _Spec:
     steps: Loop over the tokens.
     soft_cap: Soft cap of the logits.
     z_loss: Factor of the square of the logsumexp.
-    gradient_dtype: Dtype of the gradient of W, and of W as an argument; products
-      use it in that of h.
+    gradient_dtype: Dtype of the gradient of W, and of W as an argument;
+      products cast it to that of h.
   """
 
   steps: Steps
