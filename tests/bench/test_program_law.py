@@ -68,7 +68,9 @@ KINDS = ("windowed", "int8", "int4", "float8", "hadamard3", "unrotated")
 # memory its slots on the device.
 CACHED = {
   "cached_decode": ("kivi4", "nuq4", "snapkv"),
+  "cached_chunk": ("windowed", "int4", "unrotated", "snapkv", "h2o"),
   "cached_verify": ("snapkv",),
+  "cached_tree": ("windowed", "int4", "snapkv"),
 }
 SERVED = ("serve_prompts", "serve_answers", "serve_drafts", "serve_trees")
 

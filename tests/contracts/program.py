@@ -137,6 +137,9 @@ class Sizes(NamedTuple):
     slots: Slots of a row's cache.
     index: Numbers of a token's index queries and their weights.
     chosen: Keys that an index chooses for a query; 0 without one.
+    tied: Bytes of a device's embedding that is the head, too; else 0.
+    by_query: Whether queries are sharded in the place of heads, which the
+      shards do not divide.
   """
 
   rows: int
@@ -156,6 +159,8 @@ class Sizes(NamedTuple):
   slots: int = 0
   index: int = 0
   chosen: int = 0
+  tied: int = 0
+  by_query: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,7 +244,8 @@ def train_step(s: Sizes) -> dict[str, float]:
   owners. The gradient of each weight is summed over the shards of tokens and
   rows once, after all steps of the loss and of a feedforward.
 
-  Findings that stand: over data and seq these are two sums, one after another.
+  Findings that stand: over data and seq these are two sums, one after another;
+  a tied embedding has one for each of its two uses.
   Over the shards of the heads a layer has eight sums of its tokens: two
   forward, one of them again for the backward pass, and backward one for each of
   the queries, keys, values and the feedforward's two inputs, where one for the
@@ -252,7 +258,7 @@ def train_step(s: Sizes) -> dict[str, float]:
   stages = (s.seq > 1) + (s.data > 1)
   return {
     "collective-permute": s.layers * ring,
-    "all-reduce": s.layers * over_model + ends + stages * s.weights,
+    "all-reduce": s.layers * over_model + ends + stages * (s.weights + s.tied),
     "all-gather": ends + 2 * tokens * s.seq,
   }
 
@@ -264,9 +270,8 @@ def chunk(s: Sizes) -> dict[str, float]:
   head is exchanged, and sums with their divisors return.
 
   An index's queries are gathered over the shards of the heads and of the
-  sequence. Where heads of keys do not divide, and the sequence is not sharded,
-  queries are sharded in the place of heads: an exchange before attention, and
-  one after it.
+  sequence. Where the shards do not divide the heads of keys, queries are
+  sharded in the place of heads: an exchange before attention, and one after it.
   """
   rows = 4 * s.rows * s.tokens
   ends = 8 * s.rows * s.data * (s.vocab + s.embed)
@@ -275,7 +280,7 @@ def chunk(s: Sizes) -> dict[str, float]:
   largest = rows * s.heads if s.seq > 1 else 0
   over_model = 2 * rows * s.embed // s.seq if s.model > 1 else 0
   embedded = 2 * rows * s.embed // s.seq if s.model > 1 else 0
-  exchanged = 2 * rows * s.heads * s.value if s.seq == 1 else 0
+  exchanged = 2 * rows * s.heads * s.value // s.seq if s.by_query else 0
   return {
     # Each shard gets the states that the shards before it end with.
     "all-gather": s.layers * (queries + 2 * s.index * rows)
@@ -304,7 +309,7 @@ def served(s: Sizes) -> dict[str, float]:
   keys = s.layers * tokens * s.keys if s.data > 1 else 0
   last = tokens * s.embed if s.data > 1 else 0
   slots = 8 * tokens * s.seq
-  exchanged = 2 * tokens * s.heads * s.value if s.seq == 1 < s.model else 0
+  exchanged = 2 * tokens * s.heads * s.value if s.by_query else 0
   gathered = keys + last + slots + 2 * s.states
   return {
     "all-reduce": least["all-reduce"],
@@ -528,6 +533,10 @@ def read(case: Case) -> Reading:
     index=config.get("index_n_heads", 0)
     * (config.get("index_head_dim", 0) + 1),
     chosen=config.get("index_topk", 0),
+    tied=4 * config["vocab_size"] * model.config.embed // share
+    if model.head is None
+    else 0,
+    by_query=kv_heads % share > 0 and kv_heads > 1,
     expert=axes.get("expert", 1),
     slots=case.capacity // axes.get("seq", 1),
     states=bytes_each(
