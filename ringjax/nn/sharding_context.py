@@ -285,7 +285,7 @@ class ShardingContext:
   ) -> Shaped[Array, "B T D"]:
     """`layer.row` with large intermediates, whose width may be sharded.
 
-    In several steps each shard takes those of its own tokens: weights that are
+    In several steps each shard takes those of the tokens it has: weights that are
     sharded over the tokens' axes are gathered once, and their gradients summed
     over these axes once, in float32. A compiler may do either in each step.
     """
@@ -295,12 +295,16 @@ class ShardingContext:
       return self.rowwise(layer.row, x)
 
     def local(layer: Any, x: jax.Array) -> jax.Array:
-      narrow = lambda wide: jax.tree.map(
-        lambda array, old: array.astype(old.dtype), wide, layer
+      float32_layer = collectives.vary(
+        jax.tree.map(_widened, layer), collectives.varying_axes(x)
       )
-      wide = jax.tree.map(_widened, layer)
-      wide = collectives.vary(wide, collectives.varying_axes(x))
-      row = lambda x: narrow(wide).row(x)
+
+      def row(x: jax.Array) -> jax.Array:
+        cast_layer = jax.tree.map(
+          lambda array, weight: array.astype(weight.dtype), float32_layer, layer
+        )
+        return cast_layer.row(x)
+
       return blockwise_feedforward(row, x, self.block)
 
     return jax.shard_map(

@@ -270,17 +270,20 @@ def _head_losses(
 ) -> jax.Array:
   """Weighted losses [B, T] of hidden states [B, T, D].
 
-  Each shard computes those of its own tokens, `block` at a time: the head is
+  Each shard computes those of the tokens it has, `block` at a time: the head is
   gathered once, and its gradient is summed over the shards once, in float32,
   after all steps. Left to itself a compiler may do either in each step.
   """
   h, w = _head(model, h)
 
-  def losses(h: jax.Array, w: jax.Array, *labels: jax.Array) -> jax.Array:
+  def losses(
+    h: jax.Array, w: jax.Array, labels: jax.Array, weights: jax.Array
+  ) -> jax.Array:
     return blockwise_cross_entropy(
       h,
       w,
-      *labels,
+      labels,
+      weights,
       block,
       logits_soft_cap=model.config.logit_cap,
       z_loss=z_loss,

@@ -304,7 +304,7 @@ def served(s: Sizes) -> dict[str, float]:
   A finding that stands: all devices have the recurrent states of all rows, so
   that those of a shard of rows or heads are gathered.
   """
-  least = few_tokens(s)
+  of_few = few_tokens(s)
   tokens = 4 * s.rows * s.data * s.tokens
   keys = s.layers * tokens * s.keys if s.data > 1 else 0
   last = tokens * s.embed if s.data > 1 else 0
@@ -312,17 +312,17 @@ def served(s: Sizes) -> dict[str, float]:
   exchanged = 2 * tokens * s.heads * s.value if s.by_query else 0
   gathered = keys + last + slots + 2 * s.states
   return {
-    "all-reduce": least["all-reduce"],
-    "all-gather": least["all-gather"] + gathered,
+    "all-reduce": of_few["all-reduce"],
+    "all-gather": of_few["all-gather"] + gathered,
     "all-to-all": s.layers * exchanged,
   }
 
 
 def served_trees(s: Sizes) -> dict[str, float]:
   """Also moves keys of the accepted path to the places of a chain."""
-  least = served(s)
+  of_few = served(s)
   moved = 4 * s.rows * s.data * s.tokens * s.keys if s.seq > 1 else 0
-  return {**least, "all-reduce": least["all-reduce"] + s.layers * moved}
+  return {**of_few, "all-reduce": of_few["all-reduce"] + s.layers * moved}
 
 
 def pages(s: Sizes) -> int:

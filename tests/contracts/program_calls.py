@@ -160,13 +160,13 @@ def _arrays(
   """Arguments of a call as the host makes them."""
   width = {"prompts": PIECE, "answers": 1}.get(what, 1 + DRAFTED)
   zeros = lambda *shape: np.zeros(shape, np.int32)
-  each = sizes.blocks // sizes.shards
-  tables = tuple(zeros(batch, sizes.shards, each) for _ in range(groups))
+  num_pages = sizes.blocks // sizes.shards
+  tables = tuple(zeros(batch, sizes.shards, num_pages) for _ in range(groups))
   shared = None
   if what != "prompts":
-    most = max(1, sizes.blocks * sizes.page // sizes.tile // sizes.shards)
+    max_tiles = max(1, sizes.blocks * sizes.page // sizes.tile // sizes.shards)
     shared = tuple(
-      shared_tiles(table, zeros(batch), sizes.page, sizes.tile, most)
+      shared_tiles(table, zeros(batch), sizes.page, sizes.tile, max_tiles)
       for table in tables
     )
   return calls.CallArrays(
