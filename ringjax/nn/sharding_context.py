@@ -285,9 +285,10 @@ class ShardingContext:
   ) -> Shaped[Array, "B T D"]:
     """`layer.row` with large intermediates, whose width may be sharded.
 
-    In several steps each shard takes those of the tokens it has: weights that are
-    sharded over the tokens' axes are gathered once, and their gradients summed
-    over these axes once, in float32. A compiler may do either in each step.
+    In several steps each shard takes those of the tokens it has: weights that
+    are sharded over the tokens' axes are gathered once, and their gradients
+    summed over these axes once, in float32. A compiler may do either in each
+    step.
     """
     spec = P() if self.mesh is None else self.spec(x)
     names = _names(spec)
