@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.bench.program import Program
+from ringjax.nn.feedforward import Gated
 from ringjax.nn.sharding_context import (
   CachedAttention,
   ChainParallel,
@@ -170,3 +172,25 @@ def test_everywhere(mesh):
     y = jax.jit(attend.everywhere)((x, None))[0]
     assert y.sharding.is_fully_replicated
   assert ShardingContext().everywhere((x,))[0] is x
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_steps_of_a_feedforward_have_the_gradients_of_one_device(dtype, mesh):
+  """Weights are gathered once and their gradients summed once."""
+  layer = Gated(hidden=48, act="silu").build(nnx.Rngs(0), 32)
+  layer = jax.tree.map(lambda x: x.astype(dtype), layer)
+  x = jax.random.normal(jax.random.key(1), (2, 64, 32), dtype)
+
+  def loss(layer, x, context):
+    return jnp.sum(jnp.sin(layer(x, context).astype(jnp.float32)))
+
+  gradients = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
+  expected = gradients(layer, x, ContextParallel())
+  # The last step of a shard is shorter.
+  context = ContextParallel(mesh=mesh, axis="seq", block=5)
+  actual = gradients(layer, x, context)
+  tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+  for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+    assert a.dtype == dtype
+    error = jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))
+    assert error < tolerance
