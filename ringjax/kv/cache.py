@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Int, PyTree
+from jaxtyping import Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import (
@@ -33,7 +33,7 @@ from ringjax.kv.base import CacheSpec, zeros
 from ringjax.kv.cache_kind import DENSE, CacheConfig
 from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.cache_rows import placed_as, row_indices
-from ringjax.kv.encoder_states import EncoderStates, checked, inserted
+from ringjax.kv.encoder_states import EncoderStates, inserted
 from ringjax.kv.kv_layer import KVLayer
 from ringjax.kv.layer_spec import (
   LayerCacheSpec,
@@ -234,14 +234,6 @@ class KVCache(ModelCache):
     """Coordinates of all slots, [B, S]."""
     return self.held.at
 
-  @property
-  def front(self) -> ContiguousSlots:
-    return self.held
-
-  @property
-  def recurrent(self) -> bool:
-    return any(isinstance(s, State) for s in self.slots)
-
   def tile_trips(self, platform: str) -> float:
     """Trip count of each of the two loops over a full cache's tiles.
 
@@ -384,24 +376,6 @@ class KVCache(ModelCache):
   # -------------------------------------------------------------------------
   # Between calls
   # -------------------------------------------------------------------------
-
-  def with_states(self, states: EncoderStates | None) -> KVCache:
-    if states is None:
-      return dataclasses.replace(self, states=None)
-    states = checked(states, self.batch)
-    # Calls donate a cache, and the caller may need the states again.
-    size = -(-states.seg.shape[1] // self.shards) * self.shards
-    states = jax.tree.map(jnp.copy, states.padded(size))
-    at = self.at.pos
-    if self.mesh is not None and not isinstance(at, jax.core.Tracer):
-      # Each state is on one shard, as the slots are.
-      states = jax.tree.map(lambda x: jax.device_put(x, at.sharding), states)
-    return dataclasses.replace(self, states=states)
-
-  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> KVCache:
-    """Return the cache, grown by a token's room if it is a growing one."""
-    del rows
-    return self.with_room(1)
 
   def growing(self, step: int, limit: int) -> KVCache:
     """Return the cache with memory that grows as tokens are appended.

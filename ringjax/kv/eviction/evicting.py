@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import NotFiniteError, OptionError
-from ringjax.kv.base import CacheSpec, CallCoords, zeros
+from ringjax.kv.base import CacheSpec, zeros
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_rows import placed_as, row_indices
@@ -309,33 +309,6 @@ class EvictingCache(ResizableCache):
       refuse_unseen(sees, int(host(self.ends).max(initial=0)))
     super().check(batch, tokens, replicated=replicated, sees=sees)
 
-  def check_coords(self, coords: CallCoords) -> None:
-    """Refuse tokens that share a position, for a policy that looks at ids.
-
-    Traced arrays are not checked.
-    """
-    super().check_coords(coords)
-    if self.marks is None:
-      return
-    largest = lambda x: (
-      0 if x is None or isinstance(x, jax.core.Tracer) else int(jnp.max(x))
-    )
-    fault = None
-    if coords.parents is not None:
-      fault = "a tree of drafted tokens"
-    elif largest(coords.seg) > 1:
-      fault = f"document {largest(coords.seg)} of a row"
-    elif largest(coords.pos) >= self.limit:
-      fault = f"position {largest(coords.pos)} of {self.limit}"
-    if fault is not None:
-      raise OptionError(
-        "cache",
-        f"{fault}, with a policy that looks at ids: {self.kind.policy}",
-        "one token at each position of the cache",
-        "read one document a row, from position 0 on, or use a policy without "
-        "punctuation=",
-      )
-
   # -------------------------------------------------------------------------
   # A call
   # -------------------------------------------------------------------------
@@ -410,13 +383,6 @@ class EvictingCache(ResizableCache):
   # -------------------------------------------------------------------------
   # Evicting
   # -------------------------------------------------------------------------
-
-  def steps(self) -> int:
-    """Number of tokens that can be appended before `evict` is due."""
-    free = self.open.free()
-    assert free is not None
-    # Capped by `room`: the number of slots alone depends on the mesh.
-    return min(int(free.sum(1).min()), self.kind.exact.room)
 
   def limited(self, limit: int) -> EvictingCache:
     """Return the cache with another maximum length of rows, `limit`."""

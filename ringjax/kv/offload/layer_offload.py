@@ -49,7 +49,6 @@ from ringjax.kv.codecs import Allocated, PerHead
 from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.kv_layer import KVLayer
 from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
-from ringjax.kv.model_cache import refused
 from ringjax.kv.offload.cache_files import CacheFiles, read_blocks, write_block
 from ringjax.kv.offload.tiered import default_device, host_zeros
 from ringjax.kv.state import StateLayer
@@ -368,15 +367,17 @@ class OffloadedCache(WithOpenCache):
   # Between calls
   # -------------------------------------------------------------------------
 
-  export = refused("export", "leave the placement of the cache out")
-  load = refused("load", "leave the placement of the cache out")
-  snapshot = refused("snapshot", "leave the placement of the cache out")
-  restore = refused("restore", "leave the placement of the cache out")
-  call_state = refused("call_state", "leave the placement of the cache out")
-  undo_call = refused("undo_call", "leave the placement of the cache out")
-  explain = refused("explain", "call bytes_by_memory()")
-  with_states = refused("with_states", "leave the placement of the cache out")
-  gathered = refused("gathered", "pass keep='sharded'")
+  lacks: ClassVar[Mapping[str, str]] = {
+    **dict.fromkeys(
+      (
+        "export", "load", "snapshot", "restore", "call_state", "undo_call",
+        "with_states",
+      ),
+      "leave the placement of the cache out",
+    ),
+    "explain": "call bytes_by_memory()",
+    "gathered": "pass keep='sharded'",
+  }  # fmt: skip
 
 
 tree.register(OffloadedCache, ("open", "layers"), ("kind", "limit"))

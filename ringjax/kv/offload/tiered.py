@@ -30,7 +30,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, PyTree, Shaped
+from jaxtyping import Array, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.checks import one_of
@@ -94,6 +94,7 @@ class TieredCache(ResizableCache):
   blocks: tuple[LayerKV | None, ...]
   memory: str
   places: Places
+  older: ClassVar[str] = "held"
   row_axes: ClassVar[Mapping[str, int]] = {"held": 0, "blocks": 1}
   # Blocks only grow, so that their table says what they held.
   changing: ClassVar[tuple[str, ...]] = ("open", "held")
@@ -176,16 +177,6 @@ class TieredCache(ResizableCache):
   # -------------------------------------------------------------------------
   # Size and contents
   # -------------------------------------------------------------------------
-
-  @property
-  def at(self) -> Coords:
-    """Coordinates of all slots, [B, S]: of the blocks, then the open ones."""
-    pairs = zip(self.held.at, self.open.at, strict=True)
-    return Coords(*(jnp.concatenate(pair, 1) for pair in pairs))
-
-  @property
-  def length(self) -> Int[Array, " B"]:
-    return jnp.maximum(self.open.length, self.held.length)
 
   def bytes_by_memory(self) -> dict[str, int]:
     """Total bytes of all shards, by memory kind."""
@@ -293,20 +284,6 @@ class TieredCache(ResizableCache):
   # -------------------------------------------------------------------------
   # Moving tokens to the host
   # -------------------------------------------------------------------------
-
-  def steps(self) -> int:
-    """Number of tokens that can be appended before `evict` is due."""
-    free = self.open.free()
-    assert free is not None
-    return int(free.sum(1).min())
-
-  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> TieredCache:
-    """Make room in the open cache by `evict`.
-
-    Applies to all rows: moving tokens does not change them.
-    """
-    del rows
-    return self.evict()
 
   def evict(self) -> TieredCache:
     """Move older tokens to the blocks and shrink the open cache.
