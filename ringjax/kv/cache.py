@@ -25,10 +25,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Int, PyTree
 
 from ringjax import tree
-from ringjax.errors import (
-  OptionError,
-  ShapeError,
-)
+from ringjax.errors import OptionError, ShapeError
 from ringjax.kv.base import CacheSpec, zeros
 from ringjax.kv.cache_kind import DENSE, CacheConfig
 from ringjax.kv.cache_report import CacheReport, report
@@ -65,20 +62,10 @@ from ringjax.kv.storage.exported_blocks import (
   located_slots,
 )
 from ringjax.kv.storage.growth import Growth, widened_slots
-from ringjax.kv.storage.slots import (
-  FILL,
-  REPLICATED,
-  SHARDED,
-  ContiguousSlots,
-)
+from ringjax.kv.storage.slots import FILL, REPLICATED, SHARDED, ContiguousSlots
 from ringjax.kv.storage.window import WindowSlots, ring_size
-from ringjax.ops.attention.cached.code_format import (
-  token_axis,
-)
-from ringjax.ops.attention.cached.views import (
-  ContiguousView,
-  tile_slots,
-)
+from ringjax.ops.attention.cached.code_format import token_axis
+from ringjax.ops.attention.cached.views import ContiguousView, tile_slots
 from ringjax.ops.mask import Coords
 from ringjax.parallel import chips
 from ringjax.parallel.local_arrays import move
