@@ -28,7 +28,6 @@ from ringjax import tree
 from ringjax.errors import OptionError, ShapeError
 from ringjax.kv.base import CacheSpec, zeros
 from ringjax.kv.cache_kind import DENSE, CacheConfig
-from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.cache_rows import placed_as, row_indices
 from ringjax.kv.encoder_states import EncoderStates, inserted
 from ringjax.kv.kv_layer import KVLayer
@@ -38,13 +37,7 @@ from ringjax.kv.layer_spec import (
   constants_spec,
   filled_constants,
 )
-from ringjax.kv.model_cache import (
-  ModelCache,
-  fitting,
-  refuse_full,
-  refuse_lost,
-  refuse_unseen,
-)
+from ringjax.kv.model_cache import ModelCache
 from ringjax.kv.offload.cache_files import CacheFiles
 from ringjax.kv.state import State, StateShape
 from ringjax.kv.storage.changes import (
@@ -62,12 +55,17 @@ from ringjax.kv.storage.exported_blocks import (
   located_slots,
 )
 from ringjax.kv.storage.growth import Growth, widened_slots
+from ringjax.kv.storage.refusals import (
+  fitting,
+  refuse_full,
+  refuse_lost,
+  refuse_unseen,
+)
 from ringjax.kv.storage.slots import FILL, REPLICATED, SHARDED, ContiguousSlots
 from ringjax.kv.storage.window import WindowSlots, ring_size
 from ringjax.ops.attention.cached.code_format import token_axis
 from ringjax.ops.attention.cached.views import ContiguousView, tile_slots
 from ringjax.ops.mask import Coords
-from ringjax.parallel import chips
 from ringjax.parallel.local_arrays import move
 from ringjax.parallel.programs import bounded
 from ringjax.typing import Index
@@ -238,29 +236,6 @@ class KVCache(ModelCache):
         stored = ContiguousView(tile, tile, self.at, jnp.int32(0))
         max_tiles = max(max_tiles, -(-length // tile_slots(stored, platform)))
     return max_tiles / 2
-
-  def explain(
-    self,
-    machine: chips.Machine | str | None = None,
-    *,
-    tokens: int | None = None,
-    weights: int | float = 0,
-  ) -> CacheReport:
-    """Report memory by part, and the decode speed that it allows.
-
-    Args:
-      machine: Hardware to assume, from `ringjax.parallel.chips.MACHINES`.
-        Default: the current devices.
-      tokens: Tokens per row that a decode step reads; default: all that fit.
-      weights: Bytes of weights per device that a step also reads.
-
-    Returns:
-      A report that prints as a table.
-
-    Raises:
-      OptionError: If the machine is unknown, or more tokens than fit.
-    """
-    return report(self, machine, tokens, weights)
 
   def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of free slots, int [B, R]; None under a trace.

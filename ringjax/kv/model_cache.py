@@ -8,7 +8,7 @@ overrides what it changes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax
@@ -18,9 +18,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
-from ringjax.errors import OptionError, PromptError, ShapeError
+from ringjax.errors import OptionError, ShapeError
 from ringjax.kv.base import CallCache, CallCoords, Ends, RowIndices, donated
 from ringjax.kv.cache_kind import CacheConfig
+from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.cache_rows import replace_rows, row_indices, take_rows
 from ringjax.kv.encoder_states import EncoderStates, attached
 from ringjax.kv.state import StateShape
@@ -33,7 +34,13 @@ from ringjax.kv.storage.changes import (
   TakeRows,
   Truncate,
 )
-from ringjax.ops.mask import Coords, SameSegment
+from ringjax.kv.storage.refusals import (
+  refuse_documents,
+  refuse_shared_positions,
+  refused,
+)
+from ringjax.ops.mask import Coords
+from ringjax.parallel import chips
 from ringjax.typing import Index
 
 if TYPE_CHECKING:
@@ -241,6 +248,41 @@ class ModelCache(CallCache):
   def passing_bytes(self) -> int:
     """Bytes on a device for keys of layers that are stored elsewhere."""
     return max((part.passing_bytes for part in self.parts), default=0)
+
+  def explain(
+    self,
+    machine: chips.Machine | str | None = None,
+    *,
+    tokens: int | None = None,
+    weights: int | float = 0,
+    host_bandwidth: int | float = chips.HOST_LINK.bandwidth,
+  ) -> CacheReport:
+    """Report memory by part, and the decode speed that it allows.
+
+    Args:
+      machine: Hardware to assume, from `ringjax.parallel.chips.MACHINES`.
+        Default: the current devices.
+      tokens: Tokens per row that a decode step reads; default: all that fit.
+        Those that the devices have no room for come from the hosts.
+      weights: Bytes of weights per device that a step also reads.
+      host_bandwidth: Host-to-device bandwidth in bytes/s; the tables of
+        machines do not include it.
+
+    Returns:
+      A report that prints as a table.
+
+    Raises:
+      OptionError: If the machine is unknown, more tokens than fit, or a step
+        reads what the cache holds instead of `tokens` of each row.
+    """
+    if tokens is not None and self.parts and self.kind.tier.device is None:
+      raise OptionError(
+        "tokens",
+        f"{tokens}, for {self.described} of kind {self.kind}",
+        "None: a step reads what this cache holds",
+        "leave it out",
+      )
+    return report(self, machine, tokens, weights, host_bandwidth)
 
   def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of tokens that still fit, int [B, R]; None under a trace."""
@@ -556,134 +598,3 @@ class ModelCache(CallCache):
       PromptError: If there are too few free slots.
     """
     return self.each_part(lambda part: part.load(row, blocks, at))
-
-
-def refused(doing: str, remedy: str) -> Callable[..., Any]:
-  """A method of storage that cannot do this: it raises an OptionError."""
-
-  def refuse(self: ModelCache, *args: Any, **options: Any) -> Any:
-    raise OptionError(
-      "cache", f"{doing} of {self.described}", self.instead, remedy
-    )
-
-  return refuse
-
-
-def refuse_lost(cache: ModelCache, calls: str, result: str) -> None:
-  """Refuse a cache whose buffers were donated.
-
-  Args:
-    cache: Cache of a call.
-    calls: Calls to which they may have been donated.
-    result: Name of the cache to pass.
-
-  Raises:
-    OptionError: If they were.
-  """
-  if cache.lost:
-    raise OptionError(
-      "cache",
-      f"one whose buffers were donated to {calls}",
-      f"the cache that {result} returned",
-      "pass that one, or make a new one with model.init_cache",
-    )
-
-
-def fitting(free: Int[np.ndarray, "B R"], *, replicated: bool) -> int:
-  """Number of tokens of a call that fit in all rows.
-
-  Args:
-    free: Free slots of each row and shard.
-    replicated: Whether the tokens are the same on all shards.
-  """
-  shards = free.shape[1]
-  return int(free.sum(1).min() if replicated else shards * free.min())
-
-
-def refuse_full(tokens: int, free: int, capacity: int, remedy: str) -> None:
-  """Refuse more tokens than fit.
-
-  Args:
-    tokens: Number of tokens of the call, T.
-    free: Number of tokens that fit in all rows.
-    capacity: Number of slots of a row.
-    remedy: Call that makes room, or a larger cache.
-
-  Raises:
-    PromptError: If they do not fit.
-  """
-  if tokens > free:
-    raise PromptError(
-      "cache",
-      f"{tokens} more tokens for a cache of {capacity} slots, of which "
-      f"{capacity - free} are taken",
-      f"at most {free}",
-      remedy,
-    )
-
-
-def refuse_unseen(sees: bool, tokens: int) -> None:
-  """Refuse a call that does not attend to the tokens in the cache.
-
-  Raises:
-    OptionError: If there are `tokens` and the call does not see them.
-  """
-  if tokens and not sees:
-    raise OptionError(
-      "attend",
-      f"ContextParallel() behind {tokens} tokens in the cache",
-      "an empty cache, for the old tokens would not be seen",
-      "pass attend=CachedAttention(), or leave it out",
-    )
-
-
-def refuse_documents(
-  kind: CacheConfig, shapes: Sequence[Any], coords: CallCoords
-) -> None:
-  """Refuse documents that see each other where their order decides what stays.
-
-  Raises:
-    OptionError: If the cache drops tokens and documents see each other.
-  """
-  segments = coords.segments
-  if coords.seg is None or segments == SameSegment():
-    return
-  windows = any(getattr(shape, "reach", None) for shape in shapes)
-  if kind.evicting or (kind.layout.windowed and windows):
-    raise OptionError(
-      "cache",
-      f"kind {kind} with segments={segments}",
-      "a cache that keeps all tokens: what others drop depends on which "
-      "documents see each other",
-      'pass model.init_cache(..., kind="dense")',
-    )
-
-
-def refuse_shared_positions(
-  kind: CacheConfig, capacity: int, coords: CallCoords
-) -> None:
-  """Refuse tokens that share a position, for a policy that looks at ids.
-
-  Traced arrays are not checked.
-
-  Raises:
-    OptionError: If there are several, or positions beyond the capacity.
-  """
-  largest = lambda x: (
-    0 if x is None or isinstance(x, jax.core.Tracer) else int(jnp.max(x))
-  )
-  fault = None
-  if coords.parents is not None:
-    fault = "a tree of drafted tokens"
-  elif largest(coords.seg) > 1:
-    fault = f"document {largest(coords.seg)} of a row"
-  elif largest(coords.pos) >= capacity:
-    fault = f"position {largest(coords.pos)} of {capacity}"
-  if fault is not None:
-    raise OptionError(
-      "cache",
-      f"{fault}, with a policy that looks at ids: {kind.policy}",
-      "one token at each position of the cache",
-      "read one document a row, from position 0 on, or use a policy without "
-      "punctuation=",
-    )

@@ -30,7 +30,6 @@ from ringjax.kv.base import donated
 from ringjax.kv.cache import KVCache
 from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.layer_spec import filled_constants
-from ringjax.kv.model_cache import refused
 from ringjax.kv.storage.changes import (
   CacheChange,
   InsertRows,
@@ -39,6 +38,7 @@ from ringjax.kv.storage.changes import (
 )
 from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.kv.storage.pages import few_sizes
+from ringjax.kv.storage.refusals import refused
 from ringjax.kv.storage.slots import REPLICATED
 from ringjax.ops.attention.cached.code_format import token_axis
 from ringjax.ops.attention.cached.separate_contexts import (

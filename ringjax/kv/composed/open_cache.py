@@ -18,13 +18,11 @@ from ringjax.errors import OptionError
 from ringjax.kv.base import KV, CallLayer
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
-from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.model_cache import ModelCache
 from ringjax.kv.storage.pages import few_sizes
 from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
-from ringjax.parallel import chips
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,18 +71,6 @@ class WithOpenCache(ModelCache):
       platform: Platform whose tiles are counted, as JAX names it.
     """
     return self.open.tile_trips(platform)
-
-  def explain(
-    self,
-    machine: chips.Machine | str | None = None,
-    *,
-    weights: int | float = 0,
-  ) -> CacheReport:
-    """Report the memory of each part and the predicted decoding speed.
-
-    A step reads what the cache holds; for the arguments see `KVCache.explain`.
-    """
-    return report(self, machine, None, weights)
 
 
 class ResizableCache(WithOpenCache):

@@ -40,10 +40,11 @@ from ringjax.kv.eviction.evictable_layers import (
   pages_spec,
 )
 from ringjax.kv.eviction.evicting_layer import EvictingLayer, with_paged_sums
-from ringjax.kv.eviction.eviction import chosen, grown, repacked
+from ringjax.kv.eviction.eviction import chosen
 from ringjax.kv.eviction.page_sizes import open_slots, page_sizes
 from ringjax.kv.eviction.peak_attention import Repeated
 from ringjax.kv.eviction.recorded_queries import Noted, QueryWatch
+from ringjax.kv.eviction.repacking import grown, repacked
 from ringjax.kv.layer_spec import (
   LayerCacheSpec,
   by_model_layer,
@@ -51,7 +52,6 @@ from ringjax.kv.layer_spec import (
   filled_constants,
   model_layers,
 )
-from ringjax.kv.model_cache import refuse_unseen
 from ringjax.kv.offload.cache_files import CacheFiles
 from ringjax.kv.policies import Policy
 from ringjax.kv.storage.changes import (
@@ -64,6 +64,7 @@ from ringjax.kv.storage.changes import (
   Truncate,
 )
 from ringjax.kv.storage.pages import Pages, Places, host
+from ringjax.kv.storage.refusals import refuse_unseen
 from ringjax.ops.mask import Coords
 from ringjax.parallel.local_arrays import move
 from ringjax.typing import ArrayLeaf, Index
