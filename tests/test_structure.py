@@ -1061,7 +1061,7 @@ MOST_OTHER_CACHE_METHODS = {
 
 
 def overridden_cache_methods(texts: list[str]) -> dict[str, set[str]]:
-  """Methods and properties of `ModelCache` that each kind of cache overrides."""
+  """Methods and properties of `ModelCache` that a kind of cache overrides."""
   classes = [
     node
     for text in texts

@@ -1,4 +1,4 @@
-"""Eviction: choose the tokens that stay and repack them.
+"""Eviction: views of pages, and the choice of the tokens that stay.
 
 Guarantees: the same tokens stay whatever the sharding; each stays on its
 device, bit for bit.
@@ -49,11 +49,11 @@ class PagedPart(NamedTuple):
     noted: Recorded statistics of the queries.
   """
 
-  k: Any
-  v: Any
-  pages: Any
-  constants: Any
-  noted: Any
+  k: PyTree
+  v: PyTree
+  pages: PyTree
+  constants: PyTree
+  noted: PyTree
 
 
 def paged_parts(cache: EvictingCache) -> dict[int, PagedPart]:
@@ -445,8 +445,8 @@ def _by_policy(
 
 
 def staying(
-  at: Coords, kind: CacheConfig, places: Places, rows: jax.Array
-) -> jax.Array:
+  at: Coords, kind: CacheConfig, places: Places, rows: Bool[Array, " B"]
+) -> Bool[Array, "B s"]:
   """Mask of a device's open tokens that stay open, bool [B, s].
 
   In rows that are not evicted (`rows` False) all tokens stay open.

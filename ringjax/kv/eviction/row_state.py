@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from ringjax.kv.eviction.eviction import fixed_rows
 from ringjax.kv.eviction.recorded_queries import Noted
@@ -37,7 +37,8 @@ def noting(cache: EvictingCache, window: int) -> EvictingCache:
 
 @bounded
 @jax.jit
-def lengths(cache: EvictingCache) -> jax.Array:
+def lengths(cache: EvictingCache) -> Int[Array, " B"]:
+  """Lengths of the rows, on all devices."""
   return cache.open.held._everywhere(cache.length)
 
 
@@ -45,7 +46,7 @@ def lengths(cache: EvictingCache) -> jax.Array:
 @jax.jit
 def state_of_rows(
   cache: EvictingCache,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Int[Array, " B"], Bool[Array, " B"], Int[Array, " B"]]:
   """State of each row before an eviction.
 
   Returns:
@@ -77,7 +78,7 @@ def with_fixed(
 
 @bounded
 @jax.jit
-def fixed_everywhere(cache: EvictingCache) -> jax.Array | None:
+def fixed_everywhere(cache: EvictingCache) -> Bool[Array, " B"] | None:
   """`fixed_rows` on all devices."""
   fixed = fixed_rows(cache)
   return None if fixed is None else cache.open.held._everywhere(fixed)

@@ -81,8 +81,8 @@ def _places(layout: OffloadLayout) -> tuple[jax.Array, jax.Array, list[str]]:
 
 
 def fetched_blocks(
-  slots: OffloadedKV, index: jax.Array, after: Shaped[Array, " ..."]
-) -> tuple[jax.Array, ...]:
+  slots: OffloadedKV, index: Int[Array, ""], after: Shaped[Array, " ..."]
+) -> tuple[Shaped[Array, "N B K *P"], ...]:
   """Copy a layer's blocks to the devices, [N, B, K, P, X] per shard."""
   layout = slots.layout
   branches, ranks, used = _places(layout)
@@ -157,8 +157,8 @@ def _spec(layout: OffloadLayout) -> P:
 
 
 def merged_blocks(
-  slots: OffloadedKV, blocks: tuple[jax.Array, ...]
-) -> tuple[jax.Array, ...]:
+  slots: OffloadedKV, blocks: tuple[Shaped[Array, "N B K *P"], ...]
+) -> tuple[Shaped[Array, "1 B K *S"], ...]:
   """Join blocks into keys and values, a stack of one layer."""
   layout = slots.layout
 
@@ -189,7 +189,7 @@ def merged_blocks(
 
 def put_blocks(
   slots: OffloadedKV,
-  index: jax.Array,
+  index: Int[Array, ""],
   layer: LayerKV,
   before: Int[Array, "B R"],
   used: Int[Array, "B R"],

@@ -95,7 +95,7 @@ def moved_blocks(
 def noted_blocks(
   held: ContiguousSlots,
   newer: ContiguousSlots,
-  count: jax.Array,
+  count: Int[Array, "B R"],
   block: int,
   places: Places,
 ) -> ContiguousSlots:
@@ -122,7 +122,7 @@ def noted_blocks(
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def shifted(
   cache: KVCache,
-  shift: jax.Array,
+  shift: Int[Array, "B R"],
   size: int,
   whole: tuple[bool, ...],
   places: Places,
