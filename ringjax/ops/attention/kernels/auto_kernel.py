@@ -248,6 +248,14 @@ def _compare_decodes(kernel: Any) -> float:
     )
   last = _coords_before(np.arange(used - queries, used), used)
 
+  return _decode_error(kernel, Loops(), q, keys, last)
+
+
+def _decode_error(
+  kernel: Any, loops: Loops, q: jax.Array, keys: KVView, last: Coords
+) -> float:
+  """Largest error of a kernel, relative to loops over the same keys."""
+
   def results(
     algorithm: Any, q: jax.Array, keys: KVView, at: Coords
   ) -> tuple[jax.Array, jax.Array]:
@@ -256,9 +264,7 @@ def _compare_decodes(kernel: Any) -> float:
     return finalize(algorithm.decode(q, keys, args))
 
   compiled = jax.jit(results, static_argnums=0)
-  return relative_error(
-    *(compiled(f, q, keys, last) for f in (kernel, Loops()))
-  )
+  return relative_error(*(compiled(f, q, keys, last) for f in (kernel, loops)))
 
 
 def _compare_pools(
@@ -295,15 +301,7 @@ def _compare_pools(
   end = used - queries + np.arange(queries)
   last = coords(end, end >= 0)
 
-  def results(
-    algorithm: Any, q: jax.Array, keys: PooledView
-  ) -> tuple[jax.Array, jax.Array]:
-    context = Context(last, keys.at, Causal())
-    args = ScoreArgs(Scores(scale=128**-0.5), Terms(), context)
-    return finalize(algorithm.decode(q, keys, args))
-
-  compiled = jax.jit(results, static_argnums=0)
-  return relative_error(*(compiled(f, q, view) for f in (kernel, Loops("tpu"))))
+  return _decode_error(kernel, Loops("tpu"), q, view, last)
 
 
 @dataclasses.dataclass(frozen=True)
