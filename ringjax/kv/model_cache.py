@@ -57,8 +57,8 @@ class ModelCache(CallCache):
 
   A kind of storage has `kind`, its `CacheConfig`, and what `CallCache` names.
   It holds parts, or a slot table `held`. Its own six methods are `spec` with
-  `allocated`, `allocate` with `updated`, `layer`, `free` with what makes room,
-  `changed` and `export` with `load`; what it lacks are values.
+  `allocated`, `allocate` with `updated`, `layer`, `free`, `changed` and
+  `export` with `load`; the class variables say what else it is and lacks.
   """
 
   # Field with the caches that it holds, to which calls append; "" for none.
