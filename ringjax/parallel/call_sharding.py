@@ -138,8 +138,9 @@ class ModelCall:
   token_spec: Callable[[Any], P] | None = None
 
 
+_NO_CALL = ModelCall()
 _CALL: contextvars.ContextVar[ModelCall] = contextvars.ContextVar(
-  "ringjax_model_call", default=ModelCall()
+  "ringjax_model_call", default=_NO_CALL
 )
 
 
