@@ -80,6 +80,8 @@ def product_per_shard(
     in_specs=(P(*lead, shards.inputs or None), specs),
     out_specs=P(*lead, shards.outputs or None),
     axis_names=free,
+    # Pallas' interpreter mixes arrays that vary over axes with ones that don't.
+    check_vma=bool(manual),
   )(x, weight)
 
 

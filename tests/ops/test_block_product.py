@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
+from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops import block_product_tpu
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.block_product_tpu import BlockCodes, BlockProductTPU
@@ -282,9 +283,9 @@ def test_sharded_maps_are_multiplied_on_each_shard_by_itself(
   if not kernel:
     auto_kernel.PRODUCTS.pop("cpu")
   config = LLAMA | {"hidden_size": 512, "intermediate_size": 1024}
-  model = rj.models.create(config | {"num_hidden_layers": 2}, seed=1)
-  if kernel:
-    model = rj.models.cast(model, jnp.bfloat16)
+  dtype = jnp.bfloat16 if kernel else jnp.float32
+  config |= {"num_hidden_layers": 2}
+  model = rj.models.create(config, seed=1, dtype=dtype)
   coded = rj.models.with_coded_weights(model, bits=4)
   size, model_size = int(np.prod(shape)), shape[-1]
   mesh = rj.make_mesh(
@@ -292,10 +293,10 @@ def test_sharded_maps_are_multiplied_on_each_shard_by_itself(
     axis_types=jax.sharding.AxisType.Explicit,
   )  # fmt: skip
   placed = rj.models.place(coded, mesh)
-  attend = rj.nn.CachedAttention(mesh=mesh)
+  attend = CachedAttention(mesh=mesh)
   rng = np.random.default_rng(1)
   for name, inner, sums in (("up", 512, 0), ("down", 1024, 1)):
-    x = jnp.asarray(rng.normal(size=(2, 1, inner)), model.dtype)
+    x = jnp.asarray(rng.normal(size=(2, 1, inner)), dtype)
     want = jax.jit(lambda m, x: m(x))(getattr(layer_of(coded), name), x)
     CALLS.clear()
 

@@ -192,20 +192,20 @@ class BlockCodesLinear(nnx.Module):
   ) -> Float[Array, "*batch O"]:
     """x . weight of x's dtype, on each shard of the weight by itself."""
 
-    def product(
-      x: jax.Array, entries: tuple[StackedEntry | None, ...], wide: bool
-    ) -> jax.Array:
+    def product(x: jax.Array, arrays: tuple[Any, ...], wide: bool) -> jax.Array:
+      entries = tuple(
+        None if pair is None else StackedEntry(stacked=pair[0], index=pair[1])
+        for pair in arrays
+      )
       y = self._by_kernel(x, entries, wide)
       if y is not None:
         return y.reshape(*x.shape[:-1], y.shape[-1])
-      arrays = tuple(None if e is None else e.array() for e in entries)
-      return self._by_groups(x, arrays, wide)
+      layer = tuple(None if e is None else e.array() for e in entries)
+      return self._by_groups(x, layer, wide)
 
-    def spec_of(entry: StackedEntry, *axes: Any) -> StackedEntry:
-      # Specs in the place of the arrays, as shard_map takes them.
-      spec: Any = P(*(None,) * len(entry.index), *axes)
-      index: Any = (P(),) * len(entry.index)
-      return StackedEntry(stacked=spec, index=index)
+    def spec_of(entry: StackedEntry, *axes: Any) -> tuple[Any, ...]:
+      lead = len(entry.index)
+      return P(*(None,) * lead, *axes), (P(),) * lead
 
     inputs, outputs = self.shards.inputs or None, self.shards.outputs or None
     codes, *scales = entries
@@ -214,7 +214,8 @@ class BlockCodesLinear(nnx.Module):
       spec_of(codes, inputs, None, outputs),
       *(None if e is None else spec_of(e, inputs, outputs) for e in scales),
     )
-    return product_per_shard(product, x, entries, specs, self.shards)
+    arrays = tuple(None if e is None else (e.stacked, e.index) for e in entries)
+    return product_per_shard(product, x, arrays, specs, self.shards)
 
   def _by_kernel(
     self,
