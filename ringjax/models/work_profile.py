@@ -74,7 +74,6 @@ def offload_shape(model: Transformer, name: str) -> OffloadShape:
   config = model.config
   layers = config.layers
   L, D = len(layers), config.embed
-  params = jax.tree.leaves(nnx.state(model.stack, nnx.Param))
   weights = _weights(model)
   idle = sum(layer.feedforward.idle(D) for layer in layers)
   table = config.vocab * D
