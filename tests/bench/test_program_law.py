@@ -49,7 +49,6 @@ OTHERS = (
   ("decode", "mixture", "all_axes"),
   ("decode_codes", "dense", "model"),
   ("decode_codes", "dense", "data_seq_model"),
-  ("decode_codes", "mixture", "seq_model"),
   ("train", "dense", "seq"),
   ("train", "dense", "seq_model"),
   ("train", "latent", "seq_model"),
