@@ -64,7 +64,11 @@ def megablox(weights: PyTree, x: Array, chosen: Array, mixing: Array) -> Array:
   """Sum of each token's experts, by megablox' product, for TPUs alone."""
   from jax.experimental.pallas.ops.tpu.megablox import gmm
 
-  product = lambda a, b, sizes: gmm(a, b, sizes, a.dtype, (128, 128, 128))
+  def product(a: Array, b: Array, sizes: Array) -> Array:
+    # The largest tiles of which two fit into vector memory.
+    tile = min(512, a.shape[0]), min(2048, a.shape[1]), min(1024, b.shape[2])
+    return gmm(a, b, sizes, a.dtype, tile)
+
   return grouped(product, weights, x, chosen, mixing)
 
 
@@ -182,10 +186,15 @@ def compiled(flags: argparse.Namespace) -> dict[str, Any]:
       "benchmarks.model.expert_products:built",
       flags.compile,
       {"way": way, "shape": shape},
+      code=True,
     )
-    report, moved = program.report, program.traffic
+    report, moved, time = program.report, program.traffic, program.time
     ways[way] = {
       "cycles": None if report is None else report.total_cycles,
+      "code_s": None if time is None else time.core_s,
+      "touched_s": None if time is None else time.touched_s,
+      "most_s": None if time is None else time.most_s,
+      "open": None if time is None else time.open,
       "bytes": None if moved is None else moved.total,
       "temporaries": None
       if program.memory is None

@@ -70,6 +70,7 @@ from ringjax.models.weights.weight_placement import (
 )
 from ringjax.nn.feedforward import ExpertsLayer
 from ringjax.nn.param import Rules, axis_names
+from ringjax.nn.weights.block_codes import with_shards
 from ringjax.parallel import joint_outcome
 from ringjax.parallel.memory import device_free_bytes, host_free_bytes
 from ringjax.parallel.mesh import automatic, entering, with_shardings
@@ -124,7 +125,7 @@ def create(
   def build() -> Transformer:
     model = Transformer(parsed, nnx.Rngs(seed), scan=scan)
     model = _with_source(cast(model, dtype), source)
-    return _over_experts(model, mesh, rules)
+    return _with_axes(model, mesh, rules)
 
   abstract = jax.eval_shape(build)
   shardings = None if mesh is None else _shardings(abstract, mesh, rules)
@@ -147,22 +148,26 @@ def place(
   """
   refuse_placed(model, "move it", "load it with mesh= and placement=")
   mesh = _checked_mesh(automatic(mesh), rules)
-  model = _over_experts(model, mesh, rules)
+  model = _with_axes(model, mesh, rules)
   return jax.device_put(model, _shardings(model, mesh, rules))
 
 
-def _over_experts(model: M, mesh: Mesh | None, rules: Rules | None) -> M:
-  """The model whose mixtures know which mesh axes shard their experts.
+def _with_axes(model: M, mesh: Mesh | None, rules: Rules | None) -> M:
+  """The model that knows which mesh axes shard its experts and its codes.
 
   In a trace no array knows its sharding.
   """
-  result = jax.tree.map(lambda x: x, model)
+  rules_of_mesh = rules or Rules()
+  result = with_shards(
+    model,
+    lambda p: None if mesh is None else rules_of_mesh.sharding(p, mesh).spec,
+  )
   for _, module in nnx.iter_modules(result):
     if isinstance(module, ExpertsLayer):
       module.over = (
         ()
         if mesh is None
-        else (rules or Rules()).over_experts(module.spec.experts, mesh)
+        else rules_of_mesh.over_experts(module.spec.experts, mesh)
       )
   return result
 
@@ -218,7 +223,7 @@ def abstract_on(
   form: Transformer, mesh: Mesh, rules: Rules | None = None
 ) -> Transformer:
   """Shards a model of shapes on a mesh."""
-  form = _over_experts(form, mesh, rules)
+  form = _with_axes(form, mesh, rules)
   return with_shardings(form, _shardings(form, mesh, rules))
 
 
@@ -344,7 +349,7 @@ def load(
     folder = open_model(path)
     config, source, family = read_source(folder.config, strict=strict)
     stored = stored_dtype(folder, source) if dtype is None else dtype
-    shapes_in = lambda dtype: _over_experts(
+    shapes_in = lambda dtype: _with_axes(
       jax.eval_shape(
         lambda: _with_source(
           cast(Transformer(config, nnx.Rngs(0), scan=scan), dtype), source
@@ -375,6 +380,7 @@ def load(
           "leave it out, or take rj.models.with_coded_weights",
         )  # fmt: skip
       model_contents, empty = with_stored_codes(model_contents, empty)
+      empty = _with_axes(empty, mesh, rules)
     shardings = _by_path(parameters(empty), mesh, rules)
     if beside is not None:
       if memory is None:

@@ -24,10 +24,9 @@ def profile(model: Transformer, tokens: int) -> cost.Profile:
     tokens: Tokens of the prompt.
   """
   layers = model.config.layers
-  params = jax.tree.leaves(nnx.state(model.stack, nnx.Param))
   streamed = model.placement_report().streamed_parameters
   idle = sum(layer.feedforward.idle(model.config.embed) for layer in layers)
-  token = 2.0 * (sum(x.size for x in params) + streamed - idle)
+  token = 2.0 * (_weights(model) + streamed - idle)
   pair = 0.0
   for layer in layers:
     pair_flops = float(layer.attention.pair_flops)
@@ -46,6 +45,13 @@ def profile(model: Transformer, tokens: int) -> cost.Profile:
     kv_bytes=0,
     kernel="causal",
   )
+
+
+def _weights(model: Transformer) -> int:
+  """Number of weights of the stack that are in memory."""
+  params = jax.tree.leaves(nnx.state(model.stack, nnx.Param))
+  # Two codes of 4 bits share a byte.
+  return sum(x.size * (2 if x.dtype == jnp.uint8 else 1) for x in params)
 
 
 def window(model: Transformer) -> int | None:
@@ -68,8 +74,7 @@ def offload_shape(model: Transformer, name: str) -> OffloadShape:
   config = model.config
   layers = config.layers
   L, D = len(layers), config.embed
-  params = jax.tree.leaves(nnx.state(model.stack, nnx.Param))
-  weights = sum(x.size for x in params)
+  weights = _weights(model)
   idle = sum(layer.feedforward.idle(D) for layer in layers)
   table = config.vocab * D
   # Always on the device: inputs of all layers by ids, and ends of streams.

@@ -307,7 +307,7 @@ class Stack(nnx.Module):
       attend: Sharding and attention of all calls.
       hosted: Whether each call's x is in the host's memory while others run.
     """
-    with on_mesh(getattr(attend, "mesh", None)):
+    with on_mesh(getattr(attend, "mesh", None), getattr(attend, "spec", None)):
       return self._together(calls, attend, hosted)
 
   def _together(

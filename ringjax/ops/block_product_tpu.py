@@ -138,9 +138,9 @@ class BlockProductTPU:
     return None
 
   def product(
-    self, x: Float[Array, "N I"], weight: BlockCodes
+    self, x: Float[Array, "N I"], weight: BlockCodes, *, wide: bool = False
   ) -> Float[Array, "N O"]:
-    """x . weight, of x's dtype."""
+    """x . weight, float32 if `wide`, else of x's dtype."""
     *stack, total, rows, outer = weight.codes.shape
     shape = self._shape(x.shape[0], weight)
     blocks = -(-total // shape.groups)
@@ -183,7 +183,11 @@ class BlockProductTPU:
         ],
       ),
       out_shape=collectives.out_type(
-        (shape.n, outer), x.dtype, x, weight.codes, *scales
+        (shape.n, outer),
+        jnp.float32 if wide else x.dtype,
+        x,
+        weight.codes,
+        *scales,
       ),
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=("parallel", "arbitrary")

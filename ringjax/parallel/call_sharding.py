@@ -18,11 +18,12 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree, Shaped
 
 from ringjax.errors import MeshError
@@ -123,22 +124,49 @@ def device_of(
   return *platform_and_kind(jax.local_devices()[0]), unpartitioned
 
 
-_MESH: contextvars.ContextVar[Mesh | AbstractMesh | None] = (
-  contextvars.ContextVar("ringjax_mesh", default=None)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelCall:
+  """Mesh of a model's call, and how it shards tokens.
+
+  Attributes:
+    mesh: Device mesh, or None.
+    token_spec: Function from activations [B, T, ...] to their sharding; None:
+      it is unknown.
+  """
+
+  mesh: Mesh | AbstractMesh | None = None
+  token_spec: Callable[[Any], P] | None = None
+
+
+_NO_CALL = ModelCall()
+_CALL: contextvars.ContextVar[ModelCall] = contextvars.ContextVar(
+  "ringjax_model_call", default=_NO_CALL
 )
 
 
 @contextlib.contextmanager
-def on_mesh(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
-  """Tell `product_device` the mesh of a model's call while it is traced.
+def on_mesh(
+  mesh: Mesh | AbstractMesh | None,
+  token_spec: Callable[[Any], P] | None = None,
+) -> Iterator[None]:
+  """Tell products the mesh of a model's call while it is traced.
 
   Linear maps take no sharding context, which knows it.
+
+  Args:
+    mesh: Device mesh, or None.
+    token_spec: Function from activations [B, T, ...] to their sharding.
   """
-  token = _MESH.set(mesh)
+  token = _CALL.set(ModelCall(mesh=mesh, token_spec=token_spec))
   try:
     yield
   finally:
-    _MESH.reset(token)
+    _CALL.reset(token)
+
+
+def model_call() -> ModelCall:
+  """Mesh of the model's call that is traced; None outside of one."""
+  return _CALL.get()
 
 
 def product_device(operands: Sequence[Any]) -> tuple[str, str, bool]:
@@ -146,7 +174,7 @@ def product_device(operands: Sequence[Any]) -> tuple[str, str, bool]:
 
   On a mesh of several devices it is alone only where all axes are manual.
   """
-  mesh = _MESH.get()
+  mesh = model_call().mesh
   platform, kind, alone = device_of(CallSharding(mesh=mesh), operands)
   if mesh is not None and mesh.size > 1:
     alone = {*mesh.axis_names} <= collectives.manual_axes()

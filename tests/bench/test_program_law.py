@@ -57,6 +57,8 @@ OTHERS = (
   ("decode", "three_heads", "data_seq_model"),
   ("decode", "three_heads", "seq_model"),
   ("decode", "two_kv_heads", "seq_model"),
+  ("decode_codes", "dense", "model"),
+  ("decode_codes", "dense", "data_seq_model"),
   ("train", "dense", "seq"),
   ("train", "dense", "seq_model"),
   ("train", "latent", "seq_model"),

@@ -364,6 +364,12 @@ def activations(s: Sizes) -> int:
 
 PHASES: Mapping[str, Phase] = {
   "decode": Phase(builder=steps.decode, sends=few_tokens),
+  # No codes of weights are gathered.
+  "decode_codes": Phase(
+    builder=steps.decode,
+    options={"coded_bits": 4},
+    sends=few_tokens,
+  ),
   "verify": Phase(
     builder=steps.verify,
     options={"drafted": 4},

@@ -10,7 +10,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import OptionError
-from ringjax.models import tiny
+from ringjax.models import tiny, work_profile
 from ringjax.nn.weights.coded import nibbles
 from tests import checkpoints
 from tests.helpers import refused
@@ -270,3 +270,11 @@ def test_a_model_whose_layers_are_no_loop_is_warned_of():
   rj.models.with_coded_weights(loop)
   with pytest.warns(RuntimeWarning, match="scan=True"):
     rj.models.with_coded_weights(layers)
+
+
+def test_codes_that_share_a_byte_count_as_two_weights_of_work():
+  model = rj.models.create(MIXTURE, seed=1)
+  coded = rj.models.with_coded_weights(model, bits=4, group=16)
+  want, got = (work_profile.profile(m, 8).token_s for m in (model, coded))
+  # Steps and least numbers are two of 16 weights more.
+  assert want <= got < 1.5 * want

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
+from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops import block_product_tpu, kernel_choice
 from ringjax.ops.block_product_tpu import BlockCodes, BlockProductTPU
 from ringjax.parallel.call_sharding import on_mesh
@@ -155,9 +156,9 @@ class Interpreted(BlockProductTPU):
 
   interpret: bool = True
 
-  def product(self, x, weight):
+  def product(self, x, weight, *, wide=False):
     CALLS.append(weight.codes.shape)
-    return KERNEL.product(x, weight)
+    return KERNEL.product(x, weight, wide=wide)
 
 
 CALLS = []
@@ -261,3 +262,61 @@ def test_on_a_mesh_the_kernel_serves_only_where_nothing_is_partitioned(
   y = jax.jit(per_shard)(x, arrays_of(weight))
   assert isinstance(chosen[0].algorithm, Interpreted)
   np.testing.assert_array_equal(y, multiply(x, weight))
+
+
+def layer_of(model):
+  """The feedforward of a model's first layer."""
+  return jax.tree.map(lambda x: x[0], model.stack.blocks[0][0]).feedforward
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("shape", "names"), [
+  ((2,), ("model",)),
+  ((8,), ("model",)),
+  ((2, 4), ("data", "model")),
+])  # fmt: skip
+@pytest.mark.parametrize("kernel", [True, False])
+def test_sharded_maps_are_multiplied_on_each_shard_by_itself(
+  interpreted, shape, names, kernel
+):
+  if not kernel:
+    block_product_tpu.PRODUCTS.pop("cpu")
+  config = LLAMA | {"hidden_size": 512, "intermediate_size": 1024}
+  dtype = jnp.bfloat16 if kernel else jnp.float32
+  config |= {"num_hidden_layers": 2}
+  model = rj.models.create(config, seed=1, dtype=dtype)
+  coded = rj.models.with_coded_weights(model, bits=4)
+  size, model_size = int(np.prod(shape)), shape[-1]
+  mesh = rj.make_mesh(
+    shape, names, devices=jax.devices()[:size],
+    axis_types=jax.sharding.AxisType.Explicit,
+  )  # fmt: skip
+  placed = rj.models.place(coded, mesh)
+  attend = CachedAttention(mesh=mesh)
+  rng = np.random.default_rng(1)
+  for name, inner, sums in (("up", 512, 0), ("down", 1024, 1)):
+    x = jnp.asarray(rng.normal(size=(2, 1, inner)), dtype)
+    want = jax.jit(lambda m, x: m(x))(getattr(layer_of(coded), name), x)
+    CALLS.clear()
+
+    def call(module, x):
+      with on_mesh(attend.mesh, attend.spec):
+        return module(x)
+
+    compiled = jax.jit(call)
+    args = getattr(layer_of(placed), name), x
+    text = compiled.lower(*args).compile().as_text()
+    assert "all-gather" not in text and "all-to-all" not in text
+    assert ("all-reduce" in text) == bool(sums)
+    shard_shape = {
+      "up": (8, 32, 1024 // model_size), "down": (16 // model_size, 32, 512)
+    }[name]  # fmt: skip
+    assert set(CALLS) == ({shard_shape} if kernel else set())
+    got = compiled(*args)
+    if sums:
+      allowed = dict(rtol=2**-7, atol=2**-6) if kernel else dict(atol=2e-5)
+      np.testing.assert_allclose(
+        np.float32(got), np.float32(want), **({"rtol": 1e-5} | allowed)
+      )
+    else:
+      np.testing.assert_array_equal(got, want)

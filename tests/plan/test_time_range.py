@@ -278,6 +278,17 @@ def test_grids_are_read_from_the_traced_program():
   assert grid.open and grid.steps == 3
 
 
+def test_a_kernel_without_a_name_has_a_grid():
+  def copy(x, out):
+    out[...] = x[...]
+
+  call = pl.pallas_call(
+    copy, grid=(2,), out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32)
+  )
+  (grid,) = kernel_grids(jax.make_jaxpr(call)(jnp.zeros((8, 128))))
+  assert grid.steps == 2 and not grid.open
+
+
 def test_profiles_of_the_simulator_are_read_except_of_0_cycles(tmp_path):
   for name, cycles in (("f", 12), ("g", 0)):
     (tmp_path / f"{name}_static_llo_profile.textproto").write_text(

@@ -18,6 +18,8 @@ import warnings
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from ringjax.checks import one_of, positive_int
@@ -27,7 +29,11 @@ from ringjax.models.transformer import Transformer
 from ringjax.models.weights.linear_maps import inner_size, rounded_maps
 from ringjax.models.weights.placed_maps import with_maps
 from ringjax.nn.linear import Linear
-from ringjax.nn.weights.block_codes import BlockCodesLinear, BlockLayout
+from ringjax.nn.weights.block_codes import (
+  BlockCodesLinear,
+  BlockLayout,
+  with_shards,
+)
 from ringjax.nn.weights.coded import Coded8Linear, nibbles
 from ringjax.ops.integer_product import codes_of
 
@@ -67,7 +73,13 @@ def with_coded_weights(
       RuntimeWarning,
       stacklevel=2,
     )
-  return coded_model(model, bits=bits, group=group)
+  return with_shards(coded_model(model, bits=bits, group=group), _spec_of_array)
+
+
+def _spec_of_array(parameter: nnx.Variable) -> P | None:
+  """Sharding of a parameter's array; None if it is not on a mesh."""
+  sharding = getattr(parameter.get_value(), "sharding", None)
+  return sharding.spec if isinstance(sharding, NamedSharding) else None
 
 
 def coded_model(

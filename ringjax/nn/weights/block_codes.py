@@ -16,20 +16,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, Shaped
 
 from ringjax.nn.linear import ExpertLinear, Linear, linear_product
 from ringjax.nn.weights.layer_array import StackedEntry, stacked_entry
 from ringjax.ops.block_product_tpu import BlockCodes, choose_product
+from ringjax.ops.sharded_product import WeightShards, product_per_shard
 from ringjax.parallel import collectives
 from ringjax.typing import ArrayLeaf
+
+Tree = TypeVar("Tree")
 
 # Maximum tokens of a call whose products are made group by group.
 _FEW = 64
@@ -99,6 +105,7 @@ class BlockCodesLinear(nnx.Module):
     inputs: Sizes of the axes that are contracted; the last group may end after
       them.
     outputs: Sizes of the output axes.
+    shards: Mesh axes that shard the arrays, see `with_shards`.
   """
 
   def __init__(
@@ -114,6 +121,7 @@ class BlockCodesLinear(nnx.Module):
   ):
     self.contracted, self.inputs, self.layout = base.contracted, inputs, layout
     self.outputs = outputs
+    self.shards = WeightShards()
     axes = tuple(base.weight.get_metadata()["axes"])
     # Groups are sharded like the first axis of the inputs.
     lead, first = axes[: base.lead], axes[base.lead]
@@ -148,13 +156,11 @@ class BlockCodesLinear(nnx.Module):
     x = x.reshape(*lead, math.prod(self.inputs))
     num_padding = self.layout.group * self._groups - x.shape[-1]
     x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, num_padding)])
-    y = self._by_kernel(x, entries) if rows <= _FEW else None
-    if y is None:
+    if rows <= _FEW:
+      y = self._of_few(x, entries)
+    else:
       arrays = tuple(None if e is None else e.array() for e in entries)
-      if rows <= _FEW:
-        y = self._by_groups(x, arrays)
-      else:
-        y = linear_product(x, self._weight(arrays, x.dtype), 1)
+      y = linear_product(x, self._weight(arrays, x.dtype), 1)
     y = y.reshape(*lead, *self.outputs)
     if self.bias is None:
       return y
@@ -178,12 +184,45 @@ class BlockCodesLinear(nnx.Module):
   def _groups(self) -> int:
     return -(-math.prod(self.inputs) // self.layout.group)
 
+  def _of_few(
+    self,
+    x: Float[Array, "*batch I"],
+    entries: tuple[StackedEntry | None, ...],
+  ) -> Float[Array, "*batch O"]:
+    """x . weight of x's dtype, on each shard of the weight by itself."""
+
+    def product(x: jax.Array, arrays: tuple[Any, ...], wide: bool) -> jax.Array:
+      entries = tuple(
+        None if pair is None else StackedEntry(stacked=pair[0], index=pair[1])
+        for pair in arrays
+      )
+      y = self._by_kernel(x, entries, wide)
+      if y is not None:
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+      layer = tuple(None if e is None else e.array() for e in entries)
+      return self._by_groups(x, layer, wide)
+
+    def spec_of(entry: StackedEntry, *axes: Any) -> tuple[Any, ...]:
+      lead = len(entry.index)
+      return P(*(None,) * lead, *axes), (P(),) * lead
+
+    inputs, outputs = self.shards.inputs or None, self.shards.outputs or None
+    codes, *scales = entries
+    assert codes is not None
+    specs = (
+      spec_of(codes, inputs, None, outputs),
+      *(None if e is None else spec_of(e, inputs, outputs) for e in scales),
+    )
+    arrays = tuple(None if e is None else (e.stacked, e.index) for e in entries)
+    return product_per_shard(product, x, arrays, specs, self.shards)
+
   def _by_kernel(
     self,
     x: Float[Array, "*batch I"],
     entries: tuple[StackedEntry | None, ...],
+    wide: bool,
   ) -> Float[Array, "N O"] | None:
-    """x . weight by a kernel, of x's dtype; None if none serves the call."""
+    """x . weight by a kernel; None if none serves the call."""
     codes, step, minimum = entries
     assert codes is not None and step is not None
     weight = BlockCodes(
@@ -195,7 +234,7 @@ class BlockCodesLinear(nnx.Module):
     )
     x = x.reshape(-1, x.shape[-1])
     kernel = choose_product(x, weight).algorithm
-    return None if kernel is None else kernel.product(x, weight)
+    return None if kernel is None else kernel.product(x, weight, wide=wide)
 
   def _weight(
     self, arrays: tuple[jax.Array | None, ...], dtype: DTypeLike
@@ -210,9 +249,12 @@ class BlockCodesLinear(nnx.Module):
     return x.astype(dtype).reshape(-1, *x.shape[2:])
 
   def _by_groups(
-    self, x: Float[Array, "*batch I"], arrays: tuple[jax.Array | None, ...]
+    self,
+    x: Float[Array, "*batch I"],
+    arrays: tuple[jax.Array | None, ...],
+    wide: bool,
   ) -> Float[Array, "*batch O"]:
-    """x . weight, of x's dtype; no group's floats leave the product."""
+    """x . weight, one group after another, whose floats are never stored."""
     codes, step, minimum = arrays
     assert codes is not None
     groups, outer = codes.shape[0], codes.shape[-1]
@@ -231,6 +273,36 @@ class BlockCodesLinear(nnx.Module):
         y = y + total * minimum.astype(jnp.float32)[rows]
       return y, None
 
-    start = collectives.zeros((*x.shape[:-1], outer), jnp.float32, x)
+    shape = (*x.shape[:-1], outer)
+    start = collectives.zeros(shape, jnp.float32, (x, arrays))
     scan_inputs = (jnp.moveaxis(parts, -2, 0), codes, step, minimum)
-    return lax.scan(add, start, scan_inputs)[0].astype(x.dtype)
+    y = lax.scan(add, start, scan_inputs)[0]
+    return y if wide else y.astype(x.dtype)
+
+
+def with_shards(
+  model: Tree, spec_of: Callable[[nnx.Variable], P | None]
+) -> Tree:
+  """The model whose maps of block codes know which mesh axes shard them.
+
+  In a trace no array knows its sharding.
+
+  Args:
+    model: Model, of arrays or of shapes.
+    spec_of: Function from a parameter of codes to its sharding; None: it is
+      on one device.
+  """
+  result = jax.tree.map(lambda x: x, model)
+  for _, module in nnx.iter_modules(result):
+    if isinstance(module, BlockCodesLinear):
+      module.shards = _shards(module.codes, spec_of(module.codes))
+  return result
+
+
+def _shards(codes: nnx.Variable, spec: P | None) -> WeightShards:
+  """Mesh axes of the inputs and of the outputs of codes [..., G, rows, O]."""
+  dims = codes.get_value().ndim
+  axes = (*tuple(spec or ()), *(None,) * dims)[:dims]
+  return WeightShards(
+    inputs=collectives.names(axes[-3]), outputs=collectives.names(axes[-1])
+  )

@@ -83,7 +83,9 @@ def _kernels(value: Any) -> Iterator[Any]:
 
 def _grid(equation: Any) -> KernelGrid:
   parameters, mapping = equation.params, equation.params["grid_mapping"]
-  name = parameters.get("name") or parameters["name_and_src_info"].name
+  # A kernel without a name has that of its function where JAX keeps it.
+  source = parameters.get("name_and_src_info")
+  name = parameters.get("name") or getattr(source, "name", None)
   stated = [bound for bound in mapping.grid if isinstance(bound, int)]
   computed = len(mapping.grid) - len(stated)
   first = mapping.num_dynamic_grid_bounds
