@@ -287,7 +287,7 @@ class GatherChosen:
     mask: Mask = args.context.mask
     size = keys.pos.shape[1]
     b, t, heads, n = rows.chosen.shape
-    offsets = jnp.arange(self.block, dtype=jnp.int32)
+    offsets = jnp.arange(self.block, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
     pos = rows.chosen[..., None] * self.block + offsets
     pos = jnp.where(rows.chosen[..., None] < 0, self.length, pos)
     pos = pos.reshape(b, t, heads, n * self.block)
@@ -315,7 +315,7 @@ class _Piece(NamedTuple):
     v: Values, [B, q, M, p, J]; 0 where there is none.
     column: Column of each, int32 [B, q, M, p]; S where there is none.
     row: Row of the batch of each, [B, 1, 1, 1].
-    head: Kv head of each, [M, 1].
+    head: Kv head of each, [1, 1, M, 1].
     some: Whether there is a key, [B, q, M, p].
   """
 
@@ -340,7 +340,7 @@ class _Piece(NamedTuple):
     column = lax.dynamic_slice_in_dim(columns, index * piece, piece, 3)
     column = jnp.broadcast_to(column, (b, column.shape[1], heads, piece))
     row = jnp.arange(b)[:, None, None, None]
-    head = (jnp.arange(heads) // (heads // kv_heads))[:, None]
+    head = jnp.arange(heads)[None, None, :, None] // (heads // kv_heads)
     some = column < size
     at = row, head, jnp.minimum(column, size - 1)
     take = lambda x: jnp.where(some[..., None], x[at], 0)

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from ringjax import tree
@@ -65,7 +66,8 @@ class GivenBlocks(Selection):
       )
     most = -(-k[1] // self.block) - 1
     if not isinstance(blocks, jax.core.Tracer):
-      low, high = int(jnp.min(blocks)), int(jnp.max(blocks))
+      numbers = np.asarray(blocks)
+      low, high = int(numbers.min()), int(numbers.max())
       if low < -1 or high > most:
         raise OptionError(
           "blocks",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -82,7 +82,7 @@ class Selection(abc.ABC):
     The third dimension is that of `choice_heads`.
     """
 
-  def each(self, f: Callable[[Any, tuple[str, ...]], Any]) -> Self:
+  def each(self, f: Callable[[Any, tuple[str, ...]], Any]) -> Selection:
     """Replace each array by f(array, its dimensions)."""
     arrays = {
       name: f(getattr(self, name), dimensions)

@@ -86,7 +86,7 @@ class TopBlocks(Selection):
     blocks = -(-tokens.length // self.block)
     low, high, extent = self._pooled(tokens, blocks)
     causal = _is_causal(tokens.mask)
-    number = jnp.arange(blocks, dtype=jnp.int32)
+    number = jnp.arange(blocks, dtype=jnp.int32)[None, None, None]
     dtype = wide_dtype(tokens.q.dtype)
 
     def fold(_: tuple, rows: tuple) -> tuple[tuple, jax.Array]:
