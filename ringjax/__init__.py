@@ -54,8 +54,8 @@ from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
-from ringjax.ops.attention.sparse.api import sparse_attention
 from ringjax.ops.attention.sparse.given import GivenBlocks
+from ringjax.ops.attention.sparse.sparse_api import sparse_attention
 from ringjax.ops.attention.sparse.top_blocks import TopBlocks
 from ringjax.ops.attention.sparse.top_tokens import TopTokens
 from ringjax.ops.attention.statistics import AttentionStatistics

@@ -1,4 +1,4 @@
-"""What every kind of selection has to do; a new kind is one more case.
+"""Laws of every kind of selection, with a case for each kind.
 
 The truth is dense attention under a mask that NumPy makes by the definition of
 the kind, in natural order and in float64.
@@ -57,7 +57,7 @@ def _of_blocks(marked: np.ndarray, block: int, s: int) -> np.ndarray:
   return np.repeat(marked, block, -1)[..., :s]
 
 
-def given(block: int, heads: int, n: int) -> Case:
+def given_blocks(block: int, heads: int, n: int) -> Case:
   """Blocks by hand, among them repeated ones and none."""
 
   def arrays(r: np.random.Generator, t: int) -> dict[str, np.ndarray]:
@@ -137,9 +137,9 @@ def top_blocks(count: int, block: int, heads: str, pooling: str) -> Case:
 
 
 CASES = {
-  "given-tokens": given(1, 1, 6),
-  "given-blocks": given(4, K, 3),
-  "given-blocks-per-query-head": given(8, N, 2),
+  "given-tokens": given_blocks(1, 1, 6),
+  "given-blocks": given_blocks(4, K, 3),
+  "given-blocks-per-query-head": given_blocks(8, N, 2),
   "top-tokens": top_tokens(7),
   "top-tokens-tied": top_tokens(7, tied=True),
   "top-blocks": top_blocks(3, 4, "query", "mean"),
@@ -159,11 +159,11 @@ def dense(allowed, q, k, v, sinks=None, soft_cap=None):
     sink = jnp.broadcast_to(sinks[None, :, None, None], (*s.shape[:3], 1))
     s = jnp.concatenate([s, sink], -1)
     v = jnp.pad(v, ((0, 0), (0, 1), (0, 0), (0, 0)))
-  some = jnp.any(s > -jnp.inf, -1, keepdims=True)
-  s = jnp.where(some, s, 0)
-  p = jnp.where(some, jax.nn.softmax(s, -1), 0)
+  sees_key = jnp.any(s > -jnp.inf, -1, keepdims=True)
+  s = jnp.where(sees_key, s, 0)
+  p = jnp.where(sees_key, jax.nn.softmax(s, -1), 0)
   out = jnp.einsum("bnts,bsnj->btnj", p, v, precision="highest")
-  lse = jnp.where(some[..., 0], jax.nn.logsumexp(s, -1), 0)
+  lse = jnp.where(sees_key[..., 0], jax.nn.logsumexp(s, -1), 0)
   return out, lse.swapaxes(1, 2)
 
 

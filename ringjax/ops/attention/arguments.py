@@ -29,7 +29,7 @@ from ringjax.errors import (
   ShapeError,
 )
 from ringjax.ops.attention.scores import Scores
-from ringjax.ops.attention.sparse.selection import Selection
+from ringjax.ops.attention.sparse.block_selection import BlockSelection
 from ringjax.ops.attention.strategies.latents import up_project
 from ringjax.ops.mask import (
   And,
@@ -115,7 +115,7 @@ class AttentionArgs:
   q_len: Int[Array, " B"] | None = None
   k_len: Int[Array, " B"] | None = None
   seed: Int[Array, " #B"] | None = None
-  selection: Selection | None = None
+  selection: BlockSelection | None = None
   mask: Mask
   scores: Scores
   layout: Layout
@@ -270,7 +270,7 @@ class AttentionArgs:
       if getattr(self, name) is not None
     }
     if self.selection is not None:
-      arrays["selection"] = self.selection.each(f)
+      arrays["selection"] = self.selection.map_arrays(f)
     return dataclasses.replace(self, **arrays)
 
   def specs(self, place: CallSharding) -> AttentionArgs:

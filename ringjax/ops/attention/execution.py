@@ -29,8 +29,8 @@ from ringjax.ops.attention.cost.call_shape import CallShape, RowShape
 from ringjax.ops.attention.cost.select import Auto, find_machine
 from ringjax.ops.attention.kernels.auto_kernel import expected
 from ringjax.ops.attention.scores import Context, Terms
-from ringjax.ops.attention.sparse.attend import attend_chosen
-from ringjax.ops.attention.sparse.selection import ShardTokens
+from ringjax.ops.attention.sparse.attend_chosen import attend_chosen
+from ringjax.ops.attention.sparse.block_selection import ShardTokens
 from ringjax.ops.attention.strategies import nesting, registry
 from ringjax.ops.attention.strategies.gather import Gather
 from ringjax.ops.attention.strategies.latents import Absorbed, UpProjected

@@ -121,7 +121,7 @@ class _ShardKeys(NamedTuple):
     return empty.at[self.pos[0]].set(jnp.arange(size), mode="drop")
 
 
-class _Queries(NamedTuple):
+class _ChoosingQueries(NamedTuple):
   """Queries with a place for each token first.
 
   Fields:
@@ -137,7 +137,7 @@ class _Queries(NamedTuple):
   seg: jax.Array
 
   @classmethod
-  def of(cls, x: Local, args: ScoreArgs) -> _Queries:
+  def of(cls, x: Local, args: ScoreArgs) -> _ChoosingQueries:
     assert args.context.chosen is not None
     return cls(tokens_first(x.q), args.context.chosen, *args.context.q)
 
@@ -177,7 +177,7 @@ class GatherChosen:
 
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """Fold the chosen keys of all shards into `carry`."""
-    queries = _Queries.of(x, args)
+    queries = _ChoosingQueries.of(x, args)
 
     def hop(keys: _ShardKeys, partial: Partial) -> Partial:
       table = keys.table(self.length)
@@ -187,7 +187,7 @@ class GatherChosen:
         columns, pieces, piece = self._columns(keys, table, rows, args)
 
         def add(i: Index, partial: Partial) -> Partial:
-          tile = _Piece.of(keys, columns, i, piece, rows.q.shape[2])
+          tile = _ChosenPiece.of(keys, columns, i, piece, rows.q.shape[2])
           s, _ = tile.scores(rows.q, args)
           m = jnp.max(s, -1)
           p = jnp.exp(s - finite_max(m)[..., None])
@@ -216,7 +216,7 @@ class GatherChosen:
     self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
     """Add the gradients of the chosen keys to `carry`."""
-    queries = _Queries.of(x, args)
+    queries = _ChoosingQueries.of(x, args)
     rows_of = tuple(
       tokens_first(a) for a in (residuals.do, residuals.lse, residuals.delta)
     )
@@ -231,7 +231,7 @@ class GatherChosen:
 
         def add(i: Index, state: tuple) -> tuple:
           dk, dv, dq = state
-          tile = _Piece.of(keys, columns, i, piece, rows.q.shape[2])
+          tile = _ChosenPiece.of(keys, columns, i, piece, rows.q.shape[2])
           s, slope = tile.scores(rows.q, args)
           p = jnp.exp(s - lse[..., None])
           dp = product("bqmgj,bqmpj->bqmgp", do, tile.v)
@@ -269,7 +269,7 @@ class GatherChosen:
     dq_sum = dq_sum + jnp.transpose(dq, (0, 2, 4, 3, 1))
     return Gradients(dq_sum, dk, dv, terms)
 
-  def _chunk(self, x: Local, queries: _Queries) -> int:
+  def _chunk(self, x: Local, queries: _ChoosingQueries) -> int:
     """Number of queries of a chunk."""
     count = queries.chosen.shape[3] * self.block
     numbers = x.k.shape[-1] + x.v.shape[-1]
@@ -280,7 +280,7 @@ class GatherChosen:
     self,
     keys: _ShardKeys,
     table: Int[Array, " length"],
-    rows: _Queries,
+    rows: _ChoosingQueries,
     args: ScoreArgs,
   ) -> tuple[Int[Array, "B q _ c"], Index, int]:
     """Columns that queries read, first ones first, and the count of pieces."""
@@ -291,8 +291,8 @@ class GatherChosen:
     pos = rows.chosen[..., None] * self.block + offsets
     pos = jnp.where(rows.chosen[..., None] < 0, self.length, pos)
     pos = pos.reshape(b, t, heads, n * self.block)
-    known = pos < self.length
-    column = jnp.where(known, table[jnp.where(known, pos, 0)], size)
+    in_range = pos < self.length
+    column = jnp.where(in_range, table[jnp.where(in_range, pos, 0)], size)
     seg = jnp.broadcast_to(keys.seg, (b, size))
     row = jnp.arange(b)[:, None, None, None]
     seg = jnp.where(column < size, seg[row, jnp.minimum(column, size - 1)], 0)
@@ -307,16 +307,16 @@ class GatherChosen:
     return column, (longest + piece - 1) // piece, piece
 
 
-class _Piece(NamedTuple):
+class _ChosenPiece(NamedTuple):
   """Some chosen keys of each query of a chunk.
 
   Fields:
-    k: Keys, [B, q, M, p, H]; 0 where there is none.
-    v: Values, [B, q, M, p, J]; 0 where there is none.
-    column: Column of each, int32 [B, q, M, p]; S where there is none.
+    k: Keys, [B, q, M, p, H]; 0 for no key.
+    v: Values, [B, q, M, p, J]; 0 for no key.
+    column: Column of each, int32 [B, q, M, p]; S for no key.
     row: Row of the batch of each, [B, 1, 1, 1].
     head: Kv head of each, [1, 1, M, 1].
-    some: Whether there is a key, [B, q, M, p].
+    present: Whether the place has a key, [B, q, M, p].
   """
 
   k: jax.Array
@@ -324,7 +324,7 @@ class _Piece(NamedTuple):
   column: jax.Array
   row: jax.Array
   head: jax.Array
-  some: jax.Array
+  present: jax.Array
 
   @classmethod
   def of(
@@ -334,17 +334,17 @@ class _Piece(NamedTuple):
     index: Index,
     piece: int,
     heads: int,
-  ) -> _Piece:
+  ) -> _ChosenPiece:
     """Gather piece `index` of the columns for `heads` heads."""
     b, kv_heads, size, _ = keys.k.shape
     column = lax.dynamic_slice_in_dim(columns, index * piece, piece, 3)
     column = jnp.broadcast_to(column, (b, column.shape[1], heads, piece))
     row = jnp.arange(b)[:, None, None, None]
     head = jnp.arange(heads)[None, None, :, None] // (heads // kv_heads)
-    some = column < size
+    present = column < size
     at = row, head, jnp.minimum(column, size - 1)
-    take = lambda x: jnp.where(some[..., None], x[at], 0)
-    return cls(take(keys.k), take(keys.v), column, row, head, some)
+    take = lambda x: jnp.where(present[..., None], x[at], 0)
+    return cls(take(keys.k), take(keys.v), column, row, head, present)
 
   def scores(
     self, q: Float[Array, "B q M G H"], args: ScoreArgs
@@ -356,7 +356,7 @@ class _Piece(NamedTuple):
     if options.soft_cap is not None:
       tanh = jnp.tanh(s / options.soft_cap)
       s, slope = options.soft_cap * tanh, (1 - tanh**2) * slope
-    return jnp.where(self.some[:, :, :, None], s, -jnp.inf), slope
+    return jnp.where(self.present[:, :, :, None], s, -jnp.inf), slope
 
   def add(
     self, total: Float[Array, "B K S H"], x: Float[Array, "B q M p H"]

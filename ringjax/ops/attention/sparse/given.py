@@ -12,8 +12,8 @@ from jaxtyping import Array, Int
 from ringjax import tree
 from ringjax.checks import as_array, positive_int
 from ringjax.errors import DtypeError, OptionError, ShapeError
-from ringjax.ops.attention.sparse.selection import (
-  Selection,
+from ringjax.ops.attention.sparse.block_selection import (
+  BlockSelection,
   ShardTokens,
   check_shape,
 )
@@ -21,7 +21,7 @@ from ringjax.ops.mask import Mask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GivenBlocks(Selection):
+class GivenBlocks(BlockSelection):
   """Blocks of positions by number; a block that occurs twice counts once.
 
   Another layer's choice may be passed on: `sparse_attention` returns it as a
@@ -64,15 +64,15 @@ class GivenBlocks(Selection):
         f"[{q[0]}, {q[1]}, M, n] with M of 1, {k[2]} or {q[2]} and n above 0",
         "pass -1 for queries that read fewer blocks",
       )
-    most = -(-k[1] // self.block) - 1
+    last_block = -(-k[1] // self.block) - 1
     if not isinstance(blocks, jax.core.Tracer):
       numbers = np.asarray(blocks)
       low, high = int(numbers.min()), int(numbers.max())
-      if low < -1 or high > most:
+      if low < -1 or high > last_block:
         raise OptionError(
           "blocks",
           f"numbers from {low} to {high}",
-          f"numbers from -1 (none) to {most}, as there are {k[1]} keys",
+          f"numbers from -1 (none) to {last_block}, as there are {k[1]} keys",
           f"count blocks of {self.block} positions from 0",
         )
 

@@ -30,8 +30,11 @@ from ringjax import tree
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import OptionError
 from ringjax.ops.attention.blockwise import product
+from ringjax.ops.attention.sparse.block_selection import (
+  BlockSelection,
+  ShardTokens,
+)
 from ringjax.ops.attention.sparse.gathered import scan_queries
-from ringjax.ops.attention.sparse.selection import Selection, ShardTokens
 from ringjax.ops.attention.sparse.top_tokens import check_count
 from ringjax.ops.mask import Everything, Extent, Mask, Window
 from ringjax.ops.softmax import wide_dtype
@@ -42,7 +45,7 @@ _SCORES = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopBlocks(Selection):
+class TopBlocks(BlockSelection):
   """The blocks whose pooled keys have the best scores with a query.
 
   Attributes:
@@ -101,7 +104,7 @@ class TopBlocks(Selection):
       if self.heads == "kv":
         scores = jnp.sum(scores, 3)
       scores = scores.reshape(b, t, -1, blocks)
-      own = pos[..., None, None] // self.block == number
+      own_block = pos[..., None, None] // self.block == number
       single = lambda x: x[..., None, None]
       real = single(seg != 0)
       at = single(pos), single(pos), single(seg), single(seg), real, real
@@ -110,7 +113,7 @@ class TopBlocks(Selection):
       if causal:
         candidate &= number < pos[..., None, None] // self.block
       scores = jnp.where(candidate, scores, -jnp.inf)
-      scores = jnp.where(own & real, jnp.inf, scores)
+      scores = jnp.where(own_block & real, jnp.inf, scores)
       scores, chosen = lax.top_k(scores, self.count)
       return (), jnp.where(scores > -jnp.inf, chosen, -1)
 
@@ -157,10 +160,10 @@ class TopBlocks(Selection):
       )
       finite = lambda x: jnp.where(jnp.isfinite(x), x, 0)
       low, high = finite(-bound(-k)), finite(bound(k))
-    some = last >= 0
+    has_keys = last >= 0
     batch_first = lambda x: jnp.swapaxes(x, 0, 1)
     place = lambda x: batch_first(x)[:, None, None]
-    coords = (first, last, last_seg, last_seg, some, some)
+    coords = (first, last, last_seg, last_seg, has_keys, has_keys)
     extent = Extent(*(place(x) for x in coords))
     return batch_first(low), batch_first(high), extent
 

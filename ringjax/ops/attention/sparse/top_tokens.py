@@ -26,12 +26,12 @@ from ringjax import tree
 from ringjax.checks import as_array, positive_int
 from ringjax.errors import OptionError, ShapeError
 from ringjax.ops.attention.blockwise import product
-from ringjax.ops.attention.sparse.gathered import scan_queries
-from ringjax.ops.attention.sparse.selection import (
-  Selection,
+from ringjax.ops.attention.sparse.block_selection import (
+  BlockSelection,
   ShardTokens,
   check_shape,
 )
+from ringjax.ops.attention.sparse.gathered import scan_queries
 from ringjax.ops.mask import Coords, Mask, visible
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
@@ -55,7 +55,7 @@ def check_count(count: int, keys: int, unit: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopTokens(Selection):
+class TopTokens(BlockSelection):
   """The tokens with the best scores of a lightning indexer, for all heads.
 
   Attributes:

@@ -33,7 +33,7 @@ def test_each_kind_equals_dense_attention_on_one_device(kind):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-  "layout,shards",
+  ("layout", "shards"),
   [
     ("contiguous", 2),
     ("contiguous", 8),
@@ -133,10 +133,10 @@ def test_later_tokens_and_other_documents_change_no_choice():
   )[1].blocks  # fmt: skip
   # Token 12 is in the second document of both rows.
   changed = np.asarray(attend(k.at[:, 12].multiply(-100)))
-  same = np.asarray(attend(k))
+  unchanged = np.asarray(attend(k))
   others = (sparse.PACKED[:, 12:13] != sparse.PACKED) | (np.arange(40) < 12)
-  np.testing.assert_array_equal(changed[others], same[others])
-  assert not np.array_equal(changed, same)
+  np.testing.assert_array_equal(changed[others], unchanged[others])
+  assert not np.array_equal(changed, unchanged)
 
 
 def test_a_key_that_is_not_finite_reaches_only_queries_that_choose_it():
@@ -154,7 +154,7 @@ def test_pairs_that_are_computed_are_few_more_than_those_chosen():
   shards, count = 8, 2048
   # Each of 8,192 queries chooses 2,048 of 131,072 keys at random.
   counts = r.multinomial(count, [1 / shards] * shards, 8192)
-  pairs = gathered.executed_pairs(counts, count, 16)
+  pairs = gathered.executed_pairs(counts, count, 64)
   assert 1 <= pairs / counts.sum() <= 1.3
 
 

@@ -9,12 +9,15 @@ from jaxtyping import Array, Float, Int
 from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import Local
 from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.sparse.block_selection import (
+  BlockSelection,
+  ShardTokens,
+)
 from ringjax.ops.attention.sparse.gathered import GatherChosen
-from ringjax.ops.attention.sparse.selection import Selection, ShardTokens
 
 
 def attend_chosen(
-  selection: Selection,
+  selection: BlockSelection,
   tokens: ShardTokens,
   v: Float[Array, "B S K J"],
   scores: Scores,

@@ -20,8 +20,8 @@ from ringjax.errors import OptionError, ShapeError
 from ringjax.ops.attention.arguments import AttentionArgs
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.execution import run
+from ringjax.ops.attention.sparse.block_selection import BlockSelection
 from ringjax.ops.attention.sparse.given import GivenBlocks
-from ringjax.ops.attention.sparse.selection import Selection
 from ringjax.ops.attention.strategies.ring import Ring
 from ringjax.ops.mask import Mask
 from ringjax.parallel.call_sharding import AUTO, locate, shards_of
@@ -45,7 +45,7 @@ def sparse_attention(
   query: Float[Array, "B T N H"],
   key: Float[Array, "B S K H"],
   value: Float[Array, "B S K J"],
-  selection: Selection,
+  selection: BlockSelection,
   *,
   is_causal: bool = False,
   mesh: Mesh | AbstractMesh | None = None,
@@ -106,7 +106,7 @@ def sparse_attention(
     )
   return_residual = boolean("return_residual", return_residual)
   return_selection = boolean("return_selection", return_selection)
-  instance("selection", selection, Selection)
+  instance("selection", selection, BlockSelection)
   key_shards = shards_of(None if axis == AUTO else axis)
   x = AttentionArgs.of(
     query,
@@ -146,7 +146,9 @@ def sparse_attention(
   return results[0] if len(results) == 1 else tuple(results)
 
 
-def _with_selection(x: AttentionArgs, selection: Selection) -> AttentionArgs:
+def _with_selection(
+  x: AttentionArgs, selection: BlockSelection
+) -> AttentionArgs:
   """Add a selection whose arrays are JAX arrays."""
   selection = jax.tree.map(jax.numpy.asarray, selection)
   return dataclasses.replace(x, selection=selection)

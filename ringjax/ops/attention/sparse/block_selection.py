@@ -5,7 +5,7 @@ tokens are blocks of one. Block i holds the positions from i * block to
 (i + 1) * block - 1. Of a chosen block a query reads the keys that the call's
 mask shows. No gradient flows through a choice.
 
-A new kind is a file with a subclass of `Selection` and a case in
+A new kind is a file with a subclass of `BlockSelection` and a case in
 `tests/contracts/sparse.py`.
 """
 
@@ -16,8 +16,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax import tree
 from ringjax.errors import ShapeError
@@ -47,7 +46,7 @@ class ShardTokens:
   length: int
 
 
-class Selection(abc.ABC):
+class BlockSelection(abc.ABC):
   """Base class of the kinds: frozen dataclasses that are pytrees.
 
   Attributes:
@@ -82,7 +81,9 @@ class Selection(abc.ABC):
     The third dimension is that of `choice_heads`.
     """
 
-  def each(self, f: Callable[[Any, tuple[str, ...]], Any]) -> Selection:
+  def map_arrays(
+    self, f: Callable[[Any, tuple[str, ...]], Any]
+  ) -> BlockSelection:
     """Replace each array by f(array, its dimensions)."""
     arrays = {
       name: f(getattr(self, name), dimensions)
@@ -92,14 +93,14 @@ class Selection(abc.ABC):
 
 
 def check_shape(
-  name: str, x: jax.Array, expected: tuple[int | None, ...], words: str
+  name: str, x: Shaped[Array, ...], expected: tuple[int | None, ...], words: str
 ) -> None:
   """Raise ShapeError unless the sizes of `x` are those that are not None."""
-  fits = x.ndim == len(expected) and all(
+  matches = x.ndim == len(expected) and all(
     want is None or have == want
     for have, want in zip(x.shape, expected, strict=True)
   )
-  if not fits:
+  if not matches:
     shown = ", ".join("any" if n is None else str(n) for n in expected)
     raise ShapeError(
       name, f"shape {x.shape}", f"[{shown}]: {words}", "pass arrays of the call"
