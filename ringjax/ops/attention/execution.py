@@ -113,12 +113,13 @@ def _run(
   else:
     with _forward_mode_refused():
       if place.mesh is not None:
-        out, lse, *chosen = _on_mesh(x, place, strategy)
+        results = _on_mesh(x, place, strategy)
       else:
         # Compiled here: without this, a call outside of a jit would compile its
         # loops again each time, and in a shard_map outside of one each
         # operation of each device would be a program.
-        out, lse, *chosen = _jitted_local(x, place, strategy, None)
+        results = _jitted_local(x, place, strategy, None)
+    out, lse, chosen = results[0], results[1], list(results[2:])
   if not x.batched:
     out, lse, *chosen = (a[0] for a in (out, lse, *chosen))
   if x.selection is not None:

@@ -242,8 +242,8 @@ class GatherChosen:
           dv = tile.add(dv, product("bqmgp,bqmgj->bqmpj", low(p), do))
           return dk, dv, dq
 
-        *sums, dq = lax.fori_loop(0, pieces, add, (*sums, dq))
-        return tuple(sums), dq
+        dk, dv, dq = lax.fori_loop(0, pieces, add, (*sums, dq))
+        return (dk, dv), dq
 
       inputs = queries, rows_of, dq
       size = self._chunk(x, queries)

@@ -107,9 +107,10 @@ class TopBlocks(BlockSelection):
       own_block = pos[..., None, None] // self.block == number
       single = lambda x: x[..., None, None]
       real = single(seg != 0)
-      at = single(pos), single(pos), single(seg), single(seg), real, real
-      candidate, _ = tokens.mask.bound(Extent(*at), extent)
-      candidate &= extent.some & real
+      pos_seg = single(pos), single(pos), single(seg), single(seg)
+      rows_extent = Extent(*pos_seg, real, real)
+      visible_to_some, _ = tokens.mask.bound(rows_extent, extent)
+      candidate = visible_to_some & extent.some & real
       if causal:
         candidate &= number < pos[..., None, None] // self.block
       scores = jnp.where(candidate, scores, -jnp.inf)
