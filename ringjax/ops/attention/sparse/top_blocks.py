@@ -109,7 +109,7 @@ class TopBlocks(BlockSelection):
       real = single(seg != 0)
       pos_seg = single(pos), single(pos), single(seg), single(seg)
       rows_extent = Extent(*pos_seg, real, real)
-      visible_to_some, _ = tokens.mask.bound(rows_extent, extent)
+      visible_to_some = tokens.mask.bound(rows_extent, extent)[0]
       candidate = visible_to_some & extent.some & real
       if causal:
         candidate &= number < pos[..., None, None] // self.block
