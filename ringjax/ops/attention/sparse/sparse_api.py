@@ -12,6 +12,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
@@ -149,6 +150,18 @@ def sparse_attention(
 def _with_selection(
   x: AttentionArgs, selection: BlockSelection
 ) -> AttentionArgs:
-  """Add a selection whose arrays are JAX arrays."""
-  selection = jax.tree.map(jax.numpy.asarray, selection)
-  return dataclasses.replace(x, selection=selection)
+  """Add a selection whose arrays are JAX arrays of the call's lengths."""
+  lengths = {"B": x.q.shape[0], "T": x.q.shape[1], "S": x.k.shape[1]}
+
+  def convert(array: Any, dimensions: tuple[str, ...]) -> jax.Array:
+    for size, name in zip(array.shape, dimensions, strict=False):
+      if size != lengths.get(name, size):
+        raise ShapeError(
+          "selection",
+          f"an array of shape {array.shape}",
+          f"{lengths[name]} as dimension {name} of {', '.join(dimensions)}",
+          "pass arrays of the tokens of query and key, in their order",
+        )
+    return jnp.asarray(array)
+
+  return dataclasses.replace(x, selection=selection.map_arrays(convert))

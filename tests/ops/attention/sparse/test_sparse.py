@@ -192,6 +192,16 @@ SELECTIONS = {
     {},
     "31",
   ),
+  "keys of an index of another length": (
+    lambda: rj.TopTokens(
+      q=jnp.ones((2, 32, 1, 4)),
+      weights=jnp.ones((2, 32, 1)),
+      keys=jnp.ones((2, 40, 4)),
+      count=3,
+    ),
+    {},
+    "32 as dimension S",
+  ),
   "blocks of another number of heads": (
     lambda: rj.GivenBlocks(blocks=jnp.zeros((2, 32, 3, 1), jnp.int32)),
     {},
