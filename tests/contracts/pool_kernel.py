@@ -17,6 +17,7 @@ import pytest
 
 from ringjax.errors import OptionError
 from ringjax.kv import Integers
+from ringjax.ops import kernel_choice
 from ringjax.ops.attention.cached.views import Decoder
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.scores import Scores, Terms
@@ -80,11 +81,11 @@ def check_unseen(call: Call, kernel: Any) -> None:
 
 def check_choice(call: Call, kernel: type) -> None:
   """`AutoKernel` takes it on a TPU, and loops on a CPU; it passes its check."""
-  auto_kernel._fault.cache_clear()
+  kernel_choice._fault.cache_clear()
   args = call(dtype=jnp.bfloat16)
   ours = auto_kernel.AutoKernel(platform="tpu", chip="tpu-v5e")
   assert ours.choose_decode(*args).algorithm == kernel(chip="tpu-v5e")
   chosen = auto_kernel.AutoKernel(platform="cpu").choose_decode(*args)
   assert isinstance(chosen.algorithm, auto_kernel.Loops)
   error = auto_kernel._compare_decodes(kernel(interpret=True))
-  assert error < auto_kernel._ALLOWED
+  assert error < kernel_choice.ALLOWED_ERROR
