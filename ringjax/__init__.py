@@ -54,6 +54,10 @@ from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
+from ringjax.ops.attention.sparse.given import GivenBlocks
+from ringjax.ops.attention.sparse.sparse_api import sparse_attention
+from ringjax.ops.attention.sparse.top_blocks import TopBlocks
+from ringjax.ops.attention.sparse.top_tokens import TopTokens
 from ringjax.ops.attention.statistics import AttentionStatistics
 from ringjax.ops.attention.strategies.chain import Chain
 from ringjax.ops.attention.strategies.gather import Gather
@@ -115,6 +119,7 @@ __all__ = [
   "Everything",
   "FlashTPU",
   "Gather",
+  "GivenBlocks",
   "Halo",
   "InputTypeError",
   "Layout",
@@ -139,6 +144,8 @@ __all__ = [
   "Striped",
   "TemplateError",
   "TokenizerError",
+  "TopBlocks",
+  "TopTokens",
   "Ulysses",
   "Uneven",
   "UnsafeFormatError",
@@ -162,6 +169,7 @@ __all__ = [
   "make_mesh",
   "merge",
   "ring_attention",
+  "sparse_attention",
   "striped_attention",
   "tile_counts",
   "tile_schedule",

@@ -29,6 +29,7 @@ from ringjax.errors import (
   ShapeError,
 )
 from ringjax.ops.attention.scores import Scores
+from ringjax.ops.attention.sparse.block_selection import BlockSelection
 from ringjax.ops.attention.strategies.latents import up_project
 from ringjax.ops.mask import (
   And,
@@ -91,6 +92,7 @@ class AttentionArgs:
     q_len: Lengths of the query sequences, int32 [B].
     k_len: Lengths of the key sequences, int32 [B].
     seed: Dropout seed, uint32 [B or 1].
+    selection: Choice of the keys that queries read, or None for all of them.
     mask: Mask over coordinates.
     scores: Score function, static.
     layout: Order of the sequence on the shards, static.
@@ -113,6 +115,7 @@ class AttentionArgs:
   q_len: Int[Array, " B"] | None = None
   k_len: Int[Array, " B"] | None = None
   seed: Int[Array, " #B"] | None = None
+  selection: BlockSelection | None = None
   mask: Mask
   scores: Scores
   layout: Layout
@@ -266,6 +269,8 @@ class AttentionArgs:
       for name, dimensions in _DIMENSIONS.items()
       if getattr(self, name) is not None
     }
+    if self.selection is not None:
+      arrays["selection"] = self.selection.map_arrays(f)
     return dataclasses.replace(self, **arrays)
 
   def specs(self, place: CallSharding) -> AttentionArgs:
@@ -303,7 +308,7 @@ class AttentionArgs:
 
 
 _STATIC = ("scores", "layout", "batched")
-tree.register(AttentionArgs, (*_DIMENSIONS, "mask"), _STATIC)
+tree.register(AttentionArgs, (*_DIMENSIONS, "selection", "mask"), _STATIC)
 
 
 def _mask(

@@ -29,6 +29,8 @@ from ringjax.ops.attention.cost.call_shape import CallShape, RowShape
 from ringjax.ops.attention.cost.select import Auto, find_machine
 from ringjax.ops.attention.kernels.auto_kernel import expected
 from ringjax.ops.attention.scores import Context, Terms
+from ringjax.ops.attention.sparse.attend_chosen import attend_chosen
+from ringjax.ops.attention.sparse.block_selection import ShardTokens
 from ringjax.ops.attention.strategies import nesting, registry
 from ringjax.ops.attention.strategies.gather import Gather
 from ringjax.ops.attention.strategies.latents import Absorbed, UpProjected
@@ -98,21 +100,30 @@ def _run(
   strategy: Strategy,
   return_residual: bool,
 ) -> Any:
-  """Run a checked call by a strategy that is bound to a kind of device."""
+  """Run a checked call by a strategy that is bound to a kind of device.
+
+  With a selection the result is (out, lse, blocks of each query).
+  """
+  chosen: list[jax.Array] = []
   if x.q.shape[0] == 0:
     out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
     lse = jnp.zeros(x.q.shape[:3], wide_dtype(x.q.dtype))
+    if x.selection is not None:
+      chosen = [jnp.zeros((*x.q.shape[:2], 1, 1), jnp.int32)]
   else:
     with _forward_mode_refused():
       if place.mesh is not None:
-        out, lse = _on_mesh(x, place, strategy)
+        results = _on_mesh(x, place, strategy)
       else:
         # Compiled here: without this, a call outside of a jit would compile its
         # loops again each time, and in a shard_map outside of one each
         # operation of each device would be a program.
-        out, lse = _jitted_local(x, place, strategy, None)
+        results = _jitted_local(x, place, strategy, None)
+    out, lse, chosen = results[0], results[1], list(results[2:])
   if not x.batched:
-    out, lse = out[0], lse[0]
+    out, lse, *chosen = (a[0] for a in (out, lse, *chosen))
+  if x.selection is not None:
+    return out, lse, *chosen
   return (out, lse) if return_residual else out
 
 
@@ -221,8 +232,11 @@ def _per_shard(
   place: CallSharding,
   strategy: Strategy,
   lengths: tuple[int, int] | None,
-) -> tuple[jax.Array, jax.Array]:
-  """Attend per shard; `lengths`: true sequence lengths, None if whole."""
+) -> tuple[jax.Array, ...]:
+  """Attend per shard; `lengths`: true sequence lengths, None if whole.
+
+  With a selection the result is (out, lse, blocks of each query).
+  """
   layout, size = x.layout, place.size
   shards = [x.q.shape[1], x.k.shape[1]]
   if lengths is None:
@@ -242,6 +256,17 @@ def _per_shard(
   natural = [layout.positions(index, size, n)[None] for n in shards]
   q_at = _coords(natural[0], lengths[0], x.q_pos, x.q_seg, x.q_len)
   k_at = _coords(natural[1], lengths[1], x.k_pos, x.k_seg, x.k_len)
+  if x.selection is not None:
+    tokens = ShardTokens(
+      q=x.q,
+      k=x.k,
+      q_at=q_at,
+      k_at=k_at,
+      mask=x.mask,
+      axis=place.axis,
+      length=lengths[1],
+    )
+    return attend_chosen(x.selection, tokens, x.v, x.scores, x.sinks)
   group = x.q.shape[2] // x.kv_heads
   by_kv_head = lambda a: None if a is None else a.reshape(-1, group)
   context = Context(
@@ -320,7 +345,7 @@ def _grouped(pair: jax.Array | None, kv_heads: int) -> jax.Array | None:
 
 def _on_mesh(
   x: AttentionArgs, place: CallSharding, strategy: Strategy
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
   _check_explicit(x, place)
   if isinstance(place.mesh, Mesh):
     # Move arrays that a caller made without a mesh to its devices.
@@ -386,7 +411,7 @@ def _narrow_up(x: AttentionArgs) -> AttentionArgs:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _jitted_on_mesh(
   x: AttentionArgs, place: CallSharding, strategy: Strategy
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
   assert place.mesh is not None
   mesh, lengths = place.mesh, (x.q.shape[1], x.k.shape[1])
   slots = [
@@ -411,11 +436,15 @@ def _jitted_on_mesh(
   names = explicit | single | {*place.names, *place.batch, *place.heads}
   if place.fully_manual:
     names |= {*mesh.axis_names} - collectives.manual_axes()
-  out, lse = jax.shard_map(
+  out_specs = specs.q, specs.q
+  if x.selection is not None:
+    shared = x.selection.choice_heads(x.q.shape[2], x.k.shape[2]) == 1
+    out_specs = *out_specs, P(*specs.q[:2], None if shared else specs.q[2])
+  results = jax.shard_map(
     lambda x: _per_shard(_narrow_up(x), place, strategy, lengths),
     mesh=mesh,
     in_specs=(specs,),
-    out_specs=(specs.q, specs.q),
+    out_specs=out_specs,
     axis_names=names,
     # The interpreters of Pallas do not track varying axes.
     check_vma=not getattr(nesting.innermost(strategy), "interpret", False),
@@ -424,8 +453,8 @@ def _jitted_on_mesh(
     if explicit:
       # Types with explicit axes cannot have uneven shards.
       full_length = P(specs.q[0], None, specs.q[2])
-      out, lse = (
-        _reshard(a, place.mesh, full_length, explicit) for a in (out, lse)
-      )
-    out, lse = (out_of_slots(a, slots[0]) for a in (out, lse))
-  return out, lse
+      results = [
+        _reshard(a, place.mesh, full_length, explicit) for a in results
+      ]
+    results = [out_of_slots(a, slots[0]) for a in results]
+  return tuple(results)

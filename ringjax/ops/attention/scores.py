@@ -68,6 +68,8 @@ class Context(NamedTuple):
     allow: Boolean mask, shaped like `Terms.bias`, or None.
     heads: Indices of the query heads (for dropout), int32 [K, G], or None.
     seed: Dropout seed, uint32 [B or 1], or None.
+    chosen: Blocks of positions that each query reads, int32 [B, T, 1 or K, n],
+      -1 for none, for sparse attention; else None.
   """
 
   q: Coords
@@ -76,6 +78,7 @@ class Context(NamedTuple):
   allow: jax.Array | None = None
   heads: jax.Array | None = None
   seed: jax.Array | None = None
+  chosen: jax.Array | None = None
 
 
 class ScoreArgs(NamedTuple):

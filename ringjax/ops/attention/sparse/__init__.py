@@ -1,0 +1,1 @@
+"""Sparse attention: choose keys, then attend to them."""

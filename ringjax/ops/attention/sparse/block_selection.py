@@ -1,0 +1,107 @@
+"""The contract of a selection: which keys each query reads.
+
+A selection chooses, for each query, blocks of `block` neighbouring positions;
+tokens are blocks of one. Block i holds the positions from i * block to
+(i + 1) * block - 1. Of a chosen block a query reads the keys that the call's
+mask shows. No gradient flows through a choice.
+
+A new kind is a file with a subclass of `BlockSelection` and a case in
+`tests/contracts/sparse.py`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from jaxtyping import Array, Float, Int, Shaped
+
+from ringjax import tree
+from ringjax.errors import ShapeError
+from ringjax.ops.mask import Coords, Mask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardTokens:
+  """Per shard: what a selection may look at.
+
+  Attributes:
+    q: Queries, [B, T, N, H].
+    k: Keys, [B, S, K, H].
+    q_at: Coordinates of the queries, [B or 1, T].
+    k_at: Coordinates of the keys, positions [1, S], segments [B or 1, S].
+    mask: Pairs that are visible.
+    axis: Manual axis that shards T and S, or None.
+    length: Number of keys of the whole sequence.
+  """
+
+  q: Float[Array, "B T N H"]
+  k: Float[Array, "B S K H"]
+  q_at: Coords
+  k_at: Coords
+  mask: Mask
+  axis: str | tuple[str, ...] | None
+  length: int
+
+
+class BlockSelection(abc.ABC):
+  """Base class of the kinds: frozen dataclasses that are pytrees.
+
+  Attributes:
+    dimensions: Leading dimensions of each array, as in `arguments`.
+  """
+
+  dimensions: ClassVar[dict[str, tuple[str, ...]]] = {}
+
+  @property
+  @abc.abstractmethod
+  def block_size(self) -> int:
+    """Number of positions of a block; 1 chooses tokens."""
+
+  @abc.abstractmethod
+  def choice_heads(self, heads: int, kv_heads: int) -> int:
+    """Number of heads that choose: 1 (for all), `kv_heads` or `heads`."""
+
+  @abc.abstractmethod
+  def check(self, q: tuple[int, ...], k: tuple[int, ...], mask: Mask) -> None:
+    """Raise RingjaxError if the selection does not fit a call.
+
+    Args:
+      q: Shape of the queries, [B, T, N, H].
+      k: Shape of the keys, [B, S, K, H], S counting those of all shards.
+      mask: Mask over coordinates.
+    """
+
+  @abc.abstractmethod
+  def choose(self, tokens: ShardTokens) -> Int[Array, "B T _ n"]:
+    """Per shard: the distinct blocks of each query, -1 for none.
+
+    The third dimension is that of `choice_heads`.
+    """
+
+  def map_arrays(
+    self, f: Callable[[Any, tuple[str, ...]], Any]
+  ) -> BlockSelection:
+    """Replace each array by f(array, its dimensions)."""
+    arrays = {
+      name: f(getattr(self, name), dimensions)
+      for name, dimensions in self.dimensions.items()
+    }
+    return tree.with_leaves(self, **arrays)
+
+
+def check_shape(
+  name: str, x: Shaped[Array, ...], expected: tuple[int | None, ...], words: str
+) -> None:
+  """Raise ShapeError unless the sizes of `x` are those that are not None."""
+  matches = x.ndim == len(expected) and all(
+    want is None or have == want
+    for have, want in zip(x.shape, expected, strict=True)
+  )
+  if not matches:
+    shown = ", ".join("any" if n is None else str(n) for n in expected)
+    raise ShapeError(
+      name, f"shape {x.shape}", f"[{shown}]: {words}", "pass arrays of the call"
+    )

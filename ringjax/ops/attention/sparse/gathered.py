@@ -1,0 +1,366 @@
+"""Attention of each query over the keys that it has chosen, gathered.
+
+Guarantees: the result is attention under the mask that the choice stands for:
+a chosen key takes part if the call's mask shows it to the query. A query that
+has chosen no visible key gives 0 and a gradient of 0.
+Cost: products of T k pairs, in pieces of keys whose number is data; the longest
+list of a chunk of queries decides how many pieces are computed.
+`executed_pairs` counts them. Keys and values go around the ring of shards once
+forward, and with their gradients once backward.
+Memory: a table of a shard's keys by position, int32 of the sequence's length,
+and the chosen keys of one chunk of queries and one piece.
+
+Partials are added in the order in which keys arrive, so that the last bits
+depend on the number of shards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
+
+from ringjax.ops.attention.blockwise import (
+  Gradients,
+  Local,
+  QGradients,
+  Residuals,
+  product,
+)
+from ringjax.ops.attention.scores import ScoreArgs
+from ringjax.ops.mask import Coords, Mask, visible
+from ringjax.ops.softmax import Partial, finite_max, merge
+from ringjax.parallel import collectives
+from ringjax.typing import Index
+
+# Most numbers of gathered keys and values that are in memory at once.
+_GATHERED = 1 << 22
+# Most queries of a chunk, and fewest and most keys of a piece.
+_CHUNK, _LEAST_PIECE, _MOST_PIECE = 64, 8, 128
+
+
+def piece_keys(count: int, shards: int) -> int:
+  """Number of keys of a piece: about a quarter of a shard's chosen keys."""
+  share = max(1, count // (4 * shards))
+  power = 1 << (share - 1).bit_length()
+  return min(_MOST_PIECE, max(_LEAST_PIECE, power))
+
+
+def executed_pairs(
+  counts: Int[np.ndarray, "T R"], count: int, chunk: int
+) -> int:
+  """Number of pairs of one head whose products are computed on all shards.
+
+  Args:
+    counts: Number of visible chosen keys of each query on each shard of keys,
+      for queries in the order of their shards, each of which `chunk` divides.
+    count: Most keys that a query chooses.
+    chunk: Number of queries of a chunk.
+  """
+  piece = piece_keys(count, counts.shape[1])
+  longest = counts.reshape(-1, chunk, counts.shape[1]).max(1)
+  return int((-(-longest // piece) * piece * chunk).sum())
+
+
+def scan_queries(
+  f: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+  carry: PyTree,
+  x: PyTree,
+  size: int,
+) -> tuple[PyTree, PyTree]:
+  """Scan f over chunks of `size` queries of arrays [B or 1, T, ...].
+
+  The last chunk is padded with zeros, which are padding tokens to a mask.
+  """
+  t = jax.tree.leaves(x)[0].shape[1]
+  size = min(size, t)
+  parts = -(-t // size)
+
+  def split(a: jax.Array) -> jax.Array:
+    widths = [(0, 0), (0, parts * size - t), *[(0, 0)] * (a.ndim - 2)]
+    a = jnp.pad(a, widths).reshape(a.shape[0], parts, size, *a.shape[2:])
+    return jnp.moveaxis(a, 1, 0)
+
+  def join(a: jax.Array) -> jax.Array:
+    a = jnp.moveaxis(a, 0, 1)
+    return a.reshape(a.shape[0], parts * size, *a.shape[3:])[:, :t]
+
+  carry, result = lax.scan(f, carry, jax.tree.map(split, x))
+  return carry, jax.tree.map(join, result)
+
+
+class _ShardKeys(NamedTuple):
+  """Keys that travel.
+
+  Fields:
+    k: Keys, [B, K, S, H].
+    v: Values, [B, K, S, J].
+    pos: Positions, int32 [1, S].
+    seg: Segments, int32 [B or 1, S].
+  """
+
+  k: jax.Array
+  v: jax.Array
+  pos: jax.Array
+  seg: jax.Array
+
+  @classmethod
+  def of(cls, x: Local, args: ScoreArgs) -> _ShardKeys:
+    return cls(x.k, x.v, *args.context.k)
+
+  def table(self, length: int) -> Int[Array, " length"]:
+    """Column of each position; the number of columns where it is not here."""
+    size = self.pos.shape[1]
+    empty = collectives.full((length,), size, jnp.int32, self.pos)
+    return empty.at[self.pos[0]].set(jnp.arange(size), mode="drop")
+
+
+class _ChoosingQueries(NamedTuple):
+  """Queries with a place for each token first.
+
+  Fields:
+    q: Queries, [B, T, M, G, H].
+    chosen: Blocks of positions that each query reads, int32 [B, T, 1 or M, n].
+    pos: Positions, int32 [B or 1, T].
+    seg: Segments, int32 [B or 1, T].
+  """
+
+  q: jax.Array
+  chosen: jax.Array
+  pos: jax.Array
+  seg: jax.Array
+
+  @classmethod
+  def of(cls, x: Local, args: ScoreArgs) -> _ChoosingQueries:
+    assert args.context.chosen is not None
+    return cls(tokens_first(x.q), args.context.chosen, *args.context.q)
+
+
+def tokens_first(x: Float[Array, "B M G T *H"]) -> Float[Array, "B T M G *H"]:
+  """Move the tokens of an array of a local algorithm beside the batch."""
+  return jnp.moveaxis(x, 3, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherChosen:
+  """Local algorithm and strategy: chosen keys are gathered on every hop.
+
+  Attributes:
+    length: Number of positions of the whole sequence of keys.
+    block: Number of positions of a block.
+    axis: Manual axis that shards keys and queries, or None.
+  """
+
+  length: int
+  block: int
+  axis: str | tuple[str, ...] | None = None
+
+  differentiable = False
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    return collectives.names(self.axis)
+
+  @property
+  def shards(self) -> int:
+    return 1 if self.axis is None else collectives.axis_size(self.axis)
+
+  def span(self, keys: int) -> int:
+    """Number of keys that a call sees whose operands hold `keys`."""
+    return keys * self.shards
+
+  def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
+    """Fold the chosen keys of all shards into `carry`."""
+    queries = _ChoosingQueries.of(x, args)
+
+    def hop(keys: _ShardKeys, partial: Partial) -> Partial:
+      table = keys.table(self.length)
+
+      def fold(_: tuple, chunk: tuple) -> tuple[tuple, Partial]:
+        rows, partial = chunk
+        columns, pieces, piece = self._columns(keys, table, rows, args)
+
+        def add(i: Index, partial: Partial) -> Partial:
+          tile = _ChosenPiece.of(keys, columns, i, piece, rows.q.shape[2])
+          s, _ = tile.scores(rows.q, args)
+          m = jnp.max(s, -1)
+          p = jnp.exp(s - finite_max(m)[..., None])
+          acc = product("bqmgp,bqmpj->bqmgj", p.astype(keys.v.dtype), tile.v)
+          return merge(partial, Partial(acc, m, jnp.sum(p, -1)))
+
+        return (), lax.fori_loop(0, pieces, add, partial)
+
+      size = self._chunk(x, queries)
+      return scan_queries(fold, (), (queries, partial), size)[1]
+
+    keys = _ShardKeys.of(x, args)
+    partial = hop(keys, jax.tree.map(tokens_first, carry))
+    if self.axis is not None:
+      axis = self.axis
+
+      def step(_: Index, state: tuple) -> tuple:
+        keys, partial = state
+        keys = collectives.rotate(keys, axis, 1)
+        return keys, hop(keys, partial)
+
+      partial = lax.fori_loop(1, self.shards, step, (keys, partial))[1]
+    return jax.tree.map(lambda a: jnp.moveaxis(a, 1, 3), partial)
+
+  def backward(
+    self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
+  ) -> Gradients:
+    """Add the gradients of the chosen keys to `carry`."""
+    queries = _ChoosingQueries.of(x, args)
+    rows_of = tuple(
+      tokens_first(a) for a in (residuals.do, residuals.lse, residuals.delta)
+    )
+    dtype = residuals.lse.dtype
+
+    def hop(keys: _ShardKeys, dk: jax.Array, dv: jax.Array, dq: jax.Array):
+      table = keys.table(self.length)
+
+      def fold(sums: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
+        rows, (do, lse, delta), dq = chunk
+        columns, pieces, piece = self._columns(keys, table, rows, args)
+
+        def add(i: Index, state: tuple) -> tuple:
+          dk, dv, dq = state
+          tile = _ChosenPiece.of(keys, columns, i, piece, rows.q.shape[2])
+          s, slope = tile.scores(rows.q, args)
+          p = jnp.exp(s - lse[..., None])
+          dp = product("bqmgj,bqmpj->bqmgp", do, tile.v)
+          ds = p * (dp - delta[..., None]) * slope
+          low = lambda a: a.astype(rows.q.dtype)
+          dq += product("bqmgp,bqmph->bqmgh", low(ds), tile.k)
+          dk = tile.add(dk, product("bqmgp,bqmgh->bqmph", low(ds), rows.q))
+          dv = tile.add(dv, product("bqmgp,bqmgj->bqmpj", low(p), do))
+          return dk, dv, dq
+
+        dk, dv, dq = lax.fori_loop(0, pieces, add, (*sums, dq))
+        return (dk, dv), dq
+
+      inputs = queries, rows_of, dq
+      size = self._chunk(x, queries)
+      (dk, dv), dq = scan_queries(fold, (dk, dv), inputs, size)
+      return dk, dv, dq
+
+    keys = _ShardKeys.of(x, args)
+    zeros = lambda a: collectives.zeros(a.shape, dtype, x)
+    state = hop(keys, zeros(x.k), zeros(x.v), zeros(queries.q))
+    if self.axis is not None:
+      axis = self.axis
+
+      def step(_: Index, state: tuple) -> tuple:
+        keys, dk, dv, dq = state
+        keys, dk, dv = collectives.rotate((keys, dk, dv), axis, 1)
+        return keys, *hop(keys, dk, dv, dq)
+
+      _, *state = lax.fori_loop(1, self.shards, step, (keys, *state))
+      # The gradients arrive at the shard of their keys.
+      state = *collectives.rotate(tuple(state[:2]), axis, 1), state[2]
+    dk, dv, dq = state
+    dq_sum, terms = carry
+    dq_sum = dq_sum + jnp.transpose(dq, (0, 2, 4, 3, 1))
+    return Gradients(dq_sum, dk, dv, terms)
+
+  def _chunk(self, x: Local, queries: _ChoosingQueries) -> int:
+    """Number of queries of a chunk."""
+    count = queries.chosen.shape[3] * self.block
+    numbers = x.k.shape[-1] + x.v.shape[-1]
+    rows = x.q.shape[0] * x.q.shape[1] * piece_keys(count, self.shards)
+    return max(1, min(_CHUNK, _GATHERED // (rows * numbers)))
+
+  def _columns(
+    self,
+    keys: _ShardKeys,
+    table: Int[Array, " length"],
+    rows: _ChoosingQueries,
+    args: ScoreArgs,
+  ) -> tuple[Int[Array, "B q _ c"], Index, int]:
+    """Columns that queries read, first ones first, and the count of pieces."""
+    mask: Mask = args.context.mask
+    size = keys.pos.shape[1]
+    b, t, heads, n = rows.chosen.shape
+    offsets = jnp.arange(self.block, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
+    pos = rows.chosen[..., None] * self.block + offsets
+    pos = jnp.where(rows.chosen[..., None] < 0, self.length, pos)
+    pos = pos.reshape(b, t, heads, n * self.block)
+    in_range = pos < self.length
+    column = jnp.where(in_range, table[jnp.where(in_range, pos, 0)], size)
+    seg = jnp.broadcast_to(keys.seg, (b, size))
+    row = jnp.arange(b)[:, None, None, None]
+    seg = jnp.where(column < size, seg[row, jnp.minimum(column, size - 1)], 0)
+    q_at = Coords(rows.pos[..., None, None], rows.seg[..., None, None])
+    column = jnp.where(visible(mask, q_at, Coords(pos, seg)), column, size)
+    column = jnp.sort(column, -1)
+    piece = piece_keys(n * self.block, self.shards)
+    longest = jnp.max(jnp.sum(column < size, -1, dtype=jnp.int32))
+    padding = -(n * self.block) % piece
+    widths = [(0, 0)] * 3 + [(0, padding)]
+    column = jnp.pad(column, widths, constant_values=size)
+    return column, (longest + piece - 1) // piece, piece
+
+
+class _ChosenPiece(NamedTuple):
+  """Some chosen keys of each query of a chunk.
+
+  Fields:
+    k: Keys, [B, q, M, p, H]; 0 for no key.
+    v: Values, [B, q, M, p, J]; 0 for no key.
+    column: Column of each, int32 [B, q, M, p]; S for no key.
+    row: Row of the batch of each, [B, 1, 1, 1].
+    head: Kv head of each, [1, 1, M, 1].
+    present: Whether the place has a key, [B, q, M, p].
+  """
+
+  k: jax.Array
+  v: jax.Array
+  column: jax.Array
+  row: jax.Array
+  head: jax.Array
+  present: jax.Array
+
+  @classmethod
+  def of(
+    cls,
+    keys: _ShardKeys,
+    columns: Int[Array, "B q _ c"],
+    index: Index,
+    piece: int,
+    heads: int,
+  ) -> _ChosenPiece:
+    """Gather piece `index` of the columns for `heads` heads."""
+    b, kv_heads, size, _ = keys.k.shape
+    column = lax.dynamic_slice_in_dim(columns, index * piece, piece, 3)
+    column = jnp.broadcast_to(column, (b, column.shape[1], heads, piece))
+    row = jnp.arange(b)[:, None, None, None]
+    head = jnp.arange(heads)[None, None, :, None] // (heads // kv_heads)
+    present = column < size
+    at = row, head, jnp.minimum(column, size - 1)
+    take = lambda x: jnp.where(present[..., None], x[at], 0)
+    return cls(take(keys.k), take(keys.v), column, row, head, present)
+
+  def scores(
+    self, q: Float[Array, "B q M G H"], args: ScoreArgs
+  ) -> tuple[Any, Any]:
+    """Scores [B, q, M, G, p], -inf for no key, and d score / d product."""
+    options = args.scores
+    s = product("bqmgh,bqmph->bqmgp", q, self.k) * options.scale
+    slope: Any = options.scale
+    if options.soft_cap is not None:
+      tanh = jnp.tanh(s / options.soft_cap)
+      s, slope = options.soft_cap * tanh, (1 - tanh**2) * slope
+    return jnp.where(self.present[:, :, :, None], s, -jnp.inf), slope
+
+  def add(
+    self, total: Float[Array, "B K S H"], x: Float[Array, "B q M p H"]
+  ) -> Float[Array, "B K S H"]:
+    """Add rows of gradients to those of their keys."""
+    x = x.astype(total.dtype)
+    return total.at[self.row, self.head, self.column].add(x, mode="drop")

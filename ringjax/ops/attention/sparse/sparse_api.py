@@ -1,0 +1,167 @@
+"""`sparse_attention`: attention over the keys that a selection chooses.
+
+Guarantees: the result is that of dense attention under the mask that the choice
+stands for, outputs and gradients, on any mesh and in any layout. Arguments are
+those of `ring_attention`, checked by the same code; those that would need a
+term for each pair are refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Float
+
+from ringjax.checks import boolean, instance
+from ringjax.errors import OptionError, ShapeError
+from ringjax.ops.attention.arguments import AttentionArgs
+from ringjax.ops.attention.blockwise import Blockwise
+from ringjax.ops.attention.execution import run
+from ringjax.ops.attention.sparse.block_selection import BlockSelection
+from ringjax.ops.attention.sparse.given import GivenBlocks
+from ringjax.ops.attention.strategies.ring import Ring
+from ringjax.ops.mask import Mask
+from ringjax.parallel.call_sharding import AUTO, locate, shards_of
+from ringjax.parallel.layout import Layout
+
+_OPTIONS = (
+  "mask",
+  "scale",
+  "query_seq_lengths",
+  "key_value_seq_lengths",
+  "local_window_size",
+  "q_segment_ids",
+  "kv_segment_ids",
+  "q_positions",
+  "sinks",
+  "logits_soft_cap",
+)
+
+
+def sparse_attention(
+  query: Float[Array, "B T N H"],
+  key: Float[Array, "B S K H"],
+  value: Float[Array, "B S K J"],
+  selection: BlockSelection,
+  *,
+  is_causal: bool = False,
+  mesh: Mesh | AbstractMesh | None = None,
+  axis: str | tuple[str, ...] | None = AUTO,
+  batch_axis: str | tuple[str, ...] | None = None,
+  head_axis: str | tuple[str, ...] | None = None,
+  layout: Layout | None = None,
+  return_residual: bool = False,
+  return_selection: bool = False,
+  **options: Any,
+) -> Any:
+  """Attend to the keys that each query chooses, over a sharded sequence.
+
+  A query reads the chosen keys that the call's mask shows it, at the cost of
+  their number. No gradient flows through the choice.
+
+  Args:
+    query: Queries, [B, T, N, H], T over `axis`, in the order of `layout`.
+    key: Keys, [B, S, K, H]; their positions are those of the layout.
+    value: Values, [B, S, K, J].
+    selection: Choice of keys: `GivenBlocks`, `TopTokens` or `TopBlocks`.
+    is_causal: Whether a query only sees keys at and before its position.
+    mesh: Device mesh, as in `dot_product_attention`.
+    axis: Mesh axis that shards T and S, as in `dot_product_attention`.
+    batch_axis: Mesh axes that shard B, as in `dot_product_attention`.
+    head_axis: Mesh axes that shard N, as in `dot_product_attention`.
+    layout: Order of the tokens on the shards; default `Contiguous()`.
+    return_residual: Whether to return the log-sum-exp, too, float32 [B, T, N].
+    return_selection: Whether to return the choice, too, a `GivenBlocks` with
+      which another layer can read the same keys.
+    **options: `mask` (a ringjax mask), `scale`, `query_seq_lengths`,
+      `key_value_seq_lengths`, `local_window_size`, `q_segment_ids`,
+      `kv_segment_ids`, `q_positions`, `sinks` and `logits_soft_cap` of
+      `dot_product_attention`. A window narrows what a query may choose.
+
+  Returns:
+    [B, T, N, J] in the query's dtype; with what is asked for a tuple of it, the
+    log-sum-exp and the choice.
+
+  Raises:
+    RingjaxError: If arguments do not fit, before anything is compiled.
+  """
+  for name in options:
+    if name not in _OPTIONS:
+      raise OptionError(
+        name,
+        "an argument that sparse attention does not take",
+        f"one of {', '.join(_OPTIONS)}",
+        "leave it out, or call rj.dot_product_attention",
+      )
+  mask = options.get("mask")
+  if mask is not None and not isinstance(mask, Mask):
+    raise OptionError(
+      "mask",
+      "an array of pairs",
+      "a ringjax mask such as Causal()",
+      "pass the keys to read as GivenBlocks",
+    )
+  return_residual = boolean("return_residual", return_residual)
+  return_selection = boolean("return_selection", return_selection)
+  instance("selection", selection, BlockSelection)
+  key_shards = shards_of(None if axis == AUTO else axis)
+  x = AttentionArgs.of(
+    query,
+    key,
+    value,
+    is_causal=is_causal,
+    layout=layout,
+    key_shards=key_shards,
+    **options,
+  )
+  if not x.batched:
+    raise ShapeError(
+      "query",
+      f"shape {x.q.shape[1:]}",
+      "[B, T, N, H]",
+      "add a batch axis to query, key, value and the selection",
+    )
+  b, s, kv_heads, h = x.k.shape
+  selection.check(x.q.shape, (b, s * key_shards, kv_heads, h), x.mask)
+  place = locate(
+    x.operands,
+    mesh,
+    axis,
+    required=False,
+    batch_axis=batch_axis,
+    head_axis=head_axis,
+    by_name=False,
+  )
+  x = _with_selection(x, selection)
+  out, lse, blocks = run(x, place, Ring(Blockwise()), True)
+  results = [out]
+  if return_residual:
+    results.append(lse)
+  if return_selection:
+    size = selection.block_size
+    results.append(GivenBlocks(blocks=blocks, block=size))
+  return results[0] if len(results) == 1 else tuple(results)
+
+
+def _with_selection(
+  x: AttentionArgs, selection: BlockSelection
+) -> AttentionArgs:
+  """Add a selection whose arrays are JAX arrays of the call's lengths."""
+  lengths = {"B": x.q.shape[0], "T": x.q.shape[1], "S": x.k.shape[1]}
+
+  def convert(array: Any, dimensions: tuple[str, ...]) -> jax.Array:
+    for size, name in zip(array.shape, dimensions, strict=False):
+      if size != lengths.get(name, size):
+        raise ShapeError(
+          "selection",
+          f"an array of shape {array.shape}",
+          f"{lengths[name]} as dimension {name} of {', '.join(dimensions)}",
+          "pass arrays of the tokens of query and key, in their order",
+        )
+    return jnp.asarray(array)
+
+  return dataclasses.replace(x, selection=selection.map_arrays(convert))

@@ -1,0 +1,235 @@
+"""Laws of every kind of selection, with a case for each kind.
+
+The truth is dense attention under a mask that NumPy makes by the definition of
+the kind, in natural order and in float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ringjax as rj
+
+B, N, K, H, J = 2, 4, 2, 8, 6
+LAYOUTS: dict[str, rj.Layout] = {
+  "contiguous": rj.Contiguous(),
+  "striped": rj.Striped(),
+  "striped4": rj.Striped(4),
+  "zigzag": rj.Zigzag(),
+}
+# Two rows of packed documents; 0 is padding.
+PACKED = np.stack(
+  [np.repeat([1, 2, 3, 0], [9, 14, 12, 5]), np.repeat([4, 5, 6], [3, 20, 17])]
+).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A kind of selection with its definition.
+
+  Attributes:
+    arrays: Makes the selection's arrays, [B, T, ...], from a generator and T.
+    selection: Makes the selection from those arrays.
+    allowed: (arrays, q, k, visible [B, T, S], segments [B, T]) to the pairs
+      that are read, bool [B, N, T, S].
+  """
+
+  arrays: Callable[[np.random.Generator, int], dict[str, np.ndarray]]
+  selection: Callable[..., Any]
+  allowed: Callable[..., np.ndarray]
+
+
+def best(scores: np.ndarray, count: int) -> np.ndarray:
+  """Mark the `count` best finite scores of each row, the first of equals."""
+  order = np.argsort(-scores, -1, kind="stable")[..., :count]
+  marked = np.zeros(scores.shape, bool)
+  np.put_along_axis(marked, order, True, -1)
+  return marked & (scores > -np.inf)
+
+
+def _of_blocks(marked: np.ndarray, block: int, s: int) -> np.ndarray:
+  return np.repeat(marked, block, -1)[..., :s]
+
+
+def given_blocks(block: int, heads: int, n: int) -> Case:
+  """Blocks by hand, among them repeated ones and none."""
+
+  def arrays(r: np.random.Generator, t: int) -> dict[str, np.ndarray]:
+    blocks = r.integers(-1, -(-t // block), (B, t, heads, n))
+    return {"blocks": blocks.astype(np.int32)}
+
+  def allowed(x, q, k, visible, seg) -> np.ndarray:
+    del k, seg
+    s = visible.shape[2]
+    marked = np.zeros((B, s, heads, -(-s // block) + 1), bool)
+    np.put_along_axis(marked, x["blocks"], True, -1)
+    marked = _of_blocks(marked[..., :-1], block, s).swapaxes(1, 2)
+    return np.repeat(marked, N // heads, 1) & visible[:, None]
+
+  return Case(arrays, lambda **x: rj.GivenBlocks(block=block, **x), allowed)
+
+
+def top_tokens(count: int, tied: bool = False) -> Case:
+  """Tokens by an index, whose scores are often equal if `tied`."""
+
+  def arrays(r: np.random.Generator, t: int) -> dict[str, np.ndarray]:
+    draw = lambda *shape: (
+      r.integers(-1, 2, shape) if tied else r.normal(size=shape)
+    ).astype(np.float32)
+    return {
+      "q": draw(B, t, 2, 4),
+      "weights": np.abs(draw(B, t, 2)),
+      "keys": draw(B, t, 4),
+    }
+
+  def allowed(x, q, k, visible, seg) -> np.ndarray:
+    del q, k, seg
+    dots = np.maximum(np.einsum("btie,bse->btis", x["q"], x["keys"]), 0)
+    scores = np.einsum("btis,bti->bts", dots, x["weights"])
+    marked = best(np.where(visible, scores, -np.inf), count)
+    return np.repeat(marked[:, None], N, 1)
+
+  return Case(arrays, lambda **x: rj.TopTokens(count=count, **x), allowed)
+
+
+def top_blocks(count: int, block: int, heads: str, pooling: str) -> Case:
+  """Blocks by pooled keys, in causal calls."""
+
+  def allowed(x, q, k, visible, seg) -> np.ndarray:
+    del x
+    t = q.shape[1]
+    scores = np.full((B, N, t, -(-t // block)), -np.inf)
+    for b, i, c in np.ndindex(B, t, scores.shape[3]):
+      inside = np.arange(c * block, min(t, (c + 1) * block))
+      inside = inside[seg[b, inside] != 0]
+      if not len(inside) or seg[b, i] == 0 or c > i // block:
+        continue
+      inside = inside[seg[b, inside] == seg[b, inside[-1]]]
+      if c == i // block:
+        scores[b, :, i, c] = np.inf
+      elif visible[b, i, inside].any():
+        for n in range(N):
+          keys = k[b, inside, n // (N // K)].astype(np.float64)
+          query = q[b, i, n].astype(np.float64)
+          if pooling == "mean":
+            scores[b, n, i, c] = query @ keys.mean(0)
+          else:
+            products = np.stack([query * keys.min(0), query * keys.max(0)])
+            scores[b, n, i, c] = products.max(0).sum()
+    if heads == "kv":
+      scores = scores.reshape(B, K, N // K, *scores.shape[2:]).sum(2)
+      scores = np.repeat(scores, N // K, 1)
+    return _of_blocks(best(scores, count), block, t) & visible[:, None]
+
+  return Case(
+    lambda r, t: {},
+    lambda: rj.TopBlocks(
+      count=count, block=block, heads=heads, pooling=pooling
+    ),
+    allowed,
+  )
+
+
+CASES = {
+  "given-tokens": given_blocks(1, 1, 6),
+  "given-blocks": given_blocks(4, K, 3),
+  "given-blocks-per-query-head": given_blocks(8, N, 2),
+  "top-tokens": top_tokens(7),
+  "top-tokens-tied": top_tokens(7, tied=True),
+  "top-blocks": top_blocks(3, 4, "query", "mean"),
+  "top-blocks-of-kv-heads": top_blocks(2, 8, "kv", "mean"),
+  "top-blocks-by-bounds": top_blocks(3, 4, "kv", "bounds"),
+}
+
+
+def dense(allowed, q, k, v, sinks=None, soft_cap=None):
+  """(out, lse) of dense attention under a mask [B, N, T, S]."""
+  k, v = (jnp.repeat(x, N // K, 2) for x in (k, v))
+  s = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * H**-0.5
+  if soft_cap is not None:
+    s = soft_cap * jnp.tanh(s / soft_cap)
+  s = jnp.where(allowed, s, -jnp.inf)
+  if sinks is not None:
+    sink = jnp.broadcast_to(sinks[None, :, None, None], (*s.shape[:3], 1))
+    s = jnp.concatenate([s, sink], -1)
+    v = jnp.pad(v, ((0, 0), (0, 1), (0, 0), (0, 0)))
+  sees_key = jnp.any(s > -jnp.inf, -1, keepdims=True)
+  s = jnp.where(sees_key, s, 0)
+  p = jnp.where(sees_key, jax.nn.softmax(s, -1), 0)
+  out = jnp.einsum("bnts,bsnj->btnj", p, v, precision="highest")
+  lse = jnp.where(sees_key[..., 0], jax.nn.logsumexp(s, -1), 0)
+  return out, lse.swapaxes(1, 2)
+
+
+def check(
+  case: Case,
+  layout: rj.Layout = LAYOUTS["contiguous"],
+  shards: int = 1,
+  *,
+  t: int = 40,
+  window: int | None = None,
+  packed: bool = False,
+  sinks: bool = False,
+  soft_cap: float | None = None,
+  mesh: Any = None,
+  seed: int = 0,
+) -> None:
+  """Outputs, log-sum-exps and all gradients equal those of dense attention."""
+  r = np.random.default_rng(seed)
+  draw = lambda *shape: r.normal(size=shape).astype(np.float32)
+  q, k, v = draw(B, t, N, H), draw(B, t, K, H), draw(B, t, K, J)
+  arrays = case.arrays(r, t)
+  seg = PACKED if packed else np.ones((B, t), np.int32)
+  i, j = np.arange(t)[:, None], np.arange(t)
+  visible = (j <= i) & (seg[:, :, None] == seg[:, None]) & (seg != 0)[:, None]
+  if window is not None:
+    visible &= i - j <= window
+  allowed = case.allowed(arrays, q, k, visible, seg)
+  sink = draw(N) if sinks else None
+  weights = draw(B, t, N, J), draw(B, t, N)
+
+  def loss(out, lse):
+    finite = jnp.where(lse > -jnp.inf, lse, 0)
+    return jnp.sum(out * weights[0]) + jnp.sum(finite * weights[1])
+
+  def truth(q, k, v, sink):
+    out, lse = dense(allowed, q, k, v, sink, soft_cap)
+    return loss(out, lse), out
+
+  into = lambda x: layout.permute(jnp.asarray(x), shards=shards)
+  back = lambda x: layout.restore(x, shards=shards)
+  selection = case.selection(**{name: into(x) for name, x in arrays.items()})
+
+  def sparse(q, k, v, sink):
+    out, lse = rj.sparse_attention(
+      into(q),
+      into(k),
+      into(v),
+      selection,
+      is_causal=True,
+      mesh=mesh,
+      layout=layout,
+      local_window_size=None if window is None else (window, 0),
+      q_segment_ids=into(seg) if packed else None,
+      sinks=sink,
+      logits_soft_cap=soft_cap,
+      return_residual=True,
+    )
+    return loss(back(out), back(lse)), back(out)
+
+  names = (0, 1, 2, 3) if sinks else (0, 1, 2)
+  (_, expected), expected_gradients = jax.value_and_grad(
+    truth, names, has_aux=True
+  )(q, k, v, sink)
+  (_, out), gradients = jax.jit(
+    jax.value_and_grad(sparse, names, has_aux=True)
+  )(q, k, v, sink)
+  np.testing.assert_allclose(out, expected, atol=1e-5)
+  for got, want in zip(gradients, expected_gradients, strict=True):
+    np.testing.assert_allclose(got, want, atol=2e-5)
