@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 
 from ringjax.errors import OptionError
-from ringjax.kv import Integers
-from ringjax.ops.attention.cached.views import Decoder
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.scores import Scores, Terms
 from ringjax.ops.mask import Prefix
@@ -28,11 +26,6 @@ Call = Callable[..., tuple[Any, Any, Any]]
 def declined(kernel: type) -> dict[str, dict[str, Any]]:
   """Calls that each of the kernels declines, by words of the reason."""
   return {
-    "pages of codes": dict(
-      view=lambda x: dataclasses.replace(
-        x, decoders=(Decoder(Integers(bits=4), 16, jnp.float32),) * 2
-      )
-    ),
     "float16": dict(dtype=jnp.float16),
     "ALiBi": dict(terms=Terms(slopes=jnp.ones((2, 3)))),
     "dropout": dict(scores=Scores(scale=1.0, dropout_rate=0.1)),

@@ -80,6 +80,8 @@ class DecodePoolTPU(PoolDecoderTPU):
     if reason is not None:
       return reason
     assert isinstance(keys, PooledView)
+    if keys.decoders is not None:
+      return "pages of codes: it reads numbers"
     if keys.shared is None:
       return "a view without a plan of shared tiles"
     if q.shape[3] != 1:

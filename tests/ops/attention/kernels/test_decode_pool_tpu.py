@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ringjax.kv import Integers
 from ringjax.ops.attention.cached.pooled import PooledView, decode_pool
+from ringjax.ops.attention.cached.views import Decoder
 from ringjax.ops.attention.kernels.decode_pool_tpu import DecodePoolTPU
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.mask import Causal, Coords, SameSegment, Window
@@ -99,6 +101,11 @@ def test_what_is_not_seen_does_not_matter():
 
 
 DECLINED = pool_kernel.declined(DecodePoolTPU) | {
+  "pages of codes": dict(
+    view=lambda x: dataclasses.replace(
+      x, decoders=(Decoder(Integers(bits=4), 16, jnp.float32),) * 2
+    )
+  ),
   "without a plan": dict(view=lambda x: dataclasses.replace(x, shared=None)),
 }
 
