@@ -39,7 +39,9 @@ def check_declines(
   call: Call, kernel: Any, words: str, changes: dict[str, Any]
 ) -> None:
   """A changed call is declined with these words, and refused if made."""
-  given = {name: changes[name] for name in {"mask", "dtype"} & {*changes}}
+  given = {
+    name: changes[name] for name in {"mask", "dtype", "queries"} & {*changes}
+  }
   q, view, args = call(**given)
   view = changes.get("view", lambda x: x)(view)
   for name in {"scores", "terms"} & {*changes}:

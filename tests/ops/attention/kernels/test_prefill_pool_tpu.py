@@ -341,7 +341,11 @@ def test_a_latent_head_of_many_queries():
 DECLINED = pool_kernel.declined(PrefillPoolTPU)
 DECLINED_CODES = {
   "codes that are uint8": dict(
-    view=lambda x: dataclasses.replace(x, k=x.k.astype(jnp.uint8))
+    view=lambda x: dataclasses.replace(
+      x,
+      k=jnp.swapaxes(x.k, 3, 4).astype(jnp.uint8),
+      v=jnp.swapaxes(x.v, 3, 4).astype(jnp.uint8),
+    )
   ),
   "it decodes integers and levels": dict(codec=ChannelGroups(group=PAGE)),
   "scales of channels": dict(codec=CodeBook(outliers=0)),
