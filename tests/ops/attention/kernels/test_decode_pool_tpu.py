@@ -95,8 +95,18 @@ def test_masks_and_dtypes(what):
   ("name", "options", "limit"),
   [
     ("some", {}, 3e-6),
-    ("groups", {"mask": Causal() & SameSegment() & Window(140)}, 3e-6),
-    ("some", {"dtype": jnp.bfloat16, "groups": 4}, 1e-2),
+    pytest.param(
+      "groups",
+      {"mask": Causal() & SameSegment() & Window(140)},
+      3e-6,
+      marks=pytest.mark.long,
+    ),
+    pytest.param(
+      "some",
+      {"dtype": jnp.bfloat16, "groups": 4},
+      1e-2,
+      marks=pytest.mark.long,
+    ),
   ],
   ids=["plain", "window", "half"],
 )
@@ -105,6 +115,20 @@ def test_several_queries_of_a_row(name, options, limit):
   args = call(name, queries=5, **options)
   assert int(args[1].shared.count[0]) > 0
   check(args, limit)
+
+
+@pytest.mark.long
+def test_a_tree_of_drafts_over_shared_pages():
+  """Each drafted token sees the text and its ancestors alone."""
+  lengths, _ = SHARING["some"]
+  args = call("some", queries=5)
+  before = np.maximum(np.array(lengths) - 5, 0)
+  args = pool_kernel.with_tree(args, before)
+  check(args)
+  q, view, rest = args
+  context = rest.context._replace(mask=Causal())
+  chain = decoded(KERNEL.decode, (q, view, rest._replace(context=context)))
+  assert not np.allclose(chain.l, check(args).l)
 
 
 def test_several_queries_alone_as_in_a_crowd():

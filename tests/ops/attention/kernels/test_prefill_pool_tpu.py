@@ -12,7 +12,6 @@ import pytest
 from ringjax.errors import OptionError
 from ringjax.kv import CodeBook, Hadamard, Integers
 from ringjax.kv.codecs import ChannelGroups
-from ringjax.ops.ancestors import MOST_DRAFTED, Ancestors, tree_coords
 from ringjax.ops.attention.cached.code_format import as_stored, stored_codes
 from ringjax.ops.attention.cached.pooled import PooledView, decode_pool
 from ringjax.ops.attention.cached.views import Decoder, decode_attention
@@ -298,34 +297,13 @@ def test_drafts_with_a_plan_of_shared_tiles(pages):
 @pytest.mark.parametrize("pages", ["numbers", "codes"])
 def test_drafts_that_are_a_tree(pages):
   """A drafted token sees the text before it and its ancestors alone."""
-  parents = jnp.asarray([[-1, 0, 0, 2, 1]] * 5, jnp.int32)
-  rows = ((0, 5), (200, 5), (120, 5), (379, 5), (0, 0))
-  q, view, args = drafts(pages, rows=rows, queries=5)
-  before = np.array([x for x, _ in rows])[:, None]
-  depth = np.array([[0, 1, 1, 2, 2]])
-  real = np.array([n for _, n in rows])[:, None] > 0
-  coords = lambda *x: Coords(*(jnp.asarray(a, jnp.int32) for a in x))
-  drafted = tree_coords(parents, coords(before + depth, real & (depth >= 0)))
-  # The drafts' slots have the tree's coordinates, those before any token's.
-  slot = np.arange(view.shape[2])[None]
-  text = coords(
-    np.broadcast_to(slot, view.at.pos.shape),
-    (slot < before) * np.asarray(MOST_DRAFTED),
+  rows = ((0, 5), (200, 5), (120, 5), (379, 5), (3, 5))
+  q, view, args = pool_kernel.with_tree(
+    drafts(pages, rows=rows, queries=5), [x for x, _ in rows]
   )
-  index = np.clip(slot - before, 0, 4)
-  new = (slot >= before) & (slot < before + 5) & real
-  at = Coords(
-    *(
-      jnp.where(new, jnp.take_along_axis(tree, jnp.asarray(index), 1), x)
-      for tree, x in zip(drafted, text, strict=True)
-    )
-  )
-  mask = Causal() & Ancestors()
-  view = dataclasses.replace(view, at=at).of_tree(drafted, mask)
-  args = args._replace(context=Context(drafted, at, mask))
   check_exactly((q, view, args))
-  without = exact((q, dataclasses.replace(view, own_mask=Causal()), args))
-  assert not np.allclose(exact((q, view, args)), without)
+  chain = exact((q, dataclasses.replace(view, own_mask=Causal()), args))
+  assert not np.allclose(exact((q, view, args)), chain)
 
 
 def test_a_latent_head_of_many_queries():
