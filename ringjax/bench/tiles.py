@@ -19,10 +19,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree, Shaped
 
 from ringjax.checks import one_of, positive_int
+from ringjax.errors import OptionError
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import cache_kind
-from ringjax.kv.codecs import CodeBook
+from ringjax.kv.codecs import CodeBook, Codec
 from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import Blockwise
@@ -554,6 +555,9 @@ def prompts(
     queries: Queries of each row, T.
     cache: Kind of cache, of `kv.KINDS`, without constants.
     shape: Fields of `PoolShape`.
+
+  Raises:
+    OptionError: If the cache has several codecs.
   """
   queries = positive_int("queries", queries)
   dims = PoolShape(**shape)
@@ -586,13 +590,16 @@ def _over_pages(
   pages, width = slots // dims.page, dims.head_dim
   lead = _LAYERS, dims.rows * pages, dims.kv_heads
   stored: Any = ((*lead, dims.page, width), dims.dtype)
-  decoders, codec = None, cache_kind(cache).codec
+  decoders: tuple[Decoder, Decoder] | None = None
   if codec is not None:
+    if not isinstance(codec, Codec):
+      raise OptionError(
+        f"cache: got {cache!r}, which has several codecs; "
+        "pass a kind that has one codec for all heads, e.g. int4"
+      )
     stored = stored_codes(lead, dims.page, codec.keys.width(width), "tpu")
-    decoders = tuple(
-      Decoder(x, width, jnp.dtype(dims.dtype)).in_basis()
-      for x in (codec.keys, codec.values)
-    )
+    decoder_of = lambda x: Decoder(x, width, jnp.dtype(dims.dtype)).in_basis()
+    decoders = decoder_of(codec.keys), decoder_of(codec.values)
   keys = _operands(devices, jnp.dtype(stored[1]).name)(*stored[0])
 
   def attend(
