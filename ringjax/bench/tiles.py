@@ -591,11 +591,14 @@ def _over_pages(
   lead = _LAYERS, dims.rows * pages, dims.kv_heads
   stored: Any = ((*lead, dims.page, width), dims.dtype)
   decoders: tuple[Decoder, Decoder] | None = None
+  codec = cache_kind(cache).codec
   if codec is not None:
     if not isinstance(codec, Codec):
       raise OptionError(
-        f"cache: got {cache!r}, which has several codecs; "
-        "pass a kind that has one codec for all heads, e.g. int4"
+        "cache",
+        cache,
+        "a kind with one codec for all heads",
+        'pass one, e.g. "int4"',
       )
     stored = stored_codes(lead, dims.page, codec.keys.width(width), "tpu")
     decoder_of = lambda x: Decoder(x, width, jnp.dtype(dims.dtype)).in_basis()
