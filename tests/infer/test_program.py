@@ -169,6 +169,47 @@ def test_a_step_copies_no_cache(name):
   assert analysis.temp_size_in_bytes < min(cache // 4, 8 << 20)
 
 
+@pytest.mark.parametrize(
+  "kind",
+  [
+    "dense",
+    "int8",
+    "unrotated",
+    *(
+      pytest.param(kind, marks=pytest.mark.long)
+      for kind in ("bfloat16", "windowed", "kivi2", "sinks", "h2o", "fastgen")
+    ),
+  ],
+)
+def test_a_step_over_one_tile_copies_no_slots_of_all_layers(kind):
+  """One row on one device: its slots are written in place in each layer."""
+  layers = 8
+  config = {**checkpoints.config("llama3"), "num_hidden_layers": layers}
+  model = models.abstract(config, dtype=jnp.float32)
+  cache = jax.eval_shape(
+    lambda: model.init_cache(1, SMALL, dtype=jnp.float32, kind=kind)
+  )
+  one = lambda dtype=jnp.int32, shape=(1,): jax.ShapeDtypeStruct(shape, dtype)
+  program = decode.step.lower(
+    model,
+    CachedAttention(),
+    Greedy(),
+    cache,
+    decode.DecodeState(one(), one(), one(jnp.bool_), None),
+    one(),
+    one(shape=()),
+  ).compile()
+  slots = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+  copies = [
+    (i.shapes, program.times[name])
+    for program in [Program(program.as_text())]
+    for name, lines in program.computations.items()
+    for i in lines.values()
+    if i.op == "copy" and i.bytes >= slots // 2 and program.times[name] > 1
+  ]
+  assert not copies
+
+
 def test_a_longer_cache_takes_no_more_room_in_a_step():
   temp = lambda n: (
     step("llama3", SHARDS * n).memory_analysis().temp_size_in_bytes

@@ -118,7 +118,7 @@ def test_a_short_text_is_measured_as_far_as_it_goes(tmp_path):
   assert f"1 of 16 rows of {whole}" in err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_processes_measure_as_one(tmp_path, run_together):
   """On a mesh of both, of which the first one writes."""
   text = tmp_path / "text.txt"

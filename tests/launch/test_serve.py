@@ -149,7 +149,7 @@ def test_a_server_of_its_own(chat_folder):
     assert process.wait(PATIENCE_S) == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_store_of_which_a_part_is_read(tmp_path, chat_folder):
   pytest.importorskip("uvicorn")
   # More than one segment, and few tokens behind it.

@@ -314,7 +314,7 @@ def test_the_conductor_starts_without_a_file(tmp_path, folder):
     assert all_of(port, range(12)) == want
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_instance_of_two_processes(tmp_path, folder):
   """Each has a layer; the answers are those of an instance that has both."""
   pytest.importorskip("uvicorn")

@@ -88,7 +88,7 @@ def test_a_model_does_what_the_scheduler_decides(parts):
   assert not runner._sessions
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_model_serves_by_the_clock(parts):
   model, mesh, prompts, want = parts
   runner, began = ElasticRunner(model, prompts, mesh=mesh), time.monotonic()

@@ -244,7 +244,7 @@ def test_models_draft_for_rows(loaded, family, devices, how, kind):
   assert 0 < at.counters.accepted < at.counters.drafted
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_folder_drafts_for_rows_that_come_and_go():
   model = rj.models.load(small.path())
   rng = np.random.default_rng(2)

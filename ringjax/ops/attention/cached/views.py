@@ -622,7 +622,7 @@ def fold_tiles(
   start = lambda n: jnp.minimum(first(n), keys.shape[2] - size)
 
   def read(n: Index, carry: PyTree) -> PyTree:
-    return step(first(n), *keys.tile(start(n), size), carry)
+    return step(first(n), *_in_loop(keys, n).tile(start(n), size), carry)
 
   if not isinstance(keys, StreamedView):
     return loop(count, read, carry)
@@ -644,6 +644,22 @@ def fold_tiles(
   carry = fold_fetched(last // 2 * 2, stored, carry)
   # Read by index, or the compiler fetches it before the loop, needed or not.
   return loop(last % 2, lambda n, carry: read(last + n, carry), carry)
+
+
+def _in_loop(keys: KVView, n: Index) -> KVView:
+  """Tie the layer to the step n >= 0 of the loop that reads its tiles.
+
+  XLA's CPU compiler would take the only tile of a short cache out of the loop and
+  fuse its slice with the write of the call's token. The slots before the write
+  are then needed after it: every layer copies the slots of all layers.
+  """
+  if isinstance(keys, UnrotatedView):
+    return keys._replace(stored=_in_loop(keys.stored, n))
+  if not isinstance(keys, ContiguousView | EncodedView):
+    return keys
+  # The compiler does not know that the minimum is 0.
+  layer = jnp.asarray(keys.layer, jnp.int32) + jnp.minimum(n, 0)
+  return dataclasses.replace(keys, layer=layer)
 
 
 def tiled(at: Coords, block: int) -> Coords:
