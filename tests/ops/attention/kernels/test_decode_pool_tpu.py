@@ -131,6 +131,7 @@ def test_a_tree_of_drafts_over_shared_pages():
   assert not np.allclose(chain.l, check(args).l)
 
 
+@pytest.mark.long
 def test_several_queries_alone_as_in_a_crowd():
   crowd, alone = (
     check(call("some", queries=4, alone=alone)) for alone in (False, True)

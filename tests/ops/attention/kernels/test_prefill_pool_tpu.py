@@ -203,6 +203,7 @@ def test_masks_and_dtypes_over_codes(options, limit):
   check_exactly(args, limit)
 
 
+@pytest.mark.long
 def test_latents_of_codes_are_decoded_once():
   """Values that are keys, as latents have them."""
   q, view, args = coded(Integers(bits=8), groups=5)
@@ -294,7 +295,9 @@ def test_drafts_with_a_plan_of_shared_tiles(pages):
     np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("pages", ["numbers", "codes"])
+@pytest.mark.parametrize(
+  "pages", ["numbers", pytest.param("codes", marks=pytest.mark.long)]
+)
 def test_drafts_that_are_a_tree(pages):
   """A drafted token sees the text before it and its ancestors alone."""
   rows = ((0, 5), (200, 5), (120, 5), (379, 5), (3, 5))
@@ -306,6 +309,7 @@ def test_drafts_that_are_a_tree(pages):
   assert not np.allclose(exact((q, view, args)), chain)
 
 
+@pytest.mark.long
 def test_a_latent_head_of_many_queries():
   """One head of 576 elements for all queries, whose values are its keys."""
   r = np.random.default_rng(0)
