@@ -1039,3 +1039,71 @@ if __name__ == "__main__":
 
   PUBLIC_API.write_text("".join(f"{line}\n" for line in surface(ringjax)))
   print(f"{PUBLIC_API.relative_to(ROOT)}: {len(surface(ringjax))} names")
+
+
+# Of a kind of cache: arrays, a call's slots, a layer, room, changes, copies.
+SIX_CACHE_METHODS = {
+  "allocated", "allocate", "updated", "layer", "free", "changed", "export",
+  "load",
+}  # fmt: skip
+# What else each kind overrides of the base class: lower these, never back.
+MOST_OTHER_CACHE_METHODS = {
+  "KVCache": 7,
+  "WithOpenCache": 2,
+  "ResizableCache": 3,
+  "EvictingCache": 7,
+  "TieredCache": 2,
+  "OffloadedCache": 6,
+  "ContextCache": 2,
+  "MeasuredContexts": 0,
+  "RowGroups": 1,
+}
+
+
+def overridden_cache_methods(texts: list[str]) -> dict[str, set[str]]:
+  """Methods and properties of `ModelCache` that a kind of cache overrides."""
+  classes = [
+    node
+    for text in texts
+    for node in ast.parse(text).body
+    if isinstance(node, ast.ClassDef)
+  ]
+  methods = {
+    node.name: {x.name for x in node.body if isinstance(x, ast.FunctionDef)}
+    for node in classes
+  }
+  bases = {node.name: {ast.unparse(x) for x in node.bases} for node in classes}
+  contract = {
+    name
+    for name in methods["ModelCache"] | methods.get("CallCache", set())
+    if not name.startswith("_")
+  }
+  kinds, size = {"ModelCache"}, 0
+  while size < len(kinds):
+    size = len(kinds)
+    kinds |= {name for name, above in bases.items() if above & kinds}
+  return {
+    name: methods[name] & contract - SIX_CACHE_METHODS
+    for name in kinds - {"ModelCache"}
+  }
+
+
+def test_kinds_of_caches_override_little():
+  paths = [path for path in sources() if path.startswith("ringjax/kv/")]
+  texts = [(ROOT / path).read_text(encoding="utf-8") for path in paths]
+  overridden = overridden_cache_methods(texts)
+  assert overridden.keys() == MOST_OTHER_CACHE_METHODS.keys()
+  more = {
+    name: sorted(names)
+    for name, names in overridden.items()
+    if len(names) > MOST_OTHER_CACHE_METHODS[name]
+  }
+  assert not more, f"a base class can compute these: {more}"
+
+
+def test_overridden_methods_of_caches_are_counted():
+  base = "class ModelCache:\n def steps(self): 0\n def layer(self): 0"
+  kind = "class A(ModelCache):\n def layer(self): 0"
+  below = "class B(A):\n def steps(self): 0\n def own(self): 0"
+  counted = overridden_cache_methods([base, kind, below])
+  assert counted == {"A": set(), "B": {"steps"}}

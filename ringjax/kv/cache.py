@@ -22,18 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Int, PyTree
+from jaxtyping import Int, PyTree
 
 from ringjax import tree
-from ringjax.errors import (
-  OptionError,
-  ShapeError,
-)
+from ringjax.errors import OptionError, ShapeError
 from ringjax.kv.base import CacheSpec, zeros
 from ringjax.kv.cache_kind import DENSE, CacheConfig
-from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.cache_rows import placed_as, row_indices
-from ringjax.kv.encoder_states import EncoderStates, checked, inserted
+from ringjax.kv.encoder_states import EncoderStates, inserted
 from ringjax.kv.kv_layer import KVLayer
 from ringjax.kv.layer_spec import (
   LayerCacheSpec,
@@ -41,13 +37,7 @@ from ringjax.kv.layer_spec import (
   constants_spec,
   filled_constants,
 )
-from ringjax.kv.model_cache import (
-  ModelCache,
-  fitting,
-  refuse_full,
-  refuse_lost,
-  refuse_unseen,
-)
+from ringjax.kv.model_cache import ModelCache
 from ringjax.kv.offload.cache_files import CacheFiles
 from ringjax.kv.state import State, StateShape
 from ringjax.kv.storage.changes import (
@@ -65,22 +55,17 @@ from ringjax.kv.storage.exported_blocks import (
   located_slots,
 )
 from ringjax.kv.storage.growth import Growth, widened_slots
-from ringjax.kv.storage.slots import (
-  FILL,
-  REPLICATED,
-  SHARDED,
-  ContiguousSlots,
+from ringjax.kv.storage.refusals import (
+  fitting,
+  refuse_full,
+  refuse_lost,
+  refuse_unseen,
 )
+from ringjax.kv.storage.slots import FILL, REPLICATED, SHARDED, ContiguousSlots
 from ringjax.kv.storage.window import WindowSlots, ring_size
-from ringjax.ops.attention.cached.code_format import (
-  token_axis,
-)
-from ringjax.ops.attention.cached.views import (
-  ContiguousView,
-  tile_slots,
-)
+from ringjax.ops.attention.cached.code_format import token_axis
+from ringjax.ops.attention.cached.views import ContiguousView, tile_slots
 from ringjax.ops.mask import Coords
-from ringjax.parallel import chips
 from ringjax.parallel.local_arrays import move
 from ringjax.parallel.programs import bounded
 from ringjax.typing import Index
@@ -234,14 +219,6 @@ class KVCache(ModelCache):
     """Coordinates of all slots, [B, S]."""
     return self.held.at
 
-  @property
-  def front(self) -> ContiguousSlots:
-    return self.held
-
-  @property
-  def recurrent(self) -> bool:
-    return any(isinstance(s, State) for s in self.slots)
-
   def tile_trips(self, platform: str) -> float:
     """Trip count of each of the two loops over a full cache's tiles.
 
@@ -259,29 +236,6 @@ class KVCache(ModelCache):
         stored = ContiguousView(tile, tile, self.at, jnp.int32(0))
         max_tiles = max(max_tiles, -(-length // tile_slots(stored, platform)))
     return max_tiles / 2
-
-  def explain(
-    self,
-    machine: chips.Machine | str | None = None,
-    *,
-    tokens: int | None = None,
-    weights: int | float = 0,
-  ) -> CacheReport:
-    """Report memory by part, and the decode speed that it allows.
-
-    Args:
-      machine: Hardware to assume, from `ringjax.parallel.chips.MACHINES`.
-        Default: the current devices.
-      tokens: Tokens per row that a decode step reads; default: all that fit.
-      weights: Bytes of weights per device that a step also reads.
-
-    Returns:
-      A report that prints as a table.
-
-    Raises:
-      OptionError: If the machine is unknown, or more tokens than fit.
-    """
-    return report(self, machine, tokens, weights)
 
   def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of free slots, int [B, R]; None under a trace.
@@ -384,24 +338,6 @@ class KVCache(ModelCache):
   # -------------------------------------------------------------------------
   # Between calls
   # -------------------------------------------------------------------------
-
-  def with_states(self, states: EncoderStates | None) -> KVCache:
-    if states is None:
-      return dataclasses.replace(self, states=None)
-    states = checked(states, self.batch)
-    # Calls donate a cache, and the caller may need the states again.
-    size = -(-states.seg.shape[1] // self.shards) * self.shards
-    states = jax.tree.map(jnp.copy, states.padded(size))
-    at = self.at.pos
-    if self.mesh is not None and not isinstance(at, jax.core.Tracer):
-      # Each state is on one shard, as the slots are.
-      states = jax.tree.map(lambda x: jax.device_put(x, at.sharding), states)
-    return dataclasses.replace(self, states=states)
-
-  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> KVCache:
-    """Return the cache, grown by a token's room if it is a growing one."""
-    del rows
-    return self.with_room(1)
 
   def growing(self, step: int, limit: int) -> KVCache:
     """Return the cache with memory that grows as tokens are appended.

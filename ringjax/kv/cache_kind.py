@@ -360,6 +360,11 @@ class CacheConfig(Config):
       exact=ExactConfig(room=self.exact.room),
     )
 
+  @property
+  def most_steps(self) -> int | None:
+    """Most tokens between two evictions; None: as many as fit."""
+    return None if self.tier.device is not None else self.exact.room
+
   def noted(self, capacity: int) -> tuple[int, bool]:
     """Number of newest queries that are recorded, and whether moments are."""
     policy = self.policy

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
   from ringjax.kv.cache import KVCache
   from ringjax.kv.cache_kind import CacheConfig
   from ringjax.kv.codecs.codec import VectorCodec
-  from ringjax.kv.composed.open_cache import WithOpenCache
   from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
+  from ringjax.kv.model_cache import ModelCache
   from ringjax.kv.storage.pages import Pages
 
 # Factor by which XLA's loops over codes on a TPU take more cycles than the
@@ -132,14 +132,14 @@ class CacheReport:
 
 
 def report(
-  cache: KVCache | WithOpenCache,
+  cache: ModelCache,
   machine: chips.Machine | str | None = None,
   tokens: int | None = None,
   weights: int | float = 0,
   host_bandwidth: int | float = chips.HOST_LINK.bandwidth,
   held: Mapping[int, int | float] | None = None,
 ) -> CacheReport:
-  """Report a cache's memory and decode speed, for `KVCache.explain`.
+  """Report a cache's memory and decode speed, for `ModelCache.explain`.
 
   `held` maps kinds of layers with pages to their number of tokens, of all rows,
   heads and layers together. Default: the tokens in the cache.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Float, Int
 
 from ringjax import tree
@@ -83,6 +84,30 @@ def checked(states: EncoderStates, batch: int) -> EncoderStates:
     )
   states.check(batch)
   return states
+
+
+def attached(
+  states: EncoderStates,
+  batch: int,
+  shards: int,
+  like: Int[ArrayLeaf, "B _"],
+) -> EncoderStates:
+  """Copy states for a cache: calls donate it, and the caller may reuse them.
+
+  Args:
+    states: Encoder states of the rows.
+    batch: Number of rows, B.
+    shards: Number of shards of the sequence.
+    like: Array whose sharding the states get: each state is on one shard.
+  """
+  states = checked(states, batch)
+  size = -(-states.seg.shape[1] // shards) * shards
+  copies = jax.tree.map(jnp.copy, states.padded(size))
+  if isinstance(like, jax.core.Tracer) or not isinstance(
+    like.sharding, NamedSharding
+  ):
+    return copies
+  return jax.tree.map(lambda x: jax.device_put(x, like.sharding), copies)
 
 
 def inserted(

@@ -21,13 +21,9 @@ from ringjax.kv.layer_spec import (
   rotated_view,
 )
 from ringjax.kv.storage.head_storage import HeadStorage
-from ringjax.kv.storage.slots import (
-  ContiguousSlots,
-)
+from ringjax.kv.storage.slots import ContiguousSlots
 from ringjax.kv.storage.window import WindowSlots
-from ringjax.ops.attention.cached.code_format import (
-  as_stored,
-)
+from ringjax.ops.attention.cached.code_format import as_stored
 from ringjax.ops.attention.cached.views import (
   ContiguousView,
   EncodedView,

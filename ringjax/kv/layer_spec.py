@@ -23,11 +23,7 @@ from ringjax.ops.attention.cached.code_format import (
   filled_up,
   stored_codes,
 )
-from ringjax.ops.attention.cached.views import (
-  Decoder,
-  KVView,
-  UnrotatedView,
-)
+from ringjax.ops.attention.cached.views import Decoder, KVView, UnrotatedView
 from ringjax.ops.rope import Rotation
 from ringjax.typing import ArrayLeaf, Index
 

@@ -1,6 +1,6 @@
 """Base class of the caches of a model, whatever stores their keys.
 
-A `ModelCache` that holds other caches (`parts`: an open one for the newest
+A `ModelCache` that holds other caches (`part_field`: an open one for the newest
 tokens, or one for each group of rows) does as they do; a kind of storage
 overrides what it changes.
 """
@@ -8,7 +8,7 @@ overrides what it changes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax
@@ -16,13 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
-from ringjax.errors import OptionError, PromptError, ShapeError
+from ringjax.errors import OptionError, ShapeError
 from ringjax.kv.base import CallCache, CallCoords, Ends, RowIndices, donated
 from ringjax.kv.cache_kind import CacheConfig
+from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.cache_rows import replace_rows, row_indices, take_rows
-from ringjax.kv.encoder_states import EncoderStates
+from ringjax.kv.encoder_states import EncoderStates, attached
+from ringjax.kv.state import StateShape
 from ringjax.kv.storage.changes import (
   CacheChange,
   InsertRows,
@@ -32,7 +34,14 @@ from ringjax.kv.storage.changes import (
   TakeRows,
   Truncate,
 )
-from ringjax.ops.mask import Coords, SameSegment
+from ringjax.kv.storage.refusals import (
+  refuse_documents,
+  refuse_shared_positions,
+  refused,
+)
+from ringjax.ops.mask import Coords
+from ringjax.parallel import chips
+from ringjax.typing import Index
 
 if TYPE_CHECKING:
   from ringjax.kv.offload.cache_files import CacheFiles
@@ -46,15 +55,22 @@ CacheT = TypeVar("CacheT", bound="ModelCache")
 class ModelCache(CallCache):
   """A model's keys and values between calls, and during them.
 
-  A kind of storage has `kind`, its `CacheConfig`, a `spec` as `KVCache` has,
-  and what `CallCache` names. It holds `parts`, or overrides all that asks them.
+  A kind of storage has `kind`, its `CacheConfig`, and what `CallCache` names.
+  It holds parts, or a slot table `held`. Its own six methods are `spec` with
+  `allocated`, `allocate` with `updated`, `layer`, `free`, `changed` and
+  `export` with `load`; the class variables say what else it is and lacks.
   """
+
+  # Field with the caches that it holds, to which calls append; "" for none.
+  part_field: ClassVar[str] = ""
 
   # What an error calls this storage, and storage that does what it refuses.
   described: ClassVar[str] = "a cache"
   instead: ClassVar[str] = "a cache on the devices"
   # Changes that it refuses: what they would do, and what to do instead.
   refuses: ClassVar[Mapping[type, tuple[str, str]]] = {}
+  # Methods that it lacks, and what to do instead.
+  lacks: ClassVar[Mapping[str, str]] = {}
   # Fields whose arrays have rows, and the axis of the rows.
   row_axes: ClassVar[Mapping[str, int]] = {}
   # Fields that calls replace: a snapshot is a copy of them; () for all.
@@ -66,6 +82,13 @@ class ModelCache(CallCache):
 
     @property
     def kind(self) -> CacheConfig: ...
+    @property
+    def held(self) -> ContiguousSlots: ...
+
+  def __init_subclass__(cls) -> None:
+    super().__init_subclass__()
+    for name, remedy in cls.__dict__.get("lacks", {}).items():
+      setattr(cls, name, refused(name, remedy))
 
   @classmethod
   def create(
@@ -99,12 +122,37 @@ class ModelCache(CallCache):
   @property
   def parts(self) -> tuple[Any, ...]:
     """Caches that it holds, to which calls append."""
-    return ()
+    held = getattr(self, self.part_field) if self.part_field else ()
+    return held if isinstance(held, tuple) else (held,)
+
+  def with_parts(self: CacheT, parts: Iterable[Any]) -> CacheT:
+    """Replace the parts by others."""
+    if not self.part_field:
+      return self
+    cache: Any = self
+    several = isinstance(getattr(self, self.part_field), tuple)
+    new = tuple(parts) if several else next(iter(parts))
+    return dataclasses.replace(cache, **{self.part_field: new})
+
+  def split(
+    self, x: Shaped[Array | np.ndarray, " ..."] | np.integer | int | None
+  ) -> list[Any]:
+    """Split an array of all rows by part; repeat one that is for all rows."""
+    sizes = [part.batch for part in self.parts]
+    if isinstance(x, int | np.integer | None) or x.shape[:1] != (sum(sizes),):
+      return [x] * len(sizes)
+    ends = np.cumsum(sizes).tolist()
+    return [x[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+  def by_part(self, *rows: Any) -> Iterable[tuple[Any, ...]]:
+    """Each part, with its rows of each array."""
+    if len(self.parts) == 1:
+      return [(self.parts[0], *rows)]
+    return zip(self.parts, *map(self.split, rows), strict=True)
 
   def each_part(self: CacheT, f: Callable[..., Any], *rows: Any) -> CacheT:
     """Replace each part by f(part, *its rows of each array)."""
-    del f, rows
-    return self
+    return self.with_parts(f(*part) for part in self.by_part(*rows))
 
   # -------------------------------------------------------------------------
   # Size and contents
@@ -113,7 +161,7 @@ class ModelCache(CallCache):
   @property
   def front(self) -> ContiguousSlots | ModelCache:
     """Slot table or part whose sizes are those of the cache."""
-    return self.parts[0]
+    return self.parts[0] if self.part_field else self.held
 
   @property
   def mesh(self) -> Mesh | None:
@@ -131,7 +179,7 @@ class ModelCache(CallCache):
   @property
   def batch(self) -> int:
     """Number of rows, B."""
-    return self.front.batch
+    return sum(part.batch for part in self.parts or (self.held,))
 
   @property
   def capacity(self) -> int:
@@ -159,12 +207,13 @@ class ModelCache(CallCache):
 
     This is the number of tokens in a row whose positions start at 0.
     """
-    return self.front.length
+    lengths = [part.length for part in self.parts or (self.held,)]
+    return lengths[0] if len(lengths) == 1 else jnp.concatenate(lengths)
 
   @property
   def recurrent(self) -> bool:
     """Whether some layers are recurrent."""
-    return self.parts[0].recurrent
+    return any(isinstance(shape, StateShape) for shape in self.shapes)
 
   @property
   def irreversible(self) -> bool:
@@ -200,9 +249,46 @@ class ModelCache(CallCache):
     """Bytes on a device for keys of layers that are stored elsewhere."""
     return max((part.passing_bytes for part in self.parts), default=0)
 
+  def explain(
+    self,
+    machine: chips.Machine | str | None = None,
+    *,
+    tokens: int | None = None,
+    weights: int | float = 0,
+    host_bandwidth: int | float = chips.HOST_LINK.bandwidth,
+  ) -> CacheReport:
+    """Report memory by part, and the decode speed that it allows.
+
+    Args:
+      machine: Hardware to assume, from `ringjax.parallel.chips.MACHINES`.
+        Default: the current devices.
+      tokens: Tokens per row that a decode step reads; default: all that fit.
+        Those that the devices have no room for come from the hosts.
+      weights: Bytes of weights per device that a step also reads.
+      host_bandwidth: Host-to-device bandwidth in bytes/s; the tables of
+        machines do not include it.
+
+    Returns:
+      A report that prints as a table.
+
+    Raises:
+      OptionError: If the machine is unknown, more tokens than fit, or a step
+        reads what the cache holds instead of `tokens` of each row.
+    """
+    if tokens is not None and self.parts and self.kind.tier.device is None:
+      raise OptionError(
+        "tokens",
+        f"{tokens}, for {self.described} of kind {self.kind}",
+        "None: a step reads what this cache holds",
+        "leave it out",
+      )
+    return report(self, machine, tokens, weights, host_bandwidth)
+
   def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of tokens that still fit, int [B, R]; None under a trace."""
-    return self.parts[0].free()
+    per_part = [part.free() for part in self.parts]
+    concrete = [x for x in per_part if x is not None]
+    return np.concatenate(concrete) if len(concrete) == len(per_part) else None
 
   def check(
     self, batch: int, tokens: int, *, replicated: bool, sees: bool
@@ -225,10 +311,19 @@ class ModelCache(CallCache):
         buffers were donated.
     """
     for part in self.parts:
-      part.check(batch, tokens, replicated=replicated, sees=sees)
+      rows = part.batch if batch == self.batch else batch
+      part.check(rows, tokens, replicated=replicated, sees=sees)
 
   def check_coords(self, coords: CallCoords) -> None:
+    """Refuse tokens whose coordinates the kind of cache cannot keep apart.
+
+    Traced arrays are not checked.
+    """
+    for part, pos, seg, parents in self.by_part(*coords[:3]):
+      part.check_coords(coords._replace(pos=pos, seg=seg, parents=parents))
     refuse_documents(self.kind, self.shapes, coords)
+    if self.kind.policy is not None and self.kind.policy.marks:
+      refuse_shared_positions(self.kind, self.capacity, coords)
 
   # -------------------------------------------------------------------------
   # A call
@@ -240,6 +335,9 @@ class ModelCache(CallCache):
     return self.each_part(
       lambda part: part.allocate(at, replicated=replicated, sees=sees)
     )
+
+  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+    return self.parts[0].layer(kind, slots, index)
 
   def updated(self: CacheT, slots: tuple[Any, ...]) -> CacheT:
     """Return the cache with the slots that the layers returned."""
@@ -259,6 +357,8 @@ class ModelCache(CallCache):
 
   def flush(self: CacheT, rows: Bool[np.ndarray, " B"] | None = None) -> CacheT:
     """Make room for more tokens; see `EvictingCache.flush`."""
+    if not self.part_field:
+      return self.with_room(1)
     return self.each_part(lambda part, x: part.flush(x), rows)
 
   def with_room(self: CacheT, taken: Int[np.ndarray, "B R"] | int) -> CacheT:
@@ -281,7 +381,12 @@ class ModelCache(CallCache):
       InputTypeError: If `states` is of another type.
       ShapeError: If its batch differs.
     """
-    return self.each_part(lambda part: part.with_states(states))
+    if self.part_field:
+      return self.each_part(lambda part: part.with_states(states))
+    cache: Any = self
+    if states is not None:
+      states = attached(states, self.batch, self.shards, self.held.at.pos)
+    return dataclasses.replace(cache, states=states)
 
   def truncate(self: CacheT, length: Ends, most: int | None = None) -> CacheT:
     """Drop the tokens at positions from `length` on, an int or int [B].
@@ -493,104 +598,3 @@ class ModelCache(CallCache):
       PromptError: If there are too few free slots.
     """
     return self.each_part(lambda part: part.load(row, blocks, at))
-
-
-def refused(doing: str, remedy: str) -> Callable[..., Any]:
-  """A method of storage that cannot do this: it raises an OptionError."""
-
-  def refuse(self: ModelCache, *args: Any, **options: Any) -> Any:
-    raise OptionError(
-      "cache", f"{doing} of {self.described}", self.instead, remedy
-    )
-
-  return refuse
-
-
-def refuse_lost(cache: ModelCache, calls: str, result: str) -> None:
-  """Refuse a cache whose buffers were donated.
-
-  Args:
-    cache: Cache of a call.
-    calls: Calls to which they may have been donated.
-    result: Name of the cache to pass.
-
-  Raises:
-    OptionError: If they were.
-  """
-  if cache.lost:
-    raise OptionError(
-      "cache",
-      f"one whose buffers were donated to {calls}",
-      f"the cache that {result} returned",
-      "pass that one, or make a new one with model.init_cache",
-    )
-
-
-def fitting(free: Int[np.ndarray, "B R"], *, replicated: bool) -> int:
-  """Number of tokens of a call that fit in all rows.
-
-  Args:
-    free: Free slots of each row and shard.
-    replicated: Whether the tokens are the same on all shards.
-  """
-  shards = free.shape[1]
-  return int(free.sum(1).min() if replicated else shards * free.min())
-
-
-def refuse_full(tokens: int, free: int, capacity: int, remedy: str) -> None:
-  """Refuse more tokens than fit.
-
-  Args:
-    tokens: Number of tokens of the call, T.
-    free: Number of tokens that fit in all rows.
-    capacity: Number of slots of a row.
-    remedy: Call that makes room, or a larger cache.
-
-  Raises:
-    PromptError: If they do not fit.
-  """
-  if tokens > free:
-    raise PromptError(
-      "cache",
-      f"{tokens} more tokens for a cache of {capacity} slots, of which "
-      f"{capacity - free} are taken",
-      f"at most {free}",
-      remedy,
-    )
-
-
-def refuse_unseen(sees: bool, tokens: int) -> None:
-  """Refuse a call that does not attend to the tokens in the cache.
-
-  Raises:
-    OptionError: If there are `tokens` and the call does not see them.
-  """
-  if tokens and not sees:
-    raise OptionError(
-      "attend",
-      f"ContextParallel() behind {tokens} tokens in the cache",
-      "an empty cache, for the old tokens would not be seen",
-      "pass attend=CachedAttention(), or leave it out",
-    )
-
-
-def refuse_documents(
-  kind: CacheConfig, shapes: Sequence[Any], coords: CallCoords
-) -> None:
-  """Refuse documents that see each other where their order decides what stays.
-
-  Raises:
-    OptionError: If the cache drops tokens and documents see each other.
-  """
-  segments = coords.segments
-  if coords.seg is None or segments == SameSegment():
-    return
-  windows = any(getattr(shape, "reach", None) for shape in shapes)
-  if kind.evicting or (kind.layout.windowed and windows):
-    raise OptionError(
-      "cache",
-      f"kind {kind} with segments={segments}",
-      "a cache that keeps all tokens: what others drop depends on which "
-      "documents see each other",
-      'pass model.init_cache(..., kind="dense")',
-    )

@@ -31,9 +31,9 @@ from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Allocated, Codec, PerHead
 from ringjax.kv.codecs.codec import VectorCodec, through
 from ringjax.kv.layer_spec import of_layer
-from ringjax.kv.model_cache import refuse_documents
 from ringjax.kv.state import StateShape
 from ringjax.kv.storage.head_storage import HeadStorage
+from ringjax.kv.storage.refusals import refuse_documents
 from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.mask import Causal, Coords, Extent, Mask, moved
 from ringjax.ops.rope import Rotation

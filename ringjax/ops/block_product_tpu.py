@@ -25,6 +25,7 @@ import functools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -32,7 +33,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
+from ringjax.ops.kernel_choice import (
+  KernelChoice,
+  first_serving,
+  register,
+  relative_error,
+)
 from ringjax.parallel import chips, collectives
+from ringjax.parallel.call_sharding import product_device
 from ringjax.typing import ArrayLeaf
 
 # Most rows of x.
@@ -520,3 +528,56 @@ def _dot(a: Any, b: Any) -> Any:
     precision=lax.Precision.HIGHEST if exact else None,
     preferred_element_type=jnp.float32,
   )  # fmt: skip
+
+
+# Kernels for products of a few rows with weights of block codes.
+PRODUCTS: dict[str, tuple[type, ...]] = {"tpu": (BlockProductTPU,)}
+
+
+def choose_product(x: Float[Array, "N I"], weight: BlockCodes) -> KernelChoice:
+  """Choose the kernel for x . weight; its algorithm is None for XLA's loops.
+
+  In a model's call the call's mesh gives the platform, see `on_mesh`.
+  """
+  platform, kind, alone = product_device((x,))
+  kernels = [
+    kernel(chip=chips.machine_name(kind))
+    for kernel in PRODUCTS.get(platform, ())
+  ]
+  whole = lambda kernel: (
+    kernel.decline(x, weight)
+    if alone
+    else "XLA cuts no kernel over several devices"
+  )
+  return first_serving(kernels, whole, None)
+
+
+def _largest_error(kernel: BlockProductTPU) -> float:
+  """Error for the second of two maps of 4 bits in groups of 64."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  codes = jnp.asarray(rng.integers(0, 256, (2, 5, 32, 200)), jnp.uint8)
+  step, least = draw(2, 5, 200), draw(2, 5, 200)
+  x = jnp.asarray(rng.normal(size=(3, 320)), jnp.bfloat16)
+  levels = jnp.concatenate([codes >> 4, codes & 15], 2)[1]
+  numbers = levels.astype(jnp.float32) * step[1][:, None] + least[1][:, None]
+  exact = jnp.matmul(
+    x.astype(jnp.float32),
+    numbers.reshape(320, 200),
+    precision=lax.Precision.HIGHEST,
+  )
+
+  def multiply(x: jax.Array, *arrays: jax.Array) -> jax.Array:
+    names = ("codes", "step", "least")
+    weight = BlockCodes(
+      **dict(zip(names, arrays, strict=True)),
+      index=(jnp.int32(1),),
+      levels=tuple(range(16)),
+    )
+    return kernel.product(x, weight)
+
+  y = jax.jit(multiply)(x, codes, step, least)
+  return relative_error((y,), (exact,))
+
+
+register(PRODUCTS, _largest_error)

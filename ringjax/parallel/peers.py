@@ -38,18 +38,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax._src import distributed  # The key-value store has no public name.
 
 from ringjax.checks import number
 from ringjax.errors import PeerError
 from ringjax.json_text import json_text
+from ringjax.parallel import frames
 from ringjax.parallel.door import Door
 
 TIMEOUT_S = 10.0
 _MAGIC = b"ringjax1"
 _HELLO = struct.Struct("<8s32sIB")
-_SIZE = struct.Struct("<I")
 _CONTROL, _ARRAYS = 0, 1
 _LARGEST_BYTES = 1 << 26
 _MEETINGS = itertools.count()
@@ -402,15 +401,17 @@ class Peers:
       return False
     peer.heard_s = time.monotonic()
     peer.buffer += data
-    while len(peer.buffer) >= _SIZE.size:
-      (size,) = _SIZE.unpack_from(peer.buffer)
+    while len(peer.buffer) >= frames.SIZE.size:
+      (size,) = frames.SIZE.unpack_from(peer.buffer)
       if size > _LARGEST_BYTES:
         self._fail(rank, f"sent a message of {size} bytes")
         return False
-      if len(peer.buffer) < _SIZE.size + size:
+      if len(peer.buffer) < frames.SIZE.size + size:
         break
-      message = json.loads(peer.buffer[_SIZE.size : _SIZE.size + size])
-      del peer.buffer[: _SIZE.size + size]
+      message = json.loads(
+        peer.buffer[frames.SIZE.size : frames.SIZE.size + size]
+      )
+      del peer.buffer[: frames.SIZE.size + size]
       self._handle(rank, peer, message)
     return True
 
@@ -492,7 +493,7 @@ class Peers:
     peer = self._peers[rank]
     # `_watch` notices a closed connection.
     with contextlib.suppress(OSError), peer.lock:
-      peer.control.sendall(_SIZE.pack(len(data)) + data)
+      peer.control.sendall(frames.framed(data))
 
   def _set_clock(self) -> None:
     """Measure `offset_s` to rank 0's clock, by its quickest answer."""
@@ -509,62 +510,6 @@ class Peers:
         self.offset_s = self._pongs[n] - (sent_s + received_s) / 2
 
 
-def send(link: socket.socket, parts: Sequence[np.ndarray]) -> None:
-  """Send contiguous arrays as bytes."""
-  send_views(link, [p.reshape(-1).view(np.uint8).data for p in parts])
-
-
-def send_views(
-  link: socket.socket,
-  parts: Sequence[memoryview],
-  before: Callable[[], object] = lambda: None,
-) -> None:
-  """Send contiguous bytes; `before` is called before each system call."""
-  views = list(parts)
-  while views:
-    before()
-    # The system takes a limited number of buffers at once.
-    num_sent = link.sendmsg(views[:64])
-    while views and num_sent >= len(views[0]):
-      num_sent -= len(views.pop(0))
-    if num_sent:
-      views[0] = views[0][num_sent:]
-
-
-def receive(link: socket.socket, parts: Sequence[np.ndarray]) -> None:
-  """Fill contiguous arrays with the bytes that arrive.
-
-  Raises:
-    ConnectionError: If the other end is closed.
-  """
-  for part in parts:
-    view = part.reshape(-1).view(np.uint8).data
-    if receive_view(link, view) < len(view):
-      raise ConnectionError("closed by the other end")
-
-
-def receive_view(
-  link: socket.socket,
-  view: memoryview,
-  before: Callable[[], object] = lambda: None,
-) -> int:
-  """Fill contiguous memory; return the bytes that came before the link closed.
-
-  Args:
-    link: Connected socket.
-    view: Memory to fill, of bytes.
-    before: Called before each system call.
-  """
-  size = len(view)
-  while len(view):
-    before()
-    num_received = link.recv_into(view)
-    if not num_received:
-      break
-    view = view[num_received:]
-  return size - len(view)
-
-
 def _greet(
   secret: bytes, link: socket.socket, address: object
 ) -> tuple[socket.socket, int, int]:
@@ -574,9 +519,7 @@ def _greet(
     PeerError: If the peer does not have it.
   """
   link.settimeout(10.0)
-  hello = np.zeros(_HELLO.size, np.uint8)
-  receive(link, [hello])
-  magic, token, rank, kind = _HELLO.unpack(hello.tobytes())
+  magic, token, rank, kind = frames.receive_header(link, _HELLO)
   if magic != _MAGIC or not hmac.compare_digest(token, secret):
     raise PeerError(f"{address} does not have the group's secret")
   return link, rank, kind

@@ -22,7 +22,11 @@ from jaxtyping import Array, Bool, Float, Int
 from ringjax.infer.finite import NOT_FINITE
 from ringjax.infer.speculate.verifiers import right_path
 from ringjax.kv.storage.call_tiles import CallTiles, tiles_of
-from ringjax.kv.storage.page_pool import PagePool, PooledCache, PooledRows
+from ringjax.kv.storage.page_pool import PagePool
+from ringjax.kv.storage.pooled_cache import (
+  PooledCache,
+  PooledRows,
+)
 from ringjax.models.transformer import Transformer, forward, forward_layers
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.nn.weights.adapted import adapter_rows

@@ -21,18 +21,22 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import json
 import secrets
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringjax.errors import OptionError, PeerError
 from ringjax.json_text import json_text
-from ringjax.parallel.peers import receive_view, send_views
+from ringjax.parallel.frames import (
+  SIZE,
+  framed,
+  json_object,
+  receive_view,
+  send_views,
+)
 from ringjax.transfer.description import keys_to_runs, runs_to_keys
 from ringjax.transfer.protocol import (
   AbortRequest,
@@ -49,7 +53,6 @@ MOST_MESSAGE = 1 << 20
 # Maximum pages of one read, so that its message stays below the limit.
 MOST_RUN = 1 << 12
 _DIGEST = 32
-_SIZE = struct.Struct("<I")
 _KINDS: dict[str, type] = {
   "read": ReadRequest,
   "pages": ReadReply,
@@ -251,18 +254,17 @@ class PullConnection:
     Raises:
       HostileMessageError: If it is too long, or not of the protocol.
     """
-    body = self._frame(MOST_MESSAGE)
+    body = self.frame(MOST_MESSAGE)
     if body is None:
       return None
     try:
       return decode(body)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError) as error:
       raise self.hostile(error) from None
 
   def tell_object(self, fields: Mapping[str, Any]) -> None:
     """Send a JSON object that is not a message of this protocol."""
-    body = as_json(fields)
-    self.send([_SIZE.pack(len(body)), body])
+    self.send([framed(as_json(fields))])
 
   def hear_object(
     self, most: int, until: Callable[[], float] | None = None
@@ -276,16 +278,13 @@ class PullConnection:
     Raises:
       HostileMessageError: If it is too long, or not an object.
     """
-    body = self._frame(most, until)
+    body = self.frame(most, until)
     if body is None:
       return None
     try:
-      fields = json.loads(body)
-      if not isinstance(fields, dict):
-        raise ValueError("not an object")
-    except (ValueError, RecursionError) as error:
+      return json_object(body)
+    except ValueError as error:
       raise self.hostile(error) from None
-    return fields
 
   def hostile(self, error: Exception) -> HostileMessageError:
     """Make a `HostileMessageError` from an error in a message."""
@@ -294,14 +293,18 @@ class PullConnection:
       f"{self.name} sent a message that is not of the protocol: {why}"
     )
 
-  def _frame(
+  def frame(
     self, most: int, until: Callable[[], float] | None = None
   ) -> bytes | None:
-    """Receive the bytes of the next message, or None at the end."""
-    head = bytearray(_SIZE.size)
+    """Receive the bytes of the next message, or None at the end.
+
+    Raises:
+      HostileMessageError: If it has less than 2 or more than `most` bytes.
+    """
+    head = bytearray(SIZE.size)
     if not self.receive(memoryview(head), may_end=True, until=until):
       return None
-    (size,) = _SIZE.unpack(head)
+    (size,) = SIZE.unpack(head)
     if not 2 <= size <= most:
       raise HostileMessageError(
         f"{self.name} announced a message of {size} bytes; at most {most} are "
@@ -419,8 +422,7 @@ def encode(message: Message, **beside: Any) -> bytes:
   )
   if "pages" in fields:
     fields["pages"] = keys_to_runs(fields["pages"])
-  body = json_text(fields).encode()
-  return _SIZE.pack(len(body)) + body
+  return framed(json_text(fields).encode())
 
 
 def decode(body: bytes) -> tuple[Message, dict[str, Any]]:
@@ -429,9 +431,7 @@ def decode(body: bytes) -> tuple[Message, dict[str, Any]]:
   Raises:
     ValueError, KeyError, TypeError: If it is malformed.
   """
-  fields = json.loads(body)
-  if not isinstance(fields, dict):
-    raise ValueError("not an object")
+  fields = json_object(body)
   kind = _KINDS[fields.pop("t")]
   own_fields: dict[str, Any] = {}
   for name in kind.__dataclass_fields__:

@@ -248,6 +248,9 @@ def test_what_is_refused():
     cache.explain(3)
   with pytest.raises(OptionError, match="weights: got nan"):
     cache.explain(weights=float("nan"))
+  evicting = contract.model(1).init_cache(1, 16, kind="sinks")
+  with pytest.raises(OptionError, match="reads what this cache holds"):
+    evicting.explain(tokens=8)
 
 
 @pytest.mark.parametrize(

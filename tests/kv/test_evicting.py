@@ -16,8 +16,8 @@ from ringjax import tree
 from ringjax.errors import NotFiniteError, OptionError
 from ringjax.kv import kind_text
 from ringjax.kv.cache_kind import KINDS
-from ringjax.kv.eviction.evicting import open_slots, page_sizes
-from ringjax.kv.eviction.eviction import _staying as staying
+from ringjax.kv.eviction.eviction import staying
+from ringjax.kv.eviction.page_sizes import open_slots, page_sizes
 from ringjax.kv.storage.pages import Places, few_sizes
 from ringjax.ops.mask import Coords
 from tests.contracts import cache as contract

@@ -37,6 +37,7 @@ from ringjax.bench.doctor.findings import (
 )
 from ringjax.bench.doctor.rates import DeviceRates
 from ringjax.bench.timing import Skipped
+from ringjax.ops import kernel_choice
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.kernels.auto_kernel import Loops
@@ -61,9 +62,9 @@ def one_case(monkeypatch):
   monkeypatch.setattr(kernel_cases, "decode_cases", first)
   monkeypatch.setattr(auto_kernel, "KERNELS", {})
   monkeypatch.setattr(auto_kernel, "DECODERS", {"tpu": (DecodeTPU,)})
-  auto_kernel._parse_off.cache_clear()
+  kernel_choice._parse_off.cache_clear()
   yield
-  auto_kernel._parse_off.cache_clear()
+  kernel_choice._parse_off.cache_clear()
 
 
 def test_a_wrong_kernel_is_found_and_can_be_switched_off(one_case, monkeypatch):

@@ -16,6 +16,7 @@ import pytest
 
 from ringjax.bench.doctor import checkup, inventory
 from ringjax.bench.doctor.kernel_checks import LOOPS
+from ringjax.ops import kernel_choice
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.parallel import gpu_processes
 from tests.launch.conftest import ROOT
@@ -79,7 +80,7 @@ def cases(values_of):
 
 def kernels(platform: str) -> list[str]:
   kinds = (*auto_kernel.KERNELS[platform], *auto_kernel.DECODERS[platform])
-  return [*map(auto_kernel.kernel_name, kinds), LOOPS]
+  return [*map(kernel_choice.kernel_name, kinds), LOOPS]
 
 
 @pytest.mark.parametrize(("platform", "name"), cases(kernels))

@@ -12,8 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
-from ringjax.ops import block_product_tpu
-from ringjax.ops.attention.kernels import auto_kernel
+from ringjax.ops import block_product_tpu, kernel_choice
 from ringjax.ops.block_product_tpu import BlockCodes, BlockProductTPU
 from ringjax.parallel.call_sharding import on_mesh
 
@@ -167,8 +166,8 @@ CALLS = []
 @pytest.fixture
 def interpreted(monkeypatch):
   """Takes the kernel on this platform."""
-  monkeypatch.setitem(auto_kernel.PRODUCTS, "cpu", (Interpreted,))
-  monkeypatch.setattr(auto_kernel, "_fault", lambda kind: None)
+  monkeypatch.setitem(block_product_tpu.PRODUCTS, "cpu", (Interpreted,))
+  monkeypatch.setattr(kernel_choice, "_fault", lambda kind: None)
   # A program of a single device, as XLA counts where there is no mesh.
   monkeypatch.setattr(jax, "device_count", lambda *_: 1)
   jax.clear_caches()
@@ -213,7 +212,7 @@ def test_a_model_generates_with_the_kernel_as_with_loops(interpreted, experts):
   assert ((3, 3) in stacks) == experts
   CALLS.clear()
   jax.clear_caches()
-  auto_kernel.PRODUCTS.pop("cpu")
+  block_product_tpu.PRODUCTS.pop("cpu")
   want = coded(tokens)
   assert not CALLS
   assert jnp.linalg.norm(got - want) < 0.03 * jnp.linalg.norm(want)
@@ -224,15 +223,15 @@ def test_a_kernel_that_is_switched_off_is_left_out(interpreted, monkeypatch):
   weight = weight_of(groups=2, group=64, outer=8)
   x = rows_of(weight, 1)
   assert isinstance(
-    auto_kernel.choose_product(x, weight).algorithm, Interpreted
+    block_product_tpu.choose_product(x, weight).algorithm, Interpreted
   )
   monkeypatch.setattr(
-    auto_kernel, "switched_off", lambda: frozenset({"test_block_product"})
+    kernel_choice, "switched_off", lambda: frozenset({"test_block_product"})
   )
-  choice = auto_kernel.choose_product(x, weight)
+  choice = block_product_tpu.choose_product(x, weight)
   assert choice.algorithm is None
   assert "switched off by RINGJAX_OFF" in str(choice)
-  assert auto_kernel.kernel_name(BlockProductTPU) == "block_product_tpu"
+  assert kernel_choice.kernel_name(BlockProductTPU) == "block_product_tpu"
 
 
 @pytest.mark.parametrize("count", [2, 8])
@@ -243,7 +242,7 @@ def test_on_a_mesh_the_kernel_serves_only_where_nothing_is_partitioned(
   x = rows_of(weight, count)
   mesh = rj.make_mesh((count,), ("model",), devices=jax.devices()[:count])
   with on_mesh(mesh):
-    choice = auto_kernel.choose_product(x, weight)
+    choice = block_product_tpu.choose_product(x, weight)
     assert choice.algorithm is None
     assert "over several devices" in str(choice)
   chosen = []
@@ -255,7 +254,7 @@ def test_on_a_mesh_the_kernel_serves_only_where_nothing_is_partitioned(
   def per_shard(x, arrays):
     local = dataclasses.replace(weight, **arrays)
     with on_mesh(mesh):
-      choice = auto_kernel.choose_product(x, local)
+      choice = block_product_tpu.choose_product(x, local)
     chosen.append(choice)
     return choice.algorithm.product(x, local)
 

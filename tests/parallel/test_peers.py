@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from ringjax.errors import OptionError, PeerError
+from ringjax.parallel import frames
 from ringjax.parallel import peers as peers_
 from ringjax.parallel.peers import Peers
 
@@ -80,9 +81,9 @@ def test_arrays_over_a_link():
 
   def work(p: Peers) -> None:
     if p.rank == 0:
-      peers_.send(p.link(1), cut(x))
+      frames.send(p.link(1), cut(x))
     else:
-      peers_.receive(p.link(0), cut(y))
+      frames.receive(p.link(0), cut(y))
 
   with group(2) as made:
     each(made, work)
@@ -208,6 +209,7 @@ def test_a_timeout_that_is_none():
 PROCESS = """
 import json, sys, time
 from ringjax.errors import PeerError
+from ringjax.parallel import frames
 from ringjax.parallel import peers as peers_
 rank, folder = int(sys.argv[1]), sys.argv[2]
 

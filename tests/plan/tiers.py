@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import ringjax as rj
 from ringjax.infer import prefill
 from ringjax.kv import kind_text
-from ringjax.kv.offload import tiered
+from ringjax.kv.offload import moved_blocks
 from ringjax.models.checkpoint import abstract
 from ringjax.plan.compiler.aot import Built
 
@@ -36,7 +36,9 @@ def evict(devices, *, model, cache, tokens):
   arguments = (made.blocks, made.slots, cursors, cursors)
   where = (made.memory, made.places)
   return Built(
-    function=tiered.moved_blocks, arguments=(*arguments, *where), mesh=mesh
+    function=moved_blocks.moved_blocks,
+    arguments=(*arguments, *where),
+    mesh=mesh,
   )
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from ringjax.bench import timing
 from ringjax.bench.doctor.findings import OK, WRONG, Findings
-from ringjax.ops.attention.kernels import auto_kernel
+from ringjax.ops import kernel_choice
 from ringjax.parallel import chips, gpu_processes, memory
 
 PART = "machine"
@@ -23,7 +23,7 @@ _PACKAGES = (
 )  # fmt: skip
 # Variables that change programs, and so must be equal in all processes.
 _OF_PROGRAMS = (
-  auto_kernel.OFF_VARIABLE,
+  kernel_choice.OFF_VARIABLE,
   "JAX_DEBUG_NANS",
   "JAX_DEFAULT_MATMUL_PRECISION",
   "JAX_DISABLE_JIT",
@@ -78,8 +78,8 @@ def check(
   }
   for name, (text, common) in facts.items():
     findings.add(PART, name, OK, text, common=common)
-  with findings.guarded(PART, auto_kernel.OFF_VARIABLE):
-    off = ", ".join(sorted(auto_kernel.switched_off()))
+  with findings.guarded(PART, kernel_choice.OFF_VARIABLE):
+    off = ", ".join(sorted(kernel_choice.switched_off()))
     findings.add(PART, "kernels switched off", OK, off or "none", common=True)
   unused = unused_accelerator(device.platform, variables, folder)
   if unused is not None:

@@ -23,6 +23,7 @@ from jaxtyping import Float
 from ringjax.bench.doctor import kernel_cases
 from ringjax.bench.doctor.findings import OK, SKIPPED, WRONG, Findings
 from ringjax.bench.doctor.kernel_cases import DecodeCase, HopCase, Results
+from ringjax.ops import kernel_choice
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel, Loops
@@ -91,9 +92,9 @@ def check(
   for kind in _off(None if interpret else platform):
     findings.add(
       PART,
-      auto_kernel.kernel_name(kind),
+      kernel_choice.kernel_name(kind),
       SKIPPED,
-      f"switched off by {auto_kernel.OFF_VARIABLE}",
+      f"switched off by {kernel_choice.OFF_VARIABLE}",
     )
 
 
@@ -102,10 +103,10 @@ def _kernels(
 ) -> list[_Contestant]:
   """The kernels to check, without those that are switched off."""
   contestants: list[_Contestant] = []
-  off = auto_kernel.switched_off()
+  off = kernel_choice.switched_off()
   for platform, kinds in tables.items():
     for kind in kinds:
-      name = auto_kernel.kernel_name(kind)
+      name = kernel_choice.kernel_name(kind)
       if name in off:
         continue
       if platform == auto.platform:
@@ -123,17 +124,13 @@ def _field_names(kind: type) -> set[str]:
 
 def _off(platform: str | None) -> list[type]:
   """Kernels of a platform that are switched off; None for all platforms."""
-  off = auto_kernel.switched_off()
+  off = kernel_choice.switched_off()
   return [
     kind
-    for kernels in (
-      auto_kernel.KERNELS,
-      auto_kernel.DECODERS,
-      auto_kernel.PRODUCTS,
-    )
-    for home, kinds in kernels.items()
+    for table in kernel_choice.tables()
+    for home, kinds in table.kinds.items()
     for kind in kinds
-    if platform in (None, home) and auto_kernel.kernel_name(kind) in off
+    if platform in (None, home) and kernel_choice.kernel_name(kind) in off
   ]
 
 
@@ -208,7 +205,7 @@ def _judge(
   dtype: str,
   results: Results,
   truth: Results,
-  choice: auto_kernel.KernelChoice | None,
+  choice: kernel_choice.KernelChoice | None,
 ) -> None:
   """Adds the finding of one algorithm in one case."""
   errors = {key: error(results[key], truth[key]) for key in truth}
@@ -219,10 +216,10 @@ def _judge(
   if status == WRONG and name == LOOPS:
     text += "; report it with the file of --json"
   elif status == WRONG:
-    text += f"; switch it off: {auto_kernel.OFF_VARIABLE}={name}"
+    text += f"; switch it off: {kernel_choice.OFF_VARIABLE}={name}"
   if (
     choice is not None
-    and auto_kernel.kernel_name(type(choice.algorithm)) != name
+    and kernel_choice.kernel_name(type(choice.algorithm)) != name
   ):
     text += f"; AutoKernel takes {choice}"
   findings.add(

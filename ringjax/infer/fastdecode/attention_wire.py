@@ -17,9 +17,7 @@ Cost: arrays are sent without a copy; a header has about 100 bytes.
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,11 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringjax.json_text import json_text
+from ringjax.parallel.frames import SIZE, framed, json_object
 from ringjax.transfer.wire import HostileMessageError, PullConnection
 
 MOST_BYTES = 1 << 34
 _MOST_HEADER = 1 << 22
-_SIZE = struct.Struct("<I")
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "int32")
 KINDS = ("open", "opened", "load", "attend", "attended", "failed")
 
@@ -78,8 +76,8 @@ def send_arrays(
   stated = [[x.dtype.name, list(x.shape)] for x in parts]
   head = json_text({"t": kind, "x": stated, **fields}).encode()
   raw = [x.reshape(-1).view(np.uint8).data for x in parts if x.size]
-  link.send([_SIZE.pack(len(head)) + head, *raw])
-  return _SIZE.size + len(head) + sum(map(len, raw))
+  link.send([framed(head), *raw])
+  return SIZE.size + len(head) + sum(map(len, raw))
 
 
 def receive_arrays(
@@ -95,16 +93,11 @@ def receive_arrays(
     HostileMessageError: If the message breaks the protocol.
     PeerError: If the other side sends nothing, or is gone.
   """
-  start = bytearray(_SIZE.size)
-  if not link.receive(memoryview(start), may_end=True):
+  head = link.frame(_MOST_HEADER)
+  if head is None:
     return None
-  (size,) = _SIZE.unpack(start)
-  if not 2 <= size <= _MOST_HEADER:
-    raise HostileMessageError(f"{link.name} announced {size} bytes of JSON")
-  head = bytearray(size)
-  link.receive(memoryview(head))
   try:
-    fields = json.loads(head)
+    fields = json_object(head)
     kind, stated = fields.pop("t"), fields.pop("x")
     shapes = [(_dtype(name), _shape(shape)) for name, shape in stated]
     if kind not in kinds:
@@ -112,18 +105,17 @@ def receive_arrays(
     nbytes = sum(dtype.itemsize * math.prod(s) for dtype, s in shapes)
     if nbytes > MOST_BYTES:
       raise ValueError(f"{nbytes} bytes")
-  except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
-    raise HostileMessageError(
-      f"{link.name} sent a message that is not of the protocol: "
-      f"{type(e).__name__}: {e!s:.100}"
-    ) from None
+  except (KeyError, TypeError, ValueError, AttributeError) as error:
+    raise link.hostile(error) from None
   arrays = []
   for dtype, shape in shapes:
     array = np.empty(shape, dtype)
     if array.size:
       link.receive(array.reshape(-1).view(np.uint8).data)
     arrays.append(array)
-  return ArrayMessage(kind, fields, tuple(arrays), _SIZE.size + size + nbytes)
+  return ArrayMessage(
+    kind, fields, tuple(arrays), SIZE.size + len(head) + nbytes
+  )
 
 
 def _dtype(name: Any) -> np.dtype:

@@ -24,7 +24,7 @@ from ringjax.errors import PeerError
 from ringjax.infer.kv_runahead.measured_timelines import SpanRecorder
 from ringjax.infer.layerwise import StackedLayer
 from ringjax.kv.codecs import Codec
-from ringjax.parallel import peers as peers_
+from ringjax.parallel import frames
 from ringjax.parallel.peers import Peers
 
 _HEADER = struct.Struct("<III")
@@ -163,10 +163,8 @@ class Receiver(LinkEnd):
   def work(self) -> None:
     link = self.peers.link(self.neighbour)
     for layer in self.layers:
-      header = np.zeros(_HEADER.size, np.uint8)
-      peers_.receive(link, [header])
+      number, first, end = frames.receive_header(link, _HEADER)
       start_s = self.recorder.now()
-      number, first, end = _HEADER.unpack(header.tobytes())
       wanted = (layer.number, layer.first_needed(self.end), self.end)
       if (number, first, end) != wanted:
         raise PeerError(
@@ -175,7 +173,7 @@ class Receiver(LinkEnd):
           self.neighbour,
         )
       block = LayerBlock.zeros(layer, end, self.size, self.dtype, self.codec)
-      peers_.receive(link, rows([block], first))
+      frames.receive(link, rows([block], first))
       self.recorder.add("receive", layer.number, start_s)
       self.ready.append(block)
       self.peers.wake()
@@ -214,10 +212,10 @@ class Sender(LinkEnd):
       first = layer.first_needed(self.end)
       parts = rows(blocks, first)
       del blocks
-      peers_.receive(link, [grant])
+      frames.receive(link, [grant])
       start_s = self.recorder.now()
       header = _HEADER.pack(layer.number, first, self.end)
-      peers_.send(link, [np.frombuffer(header, np.uint8), *parts])
+      frames.send(link, parts, header)
       nbytes = sum(part.nbytes for part in parts)
       self.recorder.add("send", layer.number, start_s, nbytes)
       # Free the layer's rows before the thread waits for the next layer.

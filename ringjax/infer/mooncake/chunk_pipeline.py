@@ -77,6 +77,7 @@ from ringjax.models.partition.tensor_shares import digest_of
 from ringjax.models.transformer import Transformer
 from ringjax.nn.linear import stream_dtype
 from ringjax.nn.sharding_context import CachedAttention
+from ringjax.parallel import frames
 from ringjax.parallel import peers as peers_
 from ringjax.parallel.peers import Peers
 from ringjax.plan import cost
@@ -666,14 +667,14 @@ class _ActivationSender(LinkEnd):
       if isinstance(item, str):
         data = np.frombuffer(item.encode(), np.uint8)
         header = _HEADER.pack(_TICKET, 0, 0, data.size)
-        peers_.send(link, [np.frombuffer(header, np.uint8), data])
+        frames.send(link, [data], header)
         continue
       number, first, rows = item
       nbytes = sum(part.nbytes for part in rows)
       start_s = self.recorder.now()
       count = sum(len(part) for part in rows)
       header = _HEADER.pack(_ACTIVATIONS, first, first + count, nbytes)
-      peers_.send(link, [np.frombuffer(header, np.uint8), *rows])
+      frames.send(link, rows, header)
       self.recorder.add("send", number, start_s, nbytes)
       self.sent += 1
       self.peers.wake()
@@ -725,12 +726,10 @@ class _ActivationReceiver(LinkEnd):
     link = self.peers.link(self.neighbour)
     num_chunks = first = tickets = 0
     while num_chunks < len(self.lengths) or tickets < self.tickets:
-      header = np.zeros(_HEADER.size, np.uint8)
-      peers_.receive(link, [header])
-      kind, begin, end, nbytes = _HEADER.unpack(header.tobytes())
+      kind, begin, end, nbytes = frames.receive_header(link, _HEADER)
       if kind == _TICKET and nbytes <= _LARGEST_TICKET:
         text = np.zeros(nbytes, np.uint8)
-        peers_.receive(link, [text])
+        frames.receive(link, [text])
         tickets += 1
         self.told(text.tobytes().decode())
         continue
@@ -743,7 +742,7 @@ class _ActivationReceiver(LinkEnd):
           f"{end}; wanted {expected[3]} of {expected[1]} to {expected[2]}",
           self.neighbour,
         )
-      peers_.receive(link, [rows])
+      frames.receive(link, [rows])
       num_chunks, first = num_chunks + 1, end
       self.ready.append(rows)
       self.peers.wake()

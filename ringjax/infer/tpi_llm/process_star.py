@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
 import socket
 import struct
 import threading
@@ -31,6 +30,7 @@ from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError, PeerError
 from ringjax.json_text import json_text
 from ringjax.parallel.door import Door
+from ringjax.parallel.frames import json_object
 from ringjax.transfer.wire import (
   AuthenticationError,
   HostileMessageError,
@@ -185,14 +185,11 @@ class StarLink:
     data = bytearray(size)
     self._link.receive(memoryview(data))
     try:
-      body = json.loads(data)
-    except (ValueError, RecursionError):
-      body = None
-    if not isinstance(body, dict):
+      return json_object(data)
+    except ValueError:
       raise HostileMessageError(
         f"rank {self.rank} sent what is no JSON object", rank=self.rank
-      )
-    return body
+      ) from None
 
   def _send(self, parts: Sequence[bytes | memoryview]) -> None:
     try:

@@ -30,7 +30,6 @@ from ringjax.kv.base import donated
 from ringjax.kv.cache import KVCache
 from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.layer_spec import filled_constants
-from ringjax.kv.model_cache import refused
 from ringjax.kv.storage.changes import (
   CacheChange,
   InsertRows,
@@ -39,6 +38,7 @@ from ringjax.kv.storage.changes import (
 )
 from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.kv.storage.pages import few_sizes
+from ringjax.kv.storage.refusals import refused
 from ringjax.kv.storage.slots import REPLICATED
 from ringjax.ops.attention.cached.code_format import token_axis
 from ringjax.ops.attention.cached.separate_contexts import (
@@ -78,6 +78,7 @@ class ContextCache(WithOpenCache):
 
   contexts: KVCache
   weigh: WeighedView | SelectedView | None = None
+  older: ClassVar[str] = "contexts"
   described: ClassVar[str] = "a cache behind contexts"
   instead: ClassVar[str] = "a cache that holds its own tokens alone"
   # Contexts differ in size from row to row, and stay on their shards.
@@ -86,17 +87,6 @@ class ContextCache(WithOpenCache):
   }
   # To ask the contexts another question.
   changing: ClassVar[tuple[str, ...]] = ("open",)
-
-  @property
-  def at(self) -> Coords:
-    """Coordinates of all slots, [B, S]: of the contexts, then the open ones."""
-    pairs = zip(self.contexts.at, self.open.at, strict=True)
-    return Coords(*(jnp.concatenate(pair, 1) for pair in pairs))
-
-  @property
-  def length(self) -> Int[Array, " B"]:
-    """int32 [B], the position after each row's last token."""
-    return jnp.maximum(self.contexts.length, self.open.length)
 
   @property
   def asks_whole(self) -> bool:

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from ringjax.errors import OptionError
 from ringjax.kv.base import KV, CallLayer
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
-from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.model_cache import ModelCache
 from ringjax.kv.storage.pages import few_sizes
 from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
-from ringjax.parallel import chips
-from ringjax.typing import Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,24 +38,31 @@ class WithOpenCache(ModelCache):
   open: KVCache
   kind: CacheConfig
   limit: int
+  part_field: ClassVar[str] = "open"
+  # Field with the cache, or the slot table, of older tokens; "" for none.
+  older: ClassVar[str] = ""
 
   @property
   def slots(self) -> tuple[Any, ...]:
     return self.open.slots
 
   @property
-  def parts(self) -> tuple[Any, ...]:
-    return (self.open,)
-
-  def each_part(self, f: Callable[..., Any], *rows: Any) -> Any:
-    return dataclasses.replace(self, open=f(self.open, *rows))
-
-  @property
   def capacity(self) -> int:
     return self.limit
 
-  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
-    return self.open.layer(kind, slots, index)
+  @property
+  def at(self) -> Coords:
+    """Coordinates of all slots, [B, S]: of the older tokens, then the open."""
+    if not self.older:
+      return self.open.at
+    pairs = zip(getattr(self, self.older).at, self.open.at, strict=True)
+    return Coords(*(jnp.concatenate(pair, 1) for pair in pairs))
+
+  @property
+  def length(self) -> Int[Array, " B"]:
+    if not self.older:
+      return self.open.length
+    return jnp.maximum(self.open.length, getattr(self, self.older).length)
 
   def tile_trips(self, platform: str) -> float:
     """Trip count of each of the two loops over the open cache's tiles.
@@ -68,21 +72,25 @@ class WithOpenCache(ModelCache):
     """
     return self.open.tile_trips(platform)
 
-  def explain(
-    self,
-    machine: chips.Machine | str | None = None,
-    *,
-    weights: int | float = 0,
-  ) -> CacheReport:
-    """Report the memory of each part and the predicted decoding speed.
-
-    A step reads what the cache holds; for the arguments see `KVCache.explain`.
-    """
-    return report(self, machine, None, weights)
-
 
 class ResizableCache(WithOpenCache):
   """Base class of caches whose open cache changes its size between calls."""
+
+  def steps(self) -> int:
+    """Number of tokens that can be appended before `evict` is due."""
+    free = self.open.free()
+    assert free is not None
+    fitting, most = int(free.sum(1).min()), self.kind.most_steps
+    # Capped: the number of slots alone depends on the mesh.
+    return fitting if most is None else min(fitting, most)
+
+  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> Any:
+    """Make room in the open cache by `evict`.
+
+    Applies to all rows: moving tokens does not change them.
+    """
+    del rows
+    return self.evict()
 
   def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> Any:
     """Grow the open cache so that a call fits; older tokens do not change.

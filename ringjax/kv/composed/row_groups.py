@@ -13,14 +13,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Bool
 
 from ringjax import tree
-from ringjax.kv.base import CallCoords
 from ringjax.kv.cache_kind import CacheConfig
-from ringjax.kv.model_cache import ModelCache, refused
+from ringjax.kv.model_cache import ModelCache
 from ringjax.kv.storage.changes import InsertRows, ResetRows, TakeRows
 
 
@@ -36,6 +34,7 @@ class RowGroups(ModelCache):
 
   caches: tuple[Any, ...]
   hosted: tuple[bool, ...] = ()
+  part_field: ClassVar[str] = "caches"
   described: ClassVar[str] = "a cache of row groups"
   instead: ClassVar[str] = "a cache of one group"
   refuses: ClassVar[Mapping[type, tuple[str, str]]] = {
@@ -69,34 +68,12 @@ class RowGroups(ModelCache):
     )
 
   @property
-  def parts(self) -> tuple[Any, ...]:
-    return self.caches
-
-  @property
   def row_groups(self) -> RowGroups:
     return self
 
   def regrouped(self, caches: Iterable[Any]) -> RowGroups:
     """Cache with other caches of the groups."""
     return dataclasses.replace(self, caches=tuple(caches))
-
-  def split(
-    self, x: Shaped[Array | np.ndarray, " ..."] | np.integer | int | None
-  ) -> list[Any]:
-    """Split an array of all rows by group; repeat one that is for all rows."""
-    if isinstance(x, int | np.integer | None) or x.shape[:1] != (self.batch,):
-      return [x] * len(self.caches)
-    ends = np.cumsum([cache.batch for cache in self.caches])
-    starts = [0, *ends[:-1]]
-    return [x[a:b] for a, b in zip(starts, ends, strict=True)]
-
-  def each_part(self, f: Callable[..., Any], *rows: Any) -> RowGroups:
-    parts = zip(self.caches, *map(self.split, rows), strict=True)
-    return self.regrouped(f(*part) for part in parts)
-
-  @property
-  def batch(self) -> int:
-    return sum(cache.batch for cache in self.caches)
 
   @property
   def kind(self) -> CacheConfig:
@@ -105,27 +82,6 @@ class RowGroups(ModelCache):
   @property
   def slots(self) -> tuple[Any, ...]:
     return tuple(cache.slots for cache in self.caches)
-
-  @property
-  def length(self) -> Int[Array, " B"]:
-    return jnp.concatenate([cache.length for cache in self.caches])
-
-  def free(self) -> Int[np.ndarray, "B R"] | None:
-    per_cache = [cache.free() for cache in self.caches]
-    concrete = [x for x in per_cache if x is not None]
-    return np.concatenate(concrete) if len(concrete) == len(per_cache) else None
-
-  def check(
-    self, batch: int, tokens: int, *, replicated: bool, sees: bool
-  ) -> None:
-    for cache in self.caches:
-      rows = cache.batch if batch == self.batch else batch
-      cache.check(rows, tokens, replicated=replicated, sees=sees)
-
-  def check_coords(self, coords: CallCoords) -> None:
-    arrays = map(self.split, coords[:3])
-    for cache, pos, seg, parents in zip(self.caches, *arrays, strict=True):
-      cache.check_coords(CallCoords(pos, seg, parents, coords.segments))
 
   def choose(
     self,
@@ -147,21 +103,15 @@ class RowGroups(ModelCache):
   def limited(self, limit: int) -> RowGroups:
     return self.each_part(lambda cache: cache.limited(limit))
 
-  # A call runs on each of its `caches` instead.
-  allocate = refused("allocate", "leave rows_at_once out")
-  layer = refused("layer", "leave rows_at_once out")
-  updated = refused("updated", "leave rows_at_once out")
-
-  # Rows do not go from group to group.
-  export = refused("export", "leave rows_at_once out")
-  load = refused("load", "leave rows_at_once out")
-  snapshot = refused("snapshot", "leave rows_at_once out")
-  restore = refused("restore", "leave rows_at_once out")
-  call_state = refused("call_state", "leave rows_at_once out")
-  undo_call = refused("undo_call", "leave rows_at_once out")
-  explain = refused("explain", "leave rows_at_once out")
-  gathered = refused("gathered", "leave rows_at_once out")
-  with_states = refused("with_states", "leave rows_at_once out")
+  # A call runs on each of its `caches` instead, and rows do not go from group
+  # to group.
+  lacks: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    (
+      "allocate", "layer", "updated", "export", "load", "snapshot", "restore",
+      "call_state", "undo_call", "explain", "gathered", "with_states",
+    ),
+    "leave rows_at_once out",
+  )  # fmt: skip
 
 
 tree.register(RowGroups, ("caches",), ("hosted",))

@@ -17,9 +17,7 @@ it after each chunk of a prompt and whenever the open cache is full.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -30,21 +28,23 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import NotFiniteError, OptionError
-from ringjax.kv.base import CacheSpec, CallCoords, zeros
+from ringjax.kv.base import CacheSpec, zeros
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_rows import placed_as, row_indices
-from ringjax.kv.composed.open_cache import ResizableCache, WithOpenLayer
-from ringjax.kv.eviction.eviction import (
-  chosen,
-  fixed_rows,
-  grown,
-  page_view,
-  repacked,
-  summed,
+from ringjax.kv.composed.open_cache import ResizableCache
+from ringjax.kv.eviction import evicting_changes, row_state
+from ringjax.kv.eviction.evictable_layers import (
+  check_layers,
+  kv_heads,
+  pages_spec,
 )
+from ringjax.kv.eviction.evicting_layer import EvictingLayer, with_paged_sums
+from ringjax.kv.eviction.eviction import chosen
+from ringjax.kv.eviction.page_sizes import open_slots, page_sizes
 from ringjax.kv.eviction.peak_attention import Repeated
 from ringjax.kv.eviction.recorded_queries import Noted, QueryWatch
+from ringjax.kv.eviction.repacking import grown, repacked
 from ringjax.kv.layer_spec import (
   LayerCacheSpec,
   by_model_layer,
@@ -52,10 +52,8 @@ from ringjax.kv.layer_spec import (
   filled_constants,
   model_layers,
 )
-from ringjax.kv.model_cache import ModelCache, refuse_unseen
 from ringjax.kv.offload.cache_files import CacheFiles
 from ringjax.kv.policies import Policy
-from ringjax.kv.state import StateShape
 from ringjax.kv.storage.changes import (
   CacheChange,
   InsertRows,
@@ -65,20 +63,10 @@ from ringjax.kv.storage.changes import (
   TakeRows,
   Truncate,
 )
-from ringjax.kv.storage.pages import (
-  Pages,
-  Places,
-  few_sizes,
-  host,
-  joined,
-)
-from ringjax.kv.storage.slots import FILL, REPLICATED
-from ringjax.ops.attention.cached.views import (
-  KVView,
-)
-from ringjax.ops.mask import Causal, Coords
+from ringjax.kv.storage.pages import Pages, Places, host
+from ringjax.kv.storage.refusals import refuse_unseen
+from ringjax.ops.mask import Coords
 from ringjax.parallel.local_arrays import move
-from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index
 
 if TYPE_CHECKING:
@@ -170,7 +158,7 @@ class EvictingCache(ResizableCache):
       shapes, batch, capacity, dtype, kind=kind.opened(), **where
     )
     room = CacheSpec.of(batch, capacity, dtype, kind.codec, **where)
-    _check(shapes, kind, room)
+    check_layers(shapes, kind, room)
     window, moments = kind.noted(capacity)
     watch = QueryWatch.spec(room, window, moments)
     noted = []
@@ -195,7 +183,7 @@ class EvictingCache(ResizableCache):
     return cls(
       open=open_cache,
       pages=tuple(
-        _pages_spec(shape, room, kind) if open_cache._ring(n) is None else None
+        pages_spec(shape, room, kind) if open_cache._ring(n) is None else None
         for n, shape in enumerate(shapes)
       ),
       noted=tuple(noted),
@@ -208,7 +196,7 @@ class EvictingCache(ResizableCache):
       else None,
       kind=kind,
       limit=capacity,
-      places=Places.of(room, _kv_heads(shapes)),
+      places=Places.of(room, kv_heads(shapes)),
     )
 
   def allocated(self, files: CacheFiles | None = None) -> EvictingCache:
@@ -299,7 +287,7 @@ class EvictingCache(ResizableCache):
     """Number of tokens that still fit, int [B, R]; None under a trace."""
     if isinstance(self.ends, jax.core.Tracer):
       return None
-    remaining = self.limit - host(_lengths(self))
+    remaining = self.limit - host(row_state.lengths(self))
     return np.repeat(remaining[:, None] // self.shards, self.shards, 1)
 
   def check(
@@ -308,33 +296,6 @@ class EvictingCache(ResizableCache):
     if not isinstance(self.ends, jax.core.Tracer):
       refuse_unseen(sees, int(host(self.ends).max(initial=0)))
     super().check(batch, tokens, replicated=replicated, sees=sees)
-
-  def check_coords(self, coords: CallCoords) -> None:
-    """Refuse tokens that share a position, for a policy that looks at ids.
-
-    Traced arrays are not checked.
-    """
-    super().check_coords(coords)
-    if self.marks is None:
-      return
-    largest = lambda x: (
-      0 if x is None or isinstance(x, jax.core.Tracer) else int(jnp.max(x))
-    )
-    fault = None
-    if coords.parents is not None:
-      fault = "a tree of drafted tokens"
-    elif largest(coords.seg) > 1:
-      fault = f"document {largest(coords.seg)} of a row"
-    elif largest(coords.pos) >= self.limit:
-      fault = f"position {largest(coords.pos)} of {self.limit}"
-    if fault is not None:
-      raise OptionError(
-        "cache",
-        f"{fault}, with a policy that looks at ids: {self.kind.policy}",
-        "one token at each position of the cache",
-        "read one document a row, from position 0 on, or use a policy without "
-        "punctuation=",
-      )
 
   # -------------------------------------------------------------------------
   # A call
@@ -410,13 +371,6 @@ class EvictingCache(ResizableCache):
   # -------------------------------------------------------------------------
   # Evicting
   # -------------------------------------------------------------------------
-
-  def steps(self) -> int:
-    """Number of tokens that can be appended before `evict` is due."""
-    free = self.open.free()
-    assert free is not None
-    # Capped by `room`: the number of slots alone depends on the mesh.
-    return min(int(free.sum(1).min()), self.kind.exact.room)
 
   def limited(self, limit: int) -> EvictingCache:
     """Return the cache with another maximum length of rows, `limit`."""
@@ -504,7 +458,7 @@ class EvictingCache(ResizableCache):
         "evict outside of jit; rj.infer.generate does so by itself",
       )
     cache = self._settled()
-    lengths, fresh, num_queries = map(host, _state_of_rows(cache))
+    lengths, fresh, num_queries = map(host, row_state.state_of_rows(cache))
     evicted_rows = fresh if repeated is None else np.asarray(repeated.rows)
     if rows is not None:
       evicted_rows = evicted_rows & rows
@@ -566,7 +520,7 @@ class EvictingCache(ResizableCache):
     """Fix the choices of rows; release queries that no row needs any more."""
     if not rows.any():
       return self
-    noted = _with_fixed(self.noted, rows)
+    noted = row_state.with_fixed(self.noted, rows)
     return self._placed(dataclasses.replace(self, noted=noted))._settled()
 
   def _check_scores(self, wrong: np.ndarray) -> None:
@@ -611,42 +565,24 @@ class EvictingCache(ResizableCache):
       OptionError: If rows of a sharded batch are taken: pages stay on the
         devices of their rows.
     """
+    if isinstance(change, InsertRows):
+      this, that = evicting_changes.of_one_size(self, change.source)
+      changed = super(EvictingCache, this).changed(
+        InsertRows(change.rows, that)
+      )
+      return evicting_changes.inserted(this, changed, change.rows, that)
+    cache = super().changed(change)
     match change:
       case Truncate(end, _):
-        return self._truncated(super().changed(change).open, end)
+        return evicting_changes.truncated(self, cache.open, end)
       case KeepTokens() | KeepFirst():
-        cache = super().changed(change)
-        return dataclasses.replace(
-          cache, watch=self.watch.kept(change.keep_mask)
-        )
+        watch = self.watch.kept(change.keep_mask)
+        return dataclasses.replace(cache, watch=watch)
       case ResetRows(rows):
-        return self._emptied(super().changed(change).open, rows)
+        return evicting_changes.emptied(self, cache.open, rows)
       case TakeRows(rows):
-        pages = self._taken_pages(rows)
-        return dataclasses.replace(super().changed(change), pages=pages)
-      case InsertRows(rows, other):
-        return self._inserted(rows, other)
-
-  def _truncated(
-    self, open_cache: KVCache, end: Int[Array, " B"]
-  ) -> EvictingCache:
-    """Drop positions from `end` on of all but the open cache."""
-    gone = lambda pos: pos >= end[None, :, None, None, None]
-    # New tokens will use the freed slots, so their sums restart at 0.
-    real = (open_cache.at.seg > 0)[None, :, None]
-    has_tokens = (end > 0)[None, :, None]
-    return dataclasses.replace(
-      self,
-      open=open_cache,
-      noted=tuple(
-        x if x.fixed is None else x._replace(fixed=x.fixed & has_tokens)
-        for x in self.with_scores(lambda x: jnp.where(real, x, 0))
-      ),
-      pages=tuple(x and x.without(gone) for x in self.pages),
-      watch=self.watch.truncated(end),
-      ends=jnp.minimum(self.ends, end),
-      stayed=jnp.minimum(self.stayed, open_cache.held.tokens()),
-    )
+        pages = evicting_changes.taken_pages(self, rows)
+        return dataclasses.replace(cache, pages=pages)
 
   @property
   def irreversible(self) -> bool:
@@ -661,13 +597,13 @@ class EvictingCache(ResizableCache):
     window = self._window
     if window is None or self._noted_now == window + tokens:
       return self
-    return _noting(self, window + tokens)
+    return row_state.noting(self, window + tokens)
 
   def _settled(self) -> EvictingCache:
     """Sort the recorded queries into the order in which they came."""
     if self.watch.at is None:
       return self
-    return _noting(self, self._window or self._noted_now)
+    return row_state.noting(self, self._window or self._noted_now)
 
   @property
   def _notes_all(self) -> bool:
@@ -704,87 +640,13 @@ class EvictingCache(ResizableCache):
       return window
     if isinstance(self.ends, jax.core.Tracer):
       return window
-    fixed = _fixed_everywhere(self)
+    fixed = row_state.fixed_everywhere(self)
     return few if fixed is not None and host(fixed).all() else window
 
   def with_few_queries(self) -> EvictingCache:
     """Return a cache for as many queries as are used with fixed choices."""
     assert self.kind.policy is not None
-    return _noting(self, self.kind.policy.fixed_queries)
-
-  def _emptied(
-    self, open_cache: KVCache, rows: Int[np.ndarray, " n"]
-  ) -> EvictingCache:
-    """Empty rows of all but the open cache."""
-    index = jnp.asarray(rows)
-    gone = jnp.zeros((self.batch,), bool).at[index].set(True)
-    empty = lambda x: (
-      x and x.with_table(jnp.where(gone[None, :, None, None], -1, x.table))
-    )
-    # Rows that begin anew may need more queries than those that stay.
-    cache = self._noting_at_least(self._whole_window or 0)
-    watch = cache.watch.truncated(jnp.where(gone, 0, np.iinfo(np.int32).max))
-    if watch.count is not None:
-      watch = dataclasses.replace(watch, count=jnp.where(gone, 0, watch.count))
-    clear = lambda x: jnp.where(
-      gone.reshape(1, -1, *(1,) * (x.ndim - 2)), jnp.zeros((), x.dtype), x
-    )
-    return self._placed(
-      dataclasses.replace(
-        self,
-        open=open_cache,
-        pages=tuple(map(empty, self.pages)),
-        noted=jax.tree.map(clear, cache.noted),
-        watch=watch,
-        ends=jnp.where(gone, 0, self.ends),
-        stayed=jnp.where(gone, 0, self.stayed),
-        marks=self.marks if self.marks is None else self.marks & ~gone[:, None],
-      )
-    )
-
-  def _inserted(
-    self, rows: Int[np.ndarray, " n"], other: ModelCache
-  ) -> EvictingCache:
-    """Replace rows, after bringing the open caches to the same size."""
-    this, that = self.with_slack(0)._same_size(other.with_slack(0))
-    num_queries = max(this._noted_now, that._noted_now)
-    this, that = (
-      x._without_paged_sums()._noting_at_least(num_queries)
-      for x in (this, that)
-    )
-    changed = super(EvictingCache, this).changed(InsertRows(rows, that))
-    pairs = zip(this.pages, that.pages, strict=True)
-    pages = tuple(
-      None if x is None or y is None else joined(x, y, rows) for x, y in pairs
-    )
-    return this._placed(dataclasses.replace(changed, pages=pages))
-
-  def _without_paged_sums(self) -> EvictingCache:
-    """Drop paged sums; refused if a prompt has read pages since an eviction."""
-    if all(x.paged is None for x in self.noted):
-      return self
-    if host(self.ends).any():
-      raise OptionError(
-        "cache",
-        f"insert with the policy {self.kind.policy}, between a prompt that saw "
-        "pages and its eviction",
-        "a cache that was evicted behind its prompt",
-        "call evict() or flush() before insert",
-      )
-    noted = tuple(x._replace(paged=None) for x in self.noted)
-    return dataclasses.replace(self, noted=noted)
-
-  def _taken_pages(self, rows: Int[Array, " _"]) -> tuple[Pages | None, ...]:
-    """Pages of these rows, which share them with the rows of this cache."""
-    if any(x is not None and x.places.batch for x in self.pages):
-      raise OptionError(
-        "cache",
-        "take of rows that are sharded over the mesh",
-        "a mesh that shards the sequence alone",
-        "make the cache with a batch that does not divide over the data axis",
-      )
-    index = jnp.asarray(rows, jnp.int32)
-    return tuple(x and x.take(index) for x in self.pages)
+    return row_state.noting(self, self.kind.policy.fixed_queries)
 
   def export(self, row: int, start: int, stop: int) -> Blocks:
     """Copy out a row's tokens; refused after an eviction.
@@ -860,31 +722,12 @@ class EvictingCache(ResizableCache):
 
   def _noting_at_least(self, window: int) -> EvictingCache:
     """Make room to record at least `window` queries."""
-    return _noting(self, window) if window > self._noted_now else self
+    return row_state.noting(self, window) if window > self._noted_now else self
 
   def _sized(self, local: int) -> EvictingCache:
     if local == self.open.held.local:
       return self
     return grown(self, local)
-
-  def with_moved_positions(self, pages: Pages) -> Pages:
-    """Pages with the first tokens moved next to the others, see `Policy.moves`.
-
-    Relative attention gives the same result whether all tokens move to their
-    cache index or only the first ones move up to the others.
-    """
-    policy = self.kind.policy
-    assert policy is not None
-    # All heads of all layers keep the same tokens.
-    pos, table = pages.pos[0], pages.table[0, :, 0]
-    by_page = pos.reshape(*table.shape, pages.slots) >= 0
-    num_kept = jnp.sum(
-      by_page & (table >= 0)[..., None], (1, 2), dtype=jnp.int32
-    )
-    gone = self.ends - num_kept - self.stayed
-    first = (pos >= 0) & (pos < policy.moves)
-    moved = jnp.where(first, pos + gone[:, None], pos)
-    return dataclasses.replace(pages, pos=moved[None])
 
   def windowed(self, kind: int) -> bool:
     """Whether layers of a kind have an attention window, which they keep."""
@@ -896,305 +739,3 @@ tree.register(
   ("open", "pages", "noted", "watch", "ends", "stayed", "constants", "marks"),
   ("kind", "limit", "places"),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class EvictingLayer(WithOpenLayer):
-  """One layer's part of an `EvictingCache` during one call."""
-
-  cache: EvictingCache
-  noted: Noted
-  index: Index
-  kind: int
-
-  @property
-  def slots(self) -> tuple[Any, Noted]:
-    return self.inner.slots, self.noted
-
-  def observe(
-    self, rotated: Callable[[], Array], plain: Callable[[], Array]
-  ) -> EvictingLayer:
-    cache, mode = self.cache, self.cache.open.held.mode
-    if self.noted.paged is not None and mode != REPLICATED:
-      noted = summed(
-        cache, self.kind, self.index, self.inner.slots, self.noted, rotated()
-      )
-    else:
-      noted = cache.watch.note(
-        self.noted, self.index, rotated, plain, mode == FILL
-      )
-    return dataclasses.replace(self, noted=noted)
-
-  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
-    views = self.inner.views(apart=apart)
-    pages = self.cache.pages[self.kind]
-    if pages is None:
-      return views
-    constants = self.cache.constants[self.kind]
-    if self.cache.kind.policy is not None and self.cache.kind.policy.moves:
-      pages = self.cache.with_moved_positions(pages)
-    view = page_view(
-      self.cache,
-      self.kind,
-      self.index,
-      self.inner.rotation,
-      pages,
-      constants,
-      # Prompt tokens read all pages, so that chunking does not matter.
-      selects=self.cache.open.held.mode == REPLICATED,
-    )
-    return (view, *views)
-
-  def recall(self, empty: PyTree) -> PyTree:
-    return self.inner.recall(empty)
-
-  def keep(self, state: PyTree) -> EvictingLayer:
-    return dataclasses.replace(self, inner=self.inner.keep(state))
-
-
-def with_paged_sums(noted: Noted, pages: Pages | None) -> Noted:
-  """Add zero sums for the slots of pages, unless present."""
-  if noted.score is None or noted.paged is not None or pages is None:
-    return noted
-  *lead, table = pages.table.shape
-  shape = (*lead, table * pages.slots)
-  return noted._replace(paged=jnp.zeros(shape, jnp.float32))
-
-
-@bounded
-@functools.partial(jax.jit, static_argnums=1)
-def _noting(cache: EvictingCache, window: int) -> EvictingCache:
-  """Resize the records to `window` queries, keeping the newest."""
-  watch, noted = cache.watch, cache.noted
-  assert watch.at is not None
-  if window > watch.at.pos.shape[1]:
-    watch = watch.widened(window)
-    noted = tuple(x.widened(window) for x in noted)
-  order = watch.order(window)
-  return dataclasses.replace(
-    cache,
-    watch=watch.ordered(order),
-    noted=tuple(x.ordered(order) for x in noted),
-  )
-
-
-@bounded
-@jax.jit
-def _lengths(cache: EvictingCache) -> jax.Array:
-  return cache.open.held._everywhere(cache.length)
-
-
-@bounded
-@jax.jit
-def _state_of_rows(
-  cache: EvictingCache,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """State of each row before an eviction.
-
-  Returns:
-    Its length, whether it got tokens since its eviction, and how many of its
-    queries are recorded.
-  """
-  slot_table, at = cache.open.held, cache.watch.at
-  came = slot_table.tokens() > cache.stayed
-  num_queries = jnp.zeros((cache.batch,), jnp.int32)
-  if at is not None:
-    num_queries = jnp.sum(at.seg > 0, 1, dtype=jnp.int32)
-  length, came, num_queries = map(
-    slot_table._everywhere, (cache.length, came, num_queries)
-  )
-  return length, came, num_queries
-
-
-@bounded
-@jax.jit
-def _with_fixed(
-  noted: tuple[Noted, ...], rows: Bool[Array, " B"]
-) -> tuple[Noted, ...]:
-  """Fix the choices of rows."""
-  return tuple(
-    x if x.fixed is None else x._replace(fixed=x.fixed | rows[None, :, None])
-    for x in noted
-  )
-
-
-@bounded
-@jax.jit
-def _fixed_everywhere(cache: EvictingCache) -> jax.Array | None:
-  """`fixed_rows` on all devices."""
-  fixed = fixed_rows(cache)
-  return None if fixed is None else cache.open.held._everywhere(fixed)
-
-
-# Number of tokens for which a cache that grows by evictions preallocates pages.
-_AHEAD = 64
-
-
-def open_slots(kind: CacheConfig, stays: int, shards: int) -> int:
-  """Return the slots of a shard of the open cache after an eviction.
-
-  They do not depend on how much of a group is left open, so that programs do
-  not recompile at each eviction.
-
-  Args:
-    kind: Kind of cache.
-    stays: Tokens that stay open, the most of a shard.
-    shards: Shards of the sequence.
-  """
-  least_open = kind.exact.first + kind.exact.recent
-  if kind.grouped:
-    least_open += kind.layout.page - 1
-  stays = max(stays, math.ceil(least_open / shards))
-  return few_sizes(stays + math.ceil(kind.exact.room / shards))
-
-
-def first_sizes(count: int, most: int, heads: int) -> tuple[int, int]:
-  """Return pages of memory, and of a table, after a first eviction.
-
-  Args:
-    count: Pages that all heads need.
-    most: Pages that one head needs, the most of them.
-    heads: Heads of all rows and layers on a device.
-  """
-  # At most 1.6 % too many; none if all heads need as many, up to 64. The table
-  # of a head is small.
-  pages = min(few_sizes(count, 64), heads * few_sizes(most, 64))
-  return pages, few_sizes(most, 2)
-
-
-def page_sizes(
-  pages: Sequence[Pages | None],
-  needs: Mapping[int, tuple[int, ...]],
-  length: int | None,
-) -> tuple[tuple[int, int], ...]:
-  """Return for how many pages a device has memory, and a head a table.
-
-  A cache that grows keeps what it has while that suffices; then it gets pages
-  for `_AHEAD` tokens more, so that few programs are compiled while it grows.
-
-  Args:
-    pages: Pages of each kind of layers before the eviction.
-    needs: Pages that all heads of a device need and that one needs, by kind.
-    length: Tokens of the longest row; None at the first eviction, which leaves
-      no memory for more than is there.
-  """
-  exact, grown_sizes = [(0, 0)] * len(pages), [(0, 0)] * len(pages)
-  current, suffices = [(0, 0)] * len(pages), length is not None
-  for n, (count, largest) in needs.items():
-    old_pages = pages[n]
-    assert old_pages is not None
-    places, (*lead, table) = old_pages.places, old_pages.table.shape
-    devices = 1 if places.mesh is None else places.size(places.axes)
-    current[n] = old_pages.k.shape[0] // devices, table // places.shards
-    heads = math.ceil(math.prod(lead) * places.shards / devices)
-    exact[n] = first_sizes(count, largest, heads)
-    if length is None:
-      continue
-    growth = 1 + _AHEAD / max(1, length)
-    # Rounded down: a page that has just begun has room, too.
-    grown_count, most = (int(x * growth) for x in (count, largest))
-    grown_sizes[n] = (
-      min(few_sizes(grown_count), heads * few_sizes(most, 64)),
-      few_sizes(most, 2),
-    )
-    pages_per_head = math.ceil(_AHEAD / old_pages.slots)
-    # Memory is released if much was evicted.
-    limits = 2 * grown_sizes[n][0] - count, 2 * grown_sizes[n][1] - largest
-    limits = (
-      max(limits[0], count + 2 * heads * pages_per_head),
-      limits[1] + pages_per_head,
-    )
-    suffices &= (
-      count <= current[n][0] <= limits[0]
-      and largest <= current[n][1] <= limits[1]
-    )
-  if length is None:
-    return tuple(exact)
-  return tuple(current if suffices else grown_sizes)
-
-
-# ---------------------------------------------------------------------------
-# Supported layers
-# ---------------------------------------------------------------------------
-
-
-def _kv_heads(shapes: Sequence[Any]) -> int:
-  """Greatest common divisor of the KV heads of all kinds of layers."""
-  return math.gcd(*(s.heads for s in shapes if isinstance(s, LayerCacheSpec)))
-
-
-def _pages_spec(
-  shape: LayerCacheSpec | StateShape, room: CacheSpec, kind: CacheConfig
-) -> Pages | None:
-  """Specs of empty pages; None for recurrent layers."""
-  if not isinstance(shape, LayerCacheSpec):
-    return None
-  places = Places.of(room, shape.heads)
-  return Pages.spec(shape, room, kind.layout.page, places, kind.alike)
-
-
-def _check(shapes: Sequence[Any], kind: CacheConfig, room: CacheSpec) -> None:
-  """Refuse layers and meshes that the policy or pages do not support."""
-  policy = kind.policy
-  if kind.exact.residual is not None and room.shards > 1:
-    raise OptionError(
-      "residual",
-      f"{kind.exact.residual}, over {room.shards} shards of the sequence",
-      "one shard: groups that become codes together are of consecutive tokens",
-      "leave residual out, or make the mesh without that axis",
-    )
-  layers = [s for s in shapes if isinstance(s, LayerCacheSpec)]
-  if kind.exact.residual is not None and not all(
-    layer.value for layer in layers
-  ):
-    raise OptionError(
-      "residual",
-      f"{kind.exact.residual}, for a layer whose values are parts of its keys",
-      "layers with values of their own, which leave the residual one by one",
-      f"write recent={kind.exact.residual} in its place",
-    )
-  heads = {Places.of(room, s.heads).heads for s in layers}
-  over = room.axes.get("heads")
-  uneven = over is not None and heads != {(over,)} and room.axes.get("batch")
-  if uneven or len(heads) > 1:
-    raise OptionError(
-      "mesh",
-      f"KV heads {sorted({s.heads for s in layers})} that do not all divide "
-      f"over {over!r}, for a cache with pages",
-      "heads that divide, or a mesh that shards the sequence alone",
-      "make the mesh without that axis, or the cache with kind='dense'",
-    )
-  if policy is not None and policy.moves:
-    _check_moves(layers, policy)
-  if policy is None or not policy.reads:
-    return
-  rotates_late = any(s.reading is not None and s.reading.late for s in layers)
-  if kind.layout.unrotated and rotates_late:
-    raise OptionError(
-      "kind",
-      f"{policy} over keys that are stored before a rotation and a norm",
-      "keys that are stored rotated",
-      "leave unrotated out, or use a policy of positions, rj.kv.Sinks",
-    )
-
-
-def _check_moves(layers: Sequence[LayerCacheSpec], policy: Policy) -> None:
-  """Refuse layers whose attention depends on more than token distances."""
-  for shape in layers:
-    reading = shape.reading
-    got = None
-    if reading is None or shape.reach is not None:
-      got = "a layer that looks back a window"
-    elif reading.most is not None:
-      got = "a layer whose index chooses keys"
-    elif reading.mask != Causal():
-      got = f"a layer whose queries see {reading.mask}"
-    elif reading.rope is not None and reading.rope.scaling.by_length:
-      got = "a rotation that depends on the length of the text"
-    if got is not None:
-      raise OptionError(
-        "kind",
-        f"{policy} for {got}",
-        "layers whose queries see all tokens before them, by their distance",
-        "leave positions='cache' out, or use another kind of cache",
-      )

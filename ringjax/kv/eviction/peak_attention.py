@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.kv.eviction.eviction import (
-  _Part,
+  PagedPart,
   layer_views,
   paged_parts,
   part_specs,
@@ -123,7 +123,7 @@ def of_chunk(
 def _of_kind(
   cache: EvictingCache,
   kind: int,
-  part: _Part,
+  part: PagedPart,
   at: Coords,
   watch_at: Coords,
   chunk: Chunk,

@@ -15,13 +15,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ringjax.kv.cache_kind import CacheConfig
-from ringjax.kv.eviction.evicting import (
-  EvictingCache,
-  first_sizes,
-  open_slots,
-  with_paged_sums,
-)
-from ringjax.kv.eviction.eviction import grown, repacked
+from ringjax.kv.eviction.evicting import EvictingCache
+from ringjax.kv.eviction.evicting_layer import with_paged_sums
+from ringjax.kv.eviction.page_sizes import first_sizes, open_slots
+from ringjax.kv.eviction.repacking import grown, repacked
 from ringjax.kv.storage.pages import few_sizes
 
 

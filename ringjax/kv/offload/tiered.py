@@ -19,18 +19,15 @@ of recurrent ones stay on the devices.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, PyTree, Shaped
+from jaxtyping import Array, Int, PyTree
 
 from ringjax import tree
 from ringjax.checks import one_of
@@ -38,17 +35,16 @@ from ringjax.errors import OptionError, PromptError
 from ringjax.kv.base import HOST, CacheSpec, zeros
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
-from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.cache_rows import on_host, placed_as, row_indices
 from ringjax.kv.composed.open_cache import ResizableCache, WithOpenLayer
 from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
-from ringjax.kv.model_cache import (
-  fitting,
-  refuse_full,
-  refuse_lost,
-  refuse_unseen,
-)
 from ringjax.kv.offload.cache_files import CacheFiles
+from ringjax.kv.offload.host_memory import (
+  check_host_memory,
+  default_device,
+  host_zeros,
+)
+from ringjax.kv.offload.moved_blocks import moved_blocks, noted_blocks, shifted
 from ringjax.kv.storage.changes import (
   CacheChange,
   InsertRows,
@@ -60,15 +56,18 @@ from ringjax.kv.storage.changes import (
 )
 from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.kv.storage.pages import Places, host
-from ringjax.kv.storage.slots import ContiguousSlots, by_token
-from ringjax.ops.attention.blockwise import loop
+from ringjax.kv.storage.refusals import (
+  fitting,
+  refuse_full,
+  refuse_lost,
+  refuse_unseen,
+)
+from ringjax.kv.storage.slots import ContiguousSlots
 from ringjax.ops.attention.cached.code_format import token_axis
 from ringjax.ops.attention.cached.streamed import HostView
 from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.mask import Coords
-from ringjax.parallel import chips
 from ringjax.parallel.local_arrays import move
-from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index, leaf
 
 # Memories of the older part; "device" is for comparisons.
@@ -94,6 +93,7 @@ class TieredCache(ResizableCache):
   blocks: tuple[LayerKV | None, ...]
   memory: str
   places: Places
+  older: ClassVar[str] = "held"
   row_axes: ClassVar[Mapping[str, int]] = {"held": 0, "blocks": 1}
   # Blocks only grow, so that their table says what they held.
   changing: ClassVar[tuple[str, ...]] = ("open", "held")
@@ -160,7 +160,15 @@ class TieredCache(ResizableCache):
     Raises:
       OptionError: If the devices lack the memory of the blocks.
     """
-    _check_memory(self)
+    if self.memory == HOST:
+      mesh = self.mesh
+      device = default_device() if mesh is None else mesh.local_devices[0]
+      check_host_memory(
+        device,
+        "device",
+        f"{self.kind.tier.device}",
+        "leave device out: all tokens then stay on the devices",
+      )
     open_cache, slot_table = self.open.allocated(files), zeros(self.held)
     if self.mesh is None:
       # Blocks are committed to a device, and so is all that a call returns:
@@ -176,16 +184,6 @@ class TieredCache(ResizableCache):
   # -------------------------------------------------------------------------
   # Size and contents
   # -------------------------------------------------------------------------
-
-  @property
-  def at(self) -> Coords:
-    """Coordinates of all slots, [B, S]: of the blocks, then the open ones."""
-    pairs = zip(self.held.at, self.open.at, strict=True)
-    return Coords(*(jnp.concatenate(pair, 1) for pair in pairs))
-
-  @property
-  def length(self) -> Int[Array, " B"]:
-    return jnp.maximum(self.open.length, self.held.length)
 
   def bytes_by_memory(self) -> dict[str, int]:
     """Total bytes of all shards, by memory kind."""
@@ -203,29 +201,6 @@ class TieredCache(ResizableCache):
     """
     del platform
     return (self.held.capacity / self.kind.tier.block / self.shards - 1) / 3
-
-  def explain(
-    self,
-    machine: chips.Machine | str | None = None,
-    *,
-    tokens: int | None = None,
-    weights: int | float = 0,
-    host_bandwidth: int | float = chips.HOST_LINK.bandwidth,
-  ) -> CacheReport:
-    """Report use of each memory, and the decode speed that it allows.
-
-    Args:
-      machine: Hardware to assume, see `KVCache.explain`.
-      tokens: Tokens per row that a decode step reads; default: all that fit.
-        Those beyond `kind.tier.device` come from the hosts.
-      weights: Bytes of weights per device that a step also reads.
-      host_bandwidth: Host-to-device bandwidth in bytes/s; the tables of
-        machines do not include it.
-
-    Raises:
-      OptionError: If the machine is unknown, or more tokens than fit.
-    """
-    return report(self, machine, tokens, weights, host_bandwidth)
 
   def free(self) -> Int[np.ndarray, "B R"] | None:
     """Number of tokens that still fit, int [B, R]; None under a trace.
@@ -294,20 +269,6 @@ class TieredCache(ResizableCache):
   # Moving tokens to the host
   # -------------------------------------------------------------------------
 
-  def steps(self) -> int:
-    """Number of tokens that can be appended before `evict` is due."""
-    free = self.open.free()
-    assert free is not None
-    return int(free.sum(1).min())
-
-  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> TieredCache:
-    """Make room in the open cache by `evict`.
-
-    Applies to all rows: moving tokens does not change them.
-    """
-    del rows
-    return self.evict()
-
   def evict(self) -> TieredCache:
     """Move older tokens to the blocks and shrink the open cache.
 
@@ -342,7 +303,7 @@ class TieredCache(ResizableCache):
       )
       cache = dataclasses.replace(
         self,
-        held=_noted(self.held, self.open.held, count, block, self.places),
+        held=noted_blocks(self.held, self.open.held, count, block, self.places),
         blocks=moved_blocks(
           self.blocks, slots, self.held.used, count, self.memory, self.places
         ),
@@ -362,9 +323,9 @@ class TieredCache(ResizableCache):
     )
 
   def _with_open(self, shift: jax.Array, local: int) -> TieredCache:
-    """Drop `shift` tokens of the open cache and resize it, by `_shifted`."""
+    """Drop `shift` tokens of the open cache and resize it, by `shifted`."""
     keeps_all = tuple(x is not None for x in self.blocks)
-    open_cache = _shifted(self.open, shift, local, keeps_all, self.places)
+    open_cache = shifted(self.open, shift, local, keeps_all, self.places)
     return dataclasses.replace(self, open=open_cache)
 
   # -------------------------------------------------------------------------
@@ -621,202 +582,3 @@ def _blocks_spec(
     return leaf(jax.ShapeDtypeStruct(spec.shape, x.dtype, sharding=sharding))
 
   return LayerKV(*map(blocks, shape.slots(block_spec)))
-
-
-def default_device() -> jax.Device:
-  """Device of arrays without a sharding."""
-  config: Any = jax.config
-  device = config.jax_default_device
-  if isinstance(device, jax.Device):
-    return device
-  return jax.local_devices(backend=device)[0]
-
-
-def _check_memory(cache: TieredCache) -> None:
-  """Check that the devices have the memory of the blocks."""
-  mesh = cache.mesh
-  device = default_device() if mesh is None else mesh.local_devices[0]
-  kinds = [memory.kind for memory in device.addressable_memories()]
-  if cache.memory == HOST and HOST not in kinds:
-    raise OptionError(
-      "device",
-      f"{cache.kind.tier.device}, on a {device.platform} with the memories "
-      f"{kinds}",
-      f"devices that read {HOST} memory",
-      "leave device out: all tokens then stay on the devices",
-    )
-
-
-def host_zeros(x: jax.ShapeDtypeStruct) -> Shaped[Array, " ..."]:
-  """Zeros of this shape and sharding, created in the hosts' memory."""
-  if x.sharding is None or x.sharding.memory_kind != HOST:
-    return jnp.zeros(x.shape, x.dtype, device=x.sharding)
-  part = np.zeros(x.sharding.shard_shape(x.shape), x.dtype)
-  if isinstance(x.sharding, SingleDeviceSharding):
-    return jax.device_put(part, x.sharding)
-  return jax.make_array_from_callback(x.shape, x.sharding, lambda _: part)
-
-
-# ---------------------------------------------------------------------------
-# Moving blocks
-# ---------------------------------------------------------------------------
-
-
-@bounded
-@functools.partial(jax.jit, static_argnums=(4, 5), donate_argnums=0)
-def moved_blocks(
-  blocks: PyTree,
-  slots: PyTree,
-  older: Int[Array, "B R"],
-  count: Int[Array, "B R"],
-  memory: str,
-  places: Places,
-) -> PyTree:
-  """Append the first tokens of the open cache to the blocks.
-
-  Args:
-    blocks: Blocks of each kind of layer, or None.
-    slots: Slots of the open cache, the same tree.
-    older: Slots of the blocks in use, int32 [B, R].
-    count: Number of blocks to move, int32 [B, R].
-    memory: Memory kind of the blocks.
-    places: Mesh axes that shard the blocks.
-  """
-  space = jax.memory.Space.Host if memory == HOST else jax.memory.Space.Device
-
-  def local(
-    old: jax.Array, new: jax.Array, older: jax.Array, count: jax.Array
-  ) -> jax.Array:
-    layers, rows = new.shape[:2]
-    blocks_per_layer = old.shape[0] // layers
-    axis, block = token_axis(new), old.shape[token_axis(old)]
-    size = [1, 1, *new.shape[2:]]
-    size[axis] = block
-
-    def row(b: Index, flat: jax.Array) -> jax.Array:
-      first = older[b, 0] // block
-
-      def step(n: Index, flat: jax.Array) -> jax.Array:
-        def layer(which: Index, flat: jax.Array) -> jax.Array:
-          corner = [which, b, *(jnp.int32(0),) * 3]
-          corner[axis] = n * block
-          block_slots = lax.dynamic_slice(new, corner, size)[0]
-          place = (which * blocks_per_layer + first + n) * rows + b
-          # A TPU can update host memory along a single axis only.
-          return lax.dynamic_update_slice_in_dim(
-            flat, jax.device_put(block_slots, space), place, 0
-          )
-
-        return loop(layers, layer, flat)
-
-      return loop(count[b, 0], step, flat)
-
-    return loop(rows, row, old.reshape(-1, *old.shape[2:])).reshape(old.shape)
-
-  def move_layer(old: jax.Array, new: jax.Array) -> jax.Array:
-    if not new.size:
-      return old
-    layer_places = _with_heads(places, old.shape[2])
-    spec = P(
-      layer_places.tokens or None,
-      layer_places.batch or None,
-      layer_places.heads or None,
-    )
-    rows = layer_places.by_example
-    return layer_places.local(
-      local, (spec, layer_places.of_slots(new), rows, rows), spec
-    )(old, new, older, count)
-
-  return jax.tree.map(move_layer, blocks, slots)
-
-
-@bounded
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _noted(
-  held: ContiguousSlots,
-  newer: ContiguousSlots,
-  count: jax.Array,
-  block: int,
-  places: Places,
-) -> ContiguousSlots:
-  """Slot table of the blocks after `moved_blocks`."""
-
-  def local(
-    old: Coords, new: Coords, older: jax.Array, count: jax.Array
-  ) -> Coords:
-    slot = jnp.arange(old.pos.shape[1], dtype=jnp.int32)[None] - older
-    moves_in = (slot >= 0) & (slot < block * count)
-    index = jnp.clip(slot, 0, new.pos.shape[1] - 1)
-    pick = lambda x, y: jnp.where(moves_in, jnp.take_along_axis(y, index, 1), x)
-    return Coords(*map(pick, old, new))
-
-  rows = places.by_example
-  at = places.local(local, (rows,) * 4, rows)(
-    held.at, newer.at, held.used, count
-  )
-  used = held._everywhere(held.used + block * count)
-  return dataclasses.replace(held, at=at, used=used, before=used + 0)
-
-
-@bounded
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _shifted(
-  cache: KVCache,
-  shift: jax.Array,
-  size: int,
-  whole: tuple[bool, ...],
-  places: Places,
-) -> KVCache:
-  """Drop the first `shift` tokens of the open cache and resize it.
-
-  Args:
-    cache: Open cache.
-    shift: Number of tokens to drop, int32 [B, R].
-    size: New number of slots per shard.
-    whole: For each kind of layer, whether it keeps all tokens.
-    places: Mesh axes that shard the slots.
-  """
-
-  def shift_tokens(x: jax.Array, shift: jax.Array) -> jax.Array:
-    index = shift + jnp.arange(size, dtype=jnp.int32)[None]
-    axis = token_axis(x)
-    index = jnp.minimum(index, x.shape[axis] - 1)
-    return jnp.take_along_axis(x, by_token(index, x), axis)
-
-  def shift_layer(x: jax.Array) -> jax.Array:
-    if not x.size:
-      return jnp.zeros((*x.shape[:3], size * cache.shards, 0), x.dtype)
-    layer_places = _with_heads(places, x.shape[2])
-    spec = layer_places.of_slots(x)
-    return layer_places.local(
-      shift_tokens, (spec, layer_places.by_example), spec
-    )(x, shift)
-
-  slot_table, rows = cache.held, places.by_example
-  shift_coords = places.local(shift_tokens, (rows, rows), rows)
-  pos, seg = (shift_coords(x, shift) for x in slot_table.at)
-  used = slot_table._everywhere(slot_table.used - shift)
-  slot = jnp.arange(size * cache.shards, dtype=jnp.int32) % size
-  shard = jnp.arange(size * cache.shards, dtype=jnp.int32) // size
-  real = slot[None] < jnp.take(used, shard, axis=1)
-  return dataclasses.replace(
-    cache,
-    slots=tuple(
-      jax.tree.map(shift_layer, x) if all_ else x
-      for x, all_ in zip(cache.slots, whole, strict=True)
-    ),
-    held=dataclasses.replace(
-      slot_table,
-      at=Coords(pos, jnp.where(real, seg, 0)),
-      used=used,
-      # Negative: that many of the last call's tokens are in the blocks.
-      before=slot_table._everywhere(slot_table.before - shift),
-    ),
-  )
-
-
-def _with_heads(places: Places, heads: int) -> Places:
-  """Places of arrays with `heads` KV heads: sharded only if these divide."""
-  if not places.heads or heads % places.size(places.heads) == 0:
-    return places
-  return dataclasses.replace(places, heads=())

@@ -27,8 +27,7 @@ from jaxtyping import Array, Float, Int8, Shaped
 
 from ringjax.nn.linear import ExpertLinear, Linear, linear_product
 from ringjax.nn.weights.layer_array import StackedEntry, stacked_entry
-from ringjax.ops.attention.kernels import auto_kernel
-from ringjax.ops.block_product_tpu import BlockCodes
+from ringjax.ops.block_product_tpu import BlockCodes, choose_product
 from ringjax.parallel import collectives
 from ringjax.typing import ArrayLeaf
 
@@ -195,7 +194,7 @@ class BlockCodesLinear(nnx.Module):
       levels=self.layout.levels,
     )
     x = x.reshape(-1, x.shape[-1])
-    kernel = auto_kernel.choose_product(x, weight).algorithm
+    kernel = choose_product(x, weight).algorithm
     return None if kernel is None else kernel.product(x, weight)
 
   def _weight(

@@ -649,9 +649,9 @@ def fold_tiles(
 def _in_loop(keys: KVView, n: Index) -> KVView:
   """Tie the layer to the step n >= 0 of the loop that reads its tiles.
 
-  XLA's CPU compiler would take the only tile of a short cache out of the loop and
-  fuse its slice with the write of the call's token. The slots before the write
-  are then needed after it: every layer copies the slots of all layers.
+  XLA's CPU compiler would take the only tile of a short cache out of the loop
+  and fuse its slice with the write of the call's token. The slots before the
+  write are then needed after it: every layer copies the slots of all layers.
   """
   if isinstance(keys, UnrotatedView):
     return keys._replace(stored=_in_loop(keys.stored, n))

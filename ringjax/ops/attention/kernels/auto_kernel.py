@@ -2,22 +2,16 @@
 
 Guarantees: `AutoKernel` equals `Blockwise`, which serves what every kernel
 declines. `choose` reports the kernel for a call and why others do not serve it,
-`rj.explain` whether a kernel is used. A kernel that fails its check on this
-machine is declined with one line in the log, and so is one that the environment
-variable RINGJAX_OFF names ("flash_tpu,decode_pool_tpu"), which is read when a
-program is traced. A kernel that is passed explicitly runs in any case.
+`rj.explain` whether a kernel is used. A kernel that fails its check, or that
+RINGJAX_OFF names, is declined, see `kernel_choice`; one that is passed
+explicitly runs in any case.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 import math
-import os
-from collections.abc import Callable, Sequence
-from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +20,6 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
-from ringjax.checks import one_of
 from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import (
   Blockwise,
@@ -60,13 +53,17 @@ from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.kernels.local_hops import LocalHops
 from ringjax.ops.attention.kernels.prefill_pool_tpu import PrefillPoolTPU
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.block_product_tpu import BlockCodes, BlockProductTPU
+from ringjax.ops.kernel_choice import (
+  KernelChoice,
+  first_serving,
+  off_reason,
+  register,
+  relative_error,
+  switched_off,
+)
 from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.softmax import Partial, finalize
-from ringjax.parallel import chips, collectives
-from ringjax.parallel.call_sharding import product_device
-
-_log = logging.getLogger(__name__)
+from ringjax.parallel import chips
 
 # In order of preference.
 KERNELS: dict[str, tuple[type, ...]] = {"tpu": (FlashTPU,), "gpu": (CuDNN,)}
@@ -75,52 +72,6 @@ DECODERS: dict[str, tuple[type, ...]] = {
   "tpu": (DecodeTPU, DecodeCodesTPU, DecodePoolTPU, PrefillPoolTPU),
   "gpu": (DecodeGPU,),
 }
-# Kernels for products of a few rows with weights of block codes.
-PRODUCTS: dict[str, tuple[type, ...]] = {"tpu": (BlockProductTPU,)}
-# Environment variable with the names of kernels that `AutoKernel` leaves out.
-OFF_VARIABLE = "RINGJAX_OFF"
-
-
-def kernel_name(kind: type) -> str:
-  """Name of a kernel in RINGJAX_OFF, which is that of its file: "flash_tpu"."""
-  return kind.__module__.rpartition(".")[2]
-
-
-def switched_off() -> frozenset[str]:
-  """Names of the kernels that RINGJAX_OFF switches off.
-
-  Raises:
-    OptionError: If it names no kernel.
-  """
-  return _parse_off(os.environ.get(OFF_VARIABLE, ""))
-
-
-@functools.cache
-def _parse_off(text: str) -> frozenset[str]:
-  kinds = (*KERNELS.values(), *DECODERS.values(), *PRODUCTS.values())
-  all_names = sorted({kernel_name(kind) for row in kinds for kind in row})
-  words = [word.strip() for word in text.split(",")]
-  names = frozenset(
-    one_of(
-      OFF_VARIABLE, word, all_names, remedy="pass names with commas between"
-    )
-    for word in words
-    if word
-  )
-  if names:
-    # Cached, so once in a process.
-    _log.warning(
-      "%s switches off %s; XLA's loops are used",
-      OFF_VARIABLE,
-      ", ".join(sorted(names)),
-    )
-  return names
-
-
-def _off_reason(kind: type) -> str | None:
-  if kernel_name(kind) in switched_off():
-    return f"switched off by {OFF_VARIABLE}"
-  return None
 
 
 def expected(
@@ -151,24 +102,13 @@ def expected(
   scores = Scores(scale=1.0)
   declined = []
   for kind in KERNELS.get(platform, ()):
-    reason = _off_reason(kind)
+    reason = off_reason(kind)
     if reason is None:
       reason = kind(chip=chip).foreseen(scores, x, terms, context)
     if reason is None:
       return "kernel", tuple(declined)
     declined.append((kind.__name__, reason))
   return "blockwise", tuple(declined)
-
-
-class KernelChoice(NamedTuple):
-  """A local algorithm, and the reasons of the kernels that declined."""
-
-  algorithm: Any
-  declined: tuple[tuple[str, str], ...]
-
-  def __str__(self) -> str:
-    reasons = "".join(f"; not {n}: {reason}" for n, reason in self.declined)
-    return f"{type(self.algorithm).__name__}{reasons}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +155,7 @@ class AutoKernel(LocalAlgorithm):
   def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
     """Tile of the preferred algorithm for calls of these lengths."""
     kinds = KERNELS.get(self.platform or jax.default_backend(), ())
-    kinds = [kind for kind in kinds if _off_reason(kind) is None]
+    kinds = [kind for kind in kinds if off_reason(kind) is None]
     kernel = (*kinds, Blockwise)[0](self.q_block, self.kv_block)
     return kernel.blocks(q_length, k_length)
 
@@ -227,7 +167,7 @@ class AutoKernel(LocalAlgorithm):
     instances = [
       kind(self.q_block, self.kv_block, chip=self.chip) for kind in kinds
     ]
-    return _first_serving(
+    return first_serving(
       instances,
       lambda kernel: kernel.decline(scores, x, terms, context),
       Blockwise(self.q_block, self.kv_block),
@@ -238,7 +178,7 @@ class AutoKernel(LocalAlgorithm):
   ) -> KernelChoice:
     """Choose the algorithm for a few queries over the keys of a view."""
     kinds = DECODERS.get(self.platform or jax.default_backend(), ())
-    return _first_serving(
+    return first_serving(
       [kind(self.kv_block, chip=self.chip) for kind in kinds],
       lambda kernel: kernel.decline(q, keys, args),
       Loops(self.platform or jax.default_backend()),
@@ -283,90 +223,6 @@ class Loops:
     return decode_attention(q, keys, args, self.platform)
 
 
-def choose_product(x: Float[Array, "N I"], weight: BlockCodes) -> KernelChoice:
-  """Choose the kernel for x . weight; its algorithm is None for XLA's loops.
-
-  In a model's call the call's mesh gives the platform, see `on_mesh`.
-  """
-  platform, kind, alone = product_device((x,))
-  kernels = [
-    kernel(chip=chips.machine_name(kind))
-    for kernel in PRODUCTS.get(platform, ())
-  ]
-  whole = lambda kernel: (
-    kernel.decline(x, weight)
-    if alone
-    else "XLA cuts no kernel over several devices"
-  )
-  return _first_serving(kernels, whole, None)
-
-
-def _first_serving(
-  kernels: Sequence[Any], decline: Callable[[Any], str | None], fallback: Any
-) -> KernelChoice:
-  """Choose the first kernel that serves, else `fallback`."""
-  # Refuse a misspelt name where a platform has no kernels, too.
-  switched_off()
-  declined = []
-  axis = collectives.partitioned()
-  for kernel in kernels:
-    reason = _off_reason(type(kernel)) or decline(kernel)
-    if reason is None and axis is not None:
-      reason = f"XLA cuts no kernel along {axis}"
-    reason = reason or _fault(type(kernel))
-    if reason is None:
-      return KernelChoice(kernel, tuple(declined))
-    declined.append((type(kernel).__name__, reason))
-  return KernelChoice(fallback, tuple(declined))
-
-
-@functools.cache
-def _fault(kind: type) -> str | None:
-  """Check a kernel on this machine; return what is wrong, or None.
-
-  It runs once per process, mostly while another function is traced: hence in a
-  thread, which has no part in that trace. Without a device of the platform, as
-  in compiling ahead of time, nothing is checked.
-  """
-  tables = (*KERNELS.items(), *DECODERS.items(), *PRODUCTS.items())
-  platform = next(p for p, kinds in tables if kind in kinds)
-  try:
-    device = jax.local_devices(backend=platform)[0]
-  except RuntimeError:
-    return None
-  try:
-    with futures.ThreadPoolExecutor(1) as thread:
-      error = thread.submit(_largest_error, kind(), device, platform).result()
-  except Exception as e:
-    error, reason = None, f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
-  else:
-    reason = (
-      None if error <= _ALLOWED else f"off by {error:.2g} in a small case"
-    )
-  if reason is not None:
-    _log.warning(
-      "%s does not work on %s (%s); XLA's loops are used",
-      kind.__name__,
-      device.device_kind,
-      reason,
-    )
-  return reason
-
-
-# Tolerance for bfloat16 operands, relative to the largest number.
-_ALLOWED = 0.02
-
-
-def _largest_error(kernel: Any, device: jax.Device, platform: str) -> float:
-  """Largest relative error of a kernel in a few small cases."""
-  if type(kernel) in PRODUCTS.get(platform, ()):
-    with jax.default_device(device):
-      return _compare_products(kernel)
-  decodes = type(kernel) in DECODERS.get(platform, ())
-  with jax.default_device(device):
-    return _compare_decodes(kernel) if decodes else _compare_hops(kernel)
-
-
 def _compare_decodes(kernel: Any) -> float:
   """Error for a few queries after keys of which some slots are empty."""
   if isinstance(kernel, DecodePoolTPU):
@@ -394,6 +250,14 @@ def _compare_decodes(kernel: Any) -> float:
     )
   last = _coords_before(np.arange(used - queries, used), used)
 
+  return _decode_error(kernel, Loops(), q, keys, last)
+
+
+def _decode_error(
+  kernel: Any, loops: Loops, q: jax.Array, keys: KVView, last: Coords
+) -> float:
+  """Largest error of a kernel, relative to loops over the same keys."""
+
   def results(
     algorithm: Any, q: jax.Array, keys: KVView, at: Coords
   ) -> tuple[jax.Array, jax.Array]:
@@ -402,37 +266,7 @@ def _compare_decodes(kernel: Any) -> float:
     return finalize(algorithm.decode(q, keys, args))
 
   compiled = jax.jit(results, static_argnums=0)
-  return _relative_error(
-    *(compiled(f, q, keys, last) for f in (kernel, Loops()))
-  )
-
-
-def _compare_products(kernel: Any) -> float:
-  """Error for the second of two maps of 4 bits in groups of 64."""
-  rng = np.random.default_rng(0)
-  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-  codes = jnp.asarray(rng.integers(0, 256, (2, 5, 32, 200)), jnp.uint8)
-  step, least = draw(2, 5, 200), draw(2, 5, 200)
-  x = jnp.asarray(rng.normal(size=(3, 320)), jnp.bfloat16)
-  levels = jnp.concatenate([codes >> 4, codes & 15], 2)[1]
-  numbers = levels.astype(jnp.float32) * step[1][:, None] + least[1][:, None]
-  exact = jnp.matmul(
-    x.astype(jnp.float32),
-    numbers.reshape(320, 200),
-    precision=lax.Precision.HIGHEST,
-  )
-
-  def multiply(x: jax.Array, *arrays: jax.Array) -> jax.Array:
-    names = ("codes", "step", "least")
-    weight = BlockCodes(
-      **dict(zip(names, arrays, strict=True)),
-      index=(jnp.int32(1),),
-      levels=tuple(range(16)),
-    )
-    return kernel.product(x, weight)
-
-  y = jax.jit(multiply)(x, codes, step, least)
-  return _relative_error((y,), (exact,))
+  return relative_error(*(compiled(f, q, keys, last) for f in (kernel, loops)))
 
 
 def _compare_pools(
@@ -482,17 +316,7 @@ def _compare_pools(
   end = used - queries + np.arange(queries)
   last = coords(end, end >= 0)
 
-  def results(
-    algorithm: Any, q: jax.Array, keys: PooledView
-  ) -> tuple[jax.Array, jax.Array]:
-    context = Context(last, keys.at, Causal())
-    args = ScoreArgs(Scores(scale=128**-0.5), Terms(), context)
-    return finalize(algorithm.decode(q, keys, args))
-
-  compiled = jax.jit(results, static_argnums=0)
-  return _relative_error(
-    *(compiled(f, q, view) for f in (kernel, Loops("tpu")))
-  )
+  return _decode_error(kernel, Loops("tpu"), q, view, last)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -534,19 +358,6 @@ def _coords_before(pos: np.ndarray, used: int) -> Coords:
   return Coords(jnp.asarray(pos[None], jnp.int32), jnp.asarray(seg[None]))
 
 
-def _relative_error(
-  results: Sequence[jax.Array], references: Sequence[jax.Array]
-) -> float:
-  """Largest error, relative to the largest number; infinity for NaN."""
-  float32 = lambda a: a.astype(jnp.float32)
-  errors = [
-    jnp.max(jnp.abs(float32(a) - float32(b))) / jnp.max(jnp.abs(float32(b)))
-    for a, b in zip(results, references, strict=True)
-  ]
-  worst = float(jnp.max(jnp.stack(errors)))
-  return worst if worst == worst else float("inf")
-
-
 def _compare_hops(kernel: Any) -> float:
   """Error of values and gradients of three hops."""
   rng = np.random.default_rng(0)
@@ -582,4 +393,8 @@ def _compare_hops(kernel: Any) -> float:
 
   # Positions are operands: the kind of a hop has to be found at run time.
   compiled = jax.jit(results, static_argnums=0)
-  return _relative_error(*(compiled(f, x, *at) for f in (kernel, Blockwise())))
+  return relative_error(*(compiled(f, x, *at) for f in (kernel, Blockwise())))
+
+
+register(KERNELS, _compare_hops)
+register(DECODERS, _compare_decodes)

@@ -11,6 +11,7 @@ import pytest
 import ringjax as rj
 from ringjax import AutoKernel, Blockwise, Gather, Ring, Ulysses
 from ringjax.errors import OptionError
+from ringjax.ops import kernel_choice
 from ringjax.ops.attention.blockwise import Local
 from ringjax.ops.attention.cost.call_shape import CallShape
 from ringjax.ops.attention.kernels import (
@@ -39,14 +40,14 @@ def call(length=256, dtype=jnp.bfloat16, bias=None):
 
 @pytest.fixture
 def fresh():
-  auto_kernel._fault.cache_clear()
+  kernel_choice._fault.cache_clear()
   yield
-  auto_kernel._fault.cache_clear()
+  kernel_choice._fault.cache_clear()
 
 
 def test_a_tpu_gets_the_kernel(fresh):
   found = AutoKernel(platform="tpu").choose(*call())
-  assert found == auto_kernel.KernelChoice(FlashTPU(), ())
+  assert found == kernel_choice.KernelChoice(FlashTPU(), ())
   assert AutoKernel(256, 512, platform="tpu").choose(
     *call()
   ).algorithm == FlashTPU(256, 512)
@@ -59,7 +60,7 @@ def test_a_gpu_gets_cudnn_where_there_is_one(fresh, monkeypatch):
   # As where a program is compiled ahead of time: nothing is tried.
   monkeypatch.setattr(cudnn, "_version_here", lambda: 91002)
   found = ours.choose(*call())
-  assert found == auto_kernel.KernelChoice(CuDNN(chip="h100"), ())
+  assert found == kernel_choice.KernelChoice(CuDNN(chip="h100"), ())
   found = ours.choose(*call(dtype=jnp.float32))
   assert found.algorithm == Blockwise() and "float32" in str(found)
 
@@ -113,11 +114,11 @@ def switch_off(fresh, monkeypatch):
   """Sets RINGJAX_OFF, as if for a process that starts."""
 
   def switch(text):
-    auto_kernel._parse_off.cache_clear()
+    kernel_choice._parse_off.cache_clear()
     monkeypatch.setenv("RINGJAX_OFF", text)
 
   yield switch
-  auto_kernel._parse_off.cache_clear()
+  kernel_choice._parse_off.cache_clear()
 
 
 def test_a_kernel_that_is_switched_off_is_not_taken(switch_off, caplog):
@@ -244,7 +245,11 @@ def test_the_check_tries_every_kind_of_hop(monkeypatch, fault):
   if fault == "strict":
     monkeypatch.setattr(hop_kinds, "_up", lambda x: x)
   off = auto_kernel._compare_hops(Astray(Poison(), fault=fault))
-  assert off > auto_kernel._ALLOWED if fault else off <= auto_kernel._ALLOWED
+  assert (
+    off > kernel_choice.ALLOWED_ERROR
+    if fault
+    else off <= kernel_choice.ALLOWED_ERROR
+  )
 
 
 @pytest.mark.long
@@ -256,8 +261,8 @@ def test_the_check_has_no_part_in_what_is_traced(fresh, monkeypatch, caplog):
   call = jax.jit(jax.grad(lambda q: rj.ring_attention(q, q, q).sum()))
   with jax.set_mesh(mesh):
     got = call(q)
-  assert auto_kernel._fault.cache_info().currsize == 1
-  assert auto_kernel._fault(Sound) is None and not caplog.records
+  assert kernel_choice._fault.cache_info().currsize == 1
+  assert kernel_choice._fault(Sound) is None and not caplog.records
   want = jax.grad(lambda q: rj.dot_product_attention(q, q, q).sum())(q)
   np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -290,7 +295,7 @@ def test_no_kernel_where_xla_would_have_to_cut_it(
   # Another length each: what was compiled has chosen.
   length = 64 + 4 * shape[0] + 8 * len(str(said))
   q = jax.random.normal(jax.random.key(0), (2, length, 2, 8))
-  auto_kernel._fault(Spy)
+  kernel_choice._fault(Spy)
   seen.clear()
   got = rj.ring_attention(q, q, q, mesh=mesh, axis="seq", **said)
   assert bool(seen) == taken

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ringjax.errors import OptionError
+from ringjax.ops import kernel_choice
 from ringjax.ops.attention.cached.cached_attention import ShardedDecode
 from ringjax.ops.attention.cached.views import ContiguousView, decode_attention
 from ringjax.ops.attention.kernels import auto_kernel
@@ -239,7 +240,7 @@ def test_they_stay_one_in_a_shard_map(kind):
 def test_it_passes_its_own_check(kind):
   assert (
     auto_kernel._compare_decodes(kind(128, interpret=True))
-    < auto_kernel._ALLOWED
+    < kernel_choice.ALLOWED_ERROR
   )
 
 
@@ -251,14 +252,14 @@ def test_a_broken_one_is_left_with_one_line(monkeypatch, caplog):
     def decode(self, *args):
       return super().decode(*args)._replace(l=jnp.full(args[0].shape[:4], 2.0))
 
-  auto_kernel._fault.cache_clear()
+  kernel_choice._fault.cache_clear()
   monkeypatch.setitem(auto_kernel.DECODERS, "cpu", (Cracked,))
   args = call(dtype=jnp.bfloat16)
   with caplog.at_level(logging.WARNING):
     results = [
       auto_kernel.AutoKernel(platform="cpu").decode(*args) for _ in range(2)
     ]
-  auto_kernel._fault.cache_clear()
+  kernel_choice._fault.cache_clear()
   (record,) = caplog.records
   assert "Cracked does not work" in record.message
   assert "off by" in record.message

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from ringjax.ops import kernel_choice
 from ringjax.ops.attention.kernels import auto_kernel, decode_gpu
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.scores import Scores, Terms
@@ -40,10 +41,10 @@ def test_what_it_does_not_serve(words):
 
 
 def test_who_visits(monkeypatch):
-  auto_kernel._fault.cache_clear()
+  kernel_choice._fault.cache_clear()
   args = call(dtype=jnp.bfloat16)
   ours = auto_kernel.AutoKernel(platform="gpu", chip="h200")
-  assert ours.choose_decode(*args) == auto_kernel.KernelChoice(
+  assert ours.choose_decode(*args) == kernel_choice.KernelChoice(
     DecodeGPU(chip="h200"), ()
   )
   monkeypatch.setattr(decode_gpu, "plgpu", None)

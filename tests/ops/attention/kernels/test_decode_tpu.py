@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from ringjax.ops import kernel_choice
 from ringjax.ops.attention.cached.views import ContiguousView
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
@@ -58,10 +59,10 @@ def test_what_it_does_not_serve(words):
 
 
 def test_who_visits(monkeypatch):
-  auto_kernel._fault.cache_clear()
+  kernel_choice._fault.cache_clear()
   args = call(dtype=jnp.bfloat16)
   ours = auto_kernel.AutoKernel(platform="tpu", chip="tpu-v6e")
-  assert ours.choose_decode(*args) == auto_kernel.KernelChoice(
+  assert ours.choose_decode(*args) == kernel_choice.KernelChoice(
     DecodeTPU(chip="tpu-v6e"), ()
   )
   found = auto_kernel.AutoKernel(24, 24, platform="tpu").choose_decode(*args)
