@@ -19,10 +19,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree, Shaped
 
 from ringjax.checks import one_of, positive_int
+from ringjax.errors import OptionError
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import cache_kind
-from ringjax.kv.codecs import CodeBook
+from ringjax.kv.codecs import CodeBook, Codec
 from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import Blockwise
@@ -519,13 +520,15 @@ class PoolShape:
     return -(-(self.shared + self.own) // self.page)
 
 
-def pool(devices: Sequence[Any], **shape: Any) -> Built:
+def pool(devices: Sequence[Any], *, queries: int = 1, **shape: Any) -> Built:
   """Builds attention over shared pages by `DecodePoolTPU`.
 
   Args:
     devices: Devices of the slice.
+    queries: Queries of each row, T: 1, or those of a call that checks drafts.
     shape: Fields of `PoolShape`.
   """
+  queries = positive_int("queries", queries)
   dims, number = PoolShape(**shape), _operands(devices, "int32")
   cover: Any = _operands(devices, "bool")(1, dims.columns, dims.rows)
   plan = SharedTiles(
@@ -535,21 +538,30 @@ def pool(devices: Sequence[Any], **shape: Any) -> Built:
     number(1),
     number(1, dims.rows),
   )
-  return _over_pages(devices, DecodePoolTPU, dims, 1, plan)
+  return _over_pages(devices, DecodePoolTPU, dims, queries, plan)
 
 
 def prompts(
-  devices: Sequence[Any], *, queries: int = 512, **shape: Any
+  devices: Sequence[Any],
+  *,
+  queries: int = 512,
+  cache: str = "dense",
+  **shape: Any,
 ) -> Built:
   """Builds attention of pieces of prompts over pages by `PrefillPoolTPU`.
 
   Args:
     devices: Devices of the slice.
     queries: Queries of each row, T.
+    cache: Kind of cache, of `kv.KINDS`, without constants.
     shape: Fields of `PoolShape`.
+
+  Raises:
+    OptionError: If the cache has several codecs.
   """
   queries = positive_int("queries", queries)
-  return _over_pages(devices, PrefillPoolTPU, PoolShape(**shape), queries, None)
+  dims = PoolShape(**shape)
+  return _over_pages(devices, PrefillPoolTPU, dims, queries, None, cache)
 
 
 def _operands(devices: Sequence[Any], dtype: str) -> Callable[..., Any]:
@@ -566,6 +578,7 @@ def _over_pages(
   dims: PoolShape,
   queries: int,
   plan: SharedTiles | None,
+  cache: str = "dense",
 ) -> Built:
   """Builds attention of `queries` of each row by a kernel over pages."""
   mesh = _one_device_mesh(devices)
@@ -575,7 +588,22 @@ def _over_pages(
   )
   slots = dims.columns * pool_tile(dims.page, "tpu")
   pages, width = slots // dims.page, dims.head_dim
-  keys = operand(_LAYERS, dims.rows * pages, dims.kv_heads, dims.page, width)
+  lead = _LAYERS, dims.rows * pages, dims.kv_heads
+  stored: Any = ((*lead, dims.page, width), dims.dtype)
+  decoders: tuple[Decoder, Decoder] | None = None
+  codec = cache_kind(cache).codec
+  if codec is not None:
+    if not isinstance(codec, Codec):
+      raise OptionError(
+        "cache",
+        cache,
+        "a kind with one codec for all heads",
+        'pass one, e.g. "int4"',
+      )
+    stored = stored_codes(lead, dims.page, codec.keys.width(width), "tpu")
+    decoder_of = lambda x: Decoder(x, width, jnp.dtype(dims.dtype)).in_basis()
+    decoders = decoder_of(codec.keys), decoder_of(codec.values)
+  keys = _operands(devices, jnp.dtype(stored[1]).name)(*stored[0])
 
   def attend(
     q: Shaped[Array, " ..."],
@@ -587,7 +615,9 @@ def _over_pages(
     layer: jax.Array,
     plan: SharedTiles | None,
   ) -> Partial:
-    view = PooledView(k, v, Coords(*at), table, layer, shared=plan)
+    view = PooledView(
+      k, v, Coords(*at), table, layer, decoders=decoders, shared=plan
+    )
     context = Context(Coords(*q_at), view.at, Causal())
     scores = Scores(scale=dims.head_dim**-0.5)
     return kernel.decode(q, view, ScoreArgs(scores, Terms(), context))

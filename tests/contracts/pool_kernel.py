@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 
 from ringjax.errors import OptionError
-from ringjax.kv import Integers
 from ringjax.ops import kernel_choice
-from ringjax.ops.attention.cached.views import Decoder
+from ringjax.ops.ancestors import MOST_DRAFTED, Ancestors, tree_coords
 from ringjax.ops.attention.kernels import auto_kernel
-from ringjax.ops.attention.scores import Scores, Terms
-from ringjax.ops.mask import Prefix
+from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.mask import Causal, Coords, Prefix
 
 Call = Callable[..., tuple[Any, Any, Any]]
 
@@ -29,11 +28,6 @@ Call = Callable[..., tuple[Any, Any, Any]]
 def declined(kernel: type) -> dict[str, dict[str, Any]]:
   """Calls that each of the kernels declines, by words of the reason."""
   return {
-    "pages of codes": dict(
-      view=lambda x: dataclasses.replace(
-        x, decoders=(Decoder(Integers(bits=4), 16, jnp.float32),) * 2
-      )
-    ),
     "float16": dict(dtype=jnp.float16),
     "ALiBi": dict(terms=Terms(slopes=jnp.ones((2, 3)))),
     "dropout": dict(scores=Scores(scale=1.0, dropout_rate=0.1)),
@@ -47,7 +41,9 @@ def check_declines(
   call: Call, kernel: Any, words: str, changes: dict[str, Any]
 ) -> None:
   """A changed call is declined with these words, and refused if made."""
-  given = {name: changes[name] for name in {"mask", "dtype"} & {*changes}}
+  given = {
+    name: changes[name] for name in {"mask", "dtype", "queries"} & {*changes}
+  }
   q, view, args = call(**given)
   view = changes.get("view", lambda x: x)(view)
   for name in {"scores", "terms"} & {*changes}:
@@ -56,6 +52,35 @@ def check_declines(
   assert words in kernel.decline(q, view, args)
   with pytest.raises(OptionError, match=words):
     kernel.decode(q, view, args)
+
+
+def with_tree(args: tuple[Any, Any, Any], before: Any) -> tuple[Any, Any, Any]:
+  """A call whose five queries of a row are a tree after `before` tokens.
+
+  Args:
+    args: Queries, view and `ScoreArgs`.
+    before: Number of tokens before the tree of each row.
+  """
+  q, view, rest = args
+  before = np.asarray(before)[:, None]
+  parents = jnp.asarray([[-1, 0, 0, 2, 1]] * len(before), jnp.int32)
+  depth = np.array([[0, 1, 1, 2, 2]])
+  coords = lambda *x: Coords(*(jnp.asarray(a, jnp.int32) for a in x))
+  drafted = tree_coords(parents, coords(before + depth, 0 * before + depth + 1))
+  slot = np.arange(view.shape[2])[None]
+  # A range from 0 to the last place: an ancestor of all drafted tokens.
+  text = coords(0 * before + slot, (slot < before) * MOST_DRAFTED)
+  new = (slot >= before) & (slot < before + depth.size)
+  index = jnp.asarray(np.clip(slot - before, 0, depth.size - 1))
+  at = Coords(
+    *(
+      jnp.where(new, jnp.take_along_axis(tree, index, 1), x)
+      for tree, x in zip(drafted, text, strict=True)
+    )
+  )
+  mask = Causal() & Ancestors()
+  view = dataclasses.replace(view, at=at).of_tree(drafted, mask)
+  return q, view, rest._replace(context=Context(drafted, at, mask))
 
 
 def check_unseen(call: Call, kernel: Any) -> None:

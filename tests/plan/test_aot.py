@@ -381,17 +381,38 @@ class TestCompiled:
     assert found.memory.aliased >= pool
     assert found.memory.temporaries < pool / 4
 
-  def test_prompts_over_pages_write_no_scores(self, tmp_path):
-    """Four pieces of 512 tokens of 32 heads took 1.1 GiB of temporaries."""
+  @pytest.mark.parametrize("kind", ["dense", "int8", "int4"])
+  def test_prompts_over_pages_write_no_scores(self, kind, tmp_path):
+    """Four pieces of 512 tokens of 32 heads took 1.1 GiB of temporaries.
+
+    Over pages of codes they took 4.1 GiB.
+    """
     path = tmp_path / "program.hlo"
     wide = MODEL | {"num_hidden_layers": 1, "num_attention_heads": 32}
-    options = {"name": "many", "kind": "dense", "page": 128, "model": wide}
+    options = {"name": "many", "kind": kind, "page": 128, "model": wide}
     found = aot.compile(
       "tests.plan.engine_calls:call", "v5e:1x1", options | {"tokens": 1 << 15},
       text_path=str(path),
     )  # fmt: skip
     assert "ringjax_prefill_pool" in path.read_text()
     assert found.memory.temporaries < 128 << 20
+
+  @pytest.mark.parametrize(
+    ("name", "kind", "kernel"),
+    [
+      ("drafts", "dense", "ringjax_decode_shared"),
+      ("trees", "dense", "ringjax_decode_shared"),
+      ("drafts", "int4", "ringjax_prefill_pool"),
+    ],
+  )
+  def test_a_kernel_checks_drafts(self, name, kind, kernel, tmp_path):
+    path = tmp_path / "program.hlo"
+    options = {"name": name, "kind": kind, "page": 128, "model": MODEL}
+    aot.compile(
+      "tests.plan.engine_calls:call", "v5e:1x1", options | {"tokens": 1 << 15},
+      text_path=str(path),
+    )  # fmt: skip
+    assert kernel in path.read_text()
 
   @pytest.mark.parametrize(
     ("what", "model", "kind", "rows"),

@@ -226,9 +226,11 @@ class Loops:
 def _compare_decodes(kernel: Any) -> float:
   """Error for a few queries after keys of which some slots are empty."""
   if isinstance(kernel, DecodePoolTPU):
-    return _compare_pools(kernel, 1)
+    return max(_compare_pools(kernel, queries) for queries in (1, 5))
   if isinstance(kernel, PrefillPoolTPU):
-    return _compare_pools(kernel, 130)
+    return max(
+      _compare_pools(kernel, 130, coded=coded) for coded in (False, True)
+    )
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
   slots, used, queries = 1100, 900, 3
@@ -268,9 +270,15 @@ def _decode_error(
 
 
 def _compare_pools(
-  kernel: DecodePoolTPU | PrefillPoolTPU, queries: int
+  kernel: DecodePoolTPU | PrefillPoolTPU, queries: int, coded: bool = False
 ) -> float:
-  """Error for three rows, two of which share the first of two tiles."""
+  """Error for three rows, two of which share the first of two tiles.
+
+  Args:
+    kernel: The kernel.
+    queries: Queries of a row.
+    coded: Whether the pages have codes of 4 bits.
+  """
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
   page, tile_pages = 128, 4
@@ -295,8 +303,15 @@ def _compare_pools(
     coords(pos, pos < used),
     jnp.asarray(table),
     jnp.int32(1),
-    shared=plan if queries == 1 else None,
+    shared=plan if isinstance(kernel, DecodePoolTPU) else None,
   )
+  if coded:
+    decoder = Decoder(_SmallIntegers(), 128, jnp.bfloat16)
+    lead = (2, 6 * tile_pages, 2)
+    codes = lambda: jnp.asarray(_SmallIntegers.draw(rng, lead, page))
+    view = dataclasses.replace(
+      view, k=codes(), v=codes(), decoders=(decoder, decoder)
+    )
   q = draw(3, 2, 4, queries, 128)
   end = used - queries + np.arange(queries)
   last = coords(end, end >= 0)

@@ -286,7 +286,7 @@ class DecodeCodesTPU(DecoderTPU):
     codes = len(operands)
     operands += _code_arrays(keys)
     tables = [
-      None if not form.looked_up else _table(form, constants)
+      None if not form.looked_up else level_table(form, constants)
       for form, constants in zip(
         (k_format, v_format)[: 1 if shared else 2], keys.constants, strict=False
       )
@@ -548,7 +548,7 @@ def _num_columns(form: CodeFormat, dtype: DTypeLike) -> int:
   return arrangement(form).dims.size + (_HALF_ROWS if _bias(form, dtype) else 0)
 
 
-def _table(form: CodeFormat, constants: PyTree) -> Float[Array, "K M 128"]:
+def level_table(form: CodeFormat, constants: PyTree) -> Float[Array, "K M 128"]:
   """Levels of each head or of all heads, broadcast over the lanes."""
   levels = constants[-1] if form.by_constants else np.asarray([form.levels])
   levels = pad_axis(
@@ -801,7 +801,7 @@ def _permute_rows(x: Shaped[Array, "8 S"], index: list[int]) -> jax.Array:
   source_row = jnp.zeros_like(row)
   for n, i in enumerate(index):
     source_row = jnp.where(row == n, i, source_row)
-  return _gather(x, source_row)
+  return gather_rows(x, source_row)
 
 
 def _repeat_row(x: Shaped[Array, "h S"], head: int, rows: int) -> jax.Array:
@@ -818,7 +818,9 @@ def _gather_places(
     block_place = place[:, first : first + lanes]
     picked = None
     for start in range(0, x.shape[1], lanes):
-      part = _gather(x[:, start : start + lanes], block_place & (lanes - 1), 1)
+      part = gather_rows(
+        x[:, start : start + lanes], block_place & (lanes - 1), 1
+      )
       picked = (
         part
         if picked is None
@@ -828,7 +830,7 @@ def _gather_places(
   return jnp.concatenate(blocks, 1)
 
 
-def _gather(
+def gather_rows(
   x: Shaped[Array, "m S"], index: Int[Array, "n k"], axis: int = 0
 ) -> Shaped[Array, "n k"]:
   """Gather rows `index` of each column of `x`; with axis 1 columns of rows."""
@@ -1006,9 +1008,9 @@ def _look_up_bits(
       lax.shift_right_logical(words, jnp.int32(shift)) if shift else words
     )
     low = shifted & (_ROWS - 1)
-    picked = _gather(table[:_ROWS], low)
+    picked = gather_rows(table[:_ROWS], low)
     if form.bits == 4 and signs is None:
-      high_levels = _gather(table[_ROWS:], low)
+      high_levels = gather_rows(table[_ROWS:], low)
       picked = jnp.where(shifted & _ROWS != 0, high_levels, picked)
     return picked
 

@@ -10,8 +10,8 @@ Memory: VMEM only: two tiles of pages, and the sums of all rows.
 Ref: Ye et al. 2024, ChunkAttention, arXiv 2402.15220; Kwon et al. 2023,
 PagedAttention, arXiv 2309.06180.
 
-  shared tiles  grid [K / heads, tiles]         acc [heads, B G, J], m, l
-  row's tiles   grid [K / heads, (row, tile)s]  acc [heads, G, J], m, l
+  shared tiles  grid [K / heads, tiles]         acc [heads, B G T, J], m, l
+  row's tiles   grid [K / heads, (row, tile)s]  acc [heads, G T, J], m, l
 
 The second kernel continues with the sums of the first. Each page of a tile is
 a separate operand, so that the pipeline loads all of them at once.
@@ -44,6 +44,9 @@ from ringjax.parallel import collectives
 
 # Most bytes of a tile's keys and values, see `decode_tpu`.
 _TILE_BYTES = 2 << 20
+# Most queries of a row, those of a group's heads together, if there are several
+# of each head.
+_MOST_QUERIES = 128
 # Rows of a register of float32, and of one of bfloat16.
 _ROWS, _SUBLANES = 8, 16
 
@@ -80,10 +83,14 @@ class DecodePoolTPU(PoolDecoderTPU):
     if reason is not None:
       return reason
     assert isinstance(keys, PooledView)
+    if keys.decoders is not None:
+      return "pages of codes: it reads numbers"
     if keys.shared is None:
       return "a view without a plan of shared tiles"
-    if q.shape[3] != 1:
-      return f"{q.shape[3]} queries a row: it reads for one"
+    if q.shape[3] > 1 and q.shape[2] * q.shape[3] > _MOST_QUERIES:
+      return (
+        f"{q.shape[2]} x {q.shape[3]} queries of a row: at most {_MOST_QUERIES}"
+      )
     heads, block = self.tile(q, keys)
     if keys.table.size * keys.page // block > tile_ops.MOST_STEPS:
       return f"{keys.table.size} pages of all rows: more than its list holds"
@@ -98,14 +105,15 @@ class DecodePoolTPU(PoolDecoderTPU):
     )
 
   def decode(
-    self, q: Float[Array, "B K G 1 H"], keys: KVView, args: ScoreArgs
+    self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> Partial:
-    """Attention partial of q [B, K, G, 1, H]; see `pooled.decode_pool`."""
+    """Attention partial of q [B, K, G, T, H]; see `pooled.decode_pool`."""
     declined.check(self, q, keys, args)
     assert isinstance(keys, PooledView)
     call = _PoolCall.of(self, q, keys, args)
     acc, m, total = call.fold_row_tiles(q, call.fold_shared_tiles(q))
-    unflatten = lambda x: x[:, :, : q.shape[2], None]
+    b, kv, g, t, _ = q.shape
+    unflatten = lambda x: x[:, :, : g * t].reshape(b, kv, g, t, *x.shape[3:])
     m = m[..., 0] * (1 / tile_ops.LOG2_E)
     return Partial(unflatten(acc), unflatten(m), unflatten(total[..., 0]))
 
@@ -138,7 +146,7 @@ class _PoolCall:
   def of(
     cls,
     kernel: DecodePoolTPU,
-    q: Float[Array, "B K G 1 H"],
+    q: Float[Array, "B K G T H"],
     keys: PooledView,
     args: ScoreArgs,
   ) -> _PoolCall:
@@ -207,16 +215,18 @@ class _PoolCall:
     structure = jax.tree.structure(self.args.context.mask)
     return self.args.scores, structure, self.pages_per_tile
 
-  def fold_shared_tiles(self, q: Float[Array, "B K G 1 H"]) -> tuple[Any, ...]:
-    """Sums of the shared tiles, [B, K, G up to 8, ...]."""
-    plan, (b, kv, g, _, h) = self.keys.shared, q.shape
+  def fold_shared_tiles(self, q: Float[Array, "B K G T H"]) -> tuple[Any, ...]:
+    """Sums of the shared tiles, [B, K, G * T up to 8, ...]."""
+    plan, (b, kv, g, t, h) = self.keys.shared, q.shape
     assert plan is not None
     j = self.keys.shape[4]
-    rows = _round_up(b * g, _SUBLANES)
-    flat = jnp.swapaxes(q[:, :, :, 0], 0, 1).reshape(kv, b * g, h)
-    flat = pad_axis(flat, 1, rows)
-    by_query = lambda x: jnp.repeat(x, g, 0)
-    q_at = jnp.stack([by_query(_per_row(x, b)) for x in self.args.context.q], 1)
+    row_queries = g * t
+    rows = _round_up(b * row_queries, _SUBLANES)
+    flat = jnp.swapaxes(q.reshape(b, kv, row_queries, h), 0, 1)
+    flat = pad_axis(flat.reshape(kv, b * row_queries, h), 1, rows)
+    by_query = lambda x: jnp.repeat(x, row_queries, 0)
+    at_queries = tile_ops.by_row(self.args.context.q, q.shape)
+    q_at = jnp.stack([x.reshape(-1) for x in at_queries], 1)
     row, tile, count = plan.row[0], plan.tile[0], plan.count[0]
     n = row.shape[0]
     offsets = jnp.arange(self.pages_per_tile, dtype=jnp.int32)[None]
@@ -258,23 +268,23 @@ class _PoolCall:
     )  # fmt: skip
 
     def by_row(x: jax.Array) -> jax.Array:
-      x = x[:, : b * g].reshape(kv, b, g, -1)
-      return pad_axis(jnp.swapaxes(x, 0, 1), 2, _round_up(g, _ROWS))
+      x = x[:, : b * row_queries].reshape(kv, b, row_queries, -1)
+      return pad_axis(jnp.swapaxes(x, 0, 1), 2, _round_up(row_queries, _ROWS))
 
     return tuple(map(by_row, sums))
 
   def fold_row_tiles(
-    self, q: Float[Array, "B K G 1 H"], carry: tuple[Any, ...]
+    self, q: Float[Array, "B K G T H"], carry: tuple[Any, ...]
   ) -> tuple[Any, ...]:
     """Fold each row's tiles that are not shared into the sums."""
-    plan, (b, kv) = self.keys.shared, q.shape[:2]
+    plan, (b, kv, g, t, h) = self.keys.shared, q.shape
     assert plan is not None
     columns, rows = self.at.shape[1], carry[0].shape[2]
     # The tiles in which each row sees a slot.
     context = self.args.context
-    q_at = Coords(*(_per_row(x, b)[:, None] for x in context.q))
-    k_at = Coords(*(self.at[:, :, n].reshape(b, -1) for n in (0, 1)))
-    visible_slots = visible(context.mask, q_at, k_at)
+    q_at = Coords(*(jnp.broadcast_to(x, (b, t))[:, :, None] for x in context.q))
+    k_at = Coords(*(self.at[:, :, n].reshape(b, 1, -1) for n in (0, 1)))
+    visible_slots = jnp.any(visible(context.mask, q_at, k_at), 1)
     needed = jnp.any(visible_slots.reshape(b, columns, self.block), 2)
     tile_index = jnp.arange(columns, dtype=jnp.int32)[None]
     needed = needed & (tile_index >= plan.shared_counts[0][:, None])
@@ -293,20 +303,28 @@ class _PoolCall:
     at = lambda ki, i, layer, pages, words, *_: (
       tile_ops.row_of(words[i]), tile_ops.column_of(words[i]), 0, 0,
     )  # fmt: skip
+    of_row_queries = lambda ki, i, layer, pages, words, *_: (
+      tile_ops.row_of(words[i]), 0, 0,
+    )  # fmt: skip
     spec = lambda x: pl.BlockSpec((1, self.heads, *x.shape[2:]), row_block)
-    operand = pad_axis(q[:, :, :, 0], 2, rows)
-    first = len(scalars)
-    # All queries of a row have one position: scalars.
-    pos, seg = (_per_row(x, b) for x in context.q)
+    operand = pad_axis(q.reshape(b, kv, g * t, h), 2, rows)
+    # Where all queries of a row have one position, it is two scalars.
+    scalars += tuple(_per_row(x, b) for x in context.q) if t == 1 else ()
+    several_at = []
+    if t > 1:
+      by_row = jnp.stack(tile_ops.by_row(context.q, q.shape), 2)
+      several_at = [pad_axis(by_row, 1, rows)]
+    operands = [operand, self.at, *several_at]
     return tuple(
       pl.pallas_call(
-        functools.partial(_row_kernel, *self.static),
+        functools.partial(_row_kernel, *self.static, t == 1),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-          num_scalar_prefetch=first + 2,
+          num_scalar_prefetch=len(scalars),
           grid=(kv // self.heads, steps.count),
           in_specs=[
             spec(operand),
             pl.BlockSpec((1, 1, 2, self.block), at),
+            *(pl.BlockSpec((1, rows, 2), of_row_queries) for _ in several_at),
             *map(spec, carry),
             *specs,
           ],
@@ -314,12 +332,14 @@ class _PoolCall:
         ),
         out_shape=[self.out_type(*x.shape) for x in carry],
         # Rows with shared tiles only keep their sums.
-        input_output_aliases={first + 4 + n: n for n in range(3)},
+        input_output_aliases={
+          len(scalars) + len(operands) + n: n for n in range(3)
+        },
         compiler_params=self.params(q),
         cost_estimate=self.cost(q, b * columns),
         interpret=self.kernel.interpret,
         name="ringjax_decode_own",
-      )(*scalars, pos, seg, operand, self.at, *carry, *arrays)
+      )(*scalars, *operands, *carry, *arrays)
     )
 
 
@@ -333,7 +353,7 @@ def _round_up(n: int, multiple: int) -> int:
 
 def _vmem(q: jax.Array, keys: PooledView, heads: int, block: int) -> int:
   """Approximate bytes of vector memory that a step of shared tiles takes."""
-  rows = _round_up(q.shape[0] * q.shape[2], _SUBLANES)
+  rows = _round_up(q.shape[0] * q.shape[2] * q.shape[3], _SUBLANES)
   h, j = (tile_ops.lanes(n) for n in keys.shape[3:])
   # Inputs and outputs are double-buffered for the next step.
   in_flight = heads * block * decoder_tpu.slot_bytes(keys)
@@ -408,12 +428,16 @@ def _row_kernel(
   scores: Scores,
   structure: PyTree,
   pages_per_tile: int,
+  one_position: bool,
   *refs: Any,
 ) -> None:
-  first = 5 + structure.num_leaves
-  words, leaves = refs[2], refs[3 : first - 2]
-  pos, seg = refs[first - 2 : first]
-  q_ref, k_at, *remaining = refs[first:-3]
+  first = 3 + structure.num_leaves
+  words, leaves = refs[2], refs[3:first]
+  q_at: Any = None
+  if one_position:
+    pos, seg, q_ref, k_at, *remaining = refs[first:-3]
+  else:
+    q_ref, k_at, q_at, *remaining = refs[first:-3]
   carry, pages, sums = remaining[:3], remaining[3:], refs[-3:]
   word = words[pl.program_id(1)]
 
@@ -424,10 +448,13 @@ def _row_kernel(
 
   @pl.when(word & tile_ops.MASKED != 0)
   def _() -> None:
-    row, column_shape = tile_ops.row_of(word), (q_ref.shape[2], 1)
-    rows = Coords(
-      jnp.full(column_shape, pos[row]), jnp.full(column_shape, seg[row])
-    )
+    if one_position:
+      row, column_shape = tile_ops.row_of(word), (q_ref.shape[2], 1)
+      rows = Coords(
+        jnp.full(column_shape, pos[row]), jnp.full(column_shape, seg[row])
+      )
+    else:
+      rows = Coords(q_at[0, :, 0:1], q_at[0, :, 1:2])
     columns = Coords(k_at[0, 0, 0:1, :], k_at[0, 0, 1:2, :])
     allowed = visible(_mask(structure, leaves), rows, columns)
     row_sums = tuple(ref.at[0] for ref in sums)

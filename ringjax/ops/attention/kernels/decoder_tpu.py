@@ -26,6 +26,8 @@ from ringjax.typing import Index
 _LEAST = 512
 # Rows of a register of bfloat16.
 _SUBLANES = 16
+# Rows of a register of codes, which are int8.
+_CODE_ROWS = 32
 # Most pages of a tile, each of which is an operand or two.
 _MOST_PAGES = 16
 # Most scores of a tile.
@@ -174,10 +176,10 @@ class PoolDecoderTPU(DecoderTPU):
     """Reason why all of these kernels decline a view or its mask, or None."""
     if not isinstance(keys, PooledView):
       return f"{type(keys).__name__}: it reads PooledView"
-    if keys.decoders is not None:
-      return "pages of codes: it reads numbers"
     block = self.slots(keys)
-    page_multiple = _SUBLANES if not self.interpret else 1
+    # Tokens of codes are in the lanes.
+    page_multiple = _SUBLANES if keys.decoders is None else tile_ops.LANES
+    page_multiple = page_multiple if not self.interpret else 1
     if block % keys.page or keys.page % page_multiple:
       return f"pages of {keys.page} slots: no multiples of {page_multiple}"
     if block // keys.page > _MOST_PAGES:
@@ -189,13 +191,17 @@ class PoolDecoderTPU(DecoderTPU):
     return None
 
 
-def page_arrays(keys: PooledView) -> list[Shaped[Array, "L N K P _"]]:
+def page_arrays(keys: PooledView) -> list[Shaped[Array, "L N K _ _"]]:
   """Arrays of keys and of values; one array if they are the same."""
   return [keys.k] if keys.v is keys.k else [keys.k, keys.v]
 
 
 def slot_bytes(keys: PooledView) -> int:
-  """Bytes in VMEM of a head's key and value, padded to whole lanes."""
+  """Bytes in VMEM of a head's key and value, padded to whole registers."""
+  if keys.decoders is not None:
+    return sum(
+      -(-x.shape[3] // _CODE_ROWS) * _CODE_ROWS for x in page_arrays(keys)
+    )
   return sum(
     tile_ops.lanes(x.shape[4]) * x.dtype.itemsize for x in page_arrays(keys)
   )
@@ -206,7 +212,7 @@ def page_operands(
   heads: int,
   block: int,
   index: Callable[..., tuple[Index, Index, Index]],
-) -> tuple[list[pl.BlockSpec], list[Shaped[Array, "L N K P _"]]]:
+) -> tuple[list[pl.BlockSpec], list[Shaped[Array, "L N K _ _"]]]:
   """BlockSpecs and arrays of the pages of a tile.
 
   Args:
@@ -221,9 +227,7 @@ def page_operands(
   for x in page_arrays(keys):
     for n in range(block // keys.page):
       page_index = lambda *at, n=n: (*index(n, *at), 0, 0)
-      specs.append(
-        pl.BlockSpec((1, 1, heads, keys.page, x.shape[4]), page_index)
-      )
+      specs.append(pl.BlockSpec((1, 1, heads, *x.shape[3:]), page_index))
       arrays.append(x)
   return specs, arrays
 

@@ -30,9 +30,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, PyTree
 
 from ringjax.ops.attention.blockwise import pad_axis, tile_kinds
+from ringjax.ops.attention.cached.code_format import CodeFormat
 from ringjax.ops.attention.cached.pooled import PooledView
 from ringjax.ops.attention.cached.views import KVView
-from ringjax.ops.attention.kernels import declined, decoder_tpu, tile_ops
+from ringjax.ops.attention.kernels import (
+  code_tiles,
+  declined,
+  decoder_tpu,
+  tile_ops,
+)
+from ringjax.ops.attention.kernels.code_tiles import CodeTile
 from ringjax.ops.attention.kernels.decoder_tpu import PoolDecoderTPU
 from ringjax.ops.attention.scores import ScoreArgs, Scores
 from ringjax.ops.mask import Coords, visible
@@ -70,8 +77,10 @@ class PrefillPoolTPU(PoolDecoderTPU):
     if reason is not None:
       return reason
     assert isinstance(keys, PooledView)
-    if keys.shared is not None:
-      return "a plan of shared tiles: it reads for each row by itself"
+    if keys.decoders is not None:
+      reason = code_tiles.undecoded(keys)
+      if reason is not None:
+        return reason
     heads, block, queries = self.tile(q, keys)
     rows = q.shape[0] * -(-q.shape[3] // queries)
     columns = -(-keys.shape[2] // block)
@@ -85,7 +94,7 @@ class PrefillPoolTPU(PoolDecoderTPU):
       length=keys.shape[2],
       block=block,
       need=_vmem(q, keys, heads, block, queries),
-      numbers=(keys.k, keys.v),
+      numbers=(keys.k, keys.v) if keys.decoders is None else (),
     )
 
   def decode(
@@ -193,14 +202,21 @@ class _PromptCall:
       sums of weights [B * n, K, 1, lanes].
     """
     keys, context = self.keys, self.args.context
-    q = pad_axis(q, 4, keys.k.shape[4])
+    coded = keys.decoders is not None
+    if not coded:
+      q = pad_axis(q, 4, keys.k.shape[4])
     b, kv, g, _, h = q.shape
-    j, lanes = keys.v.shape[4], self.at_q.shape[2]
+    j, lanes = _widths(keys)[1], self.at_q.shape[2]
     each, count = self.pages_per_tile, self.count
     tiles = pad_axis(q, 3, count * self.queries)
     tiles = tiles.reshape(b, kv, g, count, self.queries, h)
     tiles = jnp.moveaxis(tiles, 3, 1).reshape(b * count, kv, -1, h)
     tiles = pad_axis(tiles, 2, lanes)
+    if coded:
+      # Decoded keys have slots in the lanes: both sides are turned around.
+      tiles = jnp.swapaxes(tiles, 2, 3)
+    tables = code_tiles.level_tables(keys)
+    table_operands = [x for x in tables if x is not None]
     columns = self.at_k.shape[1]
     # Missing pages all become page 0.
     table = pad_axis(jnp.maximum(keys.table, 0), 1, columns * each).reshape(-1)
@@ -237,12 +253,19 @@ class _PromptCall:
     need = _vmem(q, keys, self.heads, self.block, self.queries)
     return tuple(
       pl.pallas_call(
-        functools.partial(_kernel, self.args.scores, structure, each),
+        functools.partial(
+          _kernel,
+          self.args.scores,
+          structure,
+          each,
+          code_tiles.formats(keys),
+          tuple(x is not None for x in tables),
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=len(scalars),
           grid=(kv // self.heads, self.steps.count),
           in_specs=[
-            pl.BlockSpec((1, self.heads, lanes, h), of_queries),
+            pl.BlockSpec((1, self.heads, *tiles.shape[2:]), of_queries),
             pl.BlockSpec(
               (1, 2, lanes),
               lambda ki, i, layer, table, words, *_: (row(i, words), 0, 0),
@@ -257,6 +280,7 @@ class _PromptCall:
               ),
             ),
             *specs,
+            *(self._table_spec(x) for x in table_operands),
           ],
           out_specs=[
             pl.BlockSpec((1, self.heads, lanes, j), of_queries),
@@ -279,7 +303,16 @@ class _PromptCall:
         self.at_q,
         self.at_k,
         *pages,
+        *table_operands,
       )
+    )
+
+  def _table_spec(self, table: Float[Array, "_ M 128"]) -> pl.BlockSpec:
+    """Block spec of levels, which are per head or common to all heads."""
+    per_head = table.shape[0] > 1
+    return pl.BlockSpec(
+      (self.heads if per_head else 1, *table.shape[1:]),
+      lambda ki, *_: (ki if per_head else 0, 0, 0),
     )
 
   def _cost(self, q: jax.Array) -> pl.CostEstimate:
@@ -288,13 +321,19 @@ class _PromptCall:
     slots = self.keys.shape[2]
     pairs = b * kv * g * t * slots // 2
     reads = b * self.count * kv * slots // 2
-    numbers = sum(
-      x.shape[4] * x.dtype.itemsize for x in decoder_tpu.page_arrays(self.keys)
-    )
-    flops = 2 * pairs * (self.keys.k.shape[4] + self.keys.v.shape[4])
+    flops = 2 * pairs * sum(_widths(self.keys))
     return pl.CostEstimate(
-      flops=flops, transcendentals=pairs, bytes_accessed=reads * numbers
+      flops=flops,
+      transcendentals=pairs,
+      bytes_accessed=reads * decoder_tpu.slot_bytes(self.keys),
     )
+
+
+def _widths(keys: PooledView) -> tuple[int, int]:
+  """Elements of a key and of a value in a product."""
+  if keys.decoders is not None:
+    return keys.dims
+  return keys.k.shape[4], keys.v.shape[4]
 
 
 def _vmem(
@@ -302,11 +341,14 @@ def _vmem(
 ) -> int:
   """Approximate bytes of vector memory that a step takes."""
   lanes = tile_ops.lanes(q.shape[2] * queries)
-  h, j = (tile_ops.lanes(x.shape[4]) for x in (keys.k, keys.v))
+  h, j = map(tile_ops.lanes, _widths(keys))
   slot = decoder_tpu.slot_bytes(keys)
   # Inputs and outputs are double-buffered for the next step.
   in_flight = heads * (block * slot + lanes * (h * q.dtype.itemsize + 4 * j))
   scratch = 4 * heads * lanes * (j + 2 * 8)
+  if keys.decoders is not None:
+    # A head's codes and numbers, 4 bytes each.
+    scratch += 2 * 4 * block * (h + j)
   return 2 * in_flight + scratch + 2 * block * slot + 4 * 4 * lanes * block
 
 
@@ -314,11 +356,15 @@ def _kernel(
   scores: Scores,
   structure: PyTree,
   pages_per_tile: int,
+  formats: tuple[CodeFormat, ...],
+  looked_up: tuple[bool, ...],
   *refs: Any,
 ) -> None:
   first = 3 + structure.num_leaves
   words, leaves = refs[2], refs[3:first]
   q_ref, q_at, k_at, *pages = refs[first:-6]
+  table_refs = [pages.pop() for present in looked_up if present][::-1]
+  tables = [table_refs.pop(0) if present else None for present in looked_up]
   acc_out, m_out, l_out, acc, m_ref, l_ref = refs[-6:]
   word = words[pl.program_id(1)]
 
@@ -337,13 +383,32 @@ def _kernel(
         *(tile_ops.column(k_at[0, 0, n : n + 1, :]) for n in (0, 1))
       )
       allowed = visible(mask, queries, slots)
+    decoded_tiles = [
+      CodeTile.of(
+        pages[n * pages_per_tile : (n + 1) * pages_per_tile],
+        tables[n],
+        form,
+        # A non-finite scale of keys alone reaches the scores by itself.
+        clean=masked and n == len(formats) - 1,
+      )
+      for n, form in enumerate(formats)
+    ]
     for head in range(acc.shape[0]):
       q = q_ref[0, head]
-      k, v = decoder_tpu.join_pages(pages, pages_per_tile, head, q.dtype)
-      dot = tile_ops.dot(k, q, tile_ops.NT)
+      flags: Any = None
+      if decoded_tiles:
+        k = decoded_tiles[0].numbers(head, q.dtype)
+        v = k if len(formats) == 1 else decoded_tiles[1].numbers(head, q.dtype)
+        if masked:
+          flags = decoded_tiles[-1].flag(head)
+        dot = tile_ops.dot(k, q, _TN)
+      else:
+        k, v = decoder_tpu.join_pages(pages, pages_per_tile, head, q.dtype)
+        if masked:
+          v, flags = tile_ops.cleaned(v)
+        dot = tile_ops.dot(k, q, tile_ops.NT)
       s, c = tile_ops.power(scores, dot, None, decoder_tpu.no_distances)
       if masked:
-        v, flags = tile_ops.cleaned(v)
         s = jnp.where(allowed, s + tile_ops.column(flags), -jnp.inf)
       old_m = m_ref[head]
       m = jnp.maximum(old_m, jnp.max(s, axis=0, keepdims=True) * c)
@@ -352,7 +417,9 @@ def _kernel(
       weight = jnp.exp2(old_m - safe)
       l_ref[head] = l_ref[head] * weight + jnp.sum(p, axis=0, keepdims=True)
       m_ref[head] = m
-      product = tile_ops.dot(v, p.astype(v.dtype), _TN)
+      product = tile_ops.dot(
+        v, p.astype(v.dtype), tile_ops.NN if decoded_tiles else _TN
+      )
       acc[head] = acc[head] * weight + product
 
   pl.when(word & tile_ops.MASKED != 0)(lambda: fold_tile(True))

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ringjax.kv import Integers
 from ringjax.ops.attention.cached.pooled import PooledView, decode_pool
+from ringjax.ops.attention.cached.views import Decoder
 from ringjax.ops.attention.kernels.decode_pool_tpu import DecodePoolTPU
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.mask import Causal, Coords, SameSegment, Window
@@ -30,7 +32,7 @@ SHARING = {
 
 
 def call(name="some", *, dtype=jnp.float32, mask=None, cap=None, groups=3,
-         alone=False):  # fmt: skip
+         alone=False, queries=1):  # fmt: skip
   """The arguments of a decode over pages."""
   lengths, common = SHARING[name]
   r, rows = np.random.default_rng(0), len(lengths)
@@ -43,7 +45,9 @@ def call(name="some", *, dtype=jnp.float32, mask=None, cap=None, groups=3,
   draw = lambda *shape: jnp.asarray(r.normal(size=shape), dtype)
   pos = np.broadcast_to(np.arange(many * PAGE), (rows, many * PAGE))
   coords = lambda *x: Coords(*(jnp.asarray(a, jnp.int32) for a in x))
-  ready = 0 * used[:, 0] if alone else used[:, 0]
+  # A row's queries are after the tiles that it shares.
+  ready = np.maximum(0 if alone else used[:, 0] - (queries > 1) * queries, 0)
+  ready = np.broadcast_to(ready, used[:, 0].shape)
   plan = shared_tiles(table[:, None], ready, PAGE, TILE, 5)
   view = PooledView(
     draw(2, rows * many, 2, PAGE, 16),
@@ -53,9 +57,11 @@ def call(name="some", *, dtype=jnp.float32, mask=None, cap=None, groups=3,
     jnp.int32(1),
     shared=jax.tree.map(jnp.asarray, plan),
   )
-  context = Context(coords(used - 1, used > 0), view.at, mask or Causal())
+  last = used - queries + np.arange(queries)
+  context = Context(coords(last, last >= 0), view.at, mask or Causal())
   scores = Scores(scale=0.25, soft_cap=cap)
-  return draw(rows, 2, groups, 1, 16), view, ScoreArgs(scores, Terms(), context)
+  q = draw(rows, 2, groups, queries, 16)
+  return q, view, ScoreArgs(scores, Terms(), context)
 
 
 def check(args, limit=3e-6):
@@ -84,6 +90,55 @@ def test_masks_and_dtypes(what):
   check(call(**options[what]), 1e-2 if what == "half" else 3e-6)
 
 
+@pytest.mark.one_case
+@pytest.mark.parametrize(
+  ("name", "options", "limit"),
+  [
+    ("some", {}, 3e-6),
+    pytest.param(
+      "groups",
+      {"mask": Causal() & SameSegment() & Window(140)},
+      3e-6,
+      marks=pytest.mark.long,
+    ),
+    pytest.param(
+      "some",
+      {"dtype": jnp.bfloat16, "groups": 4},
+      1e-2,
+      marks=pytest.mark.long,
+    ),
+  ],
+  ids=["plain", "window", "half"],
+)
+def test_several_queries_of_a_row(name, options, limit):
+  """As calls that check drafts have them."""
+  args = call(name, queries=5, **options)
+  assert int(args[1].shared.count[0]) > 0
+  check(args, limit)
+
+
+@pytest.mark.long
+def test_a_tree_of_drafts_over_shared_pages():
+  """Each drafted token sees the text and its ancestors alone."""
+  lengths, _ = SHARING["some"]
+  args = call("some", queries=5)
+  before = np.maximum(np.array(lengths) - 5, 0)
+  args = pool_kernel.with_tree(args, before)
+  check(args)
+  q, view, rest = args
+  context = rest.context._replace(mask=Causal())
+  chain = decoded(KERNEL.decode, (q, view, rest._replace(context=context)))
+  assert not np.allclose(chain.l, check(args).l)
+
+
+@pytest.mark.long
+def test_several_queries_alone_as_in_a_crowd():
+  crowd, alone = (
+    check(call("some", queries=4, alone=alone)) for alone in (False, True)
+  )
+  same(crowd, alone, 3e-7)
+
+
 def test_alone_as_in_a_crowd():
   """The sums of shared tiles are those of tiles that each row reads."""
   same(check(call("all")), check(call("all", alone=True)), 3e-7)
@@ -99,6 +154,12 @@ def test_what_is_not_seen_does_not_matter():
 
 
 DECLINED = pool_kernel.declined(DecodePoolTPU) | {
+  "pages of codes": dict(
+    view=lambda x: dataclasses.replace(
+      x, decoders=(Decoder(Integers(bits=4), 16, jnp.float32),) * 2
+    )
+  ),
+  "3 x 50 queries": dict(queries=50),
   "without a plan": dict(view=lambda x: dataclasses.replace(x, shared=None)),
 }
 
