@@ -460,10 +460,10 @@ def read_parameters(
   Returns:
     The array of each parameter, by its path.
   """
-  whole = {
+  whole_tensors = {
     t.targets[0][0]: t.name for t in model_contents.tensors if _is_whole(t)
   }
-  parts = [path for path in params if path not in whole]
+  parts = [path for path in params if path not in whole_tensors]
   shapes = tuple(
     (params[path].shape, jnp.dtype(params[path].dtype).name) for path in parts
   )
@@ -490,7 +490,7 @@ def read_parameters(
       check_unpacked(t, x, arrays[paths[0]].dtype)
     if to_host is not None and to_host(t, x):
       continue
-    if whole.get(paths[0]) == t.name:
+    if whole_tensors.get(paths[0]) == t.name:
       sharding = shardings[paths[0]]
       arrays[paths[0]] = (
         x[0] if sharding is None else jax.device_put(x[0], sharding)

@@ -65,11 +65,15 @@ OTHERS = (
   ("train", "mixture", "data_seq"),
 )
 KINDS = ("windowed", "int8", "int4", "float8", "hadamard3", "unrotated")
-# Kinds of caches of few cases, by call. Findings that stand: over data, seq and
-# model a step of h2o copies a layer, and one of a cache with a tier in host
-# memory its slots on the device.
+# Kinds of caches of few cases, by call. A finding that stands: over data, seq and
+# model a step of h2o copies a layer.
 CACHED = {
-  "cached_decode": ("kivi4", "nuq4", "snapkv"),
+  "cached_decode": (
+    "kivi4",
+    "nuq4",
+    "snapkv",
+    "dense:device=4096,room=1024",
+  ),
   "cached_chunk": ("windowed", "int4", "unrotated", "snapkv", "h2o"),
   "cached_verify": ("snapkv",),
   "cached_tree": ("windowed", "int4", "snapkv"),

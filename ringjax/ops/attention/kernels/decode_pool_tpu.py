@@ -184,12 +184,12 @@ class _PoolCall:
     self,
   ) -> tuple[list[pl.BlockSpec], list[Shaped[Array, "L N K P _"]]]:
     """Return (BlockSpecs, arrays) of a tile's pages, indexed by scalars."""
-    each = self.pages_per_tile
+    size = self.pages_per_tile
     return decoder_tpu.page_operands(
       self.keys,
       self.heads,
       self.block,
-      lambda n, ki, i, layer, pages, *_: (layer[0], pages[i * each + n], ki),
+      lambda n, ki, i, layer, pages, *_: (layer[0], pages[i * size + n], ki),
     )
 
   def out_type(self, *shape: int) -> jax.ShapeDtypeStruct:

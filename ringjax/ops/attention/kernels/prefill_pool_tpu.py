@@ -207,7 +207,7 @@ class _PromptCall:
       q = pad_axis(q, 4, keys.k.shape[4])
     b, kv, g, _, h = q.shape
     j, lanes = _widths(keys)[1], self.at_q.shape[2]
-    each, count = self.pages_per_tile, self.count
+    tile_pages, count = self.pages_per_tile, self.count
     tiles = pad_axis(q, 3, count * self.queries)
     tiles = tiles.reshape(b, kv, g, count, self.queries, h)
     tiles = jnp.moveaxis(tiles, 3, 1).reshape(b * count, kv, -1, h)
@@ -219,7 +219,9 @@ class _PromptCall:
     table_operands = [x for x in tables if x is not None]
     columns = self.at_k.shape[1]
     # Missing pages all become page 0.
-    table = pad_axis(jnp.maximum(keys.table, 0), 1, columns * each).reshape(-1)
+    table = pad_axis(
+      jnp.maximum(keys.table, 0), 1, columns * tile_pages
+    ).reshape(-1)
     leaves, structure = jax.tree.flatten(context.mask)
     scalars = (
       jnp.asarray(keys.layer, jnp.int32).reshape(1),
@@ -243,7 +245,9 @@ class _PromptCall:
       self.block,
       lambda n, ki, i, layer, table, words, *_: (
         layer[0],
-        table[(example(i, words) * columns + column(i, words)) * each + n],
+        table[
+          (example(i, words) * columns + column(i, words)) * tile_pages + n
+        ],
         ki,
       ),
     )
@@ -257,7 +261,7 @@ class _PromptCall:
           _kernel,
           self.args.scores,
           structure,
-          each,
+          tile_pages,
           code_tiles.formats(keys),
           tuple(x is not None for x in tables),
         ),
