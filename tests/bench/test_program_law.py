@@ -65,8 +65,8 @@ OTHERS = (
   ("train", "mixture", "data_seq"),
 )
 KINDS = ("windowed", "int8", "int4", "float8", "hadamard3", "unrotated")
-# Kinds of caches of few cases, by call. A finding that stands: over data, seq and
-# model a step of h2o copies a layer.
+# Kinds of caches of few cases, by call. A finding that stands: over data, seq
+# and model a step of h2o copies a layer.
 CACHED = {
   "cached_decode": (
     "kivi4",
