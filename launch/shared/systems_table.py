@@ -643,8 +643,9 @@ SYSTEMS: tuple[System, ...] = (
       "tests/ops/attention/kernels/test_decode_pool_tpu.py",
     ),
     absent="A kernel for GPUs or CPUs: there XLA's loops read the common "
-    "pages; on TPUs each row reads pages of codes by itself. Each row reads what is shorter than a tile of pages, "
-    "and by default all where reading together would change a bit.",
+    "pages; on TPUs each row reads pages of codes by itself. Each row reads "
+    "what is shorter than a tile of pages, and by default all where reading "
+    "together would change a bit.",
   ),
   System(
     name="vAttention",
