@@ -265,8 +265,8 @@ class ModelCache(CallCache):
       tokens: Tokens per row that a decode step reads; default: all that fit.
         Those that the devices have no room for come from the hosts.
       weights: Bytes of weights per device that a step also reads.
-      host_bandwidth: Host-to-device bandwidth in bytes/s; the tables of
-        machines do not include it.
+      host_bandwidth: Host-to-device bandwidth in bytes/s, for steps that read
+        keys from the hosts; the tables of machines do not include it.
 
     Returns:
       A report that prints as a table.

@@ -8,6 +8,7 @@ from flax import nnx
 
 from ringjax.kv.base import bytes_each
 from ringjax.models.transformer import Transformer
+from ringjax.models.weights.weight_placement import number_of_weights
 from ringjax.plan import cost
 from ringjax.plan.flexgen.offload_tiers import OffloadShape
 
@@ -50,8 +51,7 @@ def profile(model: Transformer, tokens: int) -> cost.Profile:
 def _weights(model: Transformer) -> int:
   """Number of weights of the stack that are in memory."""
   params = jax.tree.leaves(nnx.state(model.stack, nnx.Param))
-  # Two codes of 4 bits share a byte.
-  return sum(x.size * (2 if x.dtype == jnp.uint8 else 1) for x in params)
+  return number_of_weights(params)
 
 
 def window(model: Transformer) -> int | None:

@@ -59,7 +59,7 @@ def product_per_shard(
   """
   call, manual = model_call(), collectives.manual_axes()
   used = {*shards.inputs, *shards.outputs}
-  if call.mesh is None or call.mesh.size == 1 or used & manual:
+  if call.mesh is None or call.mesh.size == 1:
     return f(x, weight, False)
   free = {*call.mesh.axis_names} - manual
   if not free or not used <= free:

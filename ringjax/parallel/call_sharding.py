@@ -101,9 +101,9 @@ def device_of(
 
   The platform is "cpu", "gpu" or "tpu"; alone is whether XLA does not partition
   the call itself: it is in a shard_map, or on one device. The mesh decides,
-    then
-  concrete operands, then the mesh around the call; a program that is traced
-  without a mesh counts as one for JAX's default device, and for all devices.
+  then concrete operands, then the mesh around the call; a program that is
+  traced without a mesh counts as one for JAX's default device, and for all
+  devices.
   """
   platform_and_kind = lambda device: (device.platform, device.device_kind)
   if isinstance(place.mesh, Mesh):

@@ -408,9 +408,12 @@ class Peers:
         return False
       if len(peer.buffer) < frames.SIZE.size + size:
         break
-      message = json.loads(
-        peer.buffer[frames.SIZE.size : frames.SIZE.size + size]
-      )
+      text = peer.buffer[frames.SIZE.size : frames.SIZE.size + size]
+      try:
+        message = frames.json_object(text)
+      except ValueError as error:
+        self._fail(rank, f"sent a message that is no JSON object: {error}")
+        return False
       del peer.buffer[: frames.SIZE.size + size]
       self._handle(rank, peer, message)
     return True

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import ringjax as rj
 from ringjax.errors import OptionError
@@ -278,3 +279,30 @@ def test_codes_that_share_a_byte_count_as_two_weights_of_work():
   want, got = (work_profile.profile(m, 8).token_s for m in (model, coded))
   # Steps and least numbers are two of 16 weights more.
   assert want <= got < 1.5 * want
+
+
+def test_streamed_codes_count_as_the_weights_that_they_are():
+  model = rj.models.load(tiny.path())
+  placed = rj.models.load(tiny.path(), placement="host")
+  want, got = (
+    work_profile.profile(rj.models.with_coded_weights(m, bits=4), 8).token_s
+    for m in (model, placed)
+  )
+  assert got == want
+
+
+def test_codes_in_host_memory_know_their_shards():
+  mesh = rj.make_mesh((2, 2), ("seq", "model"), devices=jax.devices()[:4])
+
+  def shards(**options):
+    model = rj.models.load(tiny.path(), mesh=mesh, **options)
+    coded = rj.models.with_coded_weights(model, bits=4, group=8)
+    return {
+      path: module.shards
+      for path, module in nnx.iter_modules(coded)
+      if hasattr(module, "shards")
+    }
+
+  resident = shards()
+  assert any(s.inputs or s.outputs for s in resident.values())
+  assert shards(placement="host") == resident

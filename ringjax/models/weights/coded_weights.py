@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import OptionError
 from ringjax.models.grouping import looped
+from ringjax.models.hf.tensors import parameters
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.linear_maps import inner_size, rounded_maps
 from ringjax.models.weights.placed_maps import with_maps
@@ -73,13 +74,25 @@ def with_coded_weights(
       RuntimeWarning,
       stacklevel=2,
     )
-  return with_shards(coded_model(model, bits=bits, group=group), _spec_of_array)
+  result = coded_model(model, bits=bits, group=group)
+  # Layers in host memory or on disk have empty arrays on the devices.
+  placed = {
+    id(parameters(block)[path]): P(None, *spec)
+    for blocks, kinds in zip(
+      result.stack.blocks, result.stack.placed or (), strict=False
+    )
+    for block, kind in zip(blocks, kinds, strict=True)
+    if kind is not None
+    for path, spec in zip(kind.paths, kind.specs, strict=True)
+  }
 
+  def spec_of(parameter: nnx.Variable) -> P | None:
+    if (spec := placed.get(id(parameter))) is not None:
+      return spec
+    sharding = getattr(parameter.get_value(), "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else None
 
-def _spec_of_array(parameter: nnx.Variable) -> P | None:
-  """Sharding of a parameter's array; None if it is not on a mesh."""
-  sharding = getattr(parameter.get_value(), "sharding", None)
-  return sharding.spec if isinstance(sharding, NamedSharding) else None
+  return with_shards(result, spec_of)
 
 
 def coded_model(

@@ -12,10 +12,11 @@ import fractions
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -339,6 +340,11 @@ class PlacementReport:
   streamed_parameters: int
 
 
+def number_of_weights(arrays: Iterable[Any]) -> int:
+  """Number of weights in arrays: two codes of 4 bits share a uint8."""
+  return sum(x.size * (2 if x.dtype == jnp.uint8 else 1) for x in arrays)
+
+
 def placement_report(model: Transformer) -> PlacementReport:
   """Makes the report of a model, which may be all on the devices."""
   stack = model.stack
@@ -353,7 +359,7 @@ def placement_report(model: Transformer) -> PlacementReport:
       for layer, tier in zip(kind.numbers, kind.tiers, strict=True):
         tiers[layer] = tier
         if tier != DEVICE:
-          parameters += sum(x.size for x in kind.shapes)
+          parameters += number_of_weights(kind.shapes)
   readers = _readers(model)
   disk = sum(reader.stored_bytes for reader in readers)
   total = lambda name: sum(getattr(r, name) for r in readers)

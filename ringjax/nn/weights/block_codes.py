@@ -289,13 +289,14 @@ def with_shards(
 
   Args:
     model: Model, of arrays or of shapes.
-    spec_of: Function from a parameter of codes to its sharding; None: it is
-      on one device.
+    spec_of: Function from a parameter of codes of `model` to its sharding;
+      None: it is on one device.
   """
   result = jax.tree.map(lambda x: x, model)
-  for _, module in nnx.iter_modules(result):
-    if isinstance(module, BlockCodesLinear):
-      module.shards = _shards(module.codes, spec_of(module.codes))
+  modules = zip(nnx.iter_modules(model), nnx.iter_modules(result), strict=True)
+  for (_, old), (_, new) in modules:
+    if isinstance(new, BlockCodesLinear):
+      new.shards = _shards(new.codes, spec_of(old.codes))
   return result
 
 

@@ -68,7 +68,7 @@ class Context(NamedTuple):
     allow: Boolean mask, shaped like `Terms.bias`, or None.
     heads: Indices of the query heads (for dropout), int32 [K, G], or None.
     seed: Dropout seed, uint32 [B or 1], or None.
-    chosen: Blocks of positions that each query reads, int32 [B, T, 1 or K, n],
+    chosen: Blocks of positions that each query reads, int32 [B, T, M, n],
       -1 for none, for sparse attention; else None.
   """
 

@@ -36,9 +36,7 @@ from ringjax.infer.speculate.draft_programs import (
 from ringjax.infer.speculate.drafter import TreeDrafter
 from ringjax.infer.speculate.longspec import SLACK, LongSpec, filled
 from ringjax.kv.cache import KVCache
-from ringjax.kv.storage.pooled_cache import (
-  PooledRows,
-)
+from ringjax.kv.storage.pooled_cache import PooledRows
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.serve.calls import RowBoard

@@ -19,9 +19,7 @@ from ringjax.infer.speculate.speculation import DRAFTERS, drafter_of
 from ringjax.infer.speculate.translated import TranslatedDraft
 from ringjax.kv.cache_kind import cache_kind
 from ringjax.kv.state import StateShape
-from ringjax.kv.storage.pooled_cache import (
-  PooledRows,
-)
+from ringjax.kv.storage.pooled_cache import PooledRows
 from ringjax.models.transformer import Transformer
 from ringjax.serve.calls import RowBoard
 from ringjax.serve.drafts.model_drafts import BlockRowDrafts, ModelRowDrafts

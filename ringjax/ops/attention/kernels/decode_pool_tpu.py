@@ -354,11 +354,14 @@ def _round_up(n: int, multiple: int) -> int:
 def _vmem(q: jax.Array, keys: PooledView, heads: int, block: int) -> int:
   """Approximate bytes of vector memory that a step of shared tiles takes."""
   rows = _round_up(q.shape[0] * q.shape[2] * q.shape[3], _SUBLANES)
+  tiles = 0 if keys.shared is None else keys.shared.cover.shape[1]
   h, j = (tile_ops.lanes(n) for n in keys.shape[3:])
   # Inputs and outputs are double-buffered for the next step.
   in_flight = heads * block * decoder_tpu.slot_bytes(keys)
   in_flight += 4 * heads * rows * (h + j + 2 * tile_ops.LANES)
   gathered = 2 * block * decoder_tpu.slot_bytes(keys)
+  # Queries' positions, and which shared tiles a row reads.
+  in_flight += 4 * rows * (tile_ops.LANES + tile_ops.lanes(tiles))
   return 2 * in_flight + gathered + 4 * 4 * rows * block
 
 

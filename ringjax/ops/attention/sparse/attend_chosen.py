@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -27,20 +29,9 @@ def attend_chosen(
 ]:
   """Return the output, the log-sum-exp and the blocks of each query."""
   b, t, n, h = tokens.q.shape
-  constant = lax.stop_gradient((selection, tokens.q, tokens.k))
-  chosen = lax.stop_gradient(
-    constant[0].choose(
-      ShardTokens(
-        q=constant[1],
-        k=constant[2],
-        q_at=tokens.q_at,
-        k_at=tokens.k_at,
-        mask=tokens.mask,
-        axis=tokens.axis,
-        length=tokens.length,
-      )
-    )
-  )
+  selection, q, k = lax.stop_gradient((selection, tokens.q, tokens.k))
+  chosen = selection.choose(dataclasses.replace(tokens, q=q, k=k))
+  chosen = lax.stop_gradient(chosen)
   kv_heads = tokens.k.shape[2]
   heads = n if chosen.shape[2] == n else kv_heads
   local = Local(

@@ -56,6 +56,11 @@ class BlockSelection(abc.ABC):
   dimensions: ClassVar[dict[str, tuple[str, ...]]] = {}
 
   @property
+  def sums_heads(self) -> bool:
+    """Whether query heads of a kv head choose together, so on one shard."""
+    return False
+
+  @property
   @abc.abstractmethod
   def block_size(self) -> int:
     """Number of positions of a block; 1 chooses tokens."""

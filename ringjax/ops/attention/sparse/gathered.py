@@ -288,8 +288,10 @@ class GatherChosen:
     size = keys.pos.shape[1]
     b, t, heads, n = rows.chosen.shape
     offsets = jnp.arange(self.block, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
-    pos = rows.chosen[..., None] * self.block + offsets
-    pos = jnp.where(rows.chosen[..., None] < 0, self.length, pos)
+    # The position of a number that is out of range could overflow into it.
+    chosen = rows.chosen[..., None]
+    real = (chosen >= 0) & (chosen < -(-self.length // self.block))
+    pos = jnp.where(real, chosen * self.block + offsets, self.length)
     pos = pos.reshape(b, t, heads, n * self.block)
     in_range = pos < self.length
     column = jnp.where(in_range, table[jnp.where(in_range, pos, 0)], size)

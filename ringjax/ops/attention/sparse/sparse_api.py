@@ -9,6 +9,7 @@ term for each pair are refused by name.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -101,7 +102,7 @@ def sparse_attention(
   if mask is not None and not isinstance(mask, Mask):
     raise OptionError(
       "mask",
-      "an array of pairs",
+      f"a {type(mask).__name__}",
       "a ringjax mask such as Causal()",
       "pass the keys to read as GivenBlocks",
     )
@@ -136,6 +137,17 @@ def sparse_attention(
     head_axis=head_axis,
     by_name=False,
   )
+  if selection.sums_heads and place.heads and place.mesh is not None:
+    head_shards = math.prod(place.mesh.shape[a] for a in place.heads)
+    if kv_heads % head_shards:
+      raise OptionError(
+        "selection",
+        f"heads='kv' with {kv_heads} kv heads over {head_shards} shards of "
+        f"heads ({', '.join(map(repr, place.heads))})",
+        "kv heads that their shards divide: one kv head's query heads choose "
+        "together",
+        "pass heads='query', or shard no heads",
+      )
   x = _with_selection(x, selection)
   out, lse, blocks = run(x, place, Ring(Blockwise()), True)
   results = [out]

@@ -2,9 +2,11 @@
 
 Guarantees: a query reads its own block and, of the other blocks, the
 `count` - 1 with the best scores; among equal ones those at the lowest
-positions. In a causal call only earlier blocks are candidates, so that no
-choice depends on later tokens. In packed documents a block is pooled over the
-document of its last token, the only one that queries of later blocks see.
+positions. A score that is not a number is the best, so that the query's result
+is not a number either. In a causal call only earlier blocks are candidates, so
+that no choice depends on later tokens. In packed documents a block is pooled
+over the document of its last token, the only one that queries of later blocks
+see.
 Cost: products of T * S / block pairs; the sum of the pooled keys over shards.
 Memory: pooled keys of the whole sequence, and scores of one chunk of queries.
 
@@ -35,7 +37,7 @@ from ringjax.ops.attention.sparse.block_selection import (
   ShardTokens,
 )
 from ringjax.ops.attention.sparse.gathered import scan_queries
-from ringjax.ops.attention.sparse.top_tokens import check_count
+from ringjax.ops.attention.sparse.top_tokens import check_count, ranked
 from ringjax.ops.mask import Everything, Extent, Mask, Window
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
@@ -67,6 +69,10 @@ class TopBlocks(BlockSelection):
   def block_size(self) -> int:
     return self.block
 
+  @property
+  def sums_heads(self) -> bool:
+    return self.heads == "kv"
+
   def choice_heads(self, heads: int, kv_heads: int) -> int:
     return heads if self.heads == "query" else kv_heads
 
@@ -79,7 +85,7 @@ class TopBlocks(BlockSelection):
       raise OptionError(
         "selection",
         f"TopBlocks with the mask {mask!r}, which may show a part of a block",
-        "a causal mask, where a block is pooled over visible keys alone",
+        "a mask that shows no later keys",
         "pass is_causal=True, or choose tokens with TopTokens",
       )
 
@@ -113,7 +119,7 @@ class TopBlocks(BlockSelection):
       candidate = visible_to_some & extent.some & real
       if causal:
         candidate &= number < pos[..., None, None] // self.block
-      scores = jnp.where(candidate, scores, -jnp.inf)
+      scores = ranked(scores, candidate)
       scores = jnp.where(own_block & real, jnp.inf, scores)
       scores, chosen = lax.top_k(scores, self.count)
       return (), jnp.where(scores > -jnp.inf, chosen, -1)

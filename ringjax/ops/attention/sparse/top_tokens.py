@@ -6,7 +6,8 @@ Guarantees: among the keys that the mask lets a query t see, it reads the
   I(t, s) = sum_i weights[t, i] relu(q[t, i] . k[s])
 
 and among equal ones those at the lowest positions; all of them if there are no
-more. The choice is the same in all layouts and on all meshes.
+more. A score that is not a number is the best. The choice is the same in all
+layouts and on all meshes.
 Cost: the index's products of all pairs, whose keys go around the ring once.
 Memory: the choice, and float32 scores of one chunk of queries and the keys of
 one shard.
@@ -20,11 +21,11 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax import tree
 from ringjax.checks import as_array, positive_int
-from ringjax.errors import OptionError, ShapeError
+from ringjax.errors import DtypeError, OptionError, ShapeError
 from ringjax.ops.attention.blockwise import product
 from ringjax.ops.attention.sparse.block_selection import (
   BlockSelection,
@@ -52,6 +53,19 @@ def check_count(count: int, keys: int, unit: str) -> None:
       f"at most {keys}: with all {unit} attention is dense",
       f"pass count=min(count, {keys}), or call rj.ring_attention",
     )
+
+
+def ranked(
+  scores: Float[Array, " ..."], allowed: Bool[Array, " ..."]
+) -> Float[Array, " ..."]:
+  """Scores for `top_k`: -inf where not allowed, the largest for NaN.
+
+  Otherwise `top_k` would rank NaN first and no comparison would find it.
+  """
+  best = jnp.finfo(scores.dtype).max
+  return jnp.where(
+    allowed, jnp.where(jnp.isnan(scores), best, scores), -jnp.inf
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +114,13 @@ class TopTokens(BlockSelection):
         f"[{q[0]}, S, {dims}], one index key for each key",
         "pass the index's keys in the order of `key`",
       )
+    if index_q.dtype != keys.dtype:
+      raise DtypeError(
+        "selection.keys",
+        keys.dtype,
+        f"{index_q.dtype}, as selection.q has",
+        "convert one of them to the other's dtype",
+      )
     check_count(self.count, k[1], "keys")
 
   def choose(self, tokens: ShardTokens) -> Int[Array, "B T 1 n"]:
@@ -123,13 +144,14 @@ class TopTokens(BlockSelection):
 
       def fold(_: tuple, rows: tuple) -> tuple[tuple, tuple]:
         (q, weights, q_pos, q_seg), (worse, best_pos) = rows
-        dots = product("btie,bse->btis", q, keys.astype(q.dtype))
+        dots = product("btie,bse->btis", q, keys)
         weights = weights.astype(dots.dtype)
         scores = product("btis,bti->bts", jnp.maximum(dots, 0), weights)
         q_at = Coords(q_pos[:, :, None], q_seg[:, :, None])
         allowed = visible(tokens.mask, q_at, Coords(pos[:, None], seg[:, None]))
-        scores = jnp.where(allowed, scores, -jnp.inf)
-        scores, column = lax.top_k(scores, min(self.count, size))
+        scores, column = lax.top_k(
+          ranked(scores, allowed), min(self.count, size)
+        )
         at = jnp.where(scores > -jnp.inf, pos[0][column], _LAST)
         merged = (
           jnp.concatenate([worse, -scores], -1),

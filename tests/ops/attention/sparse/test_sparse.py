@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 import ringjax as rj
-from ringjax.errors import OptionError, RingjaxError
+from ringjax.errors import DtypeError, OptionError, RingjaxError
 from ringjax.ops.attention.sparse import gathered, top_tokens
 from tests.contracts import sparse
 
@@ -149,6 +149,75 @@ def test_a_key_that_is_not_finite_reaches_only_queries_that_choose_it():
   assert np.isnan(out[:, :4]).all()
 
 
+def qkv(t=32, heads=1):
+  keys = jax.random.split(jax.random.key(1), 3)
+  return [
+    jax.random.normal(key, (1, t, n, 8))
+    for key, n in zip(keys, (heads, 1, 1), strict=True)
+  ]
+
+
+def test_numbers_out_of_range_are_no_blocks_under_a_trace():
+  q, k, v = qkv()
+  real = jnp.zeros((1, 32, 1, 1), jnp.int32)
+  # Times a block of 8 this overflows to a position before the first one.
+  far = jnp.full_like(real, 2**31 - 1)
+
+  @jax.jit
+  def attend(blocks):
+    selection = rj.GivenBlocks(blocks=blocks, block=8)
+    return rj.sparse_attention(q, k, v, selection, is_causal=True)
+
+  np.testing.assert_array_equal(attend(far), 0)
+  both = attend(jnp.concatenate([real, far], -1))
+  np.testing.assert_allclose(both, attend(real), atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_scores_that_are_no_numbers_show_in_the_result(tokens):
+  q, k, v = qkv()
+  q = q.at[:, 9].set(jnp.nan)
+  selection = rj.TopBlocks(count=2, block=4)
+  if tokens:
+    selection = rj.TopTokens(
+      q=q, weights=jnp.ones((1, 32, 1)), keys=k[:, :, 0], count=4
+    )
+  out = rj.sparse_attention(q, k, v, selection, is_causal=True)
+  assert np.isnan(out[:, 9]).all()
+  assert np.isfinite(np.delete(out, 9, 1)).all()
+  # A block that is not finite is read, and the query's own block beside it.
+  k = k.at[:, 0].set(jnp.nan)
+  out, choice = rj.sparse_attention(
+    q, k, v, rj.TopBlocks(count=2, block=4), is_causal=True,
+    return_selection=True,
+  )  # fmt: skip
+  assert np.isnan(out[:, 4:]).all()
+  assert {*np.asarray(choice.blocks[0, 31, 0])} == {0, 7}
+
+
+def test_heads_that_choose_together_are_on_one_shard():
+  mesh = rj.make_mesh((2, 2), ("seq", "model"), devices=jax.devices()[:4])
+  selection = rj.TopBlocks(count=2, block=4, heads="kv")
+  q, k, v = qkv(heads=4)
+  with pytest.raises(OptionError, match="1 kv heads over 2 shards"):
+    rj.sparse_attention(
+      q, k, v, selection, is_causal=True, mesh=mesh, axis="seq",
+      head_axis="model",
+    )  # fmt: skip
+
+
+def test_index_keys_of_another_dtype_are_refused():
+  q, k, v = qkv()
+  selection = rj.TopTokens(
+    q=q.astype(jnp.float16),
+    weights=jnp.ones((1, 32, 1)),
+    keys=k[:, :, 0],
+    count=4,
+  )
+  with pytest.raises(DtypeError, match=r"selection\.keys"):
+    rj.sparse_attention(q, k, v, selection, is_causal=True)
+
+
 def test_pairs_that_are_computed_are_few_more_than_those_chosen():
   r = np.random.default_rng(0)
   shards, count = 8, 2048
@@ -210,7 +279,7 @@ SELECTIONS = {
   "pooled keys that not all may be seen": (
     lambda: rj.TopBlocks(count=2, block=4),
     dict(is_causal=False, mask=rj.Causal() | rj.Prefix(5)),
-    "causal mask",
+    "no later keys",
   ),
   "a bias": (
     lambda: rj.TopBlocks(count=2, block=4), dict(bias=jnp.zeros(())), "bias",
