@@ -40,7 +40,7 @@ def first_sizes(count: int, most: int, heads: int) -> tuple[int, int]:
   """
   # At most 1.6 % too many; none if all heads need as many, up to 64. The table
   # of a head is small.
-  pages = min(few_sizes(count, 64), heads * few_sizes(grown_largest, 64))
+  pages = min(few_sizes(count, 64), heads * few_sizes(most, 64))
   return pages, few_sizes(most, 2)
 
 
@@ -76,7 +76,7 @@ def page_sizes(
     # Rounded down: a page that has just begun has room, too.
     grown_count, grown_largest = (int(x * growth) for x in (count, largest))
     grown_sizes[n] = (
-      min(few_sizes(grown_count), heads * few_sizes(most, 64)),
+      min(few_sizes(grown_count), heads * few_sizes(grown_largest, 64)),
       few_sizes(grown_largest, 2),
     )
     pages_per_head = math.ceil(_AHEAD / old_pages.slots)

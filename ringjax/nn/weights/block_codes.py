@@ -293,10 +293,13 @@ def with_shards(
       None: it is on one device.
   """
   result = jax.tree.map(lambda x: x, model)
-  modules = zip(nnx.iter_modules(model), nnx.iter_modules(result), strict=True)
-  for (_, old), (_, new) in modules:
-    if isinstance(new, BlockCodesLinear):
-      new.shards = _shards(new.codes, spec_of(old.codes))
+  maps_of = lambda tree: [
+    module
+    for _, module in nnx.iter_modules(tree)
+    if isinstance(module, BlockCodesLinear)
+  ]
+  for old, new in zip(maps_of(model), maps_of(result), strict=True):
+    new.shards = _shards(new.codes, spec_of(old.codes))
   return result
 
 
