@@ -313,7 +313,8 @@ def test_sharded_maps_are_multiplied_on_each_shard_by_itself(
     }[name]  # fmt: skip
     assert set(CALLS) == ({shard_shape} if kernel else set())
     got = compiled(*args)
-    if sums:
+    # The bits of XLA's loops depend on the number of columns of a shard.
+    if sums or not kernel:
       allowed = dict(rtol=2**-7, atol=2**-6) if kernel else dict(atol=2e-5)
       np.testing.assert_allclose(
         np.float32(got), np.float32(want), **({"rtol": 1e-5} | allowed)
