@@ -381,7 +381,9 @@ class TestCompiled:
     assert found.memory.aliased >= pool
     assert found.memory.temporaries < pool / 4
 
-  @pytest.mark.parametrize("kind", ["dense", "int8", "int4"])
+  @pytest.mark.parametrize(
+    "kind", ["dense", "int4", pytest.param("int8", marks=pytest.mark.slow)]
+  )
   def test_prompts_over_pages_write_no_scores(self, kind, tmp_path):
     """Four pieces of 512 tokens of 32 heads took 1.1 GiB of temporaries.
 
@@ -401,7 +403,9 @@ class TestCompiled:
     ("name", "kind", "kernel"),
     [
       ("drafts", "dense", "ringjax_decode_shared"),
-      ("trees", "dense", "ringjax_decode_shared"),
+      pytest.param(
+        *("trees", "dense", "ringjax_decode_shared"), marks=pytest.mark.slow
+      ),
       ("drafts", "int4", "ringjax_prefill_pool"),
     ],
   )
