@@ -1,13 +1,14 @@
 """Base class of the caches of a model, whatever stores their keys.
 
 A `ModelCache` that holds other caches (`part_field`: an open one for the newest
-tokens, or one for each group of rows) does as they do; a kind of storage
-overrides what it changes.
+tokens, or one for each group of rows) does as they do. A kind of storage
+overrides at most six methods; the rest follows from them and from values.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -19,7 +20,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax.errors import OptionError, ShapeError
-from ringjax.kv.base import CallCache, CallCoords, Ends, RowIndices, donated
+from ringjax.kv.base import (
+  CallCache,
+  CallCoords,
+  DistantSlots,
+  Ends,
+  RowIndices,
+  donated,
+)
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.cache_rows import replace_rows, row_indices, take_rows
@@ -27,26 +35,41 @@ from ringjax.kv.encoder_states import EncoderStates, attached
 from ringjax.kv.state import StateShape
 from ringjax.kv.storage.changes import (
   CacheChange,
+  Evict,
+  Flush,
   InsertRows,
   KeepFirst,
   KeepTokens,
+  LoadBlocks,
+  MakeRoom,
+  RecordMore,
   ResetRows,
   TakeRows,
   Truncate,
 )
+from ringjax.kv.storage.pages import host
 from ringjax.kv.storage.refusals import (
+  fitting,
+  refuse_beyond_slack,
   refuse_documents,
+  refuse_full,
+  refuse_lost,
   refuse_shared_positions,
+  refuse_unseen,
   refused,
 )
+from ringjax.kv.storage.saved_fields import saved_fields, with_saved
 from ringjax.ops.mask import Coords
 from ringjax.parallel import chips
 from ringjax.typing import Index
 
 if TYPE_CHECKING:
+  from ringjax.kv.eviction.peak_attention import Repeated
   from ringjax.kv.offload.cache_files import CacheFiles
   from ringjax.kv.storage.exported_blocks import Blocks
+  from ringjax.kv.storage.growth import Growth
   from ringjax.kv.storage.slots import ContiguousSlots
+  from ringjax.kv.storage.window import WindowSlots
 
 
 CacheT = TypeVar("CacheT", bound="ModelCache")
@@ -56,17 +79,33 @@ class ModelCache(CallCache):
   """A model's keys and values between calls, and during them.
 
   A kind of storage has `kind`, its `CacheConfig`, and what `CallCache` names.
-  It holds parts, or a slot table `held`. Its own six methods are `spec` with
-  `allocated`, `allocate` with `updated`, `layer`, `free`, `changed` and
-  `export` with `load`; the class variables say what else it is and lacks.
+  It holds parts, or a slot table `held`. Besides its constructor `spec` it
+  overrides no more than six methods:
+    `allocated`: create the arrays of its specs.
+    `allocate`: allocate slots for a call's tokens.
+    `layer`: a layer's part of a call.
+    `free`: number of tokens that still fit.
+    `changed`: change tokens, rows or room between calls, see `CacheChange`.
+    `export`: copy tokens of a row out.
+  The class variables say what else it is, has and lacks.
   """
 
   # Field with the caches that it holds, to which calls append; "" for none.
   part_field: ClassVar[str] = ""
+  # Field of tokens that are in no part: a cache, a slot table, or the
+  # positions at which they end, int32 [B]; "" for none.
+  older: ClassVar[str] = ""
+  # Whether its part grows by `with_room` and shrinks by `evict`.
+  resizes: ClassVar[bool] = False
+  # Own fields with an entry for each kind of layer, which layers return.
+  layer_fields: ClassVar[tuple[str, ...]] = ()
+  # Fields with tables that have more state during a call.
+  tables: ClassVar[tuple[str, ...]] = ()
 
   # What an error calls this storage, and storage that does what it refuses.
   described: ClassVar[str] = "a cache"
   instead: ClassVar[str] = "a cache on the devices"
+  remake: ClassVar[str] = "make a new one with model.init_cache"
   # Changes that it refuses: what they would do, and what to do instead.
   refuses: ClassVar[Mapping[type, tuple[str, str]]] = {}
   # Methods that it lacks, and what to do instead.
@@ -154,6 +193,16 @@ class ModelCache(CallCache):
     """Replace each part by f(part, *its rows of each array)."""
     return self.with_parts(f(*part) for part in self.by_part(*rows))
 
+  def each_table(self: CacheT, f: Callable[[Any], Any]) -> CacheT:
+    """Replace each of the own tables by f(table)."""
+    fields = {}
+    for name in self.tables:
+      table = getattr(self, name)
+      several = isinstance(table, tuple)
+      fields[name] = tuple(map(f, table)) if several else f(table)
+    cache: Any = self
+    return dataclasses.replace(cache, **fields)
+
   # -------------------------------------------------------------------------
   # Size and contents
   # -------------------------------------------------------------------------
@@ -162,6 +211,21 @@ class ModelCache(CallCache):
   def front(self) -> ContiguousSlots | ModelCache:
     """Slot table or part whose sizes are those of the cache."""
     return self.parts[0] if self.part_field else self.held
+
+  @property
+  def rings(self) -> tuple[WindowSlots, ...]:
+    """Slot tables of own ring buffers."""
+    return ()
+
+  @property
+  def growth(self) -> Growth | None:
+    """Growth step and limit of own slots; None if their number is fixed."""
+    return None
+
+  @property
+  def row_groups(self) -> Any:
+    several = isinstance(getattr(self, self.part_field or "parts"), tuple)
+    return self if self.part_field and several else None
 
   @property
   def mesh(self) -> Mesh | None:
@@ -184,7 +248,8 @@ class ModelCache(CallCache):
   @property
   def capacity(self) -> int:
     """Number of tokens that fit in a row."""
-    return self.front.capacity
+    # Of the parts only a `limit` says how many others fit.
+    return getattr(self, "limit", None) or self.front.capacity
 
   @property
   def dtype(self) -> Any:
@@ -208,7 +273,15 @@ class ModelCache(CallCache):
     This is the number of tokens in a row whose positions start at 0.
     """
     lengths = [part.length for part in self.parts or (self.held,)]
-    return lengths[0] if len(lengths) == 1 else jnp.concatenate(lengths)
+    length = lengths[0] if len(lengths) == 1 else jnp.concatenate(lengths)
+    older = self.older_ends
+    return length if older is None else jnp.maximum(length, older)
+
+  @property
+  def older_ends(self) -> Int[Array, " B"] | None:
+    """Position after each row's last token of `older`, int32 [B], or None."""
+    older = getattr(self, self.older) if self.older else None
+    return getattr(older, "length", older)
 
   @property
   def recurrent(self) -> bool:
@@ -218,17 +291,25 @@ class ModelCache(CallCache):
   @property
   def irreversible(self) -> bool:
     """Whether calls change state (or sums) that `keep` cannot undo."""
-    return self.recurrent or any(part.irreversible for part in self.parts)
+    moments = self.kind.policy is not None and self.kind.policy.moments
+    return self.recurrent or moments
+
+  @property
+  def distant(self) -> tuple[DistantSlots, ...]:
+    """Kinds of layers whose keys calls copy to the devices, layer by layer."""
+    if self.parts:
+      return tuple(itertools.chain(*(part.distant for part in self.parts)))
+    return tuple(x for x in self.slots if isinstance(x, DistantSlots))
 
   @property
   def offloaded(self) -> bool:
     """Whether layers wait in other memories while others run."""
-    return any(part.offloaded for part in self.parts)
+    return bool(self.distant)
 
   @property
   def asks_whole(self) -> bool:
     """Whether a question must be one call: its tokens select together."""
-    return False
+    return getattr(getattr(self, "weigh", None), "together", False)
 
   @property
   def lost(self) -> bool:
@@ -242,12 +323,13 @@ class ModelCache(CallCache):
   @property
   def disk_bytes(self) -> int:
     """Total bytes of files of layers on disk."""
-    return sum(part.disk_bytes for part in self.parts)
+    return sum(x.disk_bytes for x in self.distant)
 
   @property
   def passing_bytes(self) -> int:
     """Bytes on a device for keys of layers that are stored elsewhere."""
-    return max((part.passing_bytes for part in self.parts), default=0)
+    # A layer as it is stored, one as it is read, and the one in flight.
+    return 3 * max((x.layer_bytes for x in self.distant), default=0)
 
   def explain(
     self,
@@ -310,9 +392,44 @@ class ModelCache(CallCache):
       OptionError: If the call would not see the tokens in the cache, or the
         buffers were donated.
     """
-    for part in self.parts:
-      rows = part.batch if batch == self.batch else batch
-      part.check(rows, tokens, replicated=replicated, sees=sees)
+    size = self.shards
+    if batch != self.batch:
+      raise ShapeError(
+        "cache",
+        f"{batch} example(s) for a cache of {self.batch}",
+        "as many examples as the cache was made for",
+        f"make one with model.init_cache({batch}, {self.capacity})",
+      )
+    if not replicated and tokens % size:
+      raise ShapeError(
+        "tokens",
+        f"{tokens} tokens over {size} shards",
+        f"a multiple of {size}",
+        "fill them up with tokens whose segment_ids are 0",
+      )
+    refuse_lost(self)
+    older = None if sees else self.older_ends
+    if older is not None and not isinstance(older, jax.core.Tracer):
+      refuse_unseen(sees, int(host(older).max(initial=0)))
+    if self.parts and not self.resizes:
+      for part in self.parts:
+        part.check(part.batch, tokens, replicated=replicated, sees=sees)
+      return
+    front, growth = self.front, self.growth
+    # How a policy keeps to its limit is its own matter.
+    left, free = None if self.kind.evicting else self.free(), front.free()
+    if free is None:
+      free = np.full((batch, size), front.capacity // size)
+    refuse_unseen(sees, int(front.capacity - free.sum(1).min()))
+    remedy = "make a larger one, with model.init_cache(batch, capacity)"
+    if left is not None:
+      limit = self.capacity if growth is None else growth.limit
+      fits = fitting(left, replicated=replicated)
+      refuse_full(tokens, fits, limit, remedy)
+    if self.resizes or growth is not None:
+      remedy = f"call cache.evict().with_room({tokens}) before, outside of jit"
+    fits = fitting(free, replicated=replicated)
+    refuse_full(tokens, fits, front.capacity, remedy)
 
   def check_coords(self, coords: CallCoords) -> None:
     """Refuse tokens whose coordinates the kind of cache cannot keep apart.
@@ -330,18 +447,28 @@ class ModelCache(CallCache):
   # -------------------------------------------------------------------------
 
   def allocate(
-    self: CacheT, at: Coords, *, replicated: bool, sees: bool
+    self: CacheT,
+    at: Coords,
+    *,
+    replicated: bool,
+    sees: bool,
+    tokens: Int[Array, "B T"] | None = None,
   ) -> CacheT:
-    return self.each_part(
-      lambda part: part.allocate(at, replicated=replicated, sees=sees)
-    )
+    call = dict(replicated=replicated, sees=sees, tokens=tokens)
+    return self.each_part(lambda part: part.allocate(at, **call))
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     return self.parts[0].layer(kind, slots, index)
 
   def updated(self: CacheT, slots: tuple[Any, ...]) -> CacheT:
     """Return the cache with the slots that the layers returned."""
-    return self.each_part(lambda part: part.updated(slots))
+    cache: Any = self.each_table(lambda table: table.committed())
+    if not self.parts:
+      return dataclasses.replace(cache, slots=slots)
+    inner, *own = zip(*slots, strict=True) if self.layer_fields else (slots,)
+    cache = cache.each_part(lambda part: part.updated(inner))
+    fields = dict(zip(self.layer_fields, own, strict=True))
+    return dataclasses.replace(cache, **fields)
 
   # -------------------------------------------------------------------------
   # Between calls
@@ -349,25 +476,85 @@ class ModelCache(CallCache):
 
   def steps(self) -> int:
     """Number of tokens that can be appended before `flush` is due."""
-    return min(part.steps() for part in self.parts)
+    if not self.resizes and self.growth is None:
+      steps = (part.steps() for part in self.parts)
+      return min(steps, default=self.capacity + 1)
+    free = self.front.free()
+    assert free is not None
+    steps, most = int(free.sum(1).min()), self.kind.most_steps
+    # Capped: the number of slots alone depends on the mesh.
+    return steps if not self.resizes or most is None else min(steps, most)
 
-  def evict(self: CacheT) -> CacheT:
-    """Move or drop tokens by the kind's policy; see `EvictingCache.evict`."""
-    return self.each_part(lambda part: part.evict())
+  def evict(
+    self: CacheT,
+    repeated: Repeated | None = None,
+    rows: Bool[np.ndarray, " B"] | None = None,
+    ended: Bool[np.ndarray, " B"] | None = None,
+  ) -> CacheT:
+    """Drop the tokens that the policy does not keep; move others into pages.
+
+    A cache with a part in host memory moves its older tokens there, of all
+    rows, and shrinks the part on the devices. Its blocks are written in place:
+    do not use the old cache again, nor others that share its blocks; `take`
+    returns a cache with copied blocks.
+
+    Call it between calls of the model, outside of jit. Rows without new tokens
+    since their last eviction do not change.
+
+    Args:
+      repeated: Scores by a repetition of the context, for policies that need
+        it; `rj.infer.evict_by_repetition` computes them and evicts.
+      rows: Rows to evict from, bool [B]; the others do not change.
+        Default: all.
+      ended: Rows whose prompt has been read, bool [B]: of a policy with choices
+        (`FastGen`) their heads keep what they choose now, if all queries that
+        the policy looks at are recorded. Default: none.
+
+    Raises:
+      OptionError: If called under a trace, where memory can't shrink; or if
+        the policy needs `repeated` and it is None.
+      NotFiniteError: If scores are NaN, or -inf for all tokens of a head; no
+        token is dropped.
+    """
+    several = len(self.parts) > 1
+    if repeated is not None and (several or not self.kind.evicting):
+      raise OptionError(
+        "repeated",
+        f"scores, for {self.described} of kind {self.kind}",
+        "a cache of one group of rows, whose policy repeats the context",
+        "leave it out, or make the cache with kind='kvzip'",
+      )
+    return self.changed(Evict(repeated, rows, ended))
 
   def flush(self: CacheT, rows: Bool[np.ndarray, " B"] | None = None) -> CacheT:
-    """Make room for more tokens; see `EvictingCache.flush`."""
-    if not self.part_field:
-      return self.with_room(1)
-    return self.each_part(lambda part, x: part.flush(x), rows)
+    """Make room for more tokens, by `evict` if the kind moves or drops some.
+
+    With a policy that repeats the context, all tokens are kept.
+
+    Args:
+      rows: Rows to evict from, bool [B]. Default: all.
+    """
+    return self.changed(Flush(rows))
 
   def with_room(self: CacheT, taken: Int[np.ndarray, "B R"] | int) -> CacheT:
-    """Make room for a call's tokens; see `EvictingCache.with_room`."""
-    return self.each_part(lambda part, x: part.with_room(x), taken)
+    """Grow the arrays so that a call fits; older tokens do not change.
+
+    Blocks until the programs that fill the cache are done. A cache of fixed
+    capacity stays as it is.
+
+    Args:
+      taken: Number of slots that the call takes on each shard, int [B, R]; an
+        int for tokens that are the same on all shards.
+    """
+    return self.changed(MakeRoom(taken))
 
   def with_slack(self: CacheT, tokens: int) -> CacheT:
-    """Make room to record more queries; see `EvictingCache.with_slack`."""
-    return self.each_part(lambda part: part.with_slack(tokens))
+    """Record `tokens` more queries than the policy looks at.
+
+    Then up to that many tokens of a call can be taken back without a trace;
+    `flush` and `evict` drop the additional records.
+    """
+    return self.changed(RecordMore(tokens))
 
   def with_states(self: CacheT, states: EncoderStates | None) -> CacheT:
     """Attach copies of encoder states for cross-attention of later calls.
@@ -514,13 +701,9 @@ class ModelCache(CallCache):
         for name, axis in self.row_axes.items()
       }
       return dataclasses.replace(gathered, **fields)
-    if isinstance(change, ResetRows):
-      return self.each_part(lambda part: part.changed(change))
-    # The first field of a change of tokens has an entry for each row.
-    by_row, *others = change
     make: Callable[..., CacheChange] = type(change)
     return self.each_part(
-      lambda part, x: part.changed(make(x, *others)), by_row
+      lambda part, *fields: part.changed(make(*fields)), *change
     )
 
   def rows_replaced(
@@ -536,16 +719,13 @@ class ModelCache(CallCache):
     """Save the state for `restore`; later calls may donate the cache."""
     if not self.changing:
       return jax.tree.map(jnp.copy, self)
-    fields = {name: getattr(self, name) for name in self.changing}
-    return jax.tree.map(jnp.copy, fields)
+    return saved_fields(self, self.changing, rings=True)
 
   def restore(self: CacheT, snapshot: PyTree) -> CacheT:
     """Restore the state of a snapshot of this cache."""
-    copied = jax.tree.map(jnp.copy, snapshot)
     if not self.changing:
-      return copied
-    cache: Any = self
-    return dataclasses.replace(cache, **copied)
+      return jax.tree.map(jnp.copy, snapshot)
+    return with_saved(self, snapshot)
 
   def call_state(self, tokens: int) -> PyTree:
     """Save what a call changes besides new slots, for `undo_call`.
@@ -559,9 +739,9 @@ class ModelCache(CallCache):
     Raises:
       OptionError: If windowed layers could not take so many back.
     """
-    fields = {name: getattr(self, name) for name in self.call_fields}
+    refuse_beyond_slack(self, "tokens", tokens)
     parts = tuple(part.call_state(tokens) for part in self.parts)
-    return parts, jax.tree.map(jnp.copy, fields)
+    return parts, saved_fields(self, self.call_fields, rings=False)
 
   def undo_call(self: CacheT, state: PyTree) -> CacheT:
     """Undo the last call, whose tokens were the same on all shards.
@@ -569,9 +749,12 @@ class ModelCache(CallCache):
     Args:
       state: Result of `call_state` before the call.
     """
-    parts, fields = iter(state[0]), jax.tree.map(jnp.copy, state[1])
-    cache: Any = self.each_part(lambda part: part.undo_call(next(parts)))
-    return dataclasses.replace(cache, **fields)
+    parts = iter(state[0])
+    cache = self.each_part(lambda part: part.undo_call(next(parts)))
+    if not self.parts:
+      nothing = jnp.zeros((self.batch,), jnp.int32)
+      cache = self.each_table(lambda table: table.kept_first(nothing))
+    return with_saved(cache, state[1])
 
   def export(self, row: int, start: int, stop: int) -> Blocks:
     """Copy out a row's tokens at positions from `start` to `stop` - 1.
@@ -597,4 +780,5 @@ class ModelCache(CallCache):
       OptionError: If kind or model differ, or rotated keys would move.
       PromptError: If there are too few free slots.
     """
-    return self.each_part(lambda part: part.load(row, blocks, at))
+    at = blocks.at if at is None else at
+    return self.changed(LoadBlocks(row, blocks, at))

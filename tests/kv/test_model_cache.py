@@ -64,15 +64,12 @@ class CacheWithIds(WithOpenCache):
     opened = self.open.allocated(files)
     return dataclasses.replace(self, open=opened, ids=zeros(self.ids))
 
-  @property
-  def at(self):
-    return self.open.at
-
-  def mark(self, tokens, at):
+  def allocate(self, at, *, tokens=None, **call):
+    cache = super().allocate(at, tokens=tokens, **call)
     rows = jnp.arange(self.batch)[:, None]
     into = jnp.where(at.seg > 0, at.pos, self.limit)
     ids = self.ids.at[rows, into].set(tokens, mode="drop")
-    return dataclasses.replace(self, ids=ids)
+    return dataclasses.replace(cache, ids=ids)
 
   def changed(self, change):
     cache = super().changed(change)

@@ -26,7 +26,6 @@ from jaxtyping import Array, Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import OptionError
-from ringjax.kv.base import donated
 from ringjax.kv.cache import KVCache
 from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.layer_spec import filled_constants
@@ -81,6 +80,7 @@ class ContextCache(WithOpenCache):
   older: ClassVar[str] = "contexts"
   described: ClassVar[str] = "a cache behind contexts"
   instead: ClassVar[str] = "a cache that holds its own tokens alone"
+  remake: ClassVar[str] = "place the contexts again"
   # Contexts differ in size from row to row, and stay on their shards.
   refuses: ClassVar[Mapping[type, tuple[str, str]]] = {
     InsertRows: ("insert", "place the contexts of all rows together")
@@ -88,17 +88,11 @@ class ContextCache(WithOpenCache):
   # To ask the contexts another question.
   changing: ClassVar[tuple[str, ...]] = ("open",)
 
-  @property
-  def asks_whole(self) -> bool:
-    return isinstance(self.weigh, SelectedView) and self.weigh.together
-
-  def check(
-    self, batch: int, tokens: int, *, replicated: bool, sees: bool
-  ) -> None:
-    """Check that tokens fit; see `ModelCache.check`.
+  def allocate(self, at: Coords, *, sees: bool, **call: Any) -> ContextCache:
+    """Allocate slots for a call's tokens; see `CallCache.allocate`.
 
     Raises:
-      OptionError: If the call would not see the contexts, or as `KVCache`.
+      OptionError: If the call would not see the contexts.
     """
     if not sees:
       raise OptionError(
@@ -107,14 +101,7 @@ class ContextCache(WithOpenCache):
         "CachedAttention(), which sees them",
         "pass attend=CachedAttention(), or leave it out",
       )
-    if donated(self.contexts):
-      raise OptionError(
-        "cache",
-        "one whose buffers were donated to an earlier call",
-        "the cache that the last call returned",
-        "pass that one, or place the contexts again",
-      )
-    super().check(batch, tokens, replicated=replicated, sees=sees)
+    return super().allocate(at, sees=sees, **call)
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> ContextLayer:
     return ContextLayer(self, self.open.layer(kind, slots, index), kind, index)

@@ -67,10 +67,6 @@ class RowGroups(ModelCache):
       hosted=hosted if any(hosted) else (),
     )
 
-  @property
-  def row_groups(self) -> RowGroups:
-    return self
-
   def regrouped(self, caches: Iterable[Any]) -> RowGroups:
     """Cache with other caches of the groups."""
     return dataclasses.replace(self, caches=tuple(caches))

@@ -120,13 +120,19 @@ class PooledCache(CallCache):
     return self.ends
 
   def allocate(
-    self, at: Coords, *, replicated: bool, sees: bool
+    self,
+    at: Coords,
+    *,
+    replicated: bool,
+    sees: bool,
+    tokens: Int[Array, "B T"] | None = None,
   ) -> PooledCache:
     """Assign slots to the call's tokens with coordinates [B, T].
 
     Raises:
       OptionError: If the tokens are sharded: all devices need all of them.
     """
+    del tokens
     if not replicated or not sees:
       raise OptionError(
         "attend",

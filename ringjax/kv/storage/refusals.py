@@ -30,23 +30,39 @@ def refused(doing: str, remedy: str) -> Callable[..., Any]:
   return refuse
 
 
-def refuse_lost(cache: ModelCache, calls: str, result: str) -> None:
+def refuse_lost(cache: ModelCache) -> None:
   """Refuse a cache whose buffers were donated.
 
-  Args:
-    cache: Cache of a call.
-    calls: Calls to which they may have been donated.
-    result: Name of the cache to pass.
-
   Raises:
-    OptionError: If they were.
+    OptionError: If they were donated to an earlier call, or to a change.
   """
   if cache.lost:
     raise OptionError(
       "cache",
-      f"one whose buffers were donated to {calls}",
-      f"the cache that {result} returned",
-      "pass that one, or make a new one with model.init_cache",
+      "one whose buffers were donated to an earlier call or to evict",
+      "the cache that this returned",
+      f"pass that one, or {cache.remake}",
+    )
+
+
+def refuse_beyond_slack(cache: ModelCache, option: str, tokens: int) -> None:
+  """Refuse to take back tokens of a call that overwrote others in a ring.
+
+  Args:
+    cache: Cache of the call, with or without ring buffers.
+    option: Name of the argument, for the error.
+    tokens: Number of tokens of the call, T.
+
+  Raises:
+    OptionError: If the slack of ring buffers is smaller.
+  """
+  slack = cache.kind.layout.slack
+  if cache.rings and tokens > slack:
+    raise OptionError(
+      option,
+      f"{tokens} tokens, with windowed layers",
+      f"at most {slack}, of which these can take some back",
+      "make the cache with kind='dense', or with a larger slack",
     )
 
 
