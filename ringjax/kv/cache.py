@@ -40,19 +40,7 @@ from ringjax.kv.layer_spec import (
 from ringjax.kv.model_cache import ModelCache
 from ringjax.kv.offload.cache_files import CacheFiles
 from ringjax.kv.state import State, StateShape
-from ringjax.kv.storage.changes import (
-  CacheChange,
-  Evict,
-  Flush,
-  InsertRows,
-  KeepFirst,
-  KeepTokens,
-  LoadBlocks,
-  MakeRoom,
-  RecordMore,
-  ResetRows,
-  Truncate,
-)
+from ringjax.kv.storage import changes
 from ringjax.kv.storage.exported_blocks import (
   Blocks,
   appended_blocks,
@@ -342,33 +330,33 @@ class KVCache(ModelCache):
     slot_table = dataclasses.replace(self.held, at=at)
     return dataclasses.replace(self, slots=slots, held=slot_table)
 
-  def changed(self, change: CacheChange) -> KVCache:
+  def changed(self, change: changes.CacheChange) -> KVCache:
     slack = self.kind.layout.slack
     match change:
-      case Truncate(end, most):
+      case changes.Truncate(end, most):
         self._refuse_states("truncate")
         if self.rings and (most is None or most > slack):
           self._refuse_far(end)
         return self.each_table(lambda table: table.truncate(end))
-      case KeepTokens(kept):
+      case changes.KeepTokens(kept):
         self._refuse_states("keep")
         refuse_beyond_slack(self, "kept", kept.shape[1])
         return _keep(self, kept)
-      case KeepFirst(count, tokens):
+      case changes.KeepFirst(count, tokens):
         self._refuse_states("keep_first")
         refuse_beyond_slack(self, "tokens", tokens)
         return _keep_first(self, count)
-      case ResetRows(rows):
+      case changes.ResetRows(rows):
         return self._emptied(rows)
-      case InsertRows(rows, KVCache() as other):
+      case changes.InsertRows(rows, KVCache() as other):
         return self._inserted(rows, other)
-      case LoadBlocks(row, blocks, at):
+      case changes.LoadBlocks(row, blocks, at):
         return self._loaded(row, blocks, at)
-      case MakeRoom(taken):
+      case changes.MakeRoom(taken):
         return self._grown(taken)
-      case Flush():
+      case changes.Flush():
         return self._grown(1)
-      case Evict() | RecordMore():
+      case changes.Evict() | changes.RecordMore():
         # It drops no tokens, and records no queries.
         return self
     return super().changed(change)

@@ -33,20 +33,7 @@ from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.cache_rows import replace_rows, row_indices, take_rows
 from ringjax.kv.encoder_states import EncoderStates, attached
 from ringjax.kv.state import StateShape
-from ringjax.kv.storage.changes import (
-  CacheChange,
-  Evict,
-  Flush,
-  InsertRows,
-  KeepFirst,
-  KeepTokens,
-  LoadBlocks,
-  MakeRoom,
-  RecordMore,
-  ResetRows,
-  TakeRows,
-  Truncate,
-)
+from ringjax.kv.storage import changes
 from ringjax.kv.storage.pages import host
 from ringjax.kv.storage.refusals import (
   fitting,
@@ -524,7 +511,7 @@ class ModelCache(CallCache):
         "a cache of one group of rows, whose policy repeats the context",
         "leave it out, or make the cache with kind='kvzip'",
       )
-    return self.changed(Evict(repeated, rows, ended))
+    return self.changed(changes.Evict(repeated, rows, ended))
 
   def flush(self: CacheT, rows: Bool[np.ndarray, " B"] | None = None) -> CacheT:
     """Make room for more tokens, by `evict` if the kind moves or drops some.
@@ -534,7 +521,7 @@ class ModelCache(CallCache):
     Args:
       rows: Rows to evict from, bool [B]. Default: all.
     """
-    return self.changed(Flush(rows))
+    return self.changed(changes.Flush(rows))
 
   def with_room(self: CacheT, taken: Int[np.ndarray, "B R"] | int) -> CacheT:
     """Grow the arrays so that a call fits; older tokens do not change.
@@ -546,7 +533,7 @@ class ModelCache(CallCache):
       taken: Number of slots that the call takes on each shard, int [B, R]; an
         int for tokens that are the same on all shards.
     """
-    return self.changed(MakeRoom(taken))
+    return self.changed(changes.MakeRoom(taken))
 
   def with_slack(self: CacheT, tokens: int) -> CacheT:
     """Record `tokens` more queries than the policy looks at.
@@ -554,7 +541,7 @@ class ModelCache(CallCache):
     Then up to that many tokens of a call can be taken back without a trace;
     `flush` and `evict` drop the additional records.
     """
-    return self.changed(RecordMore(tokens))
+    return self.changed(changes.RecordMore(tokens))
 
   def with_states(self: CacheT, states: EncoderStates | None) -> CacheT:
     """Attach copies of encoder states for cross-attention of later calls.
@@ -589,7 +576,7 @@ class ModelCache(CallCache):
       OptionError: If a layer is recurrent, or if more than the last `slack`
         tokens of a ring buffer would be dropped.
     """
-    return self.changed(Truncate(self.row_ends(length), most))
+    return self.changed(changes.Truncate(self.row_ends(length), most))
 
   def row_ends(self, length: Ends) -> Int[Array, " B"]:
     """Positions of an int, or of int [B], for all rows."""
@@ -616,7 +603,7 @@ class ModelCache(CallCache):
         f"bool [{self.batch}, T], a value for each token of the last call",
         "pass jnp.arange(T)[None] < accepted[:, None], for instance",
       )
-    return self.changed(KeepTokens(keep_mask))
+    return self.changed(changes.KeepTokens(keep_mask))
 
   def keep_first(
     self: CacheT, count: Int[Array | np.ndarray, " B"], tokens: int
@@ -643,7 +630,7 @@ class ModelCache(CallCache):
         f"int [{self.batch}], a number of tokens for each row",
         "pass jnp.sum(accepted, 1), for instance",
       )
-    return self.changed(KeepFirst(count, tokens))
+    return self.changed(changes.KeepFirst(count, tokens))
 
   def reset(self: CacheT, rows: RowIndices) -> CacheT:
     """Empty these rows, int [n]; the others stay.
@@ -651,7 +638,7 @@ class ModelCache(CallCache):
     Raises:
       ShapeError: If `rows` is not a list of row indices.
     """
-    return self.changed(ResetRows(row_indices(rows, self.batch)))
+    return self.changed(changes.ResetRows(row_indices(rows, self.batch)))
 
   def take(self: CacheT, examples: RowIndices) -> CacheT:
     """Gather these rows, int [B'], with repetition.
@@ -662,7 +649,7 @@ class ModelCache(CallCache):
       ShapeError: If `examples` is not a list of row indices.
     """
     rows = row_indices(examples, self.batch, traced=True)
-    return self.changed(TakeRows(rows))
+    return self.changed(changes.TakeRows(rows))
 
   def insert(self: CacheT, rows: RowIndices, other: CacheT) -> CacheT:
     """Replace `rows`, int [n], by the rows of another cache.
@@ -671,9 +658,11 @@ class ModelCache(CallCache):
       OptionError: If model, capacity, kind or mesh of the caches differ.
       ShapeError: If `rows` are not as many as the other cache has.
     """
-    return self.changed(InsertRows(row_indices(rows, self.batch), other))
+    return self.changed(
+      changes.InsertRows(row_indices(rows, self.batch), other)
+    )
 
-  def changed(self: CacheT, change: CacheChange) -> CacheT:
+  def changed(self: CacheT, change: changes.CacheChange) -> CacheT:
     """Return the cache after a change between calls.
 
     The parts change, and of the own arrays the rows of `row_axes`. A kind that
@@ -681,7 +670,7 @@ class ModelCache(CallCache):
     """
     if type(change) in self.refuses:
       refused(*self.refuses[type(change)])(self)
-    if isinstance(change, InsertRows):
+    if isinstance(change, changes.InsertRows):
       if type(change.source) is not type(self):
         raise OptionError(
           "other",
@@ -690,18 +679,20 @@ class ModelCache(CallCache):
           "make both with model.init_cache and the same kind",
         )
       parts = iter(change.source.parts)
-      insert = lambda part: part.changed(InsertRows(change.rows, next(parts)))
+      insert = lambda part: part.changed(
+        changes.InsertRows(change.rows, next(parts))
+      )
       inserted: Any = self.each_part(insert)
       fields = self.rows_replaced(change.rows, change.source)
       return dataclasses.replace(inserted, **fields)
-    if isinstance(change, TakeRows):
+    if isinstance(change, changes.TakeRows):
       gathered: Any = self.each_part(lambda part: part.changed(change))
       fields = {
         name: take_rows(getattr(self, name), change.rows, axis)
         for name, axis in self.row_axes.items()
       }
       return dataclasses.replace(gathered, **fields)
-    make: Callable[..., CacheChange] = type(change)
+    make: Callable[..., changes.CacheChange] = type(change)
     return self.each_part(
       lambda part, *fields: part.changed(make(*fields)), *change
     )
@@ -781,4 +772,4 @@ class ModelCache(CallCache):
       PromptError: If there are too few free slots.
     """
     at = blocks.at if at is None else at
-    return self.changed(LoadBlocks(row, blocks, at))
+    return self.changed(changes.LoadBlocks(row, blocks, at))

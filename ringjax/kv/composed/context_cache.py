@@ -29,12 +29,7 @@ from ringjax.errors import OptionError
 from ringjax.kv.cache import KVCache
 from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.layer_spec import filled_constants
-from ringjax.kv.storage.changes import (
-  CacheChange,
-  InsertRows,
-  ResetRows,
-  TakeRows,
-)
+from ringjax.kv.storage import changes
 from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.kv.storage.pages import few_sizes
 from ringjax.kv.storage.refusals import refused
@@ -83,7 +78,7 @@ class ContextCache(WithOpenCache):
   remake: ClassVar[str] = "place the contexts again"
   # Contexts differ in size from row to row, and stay on their shards.
   refuses: ClassVar[Mapping[type, tuple[str, str]]] = {
-    InsertRows: ("insert", "place the contexts of all rows together")
+    changes.InsertRows: ("insert", "place the contexts of all rows together")
   }
   # To ask the contexts another question.
   changing: ClassVar[tuple[str, ...]] = ("open",)
@@ -110,12 +105,12 @@ class ContextCache(WithOpenCache):
   # Between calls
   # -------------------------------------------------------------------------
 
-  def changed(self, change: CacheChange) -> ContextCache:
+  def changed(self, change: changes.CacheChange) -> ContextCache:
     cache, weigh = super().changed(change), cast(Any, self.weigh)
-    if not isinstance(change, ResetRows | TakeRows):
+    if not isinstance(change, changes.ResetRows | changes.TakeRows):
       return cache
     owner = getattr(weigh, "owner", None)
-    if isinstance(change, TakeRows) and owner is not None:
+    if isinstance(change, changes.TakeRows) and owner is not None:
       owner = jnp.take(owner, jnp.asarray(change.rows), 0)
       weigh = dataclasses.replace(weigh, owner=owner)
     contexts = self.contexts.changed(change)

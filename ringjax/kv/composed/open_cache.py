@@ -19,7 +19,7 @@ from ringjax.kv.base import KV, CallLayer
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.model_cache import ModelCache
-from ringjax.kv.storage.changes import CacheChange, MakeRoom
+from ringjax.kv.storage import changes
 from ringjax.kv.storage.pages import few_sizes
 from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.mask import Coords
@@ -70,8 +70,8 @@ class ResizableCache(WithOpenCache):
 
   resizes: ClassVar[bool] = True
 
-  def changed(self, change: CacheChange) -> Any:
-    if not isinstance(change, MakeRoom):
+  def changed(self, change: changes.CacheChange) -> Any:
+    if not isinstance(change, changes.MakeRoom):
       return super().changed(change)
     taken: Any = change.taken
     free = self.open.free()

@@ -54,19 +54,7 @@ from ringjax.kv.layer_spec import (
 )
 from ringjax.kv.offload.cache_files import CacheFiles
 from ringjax.kv.policies import Policy
-from ringjax.kv.storage.changes import (
-  CacheChange,
-  Evict,
-  Flush,
-  InsertRows,
-  KeepFirst,
-  KeepTokens,
-  LoadBlocks,
-  RecordMore,
-  ResetRows,
-  TakeRows,
-  Truncate,
-)
+from ringjax.kv.storage import changes
 from ringjax.kv.storage.pages import Pages, Places, host
 from ringjax.ops.mask import Coords
 from ringjax.parallel.local_arrays import move
@@ -522,7 +510,7 @@ class EvictingCache(ResizableCache):
   # Between calls
   # -------------------------------------------------------------------------
 
-  def changed(self, change: CacheChange) -> EvictingCache:
+  def changed(self, change: changes.CacheChange) -> EvictingCache:
     """Return the cache after a change between calls; see `ModelCache.changed`.
 
     Evicted tokens do not come back. Queries of dropped tokens are dropped;
@@ -534,37 +522,37 @@ class EvictingCache(ResizableCache):
       OptionError: If rows of a sharded batch are taken: pages stay on the
         devices of their rows.
     """
-    if isinstance(change, InsertRows):
+    if isinstance(change, changes.InsertRows):
       this, that = evicting_changes.of_one_size(self, change.source)
       changed = super(EvictingCache, this).changed(
-        InsertRows(change.rows, that)
+        changes.InsertRows(change.rows, that)
       )
       return evicting_changes.inserted(this, changed, change.rows, that)
     match change:
-      case Evict(repeated, rows, ended):
+      case changes.Evict(repeated, rows, ended):
         return self._evicted(repeated, rows, ended)
-      case Flush(rows):
+      case changes.Flush(rows):
         cache, eviction = self.choose(rows)
         return cache.apply(eviction)
-      case RecordMore(queries):
+      case changes.RecordMore(queries):
         window = self._window
         if window is None or self._noted_now == window + queries:
           return self
         return row_state.noting(self, window + queries)
-      case LoadBlocks(_, blocks, _):
+      case changes.LoadBlocks(_, blocks, _):
         self._refuse_unmarked()
         roomy = self.with_room(blocks.at.pos.shape[0])
         return super(EvictingCache, roomy).changed(change)
     cache = super().changed(change)
     match change:
-      case Truncate(end, _):
+      case changes.Truncate(end, _):
         return evicting_changes.truncated(self, cache.open, end)
-      case KeepTokens() | KeepFirst():
+      case changes.KeepTokens() | changes.KeepFirst():
         watch = self.watch.kept(change.keep_mask)
         return dataclasses.replace(cache, watch=watch)
-      case ResetRows(rows):
+      case changes.ResetRows(rows):
         return evicting_changes.emptied(self, cache.open, rows)
-      case TakeRows(rows):
+      case changes.TakeRows(rows):
         pages = evicting_changes.taken_pages(self, rows)
         return dataclasses.replace(cache, pages=pages)
     return cache

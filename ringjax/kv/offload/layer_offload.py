@@ -49,12 +49,7 @@ from ringjax.kv.offload.layer_blocks import (
   put_blocks,
 )
 from ringjax.kv.state import StateLayer
-from ringjax.kv.storage.changes import (
-  InsertRows,
-  KeepFirst,
-  KeepTokens,
-  TakeRows,
-)
+from ringjax.kv.storage import changes
 from ringjax.kv.storage.pages import Places
 from ringjax.typing import Index
 
@@ -74,10 +69,13 @@ class OffloadedCache(WithOpenCache):
     "a cache whose layers are in host memory or on disk"
   )
   refuses: ClassVar[Mapping[type, tuple[str, str]]] = {
-    KeepTokens: ("keep, of drafted tokens", "leave speculate= out"),
-    KeepFirst: ("keep_first, of drafted tokens", "leave speculate= out"),
-    TakeRows: ("take", "leave the placement of the cache out"),
-    InsertRows: ("insert", "leave the placement of the cache out"),
+    changes.KeepTokens: ("keep, of drafted tokens", "leave speculate= out"),
+    changes.KeepFirst: (
+      "keep_first, of drafted tokens",
+      "leave speculate= out",
+    ),
+    changes.TakeRows: ("take", "leave the placement of the cache out"),
+    changes.InsertRows: ("insert", "leave the placement of the cache out"),
   }
 
   # -------------------------------------------------------------------------

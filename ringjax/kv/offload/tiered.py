@@ -45,18 +45,7 @@ from ringjax.kv.offload.host_memory import (
   host_zeros,
 )
 from ringjax.kv.offload.moved_blocks import moved_blocks, noted_blocks, shifted
-from ringjax.kv.storage.changes import (
-  CacheChange,
-  Evict,
-  Flush,
-  InsertRows,
-  KeepFirst,
-  KeepTokens,
-  LoadBlocks,
-  ResetRows,
-  TakeRows,
-  Truncate,
-)
+from ringjax.kv.storage import changes
 from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.kv.storage.pages import Places, host
 from ringjax.kv.storage.slots import ContiguousSlots
@@ -284,7 +273,7 @@ class TieredCache(ResizableCache):
   # Between calls
   # -------------------------------------------------------------------------
 
-  def changed(self, change: CacheChange) -> TieredCache:
+  def changed(self, change: changes.CacheChange) -> TieredCache:
     """Return the cache after a change between calls; see `ModelCache.changed`.
 
     A block that becomes partly empty is not refilled.
@@ -296,23 +285,23 @@ class TieredCache(ResizableCache):
         are on other hosts.
     """
     match change:
-      case Truncate(end, _):
+      case changes.Truncate(end, _):
         cache = super().changed(change)
         return dataclasses.replace(cache, held=self._truncated_table(end))
-      case KeepTokens() | KeepFirst():
+      case changes.KeepTokens() | changes.KeepFirst():
         self._refuse_moved()
-      case ResetRows(rows):
+      case changes.ResetRows(rows):
         block_table = placed_as(self.held.emptied(rows), self.held)
         return dataclasses.replace(super().changed(change), held=block_table)
-      case TakeRows(rows):
+      case changes.TakeRows(rows):
         self._refuse_trace("take", rows)
-      case InsertRows(rows, other):
+      case changes.InsertRows(rows, other):
         self._refuse_trace("insert")
         this, that = self._same_size(other)
-        return super(TieredCache, this).changed(InsertRows(rows, that))
-      case LoadBlocks(row, blocks, at):
+        return super(TieredCache, this).changed(changes.InsertRows(rows, that))
+      case changes.LoadBlocks(row, blocks, at):
         return self._loaded(row, blocks, at)
-      case Evict() | Flush():
+      case changes.Evict() | changes.Flush():
         # Of all rows: moving tokens does not change them.
         return self._evicted()
     return super().changed(change)
