@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import io
 import json
 import math
 import os
@@ -127,6 +129,20 @@ def until(check: Callable[[], object], patience_s: float = 60) -> None:
   while not check():
     assert time.monotonic() < end, f"not within {patience_s} s"
     time.sleep(0.005)
+
+
+def script(module, *argv: str) -> tuple[int, str, str]:
+  """Exit status, stdout and stderr of a script of launch, in this process."""
+  from launch.shared import common
+
+  out, err = io.StringIO(), io.StringIO()
+  name = module.__name__.rpartition(".")[2]
+  if "words" in inspect.signature(module.run).parameters:
+    parsed = common.parse_words(name, module.define, argv)
+  else:
+    parsed = (common.parse(name, module.define, argv),)
+  status = module.run(*parsed, stdout=out, stderr=err)
+  return status, out.getvalue(), err.getvalue()
 
 
 def refused(kind, call, *words):

@@ -1,6 +1,6 @@
 """Caches of keys and values on devices: pytrees that can be traced."""
 
-from ringjax.kv.allocation import Allocation, allocate_bits
+from ringjax.kv.bits.allocation import Allocation, allocate_bits
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import (
   KINDS,

@@ -34,15 +34,11 @@ from ringjax.kv.cache_rows import replace_rows, row_indices, take_rows
 from ringjax.kv.encoder_states import EncoderStates, attached
 from ringjax.kv.state import StateShape
 from ringjax.kv.storage import changes
-from ringjax.kv.storage.pages import host
 from ringjax.kv.storage.refusals import (
-  fitting,
+  check_call,
   refuse_beyond_slack,
   refuse_documents,
-  refuse_full,
-  refuse_lost,
   refuse_shared_positions,
-  refuse_unseen,
   refused,
 )
 from ringjax.kv.storage.saved_fields import saved_fields, with_saved
@@ -379,44 +375,7 @@ class ModelCache(CallCache):
       OptionError: If the call would not see the tokens in the cache, or the
         buffers were donated.
     """
-    size = self.shards
-    if batch != self.batch:
-      raise ShapeError(
-        "cache",
-        f"{batch} example(s) for a cache of {self.batch}",
-        "as many examples as the cache was made for",
-        f"make one with model.init_cache({batch}, {self.capacity})",
-      )
-    if not replicated and tokens % size:
-      raise ShapeError(
-        "tokens",
-        f"{tokens} tokens over {size} shards",
-        f"a multiple of {size}",
-        "fill them up with tokens whose segment_ids are 0",
-      )
-    refuse_lost(self)
-    older = None if sees else self.older_ends
-    if older is not None and not isinstance(older, jax.core.Tracer):
-      refuse_unseen(sees, int(host(older).max(initial=0)))
-    if self.parts and not self.resizes:
-      for part in self.parts:
-        part.check(part.batch, tokens, replicated=replicated, sees=sees)
-      return
-    front, growth = self.front, self.growth
-    # How a policy keeps to its limit is its own matter.
-    left, free = None if self.kind.evicting else self.free(), front.free()
-    if free is None:
-      free = np.full((batch, size), front.capacity // size)
-    refuse_unseen(sees, int(front.capacity - free.sum(1).min()))
-    remedy = "make a larger one, with model.init_cache(batch, capacity)"
-    if left is not None:
-      limit = self.capacity if growth is None else growth.limit
-      fits = fitting(left, replicated=replicated)
-      refuse_full(tokens, fits, limit, remedy)
-    if self.resizes or growth is not None:
-      remedy = f"call cache.evict().with_room({tokens}) before, outside of jit"
-    fits = fitting(free, replicated=replicated)
-    refuse_full(tokens, fits, front.capacity, remedy)
+    check_call(self, batch, tokens, replicated=replicated, sees=sees)
 
   def check_coords(self, coords: CallCoords) -> None:
     """Refuse tokens whose coordinates the kind of cache cannot keep apart.

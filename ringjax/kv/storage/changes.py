@@ -6,13 +6,14 @@ A kind of storage carries it out in `changed`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 if TYPE_CHECKING:
+  from ringjax.kv.eviction.peak_attention import Repeated
   from ringjax.kv.model_cache import ModelCache
   from ringjax.kv.storage.exported_blocks import Blocks
   from ringjax.ops.mask import Coords
@@ -107,7 +108,7 @@ class MakeRoom(NamedTuple):
 class Evict(NamedTuple):
   """Move or drop tokens by the kind's policy; see `ModelCache.evict`."""
 
-  repeated: Any = None
+  repeated: Repeated | None = None
   rows: Bool[np.ndarray, " B"] | None = None
   ended: Bool[np.ndarray, " B"] | None = None
 

@@ -49,7 +49,7 @@ def saved_fields(
   return Snapshot(jax.tree.map(jnp.copy, fields))
 
 
-def with_saved(cache: Any, saved: Snapshot) -> Any:
+def with_saved(cache: ModelCache, saved: Snapshot) -> Any:
   """Put copies of saved fields back into a cache."""
   fields = jax.tree.map(jnp.copy, saved.fields)
   if "slots" in fields:
@@ -57,4 +57,5 @@ def with_saved(cache: Any, saved: Snapshot) -> Any:
       old if new is None else new
       for old, new in zip(cache.slots, fields["slots"], strict=True)
     )
-  return dataclasses.replace(cache, **fields)
+  changed: Any = cache
+  return dataclasses.replace(changed, **fields)
