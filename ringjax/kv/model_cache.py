@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax
@@ -17,11 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Int, PyTree
 
 from ringjax.errors import OptionError, ShapeError
 from ringjax.kv.base import (
-  CallCache,
   CallCoords,
   DistantSlots,
   Ends,
@@ -31,6 +30,7 @@ from ringjax.kv.base import (
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.cache_rows import replace_rows, row_indices, take_rows
+from ringjax.kv.composed.cache_of_parts import CacheOfParts
 from ringjax.kv.encoder_states import EncoderStates, attached
 from ringjax.kv.state import StateShape
 from ringjax.kv.storage import changes
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 CacheT = TypeVar("CacheT", bound="ModelCache")
 
 
-class ModelCache(CallCache):
+class ModelCache(CacheOfParts):
   """A model's keys and values between calls, and during them.
 
   A kind of storage has `kind`, its `CacheConfig`, and what `CallCache` names.
@@ -73,8 +73,6 @@ class ModelCache(CallCache):
   The class variables say what else it is, has and lacks.
   """
 
-  # Field with the caches that it holds, to which calls append; "" for none.
-  part_field: ClassVar[str] = ""
   # Field of tokens that are in no part: a cache, a slot table, or the
   # positions at which they end, int32 [B]; "" for none.
   older: ClassVar[str] = ""
@@ -82,8 +80,6 @@ class ModelCache(CallCache):
   resizes: ClassVar[bool] = False
   # Own fields with an entry for each kind of layer, which layers return.
   layer_fields: ClassVar[tuple[str, ...]] = ()
-  # Fields with tables that have more state during a call.
-  tables: ClassVar[tuple[str, ...]] = ()
 
   # What an error calls this storage, and storage that does what it refuses.
   described: ClassVar[str] = "a cache"
@@ -140,51 +136,6 @@ class ModelCache(CallCache):
       files: Files of the layers on disk, if there are any.
     """
     raise NotImplementedError
-
-  @property
-  def parts(self) -> tuple[Any, ...]:
-    """Caches that it holds, to which calls append."""
-    held = getattr(self, self.part_field) if self.part_field else ()
-    return held if isinstance(held, tuple) else (held,)
-
-  def with_parts(self: CacheT, parts: Iterable[Any]) -> CacheT:
-    """Replace the parts by others."""
-    if not self.part_field:
-      return self
-    cache: Any = self
-    several = isinstance(getattr(self, self.part_field), tuple)
-    new = tuple(parts) if several else next(iter(parts))
-    return dataclasses.replace(cache, **{self.part_field: new})
-
-  def split(
-    self, x: Shaped[Array | np.ndarray, " ..."] | np.integer | int | None
-  ) -> list[Any]:
-    """Split an array of all rows by part; repeat one that is for all rows."""
-    sizes = [part.batch for part in self.parts]
-    if isinstance(x, int | np.integer | None) or x.shape[:1] != (sum(sizes),):
-      return [x] * len(sizes)
-    ends = np.cumsum(sizes).tolist()
-    return [x[a:b] for a, b in zip([0, *ends], ends, strict=False)]
-
-  def by_part(self, *rows: Any) -> Iterable[tuple[Any, ...]]:
-    """Each part, with its rows of each array."""
-    if len(self.parts) == 1:
-      return [(self.parts[0], *rows)]
-    return zip(self.parts, *map(self.split, rows), strict=True)
-
-  def each_part(self: CacheT, f: Callable[..., Any], *rows: Any) -> CacheT:
-    """Replace each part by f(part, *its rows of each array)."""
-    return self.with_parts(f(*part) for part in self.by_part(*rows))
-
-  def each_table(self: CacheT, f: Callable[[Any], Any]) -> CacheT:
-    """Replace each of the own tables by f(table)."""
-    fields = {}
-    for name in self.tables:
-      table = getattr(self, name)
-      several = isinstance(table, tuple)
-      fields[name] = tuple(map(f, table)) if several else f(table)
-    cache: Any = self
-    return dataclasses.replace(cache, **fields)
 
   # -------------------------------------------------------------------------
   # Size and contents

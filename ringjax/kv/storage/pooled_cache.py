@@ -20,7 +20,8 @@ from ringjax.kv.state import State, StateLayer
 from ringjax.kv.storage.call_tiles import CacheTile, CallTiles
 
 if TYPE_CHECKING:
-  from ringjax.kv.storage.page_pool import PagePool, PageWrites
+  from ringjax.kv.storage.layer_pages import PageWrites
+  from ringjax.kv.storage.page_pool import PagePool
 from ringjax.ops.ancestors import MOST_DRAFTED, tree_coords
 from ringjax.ops.attention.cached.pooled import PooledView, SharedTiles
 from ringjax.ops.attention.cached.views import KVView
