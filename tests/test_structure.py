@@ -1075,6 +1075,8 @@ def overridden_methods(texts: list[str], base: str) -> dict[str, set[str]]:
 def test_kinds_of_caches_override_six_methods():
   paths = [path for path in sources() if path.startswith("ringjax/")]
   texts = [(ROOT / path).read_text(encoding="utf-8") for path in paths]
+  # Parsing all files takes seconds.
+  texts = [x for x in texts if re.search(r"^class .*Cache", x, re.MULTILINE)]
   stored = overridden_methods(texts, "ModelCache")
   assert {"KVCache", "EvictingCache", "RowGroups"} <= stored.keys()
   of_a_call = overridden_methods(texts, "CallCache")

@@ -330,8 +330,8 @@ class DistantSlots:
 class DistantLayer(Protocol):
   """One layer's part of a cache with `DistantSlots` during one call."""
 
-  def behind(self, after: PyTree) -> LayerCache:
-    """Puts the part back only when `after` has been fetched."""
+  def written_after(self, fetched: PyTree) -> LayerCache:
+    """Puts the part back only when these arrays have been fetched."""
     ...
 
 
@@ -467,7 +467,9 @@ class CallCache:
     self, layer: LayerCache | StateCache, after: PyTree
   ) -> LayerCache | StateCache:
     """Puts a layer's part back only when `after` has been fetched."""
-    return layer.behind(after) if isinstance(layer, DistantLayer) else layer
+    if not isinstance(layer, DistantLayer):
+      return layer
+    return layer.written_after(after)
 
   def updated(self, slots: tuple[Any, ...]) -> Any:
     """Cache with the slots that the layers returned."""

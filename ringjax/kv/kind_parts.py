@@ -105,7 +105,7 @@ class TierConfig(Config):
   )
 
 
-class Refusal(NamedTuple):
+class CacheRefusal(NamedTuple):
   """Options of a cache that can't be combined.
 
   Fields:
@@ -162,35 +162,35 @@ def _whole_residual(kind: CacheConfig) -> bool:
 
 # Tried in this order.
 REFUSED = (
-  Refusal(
+  CacheRefusal(
     "device",
     lambda k: k.tier.device is not None and k.evicting,
     lambda k: f"{k.tier.device}, with a policy, first or recent",
     "a kind of cache that keeps all tokens",
     "leave device out, or leave those out",
   ),
-  Refusal(
+  CacheRefusal(
     "block",
     lambda k: k.tier.device is None and k.tier != TierConfig(),
     lambda k: f"{k.tier.block}, without device",
     "both, as blocks are in host memory",
     "pass device= too, or leave block (room, with device) out",
   ),
-  Refusal(
+  CacheRefusal(
     "room",
     lambda k: k.tier.device is not None and k.exact != ExactConfig(),
     lambda k: f"{k.exact.room}, with device",
     "block, as no tokens are evicted",
     lambda k: f"pass block={k.exact.room} in its place",
   ),
-  Refusal(
+  CacheRefusal(
     "codec",
     lambda k: k.evicting and isinstance(k.codec, Allocated | PerHead),
     lambda k: "one for each head, with a policy, first or recent",
     "one codec for all heads, for pages hold vectors of one length",
     "leave the policy, first and recent out, or take one codec",
   ),
-  Refusal(
+  CacheRefusal(
     "unrotated",
     lambda k: (
       k.codec is not None and k.codec.unrotated and not k.layout.unrotated
@@ -199,7 +199,7 @@ REFUSED = (
     "True",
     "pass rj.kv.CacheConfig(codec=..., unrotated=True)",
   ),
-  Refusal(
+  CacheRefusal(
     "unrotated",
     lambda k: (
       isinstance(k.codec, Calibrated)
@@ -210,21 +210,21 @@ REFUSED = (
     "the same of both: levels fit keys of one sort",
     "pass rj.kv.Calibrated(unrotated=True), or leave unrotated out",
   ),
-  Refusal(
+  CacheRefusal(
     "residual",
     lambda k: k.exact.residual is not None and not k.grouped,
     lambda k: f"{k.exact.residual}, without a codec of groups of tokens",
     "keys by channel, of which so many become codes at a time",
     "write kivi2:residual=128, or recent= with other codecs",
   ),
-  Refusal(
+  CacheRefusal(
     "residual",
     lambda k: k.exact.residual is not None and _has_value_groups(k),
     lambda k: f"{k.exact.residual}, with a codec of groups of values",
     "values by token, which become codes one by one",
     lambda k: f"write recent={k.exact.residual} in its place",
   ),
-  Refusal(
+  CacheRefusal(
     "residual",
     lambda k: k.exact.residual is not None and not _whole_residual(k),
     lambda k: (
@@ -236,21 +236,21 @@ REFUSED = (
       f"write residual={_whole_groups(k)}, and leave recent and first out"
     ),
   ),
-  Refusal(
+  CacheRefusal(
     "policy",
     lambda k: k.grouped and k.policy is not None,
     lambda k: f"{k.policy} with a codec of groups of tokens",
     "none: heads that keep different tokens have no groups in common",
     "use a codec of single tokens, as int4, or leave the policy out",
   ),
-  Refusal(
+  CacheRefusal(
     "recent",
     lambda k: k.grouped and not k.exact.recent,
     lambda k: "0 with a codec of groups of tokens",
     "1 or more: tokens stay exact until a group is full",
     "pass recent=128",
   ),
-  Refusal(
+  CacheRefusal(
     "page",
     lambda k: k.grouped and _group_sizes(k) != {k.layout.page},
     lambda k: (
@@ -259,7 +259,7 @@ REFUSED = (
     "pages that are groups",
     lambda k: f"pass page={_group_size(k)} and group={_group_size(k)}",
   ),
-  Refusal(
+  CacheRefusal(
     "first",
     lambda k: (
       k.policy is not None and bool(k.policy.moves) and k.exact.first > 0

@@ -158,8 +158,8 @@ class ModelCache(CacheOfParts):
 
   @property
   def row_groups(self) -> Any:
-    several = isinstance(getattr(self, self.part_field or "parts"), tuple)
-    return self if self.part_field and several else None
+    groups = isinstance(getattr(self, self.part_field or "parts"), tuple)
+    return self if self.part_field and groups else None
 
   @property
   def mesh(self) -> Mesh | None:
@@ -362,9 +362,11 @@ class ModelCache(CacheOfParts):
     cache: Any = self.each_table(lambda table: table.committed())
     if not self.parts:
       return dataclasses.replace(cache, slots=slots)
-    inner, *own = zip(*slots, strict=True) if self.layer_fields else (slots,)
+    inner, *by_field = (
+      zip(*slots, strict=True) if self.layer_fields else (slots,)
+    )
     cache = cache.each_part(lambda part: part.updated(inner))
-    fields = dict(zip(self.layer_fields, own, strict=True))
+    fields = dict(zip(self.layer_fields, by_field, strict=True))
     return dataclasses.replace(cache, **fields)
 
   # -------------------------------------------------------------------------
@@ -378,9 +380,9 @@ class ModelCache(CacheOfParts):
       return min(steps, default=self.capacity + 1)
     free = self.front.free()
     assert free is not None
-    steps, most = int(free.sum(1).min()), self.kind.most_steps
+    steps, limit = int(free.sum(1).min()), self.kind.most_steps
     # Capped: the number of slots alone depends on the mesh.
-    return steps if not self.resizes or most is None else min(steps, most)
+    return min(steps, limit) if self.resizes and limit else steps
 
   def evict(
     self: CacheT,
@@ -413,8 +415,8 @@ class ModelCache(CacheOfParts):
       NotFiniteError: If scores are NaN, or -inf for all tokens of a head; no
         token is dropped.
     """
-    several = len(self.parts) > 1
-    if repeated is not None and (several or not self.kind.evicting):
+    num_parts = len(self.parts)
+    if repeated is not None and (num_parts > 1 or not self.kind.evicting):
       raise OptionError(
         "repeated",
         f"scores, for {self.described} of kind {self.kind}",

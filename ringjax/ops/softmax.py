@@ -44,8 +44,8 @@ def widened(weights: PyTree, *like: PyTree) -> PyTree:
     floats = jnp.issubdtype(x.dtype, jnp.floating)
     return x.astype(wide_dtype(x.dtype)) if floats else x
 
-  wide = jax.tree.map(widen, weights)
-  return collectives.vary(wide, collectives.varying_axes(*like))
+  weights = jax.tree.map(widen, weights)
+  return collectives.vary(weights, collectives.varying_axes(*like))
 
 
 class Partial(NamedTuple):

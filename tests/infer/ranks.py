@@ -72,11 +72,11 @@ def in_threads(count: int, run) -> list:
 
   group = Peers.in_threads(count, timeout_s=300.0)
   with concurrent.futures.ThreadPoolExecutor(count) as threads:
-    found = [
+    results = [
       threads.submit(run, rank, peers) for rank, peers in enumerate(group)
     ]
     try:
-      return [x.result(600) for x in found]
+      return [x.result(600) for x in results]
     finally:
       for peers in group:
         peers.close()

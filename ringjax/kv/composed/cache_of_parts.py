@@ -25,16 +25,16 @@ class CacheOfParts(CallCache):
   @property
   def parts(self) -> tuple[Any, ...]:
     """Caches that it holds, to which calls append."""
-    held = getattr(self, self.part_field) if self.part_field else ()
-    return held if isinstance(held, tuple) else (held,)
+    caches = getattr(self, self.part_field) if self.part_field else ()
+    return caches if isinstance(caches, tuple) else (caches,)
 
   def with_parts(self: CacheT, parts: Iterable[Any]) -> CacheT:
     """Replace the parts by others."""
     if not self.part_field:
       return self
     cache: Any = self
-    several = isinstance(getattr(self, self.part_field), tuple)
-    new = tuple(parts) if several else next(iter(parts))
+    is_tuple = isinstance(getattr(self, self.part_field), tuple)
+    new = tuple(parts) if is_tuple else next(iter(parts))
     return dataclasses.replace(cache, **{self.part_field: new})
 
   def split(
@@ -62,7 +62,7 @@ class CacheOfParts(CallCache):
     fields = {}
     for name in self.tables:
       table = getattr(self, name)
-      several = isinstance(table, tuple)
-      fields[name] = tuple(map(f, table)) if several else f(table)
+      is_tuple = isinstance(table, tuple)
+      fields[name] = tuple(map(f, table)) if is_tuple else f(table)
     cache: Any = self
     return dataclasses.replace(cache, **fields)

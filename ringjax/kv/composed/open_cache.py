@@ -43,9 +43,11 @@ class WithOpenCache(ModelCache):
 
   @property
   def slots(self) -> tuple[Any, ...]:
-    own = (getattr(self, name) for name in self.layer_fields)
+    by_field = (getattr(self, name) for name in self.layer_fields)
     slots = self.open.slots
-    return tuple(zip(slots, *own, strict=True)) if self.layer_fields else slots
+    if not self.layer_fields:
+      return slots
+    return tuple(zip(slots, *by_field, strict=True))
 
   @property
   def at(self) -> Coords:
@@ -73,13 +75,13 @@ class ResizableCache(WithOpenCache):
   def changed(self, change: changes.CacheChange) -> Any:
     if not isinstance(change, changes.MakeRoom):
       return super().changed(change)
-    taken: Any = change.taken
+    new_slots: Any = change.slots
     free = self.open.free()
     assert free is not None
-    if np.ndim(taken):
-      missing = int((taken - free).max())
+    if np.ndim(new_slots):
+      missing = int((new_slots - free).max())
     else:
-      missing = math.ceil(int((taken - free.sum(1)).max()) / self.shards)
+      missing = math.ceil(int((new_slots - free.sum(1)).max()) / self.shards)
     if missing <= 0:
       return self
     return self._sized(few_sizes(self.open.held.local + missing))

@@ -268,8 +268,8 @@ class OffloadedLayer(WithOpenLayer):
   index: Index
   after: PyTree = ()
 
-  def behind(self, after: PyTree) -> OffloadedLayer:
-    return dataclasses.replace(self, after=after)
+  def written_after(self, fetched: PyTree) -> OffloadedLayer:
+    return dataclasses.replace(self, after=fetched)
 
   @property
   def slots(self) -> OffloadedKV:

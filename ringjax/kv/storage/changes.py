@@ -102,7 +102,7 @@ class LoadBlocks(NamedTuple):
 class MakeRoom(NamedTuple):
   """Enlarge the arrays so that a call fits; see `ModelCache.with_room`."""
 
-  taken: Int[np.ndarray, "B R"] | int
+  slots: Int[np.ndarray, "B R"] | int
 
 
 class Evict(NamedTuple):

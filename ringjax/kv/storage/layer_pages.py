@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int, Shaped
 
 from ringjax.typing import ArrayLeaf
 
@@ -37,7 +37,7 @@ class LayerPages(NamedTuple):
     layers: Numbers of the layers.
   """
 
-  pages: Any
+  pages: Shaped[ArrayLeaf, "L ..."]
   part: int
   layers: tuple[int, ...]
 
@@ -60,7 +60,9 @@ def layer_range(
   return range(*(bisect.bisect_left(numbers, n) for n in layers))
 
 
-def chosen_layers(x: jax.Array, ranks: np.ndarray) -> jax.Array:
+def chosen_layers(
+  x: Shaped[Array, "L ..."], ranks: Int[np.ndarray, " n"]
+) -> Shaped[Array, "n ..."]:
   """Layers of these indices: one slice if they are adjacent."""
   first = int(ranks[0])
   if np.array_equal(ranks, first + np.arange(ranks.size)):
@@ -69,7 +71,7 @@ def chosen_layers(x: jax.Array, ranks: np.ndarray) -> jax.Array:
 
 
 def taken_pages(
-  cuts: tuple[range, ...], arrays: tuple[Any, ...], pages: jax.Array
+  cuts: tuple[range, ...], arrays: tuple[Any, ...], pages: Int[Array, "1 k"]
 ) -> tuple[Any, ...]:
   """Pages of some layers of each array, without arrays of none."""
 
@@ -86,7 +88,7 @@ def taken_pages(
 
 
 def written_pages(
-  arrays: tuple[Any, ...], pages: jax.Array, held: tuple[Any, ...]
+  arrays: tuple[Any, ...], pages: Int[Array, "1 k"], held: tuple[Any, ...]
 ) -> tuple[Any, ...]:
   """Arrays with other contents of some pages."""
   return tuple(

@@ -86,7 +86,7 @@ def check_call(
     return
   front, growth = cache.front, cache.growth
   # How a policy keeps to its limit is its own matter.
-  left, free = None if cache.kind.evicting else cache.free(), front.free()
+  remaining, free = None if cache.kind.evicting else cache.free(), front.free()
   if free is None:
     free = np.full((batch, size), front.capacity // size)
   refuse_unseen(sees, int(front.capacity - free.sum(1).min()))
@@ -95,18 +95,18 @@ def check_call(
   evict = f"call cache.evict().with_room({tokens}) before, outside of jit"
   grows = cache.resizes or growth is not None
   for slots, capacity, remedy in (
-    (left, limit, larger),
+    (remaining, limit, larger),
     (free, front.capacity, evict if grows else larger),
   ):
     if slots is None:
       continue
-    fits = int(slots.sum(1).min() if replicated else size * slots.min())
-    if tokens > fits:
+    num_fitting = int(slots.sum(1).min() if replicated else size * slots.min())
+    if tokens > num_fitting:
       raise PromptError(
         "cache",
         f"{tokens} more tokens for a cache of {capacity} slots, of which "
-        f"{capacity - fits} are taken",
-        f"at most {fits}",
+        f"{capacity - num_fitting} are taken",
+        f"at most {num_fitting}",
         remedy,
       )
 
