@@ -145,6 +145,25 @@ def script(module, *argv: str) -> tuple[int, str, str]:
   return status, out.getvalue(), err.getvalue()
 
 
+def check_unequal_rows(folder, name: str, *, cache_kind: str, prefill: str):
+  """Each row over shards continues as if it were alone, on one device."""
+  import ringjax as rj
+  from tests import checkpoints
+
+  folder, mesh = checkpoints.write(name, folder), make_mesh(4, "auto")
+  sharded, single = (rj.models.load(folder, mesh=x) for x in (mesh, None))
+  expected = checkpoints.expected(name)
+  prompts = [expected.prompt[0], expected.prompt[1][:7]]
+  new = lambda model, prompts, **how: rj.infer.generate(
+    model, prompts, max_new_tokens=5, cache_kind=cache_kind, **how
+  )
+  answers = new(sharded, prompts, prefill=prefill, mesh=mesh)
+  for row, prompt in zip(answers, prompts, strict=True):
+    np.testing.assert_array_equal(row, new(single, [prompt])[0])
+  if cache_kind == "dense":
+    np.testing.assert_array_equal(answers[0], expected.greedy[0, :5])
+
+
 def refused(kind, call, *words):
   """What `call` raises: of a kind, short, and with these words."""
   with pytest.raises(kind) as caught:

@@ -12,10 +12,10 @@ import pytest
 
 from launch import plan
 from launch.planning import elastic, plan_flags, serving_systems
-from launch.shared import common
 from ringjax.plan.fit import TimedCall
 from ringjax.plan.kv_runahead import published
 from ringjax.serve.cluster import ROUTING_POLICIES, Goodput, needs_costs
+from tests.helpers import script
 from tests.launch.conftest import PATIENCE_S, ROOT, environment
 
 MAIN = (
@@ -43,10 +43,7 @@ class Ran:
 
 
 def ask(*argv: str) -> Ran:
-  out, err = io.StringIO(), io.StringIO()
-  values, words = common.parse_words("plan", plan.define, argv)
-  status = plan.run(values, words, stdout=out, stderr=err)
-  return Ran(status, out.getvalue(), err.getvalue())
+  return Ran(*script(plan, *argv))
 
 
 def methods(ran: Ran) -> dict:
