@@ -40,7 +40,7 @@ def _kinds(printed: dict[str, Any]) -> Figures:
 
 
 def _shares(printed: dict[str, Any]) -> Figures:
-  """Share of a dense cache's bytes behind a prompt, by its tokens."""
+  """Share of a dense cache's bytes after a prompt, by its tokens."""
   return {f"{row['tokens']}": row["share"] for row in printed["rows"]}
 
 
@@ -91,7 +91,7 @@ NEEDLE = systems_alone.needle(
   *_BUDGETS,
   "sinks:budget=.2",
   "fastgen",
-  flags="--lengths=4096 --depths=0.25,0.75",
+  flags="--lengths=2048 --trials=3 --depths=0.1,0.35,0.6,0.85",
 )
 # Each chunk is evicted before the next one, and the question, is read.
 BLIND = systems_alone.needle(
@@ -99,7 +99,8 @@ BLIND = systems_alone.needle(
   "h2o:budget=.4",
   "snapkv:budget=.2",
   "snapkv:budget=.4",
-  flags="--lengths=4096 --depths=0.25 --prefill=chunked --chunk=1024",
+  flags="--lengths=2048 --trials=3 --depths=0.1,0.35,0.6,0.85 "
+  "--prefill=chunked --chunk=512",
 )
 
 
@@ -128,8 +129,8 @@ def _of(kind: str, most: str = "") -> Callable[..., str]:
     return (
       f"loss {kinds[kind]['loss']:+.3f} nat above dense ({kind}, texts of "
       f"1,024 tokens); {most}{shares['8192']:.3f} of a dense cache's bytes "
-      f"behind 8,192 tokens, {shares['32768']:.3f} behind 32,768"
-      f"{needles(asked, 'in 4,096 tokens', *names)}"
+      f"after 8,192 tokens, {shares['32768']:.3f} after 32,768"
+      f"{needles(asked, 'in 2,048 tokens', *names)}"
       f"{needles(blind, before, *names)}"
     )
 

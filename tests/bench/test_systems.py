@@ -164,15 +164,15 @@ def test_tokens_a_call_of_a_draft_by_length():
     "longspec",
     printed(512, [3, 4], None), printed(512, [3, 4], drafts), many,
   )  # fmt: skip
-  assert said.startswith("behind 512 tokens 1.50 tokens a call, 8 of 40")
-  assert "behind 7,680 tokens 1.75" in said
-  assert said.endswith("the same 2 tokens as without drafts behind 512")
+  assert said.startswith("after 512 tokens 1.50 tokens a call, 8 of 40")
+  assert "after 7,680 tokens 1.75" in said
+  assert said.endswith("the same 2 tokens as without drafts after 512")
   said = _said(
     "longspec",
     printed(512, [3, 4], None), printed(512, [3, 4], drafts), many,
     printed(7680, [5, 7], None),
   )  # fmt: skip
-  assert said.endswith("; NOT the same 2 tokens as without drafts behind 7,680")
+  assert said.endswith("; NOT the same 2 tokens as without drafts after 7,680")
   said = _said(
     "longspec",
     printed(512, [3, 4], None), printed(512, [3, 5], drafts), many,
