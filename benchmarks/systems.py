@@ -176,6 +176,15 @@ def _whole_context(prefill: str, devices: int) -> Run:
   )
 
 
+def _code_found(prefill: str, devices: int) -> Run:
+  return Run(
+    f"{_EVALUATE} needle {_GEMMA} --dtype=float32 --task=passkey --trials=1 "
+    f"--lengths=30000 --depths=0.5 --prefill={prefill} --devices={devices} "
+    "--json",
+    systems_alone.needles_found,
+  )
+
+
 MEMORY = Run(
   f"python -m benchmarks.ring_memory {_GEMMA} --tokens=4096,32768 "
   "--devices=1,8",
@@ -196,6 +205,8 @@ def _ring(
   memory: Figures,
   context_on_one: Figures | None,
   context_on_four: Figures | None,
+  code_on_one: Figures | None,
+  code_on_four: Figures | None,
 ) -> str:
   megabytes = lambda tokens, count: f"{memory[tokens][count] / 1e6:,.0f} MB"
   context = ""
@@ -205,6 +216,13 @@ def _ring(
       f"{context_on_four['nll']:.5f} nat on four devices, "
       f"{context_on_one['nll']:.5f} on one"
     )
+  if code_on_one is not None and code_on_four is not None:
+    places = {"four devices": code_on_four, "one": code_on_one}
+    counts = " and on ".join(
+      f"{place} {asked['dense']['found']:.0f} of {asked['dense']['asked']}"
+      for place, asked in places.items()
+    )
+    context += f"; a code in 30,000 tokens: found on {counts}"
   return (
     f"{_same_loss(one_device, four_devices)}{context}; Gemma 3 beside its "
     f"weights, compiled: 32,768 tokens take {megabytes('32768', '8')} on each "
@@ -257,7 +275,12 @@ ROWS: tuple[Row, ...] = (
     "travel around a ring.",
     published="a context of 512 times the length with 512 devices",
     runs=(_long("blockwise", 1), _long("ring", 4), MEMORY),
-    more=(_whole_context("blockwise", 1), _whole_context("ring", 4)),
+    more=(
+      _whole_context("blockwise", 1),
+      _whole_context("ring", 4),
+      _code_found("blockwise", 1),
+      _code_found("ring", 4),
+    ),
     says=_ring,
   ),
   Row(
