@@ -73,7 +73,7 @@ class ContextCache(WithOpenCache):
   contexts: KVCache
   weigh: WeighedView | SelectedView | None = None
   older: ClassVar[str] = "contexts"
-  described: ClassVar[str] = "a cache behind contexts"
+  described: ClassVar[str] = "a cache after contexts"
   instead: ClassVar[str] = "a cache that holds its own tokens alone"
   remake: ClassVar[str] = "place the contexts again"
   # Contexts differ in size from row to row, and stay on their shards.
@@ -92,7 +92,7 @@ class ContextCache(WithOpenCache):
     if not sees:
       raise OptionError(
         "attend",
-        "ContextParallel() behind contexts in the cache",
+        "ContextParallel() after contexts in the cache",
         "CachedAttention(), which sees them",
         "pass attend=CachedAttention(), or leave it out",
       )
