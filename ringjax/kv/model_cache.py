@@ -158,8 +158,8 @@ class ModelCache(CacheOfParts):
 
   @property
   def row_groups(self) -> Any:
-    groups = isinstance(getattr(self, self.part_field or "parts"), tuple)
-    return self if self.part_field and groups else None
+    grouped = self.part_field and getattr(self, self.part_field) is self.parts
+    return self if grouped else None
 
   @property
   def mesh(self) -> Mesh | None:
@@ -182,7 +182,7 @@ class ModelCache(CacheOfParts):
   @property
   def capacity(self) -> int:
     """Number of tokens that fit in a row."""
-    # Of the parts only a `limit` says how many others fit.
+    # More fit than the part has slots where older tokens are elsewhere.
     return getattr(self, "limit", None) or self.front.capacity
 
   @property
