@@ -131,11 +131,11 @@ def until(check: Callable[[], object], patience_s: float = 60) -> None:
     time.sleep(0.005)
 
 
-def script(module, *argv: str) -> tuple[int, str, str]:
+def script(module, *argv: str, stream=None) -> tuple[int, str, str]:
   """Exit status, stdout and stderr of a script of launch, in this process."""
   from launch.shared import common
 
-  out, err = io.StringIO(), io.StringIO()
+  out, err = io.StringIO(), stream or io.StringIO()
   name = module.__name__.rpartition(".")[2]
   if "words" in inspect.signature(module.run).parameters:
     parsed = common.parse_words(name, module.define, argv)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import subprocess
@@ -16,7 +15,7 @@ from ringjax.plan.fit import TimedCall
 from ringjax.plan.kv_runahead import published
 from ringjax.serve.cluster import ROUTING_POLICIES, Goodput, needs_costs
 from tests.helpers import script
-from tests.launch.conftest import PATIENCE_S, ROOT, environment
+from tests.launch.conftest import PATIENCE_S, ROOT, Ran, environment
 
 MAIN = (
   "--profile=llama7b-a100",
@@ -29,17 +28,6 @@ MAIN = (
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
   monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-
-
-@dataclasses.dataclass(frozen=True)
-class Ran:
-  status: int
-  out: str
-  err: str
-
-  @property
-  def json(self):
-    return json.loads(self.out)
 
 
 def ask(*argv: str) -> Ran:
