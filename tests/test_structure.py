@@ -237,6 +237,12 @@ def test_folders_are_small():
   assert not large, f"folders of more than 16 files: {large}"
 
 
+def test_files_of_caches_are_short():
+  files = (ROOT / "ringjax" / "kv").rglob("*.py")
+  lines = {path.name: len(path.read_text().splitlines()) for path in files}
+  assert max(lines.values()) <= 700, lines
+
+
 # An item of a folder's README.md: names, then what they hold.
 _ITEM = re.compile(r"^(?:-|\d+\.) ((?:`[^`]+`(?:, )?)+): (.+)$", re.M)
 
