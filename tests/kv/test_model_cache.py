@@ -205,7 +205,7 @@ def test_marks_of_row_groups_are_checked(model):
 
 
 def test_scores_of_a_repetition_need_a_policy_that_repeats(model):
-  """Nothing else could use them; groups of rows have scores of their own."""
+  """Other caches could not use them, and each group of rows needs its own."""
   empty = lambda rows: model.init_cache(rows, 64)
   scores = Repeated({}, np.ones(3, bool))
   for cache in (empty(3), RowGroups.of(3, 2, empty)):

@@ -51,8 +51,8 @@ def trained_gradients(method, model, batch):
   """Gradients of what a method trains; those of the frozen weights are 0."""
 
   def loss(params, frozen):
-    whole = method.model(params, frozen)
-    return Objective().sums(whole, batch, ContextParallel()).loss
+    joined = method.model(params, frozen)
+    return Objective().sums(joined, batch, ContextParallel()).loss
 
   trained, frozen = jax.jit(jax.grad(loss, argnums=(0, 1)))(
     method.start(model), model

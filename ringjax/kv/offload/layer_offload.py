@@ -158,23 +158,21 @@ class OffloadedCache(WithOpenCache):
     Raises:
       OptionError: If layers are on disk without `files`.
     """
-    elsewhere: dict[int, Any] = {
-      n: x for n, x in enumerate(self.slots) if isinstance(x, OffloadedKV)
-    }
-    if files is None and any(x.filed != () for x in elsewhere.values()):
+    if files is None and any(x and x.filed != () for x in self.layers):
       raise OptionError(
         "disk",
         "None, with layers of the cache on disk",
         "a folder for its files",
         "pass disk=DIR, or place them in host memory",
       )
-    slots = [() if n in elsewhere else x for n, x in enumerate(self.slots)]
-    open_cache = dataclasses.replace(self.open, slots=tuple(slots)).allocated()
+    pairs = zip(self.layers, self.slots, strict=True)
+    slots = tuple(slots if x is None else () for x, slots in pairs)
+    open_cache = dataclasses.replace(self.open, slots=slots).allocated()
     if self.mesh is None:
       open_cache = jax.device_put(open_cache, default_device())
     slots = tuple(
-      elsewhere[n].allocated(files, self.mesh) if n in elsewhere else x
-      for n, x in enumerate(open_cache.slots)
+      on_device if x is None else x.allocated(files, self.mesh)
+      for x, on_device in zip(self.layers, open_cache.slots, strict=True)
     )
     open_cache = dataclasses.replace(open_cache, slots=slots)
     return dataclasses.replace(self, open=open_cache)
@@ -182,6 +180,11 @@ class OffloadedCache(WithOpenCache):
   # -------------------------------------------------------------------------
   # Size and contents
   # -------------------------------------------------------------------------
+
+  @property
+  def layers(self) -> tuple[OffloadedKV | None, ...]:
+    """For each kind of layer its keys and values; None if on the devices."""
+    return tuple(x if isinstance(x, OffloadedKV) else None for x in self.slots)
 
   def tile_trips(self, platform: str) -> float:
     """Trip count of each of the two loops over a full cache's tiles.
@@ -202,8 +205,8 @@ class OffloadedCache(WithOpenCache):
   def bytes_by_memory(self) -> dict[str, int]:
     """Total bytes of all shards, by memory of `kv.base.TIERS`."""
     sizes = {DEVICE: self.nbytes(), IN_HOST: 0, DISK: self.disk_bytes}
-    for x in self.slots:
-      if isinstance(x, OffloadedKV):
+    for x in self.layers:
+      if x is not None:
         hosted = sum(array.nbytes for array in x.hosted)
         filed = sum(array.nbytes for array in jax.tree.leaves(x.filed))
         sizes[IN_HOST] += hosted
