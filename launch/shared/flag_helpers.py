@@ -11,6 +11,7 @@ from absl import flags
 
 from ringjax import fetched_models
 from ringjax.config import Config, named_twice
+from ringjax.models.rope_scaling import context_extension
 
 # Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
@@ -70,6 +71,17 @@ class _Model(_Path):
   def parse(self, argument: str) -> str:
     path = super().parse(argument)
     return os.fspath(fetched_models.resolve(path, "--model"))
+
+
+class _RopeScaling(flags.ArgumentParser):
+  """Parser of a scaling, which is refused before a model is loaded."""
+
+  def parse(self, argument: str) -> str:
+    context_extension(argument, "--rope_scaling")
+    return argument
+
+  def flag_type(self) -> str:
+    return "string"
 
 
 class FlagHelper:
@@ -193,6 +205,18 @@ class FlagHelper:
       True,
       "Refuse keys of config.json that nothing reads and that may change the "
       "computation; else a warning names them.",
+    )
+
+  def rope_scaling(self) -> None:
+    """Defines --rope_scaling: a longer context without training."""
+    self._define(
+      flags.DEFINE,
+      _RopeScaling(),
+      "rope_scaling",
+      None,
+      "A longer context than the model was trained for, by a scaling of its "
+      "rotary embedding: yarn:factor=4, or linear, ntk, dynamic, llama3 or "
+      "longrope. Default: as config.json says.",
     )
 
   def texts(self, name: str, default: list[str] | None, text: str) -> None:

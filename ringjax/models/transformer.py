@@ -65,7 +65,7 @@ from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.placed_layers import naming_faults
 from ringjax.ops.ancestors import MOST_DRAFTED, ancestor_matrix, tree_coords
 from ringjax.ops.mask import Coords
-from ringjax.ops.rope import Dynamic, Linear, Rope, Yarn
+from ringjax.ops.rope import Dynamic, Linear, Rope, Unscaled, Yarn
 from ringjax.parallel import collectives
 from ringjax.parallel.call_sharding import (
   AUTO,
@@ -150,6 +150,22 @@ class TransformerConfig:
         stated = scaling.original or self.max_positions
         longest = max(longest, int(stated * scaling.factor))
     return longest
+
+  def longer_context_remedy(self, total: int) -> str:
+    """What to pass for a text of `total` tokens beyond `longest`."""
+    full = [x for x in self.layers if x.attention.reach is None]
+    if self.longest is None or not any(x.attention.ropes for x in full):
+      return ""
+    if any(type(rope.scaling) is not Unscaled for rope in self.ropes):
+      return (
+        "a larger factor of the model's own scaling (--rope_scaling, or "
+        "rj.models.load(..., rope_scaling=))"
+      )
+    factor = max(2, -(-total // self.longest))
+    return (
+      f"a longer context without training (--rope_scaling=yarn:factor={factor}"
+      f", or rj.models.load(..., rope_scaling='yarn:factor={factor}'))"
+    )
 
 
 class Transformer(nnx.Module):
