@@ -14,6 +14,11 @@ per kind of layer; if it has one for all layers, as Gemma 2's, that one changes.
   yarn      slow rotations are divided, fast ones stay (arXiv 2309.00071)
   llama3    long wavelengths are divided, short ones stay, as in Llama 3.1
   longrope  a divisor for each rotation (arXiv 2402.13753)
+  dual_chunk, self_extend: positions are folded, so that no distance is larger
+            than those trained for; see `nn.attention_layers.folded_attention`
+
+The last two are kept in the key `position_folding`, which transformers ignores:
+there such a folder has plain attention.
 
 A model whose config has a scaling already takes another one of the same kind,
 which replaces it: a factor is relative to the original context, and settings
@@ -54,7 +59,7 @@ _OF_SCALING = (
   "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor",
   "high_freq_factor", "short_factor", "long_factor", "finetuned",
 )  # fmt: skip
-_EXAMPLE = "yarn:factor=4"
+_CHUNKS = "dual_chunk_attention_config"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,18 +81,21 @@ class ContextExtension:
   original_max_position_embeddings: int | None = None
 
   name: ClassVar[str] = ""
+  # Whether there is no default for the factor.
+  needs_factor: ClassVar[bool] = True
   # Class of the rotation's scaling; None: the rotation has none.
   scaling: ClassVar[type[Unscaled] | None] = None
 
   def __post_init__(self) -> None:
-    if self.factor is None:
+    if self.factor is None and self.needs_factor:
       raise OptionError(
         "rope_scaling",
         f"{self.name!r} without a factor",
         "the new context as a multiple of the original one",
         f"write {self.name}:factor=4",
       )
-    number("factor", self.factor, least=1)
+    if self.factor is not None:
+      number("factor", self.factor, least=1)
     if self.original_max_position_embeddings is not None:
       positive_int(_ORIGINAL, self.original_max_position_embeddings)
 
@@ -224,6 +232,86 @@ class LongRopeExtension(ContextExtension):
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DualChunkExtension(ContextExtension):
+  """Distances beyond a chunk are folded into trained ones (Qwen2.5-1M's form).
+
+  For a published model with dual_chunk_attention_config no option is needed.
+
+  Attributes:
+    chunk_size: Largest distance of a rotation; default: that of the config, or
+      3/4 of the original context.
+    local_size: Tokens of it that are seen at their distances across the border
+      of two chunks; default: that of the config, or 1/16 of the original
+      context.
+  """
+
+  chunk_size: int | None = None
+  local_size: int | None = None
+
+  name: ClassVar[str] = "dual_chunk"
+  needs_factor: ClassVar[bool] = False
+
+  def folding(
+    self, published: Mapping[str, Any] | None, original: int
+  ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of position_folding and of dual_chunk_attention_config."""
+    chunks = dict(
+      published
+      or {
+        "chunk_size": original * 3 // 4,
+        "local_size": original // 16,
+        _ORIGINAL: original,
+      }
+    )
+    for key in ("chunk_size", "local_size", _ORIGINAL):
+      if getattr(self, key) is not None:
+        chunks[key] = getattr(self, key)
+    return {"type": self.name}, chunks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelfExtendExtension(ContextExtension):
+  """Tokens beyond a window share positions in groups (Self-Extend).
+
+  Attributes:
+    group: Number of positions that distant tokens share; default: the smallest
+      with which no distance exceeds the original context.
+    window: Number of tokens seen at their distances; default: 1/4 of the
+      original context.
+  """
+
+  group: int | None = None
+  window: int | None = None
+
+  name: ClassVar[str] = "self_extend"
+
+  def folding(self, original: int) -> dict[str, Any]:
+    """The entry of position_folding.
+
+    Raises:
+      OptionError: If distances would exceed the original context.
+    """
+    window = original // 4 if self.window is None else self.window
+    positive_int("window", window)
+    context = self.context(original)
+    # A query at the last position sees the first key at this distance.
+    fits = lambda group: (
+      (context - 1) // group + window - window // group < original
+    )
+    groups = [self.group] if self.group is not None else range(1, context + 1)
+    group = next((g for g in groups if g > 0 and fits(g)), None)
+    if group is None:
+      raise OptionError(
+        "rope_scaling",
+        f"self_extend of {context:,} tokens with window={window:,}"
+        + ("" if self.group is None else f" and group={self.group}"),
+        f"distances below the {original:,} tokens of the original context",
+        "pass a smaller window, or a larger group or none",
+      )
+    return {"type": self.name, "group": group, "window": window}
+
+
 _KINDS: dict[str, type[ContextExtension]] = {
   kind.name: kind
   for kind in (
@@ -233,6 +321,8 @@ _KINDS: dict[str, type[ContextExtension]] = {
     YarnExtension,
     Llama3Extension,
     LongRopeExtension,
+    DualChunkExtension,
+    SelfExtendExtension,
   )
 }
 
@@ -291,19 +381,29 @@ def extended_config(
   """
   extended = copy.deepcopy(dict(config))
   old = _read(extended)
+  if extended.get("position_folding") is not None:
+    raise ConfigError(
+      "rope_scaling",
+      f"{extension.name!r} for a model whose positions are folded already",
+      "a model without position_folding",
+      "leave it out, or remove that key from config.json",
+    )
   rope = full_rope(old)
   holder, key = rope_entry(extended)
   entry = dict(holder.get(key) or {})
   _check_kind(extension, rope, entry)
-  if extended.get("dual_chunk_attention_config") is not None:
+  published = extended.get(_CHUNKS)
+  if published is not None and not isinstance(extension, DualChunkExtension):
     raise ConfigError(
       "rope_scaling",
-      f"{extension.name!r} for a model with dual chunk attention",
-      "a model without dual_chunk_attention_config",
-      "leave it out, or remove that key from config.json",
+      f"{extension.name!r} for a model made for dual chunk attention",
+      "dual_chunk",
+      f"pass dual_chunk, or remove {_CHUNKS} from config.json",
     )
   extension.check(rope)
   original = _original_context(extension, old, rope)
+  if isinstance(extension, DualChunkExtension | SelfExtendExtension):
+    return _folded_config(extended, extension, original)
   if extension.scaling is None:
     _set_base(extended, holder, key, rope, extension)
   else:
@@ -320,9 +420,7 @@ def extended_config(
       # classes with LongRoPE read it there alone.
       extended[_ORIGINAL] = original
     holder[key] = scaled
-  for limit in _LIMITS:
-    if extended.get(limit) is not None or limit == _LIMITS[-1]:
-      extended[limit] = extension.context(original)
+  _set_context(extended, extension.context(original))
   new = _read(extended)
   if full_rope(new) == rope and type(rope.scaling) is Unscaled:
     raise ConfigError(
@@ -332,6 +430,39 @@ def extended_config(
       "pass a factor above 1, or edit the file",
     )
   return extended
+
+
+def _folded_config(
+  config: dict[str, Any],
+  extension: DualChunkExtension | SelfExtendExtension,
+  original: int,
+) -> dict[str, Any]:
+  """The config of a model whose positions are folded."""
+  published = config.get(_CHUNKS)
+  if isinstance(extension, SelfExtendExtension):
+    config["position_folding"] = extension.folding(original)
+  else:
+    config["position_folding"], config[_CHUNKS] = extension.folding(
+      published, original
+    )
+    if published is None and extension.factor is None:
+      raise OptionError(
+        "rope_scaling",
+        f"dual_chunk without a factor, for a model without {_CHUNKS}",
+        "the new context as a multiple of the original one",
+        "write dual_chunk:factor=4",
+      )
+  if extension.factor is not None:
+    _set_context(config, extension.context(original))
+  _read(config)
+  return config
+
+
+def _set_context(config: dict[str, Any], context: int) -> None:
+  """Sets every key of a config that bounds the context."""
+  for limit in _LIMITS:
+    if config.get(limit) is not None or limit == _LIMITS[-1]:
+      config[limit] = context
 
 
 def full_rope(config: TransformerConfig) -> Rope:
@@ -399,7 +530,7 @@ def _check_kind(
 ) -> None:
   """Refuses a second scaling of another kind."""
   kind = type(rope.scaling)
-  if extension.scaling is None or kind is extension.scaling:
+  if isinstance(extension, NtkExtension) or kind is extension.scaling:
     return
   if kind is not Unscaled or entry.get("alpha") is not None:
     got = entry.get("rope_type") or entry.get("type") or kind.__name__.lower()

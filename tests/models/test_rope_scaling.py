@@ -232,7 +232,7 @@ def test_every_key_that_bounds_the_context_grows():
 
 def test_a_text_that_is_too_long_names_the_flag_and_a_factor_that_fits():
   model = rj.models.create(LLAMA)
-  tokens = np.ones(200, np.int32)
+  tokens = np.ones((1, 200), np.int32)
   with pytest.raises(
     PromptError, match="--rope_scaling=yarn:factor=4"
   ) as error:
@@ -243,7 +243,7 @@ def test_a_text_that_is_too_long_names_the_flag_and_a_factor_that_fits():
   )
   rj.infer.generate(longer, tokens, max_new_tokens=4)
   with pytest.raises(PromptError, match="larger factor of the model's own"):
-    rj.infer.generate(longer, np.ones(300, np.int32), max_new_tokens=4)
+    rj.infer.generate(longer, np.ones((1, 300), np.int32), max_new_tokens=4)
 
 
 def test_models_whose_rotations_cannot_grow_are_not_told_to():

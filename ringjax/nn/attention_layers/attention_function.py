@@ -53,7 +53,7 @@ def check_function(function: object, layers: tuple[Layer, ...]) -> None:
     mixer = layer.attention
     if isinstance(mixer, Beside):
       mixer = mixer.attention
-    if isinstance(mixer, Attention):
+    if type(mixer) is Attention:
       refused = [
         name
         for name in ("soft_cap", "sinks", "alibi")
