@@ -50,7 +50,7 @@ CASES = {
   "phi3 longrope": "longrope:factor=4,original_max_position_embeddings=16,"
   f"long_factor={DIVISORS}",
   "gemma3_text yarn": "yarn:factor=4",
-  # The model has a factor of 8, which this replaces; 16 is its original context.
+  # This replaces the model's factor of 8; its original context is 16.
   "gemma3_text linear": "linear:factor=4",
   # The model has YaRN with its own betas and weights, which stay.
   "deepseek_v3 yarn": "yarn:factor=8",

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import ringjax as rj
+from ringjax.errors import ConfigError, OptionError, PromptError
 from ringjax.models.hf.tensors import parameters
 from ringjax.models.rope_scaling import context_extension, extended_config
+from tests import checkpoints
 
 LONG = pytest.mark.long
 CONFIG = {
@@ -188,7 +190,7 @@ def test_sharded_sequences_compute_the_same(text, strategy, layout):
   attend = rj.models.ContextParallel(
     mesh=mesh, axis="seq", layout=layout, strategy=strategy
   )
-  order = np.asarray(layout.permute(np.arange(40), 2, axis=0))
+  order = np.asarray(layout.permute(np.arange(40), shards=2, axis=0))
   got = model_of(text)(TOKENS[:, order], attend=attend)
   close(got, expected(text, TOKENS)[:, order])
 
@@ -234,3 +236,151 @@ def test_answers_of_unequal_rows_are_those_of_whole_passes(text, options):
   got = rj.infer.generate(model_of(text), prompts, max_new_tokens=12, **options)
   for prompt, answer in zip(prompts, got.tokens, strict=True):
     check_answer(text, prompt, answer)
+
+
+@LONG
+@EACH
+def test_a_second_turn_continues_the_first(text):
+  session = rj.infer.Session(model_of(text), 64)
+  model, say = model_of(text), {"max_new_tokens": 4, "session": session}
+  first = rj.infer.generate(model, TOKENS[:1, :19], **say).tokens
+  second = rj.infer.generate(model, TOKENS[:1, 19:30], **say).tokens
+  so_far = np.concatenate([TOKENS[0, :19], first[0], TOKENS[0, 19:30]])
+  assert second.shape == (1, 4)
+  if text == EXTEND:
+    check_answer(text, so_far, second[0])
+
+
+@LONG
+@EACH
+def test_answers_of_a_sharded_cache_are_those_of_whole_passes(text):
+  mesh = rj.make_mesh((2,), ("seq",))
+  got = rj.infer.generate(
+    model_of(text), TOKENS[:, :21], max_new_tokens=8, mesh=mesh
+  )
+  for prompt, answer in zip(TOKENS[:, :21], got.tokens, strict=True):
+    check_answer(text, prompt, answer)
+
+
+@LONG
+@EACH
+def test_answers_of_an_engine_are_those_of_whole_passes(text):
+  prompts = [TOKENS[0, :21], TOKENS[1, :9]]
+  with rj.serve.Engine(model_of(text), rows=2, capacity=128) as engine:
+    handles = [
+      engine.submit(rj.serve.Request(prompt=p.tolist(), max_new_tokens=6))
+      for p in prompts
+    ]
+    for prompt, handle in zip(prompts, handles, strict=True):
+      check_answer(text, prompt, np.asarray(handle.result().tokens))
+
+
+@EACH
+@pytest.mark.parametrize("kind", ["unrotated", "sinks:budget=16"])
+def test_caches_that_score_or_rotate_keys_are_refused(text, kind):
+  with pytest.raises(OptionError, match="folded positions.*dense, int8"):
+    model_of(text).init_cache(1, 32, kind=kind)
+
+
+@EACH
+def test_codes_of_keys_stay_close(text):
+  exact = rj.infer.generate(model_of(text), TOKENS[:, :21], max_new_tokens=1)
+  coded = rj.infer.generate(
+    model_of(text), TOKENS[:, :21], max_new_tokens=1, cache_kind="int8"
+  )
+  assert exact.tokens.shape == coded.tokens.shape
+
+
+@EACH
+def test_trees_of_drafted_tokens_are_refused(text):
+  model = model_of(text)
+  _, cache = model(TOKENS[:, :8], cache=model.init_cache(2, 32))
+  with pytest.raises(OptionError, match="a tree of drafted tokens"):
+    model(TOKENS[:, 8:11], cache=cache, parents=np.array([-1, 0, 0], np.int32))
+
+
+def test_a_published_config_folds_by_its_own_sizes(tmp_path):
+  config = {
+    **CONFIG,
+    "max_position_embeddings": 64,
+    "dual_chunk_attention_config": {
+      "chunk_size": 10,
+      "local_size": 3,
+      "original_max_position_embeddings": 16,
+    },
+  }
+  plain = rj.models.create(config)
+  with pytest.raises(PromptError, match="--rope_scaling=dual_chunk"):
+    rj.infer.generate(plain, TOKENS[:1, :20], max_new_tokens=1)
+  rj.models.save(plain, tmp_path / "plain")
+  model = rj.models.load(tmp_path / "plain", rope_scaling="dual_chunk")
+  assert plain.config.longest == 10 and model.config.longest == 64
+  rj.models.save(model, tmp_path / "folded")
+  again = rj.models.load(tmp_path / "folded")
+  assert again.config == model.config
+  np.testing.assert_array_equal(again(TOKENS), model(TOKENS))
+  with pytest.raises(ConfigError, match="made for dual chunk attention"):
+    rj.models.load(tmp_path / "plain", rope_scaling="yarn:factor=2")
+  with pytest.raises(ConfigError, match="folded already"):
+    rj.models.load(tmp_path / "folded", rope_scaling="yarn:factor=2")
+
+
+def test_sizes_that_are_not_passed_follow_from_the_context():
+  config = {**CONFIG, "max_position_embeddings": 1024}
+  folded = lambda text: rj.models.read_config(
+    extended_config(config, context_extension(text))
+  )[0]
+  dual = folded("dual_chunk:factor=4")
+  positions = dual.layers[0].attention.positions
+  assert (positions.chunk_size, positions.local_size) == (768, 64)
+  assert dual.longest == 4096
+  extend = folded("self_extend:factor=4")
+  positions = extend.layers[0].attention.positions
+  # (4095 // 5) + 256 - 51 is the largest distance; 4 would exceed 1,023.
+  assert (positions.window, positions.group) == (256, 6)
+  farthest = 4095 // 6 + 256 - 256 // 6
+  assert farthest < 1024 <= 4095 // 5 + 256 - 256 // 5
+
+
+@pytest.mark.parametrize(
+  ("text", "match"),
+  [
+    ("dual_chunk", "dual_chunk without a factor"),
+    ("dual_chunk:factor=4,chunk_size=10,local_size=9", "local_size"),
+    ("self_extend:factor=4,window=16", "a smaller window"),
+    ("self_extend:factor=4,group=2,window=6", "a larger group or none"),
+    ("self_extend:factor=4,window=0", "window"),
+    ("self_extend", "without a factor"),
+  ],
+)
+def test_sizes_that_do_not_fit_are_refused(text, match):
+  with pytest.raises((OptionError, ConfigError), match=match):
+    extended_config(CONFIG, context_extension(text))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt2", "bloom", "mistral"])
+def test_layers_that_cannot_be_folded_are_refused(name):
+  config = checkpoints.config(name)
+  if name == "deepseek_v3":
+    config["rope_parameters"] = {"rope_theta": 1e4}
+  with pytest.raises((OptionError, ConfigError)):
+    extended_config(config, context_extension("self_extend:factor=2"))
+
+
+def test_windows_keep_their_layers_and_their_rotation():
+  config = checkpoints.config("gemma3_text")
+  config["rope_parameters"]["full_attention"] = {"rope_theta": 1e6}
+  before, _ = rj.models.read_config(config)
+  after, _ = rj.models.read_config(
+    extended_config(config, context_extension("self_extend:factor=2"))
+  )
+  for old, new in zip(before.layers, after.layers, strict=True):
+    assert (old == new) == (old.attention.reach is not None)
+
+
+def test_other_ways_to_run_a_model_are_refused():
+  with pytest.raises(OptionError, match="FoldedAttention"):
+    rj.infer.generate(
+      model_of(DUAL), TOKENS[:1, :9], max_new_tokens=1,
+      attention_fn=jax.nn.dot_product_attention,
+    )  # fmt: skip

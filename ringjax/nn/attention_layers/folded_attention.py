@@ -165,7 +165,7 @@ class FoldedAttention(Attention):
 
   @classmethod
   def of(
-    cls, attention: Attention, positions: DualChunk | SelfExtend
+    cls, attention: Any, positions: DualChunk | SelfExtend
   ) -> FoldedAttention:
     """Fold the positions of a layer.
 
