@@ -78,8 +78,8 @@ def text_of(
   answers: dict[str, tuple[int, int]] = {}
   for depth, number in _NUMBERS.items():
     name = f"{depth:.0%}"
-    asked = f"\nThe secret number of box {int(100 * depth)} is"
-    questions += encode(asked)
+    question = f"\nThe secret number of box {int(100 * depth)} is"
+    questions += encode(question)
     digits = encode(f" {number}")
     answers[name] = (len(questions), len(questions) + len(digits))
     questions += digits + encode(".\n")
@@ -163,9 +163,9 @@ def main() -> None:
     "model": flags.model, "tokens": count, "context": context, "ways": {},
   }  # fmt: skip
   if flags.out is not None and os.path.exists(flags.out):
-    known = json.loads(pathlib.Path(flags.out).read_text("utf-8"))
-    if all(known[k] == record[k] for k in ("model", "tokens", "context")):
-      record = known
+    earlier = json.loads(pathlib.Path(flags.out).read_text("utf-8"))
+    if all(earlier[k] == record[k] for k in ("model", "tokens", "context")):
+      record = earlier
   factor = max(2, -(-count // context))
   for way in flags.ways.split(","):
     if way not in record["ways"]:

@@ -296,11 +296,11 @@ class SelfExtendExtension(ContextExtension):
     positive_int("window", window)
     context = self.context(original)
     # A query at the last position sees the first key at this distance.
-    fits = lambda group: (
+    within_original = lambda group: (
       (context - 1) // group + window - window // group < original
     )
     groups = [self.group] if self.group is not None else range(1, context + 1)
-    group = next((g for g in groups if g > 0 and fits(g)), None)
+    group = next((g for g in groups if g > 0 and within_original(g)), None)
     if group is None:
       raise OptionError(
         "rope_scaling",
@@ -469,7 +469,7 @@ def full_rope(config: TransformerConfig) -> Rope:
   """The rotary embedding of the layers with full attention, else of all.
 
   Raises:
-    ConfigError: If there is none, or several.
+    ConfigError: If it has no such embedding, or several.
   """
   if config.positions is not None:
     raise ConfigError(
@@ -534,12 +534,14 @@ def _check_kind(
     return
   if kind is not Unscaled or entry.get("alpha") is not None:
     got = entry.get("rope_type") or entry.get("type") or kind.__name__.lower()
-    same = f"{got}:factor=8" if got in _KINDS and "alpha" not in entry else None
+    remedy = (
+      f"{got}:factor=8" if got in _KINDS and "alpha" not in entry else None
+    )
     raise ConfigError(
       "rope_scaling",
       f"{extension.name!r} for a model that has {got!r} already",
       "the same kind, which replaces it, or 'ntk', which is added to it",
-      f"pass {same or 'ntk:factor=2'}; the model was trained with its scaling",
+      f"pass {remedy or 'ntk:factor=2'}; training was with its own scaling",
     )
 
 
@@ -565,8 +567,8 @@ def _original_context(
     return old.max_positions
   if isinstance(scaling, Linear) and scaling.original is None:
     return round((old.longest or old.max_positions) / scaling.factor)
-  known: Any = scaling
-  return known.original
+  scaled: Any = scaling
+  return scaled.original
 
 
 def _set_base(
@@ -605,14 +607,14 @@ def _scaled_entry(
   entry: Mapping[str, Any], extension: ContextExtension, rope: Rope
 ) -> dict[str, Any]:
   """Settings of the rotary embedding, with those of the scaling."""
-  kept = dict(entry)
+  settings = dict(entry)
   old = rope.scaling
   if type(old) is Unscaled:
-    kept = {k: x for k, x in kept.items() if k not in _OF_SCALING}
+    settings = {k: x for k, x in settings.items() if k not in _OF_SCALING}
   # It follows from the factor, unless it is passed.
-  kept.pop("attention_factor", None)
-  kept.pop("type", None)
-  scaled = kept | {"rope_type": extension.name} | extension.entry
+  settings.pop("attention_factor", None)
+  settings.pop("type", None)
+  scaled = settings | {"rope_type": extension.name} | extension.entry
   if isinstance(extension, Llama3Extension):
     low, high = (old.low, old.high) if isinstance(old, Llama3) else (1.0, 4.0)
     scaled.setdefault("low_freq_factor", low)

@@ -879,8 +879,8 @@ class MultiMaster(CachedAttention):
 
 def _reads_otherwise(view: KVView) -> bool:
   """Whether a view's keys are not seen by the call's coordinates and mask."""
-  own = view.mask is not None or view.queries is not None
-  return own or isinstance(view, ApartView)
+  differs = view.mask is not None or view.queries is not None
+  return differs or isinstance(view, ApartView)
 
 
 # Attention of a model; at run time also a wrapper of one of these, for

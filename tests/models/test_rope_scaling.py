@@ -64,7 +64,7 @@ QUICK = ("llama2 yarn", "llama2 dynamic", "gemma3_text yarn")
 
 
 def fixture(case):
-  """What transformers computes: tokens, logits of some, cosines and sines."""
+  """Read tokens, logits of some, cosines and sines of transformers."""
   with np.load(FIXTURE) as file:
     return {
       key: file[f"{case}: {key}"] for key in ("tokens", "logits", "cos", "sin")
@@ -115,12 +115,12 @@ def test_logits_are_those_of_transformers(case, tmp_path):
 @pytest.mark.parametrize("name", ["llama2", "gemma3_text", "qwen2", "olmo3"])
 def test_layers_with_a_window_keep_their_rotation(name, spelling):
   config = checkpoints.config(name, spelling)
-  before, _ = rj.models.read_config(config)
+  plain, _ = rj.models.read_config(config)
   text = "linear:factor=32" if name == "gemma3_text" else "yarn:factor=4"
   if name == "olmo3":
     text = "yarn:factor=16"
-  after, _, _ = read_extended(config, text)
-  pairs = list(zip(before.layers, after.layers, strict=True))
+  scaled, _, _ = read_extended(config, text)
+  pairs = list(zip(plain.layers, scaled.layers, strict=True))
   nested = name in ("gemma3_text", "olmo3")
   for old, new in pairs:
     windowed = nested and old.attention.reach is not None

@@ -242,7 +242,7 @@ def test_answers_of_unequal_rows_are_those_of_whole_passes(text, options):
 @EACH
 def test_a_second_turn_continues_the_first(text):
   session = rj.infer.Session(model_of(text), 64)
-  model, say = model_of(text), {"max_new_tokens": 4, "session": session}
+  model, say = model_of(text), {"max_new_tokens": 4, "cache": session}
   first = rj.infer.generate(model, TOKENS[:1, :19], **say).tokens
   second = rj.infer.generate(model, TOKENS[:1, 19:30], **say).tokens
   so_far = np.concatenate([TOKENS[0, :19], first[0], TOKENS[0, 19:30]])
@@ -255,9 +255,8 @@ def test_a_second_turn_continues_the_first(text):
 @EACH
 def test_answers_of_a_sharded_cache_are_those_of_whole_passes(text):
   mesh = rj.make_mesh((2,), ("seq",))
-  got = rj.infer.generate(
-    model_of(text), TOKENS[:, :21], max_new_tokens=8, mesh=mesh
-  )
+  model = rj.models.place(model_of(text), mesh)
+  got = rj.infer.generate(model, TOKENS[:, :21], max_new_tokens=8, mesh=mesh)
   for prompt, answer in zip(TOKENS[:, :21], got.tokens, strict=True):
     check_answer(text, prompt, answer)
 
@@ -370,11 +369,11 @@ def test_layers_that_cannot_be_folded_are_refused(name):
 def test_windows_keep_their_layers_and_their_rotation():
   config = checkpoints.config("gemma3_text")
   config["rope_parameters"]["full_attention"] = {"rope_theta": 1e6}
-  before, _ = rj.models.read_config(config)
-  after, _ = rj.models.read_config(
+  plain, _ = rj.models.read_config(config)
+  folded, _ = rj.models.read_config(
     extended_config(config, context_extension("self_extend:factor=2"))
   )
-  for old, new in zip(before.layers, after.layers, strict=True):
+  for old, new in zip(plain.layers, folded.layers, strict=True):
     assert (old == new) == (old.attention.reach is not None)
 
 

@@ -217,7 +217,7 @@ def experts(
 
 
 def _folding(r: ConfigReader) -> tuple[DualChunk | SelfExtend | None, int]:
-  """How a config folds positions, and the original context of its keys' scale.
+  """Read the folding of positions, and the original context of keys' scale.
 
   The key `position_folding` is this package's own, see `models.rope_scaling`;
   the sizes of dual chunk attention are in the published one.

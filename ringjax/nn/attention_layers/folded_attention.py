@@ -59,7 +59,7 @@ from ringjax.ops.softmax import Partial, add_sink, finalize, merge
 QueryClass = tuple[Rope, Mask]
 
 
-def _folded(rope: Rope, **fold: int | None) -> FoldedRope:
+def _folded(rope: Rope, **fold: int) -> FoldedRope:
   """The rotation of a model by folded positions."""
   fields = {f.name: getattr(rope, f.name) for f in dataclasses.fields(Rope)}
   return FoldedRope(**fields, fold=PositionFold(**fold))
@@ -101,15 +101,15 @@ class DualChunk:
 
   def query_classes(self, rope: Rope) -> tuple[QueryClass, ...]:
     """Rotations of the queries; the first is that of the nearest keys."""
-    chunk, most = self.length, self.chunk_size
+    chunk, longest = self.length, self.chunk_size
     return (
       (_folded(rope, modulo=chunk), Chunked(chunk)),
       (
-        _folded(rope, modulo=chunk, shift=chunk, most=most),
+        _folded(rope, modulo=chunk, shift=chunk, most=longest),
         ChunksBack(chunk, 1, 1),
       ),
       (
-        _folded(rope, modulo=1, shift=min(2 * chunk - 1, most)),
+        _folded(rope, modulo=1, shift=min(2 * chunk - 1, longest)),
         ChunksBack(chunk, 2),
       ),
     )
@@ -158,7 +158,7 @@ class FoldedAttention(Attention):
   """Grouped-query attention of one layer by folded positions.
 
   Attributes:
-    positions: How positions are folded.
+    positions: Rule by which positions are folded.
   """
 
   positions: DualChunk | SelfExtend
@@ -226,6 +226,7 @@ class FoldedAttention(Attention):
 
   def cache_shape(self, layers: int) -> LayerCacheSpec:
     shape = super().cache_shape(layers)
+    assert shape.reading is not None
     # Keys are stored rotated: no cache rotates them.
     reading = dataclasses.replace(shape.reading, rope=None)
     return dataclasses.replace(
@@ -239,7 +240,8 @@ class FoldedAttention(Attention):
 class FoldedQuery(GroupedQuery):
   """The module of `FoldedAttention`."""
 
-  spec: FoldedAttention
+  # Any: of the base class's attributes this one has a narrower type.
+  spec: Any
 
   def __call__(
     self,
@@ -305,9 +307,9 @@ class FoldedQuery(GroupedQuery):
 
     Positions that are data are unknown: all classes are computed.
     """
-    whole = isinstance(attend, ContextParallel) and attend.around is None
+    sees_all = isinstance(attend, ContextParallel) and attend.around is None
     tokens_at_most = self.spec.positions.plain_tokens
-    return whole and tokens.derived and length <= tokens_at_most
+    return sees_all and tokens.derived and length <= tokens_at_most
 
 
 def _beside(
@@ -353,7 +355,7 @@ def refuse_folded(
     layers: Layers of the model.
     name: Name of the argument, for the error.
     got: Description of what came.
-    remedy: What to do.
+    remedy: Advice, for the error.
 
   Raises:
     OptionError: If a layer has folded positions.
