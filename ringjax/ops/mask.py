@@ -455,14 +455,15 @@ class Beyond(Mask):
     return None, 0
 
   def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
-    return k.pos <= moved(q.pos, -self.size)
+    # Shifted positions are clipped: no key is before the first one of int32.
+    return k.pos < moved(q.pos, 1 - self.size)
 
   def bound(
     self, q: Extent, k: Extent
   ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
     return (
-      k.first <= moved(q.last, -self.size),
-      k.last <= moved(q.first, -self.size),
+      k.first < moved(q.last, 1 - self.size),
+      k.last < moved(q.first, 1 - self.size),
     )
 
 
