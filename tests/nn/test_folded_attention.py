@@ -11,6 +11,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import ConfigError, OptionError, PromptError
+from ringjax.infer import layerwise
 from ringjax.models.hf.tensors import parameters
 from ringjax.models.rope_scaling import context_extension, extended_config
 from tests import checkpoints
@@ -150,6 +151,8 @@ def test_logits_are_those_of_the_paper(text):
   assert np.abs(got - plain).max() > 0.1
 
 
+@LONG
+@pytest.mark.long_cases(2)
 @EACH
 @pytest.mark.parametrize("length", [6, 8, 15])
 def test_logits_at_the_borders_of_chunks(text, length):
@@ -173,11 +176,13 @@ def test_chunks_without_a_local_part_and_without_a_scale():
   assert not any(rope.scaling.by_length for rope in model.config.ropes)
 
 
+@pytest.mark.long_cases(2)
 @EACH
 @pytest.mark.parametrize(
   ("strategy", "layout"),
   [
-    ("ring", rj.Striped()),
+    pytest.param("ring", rj.Striped(), marks=LONG),
+    pytest.param("chain", rj.Contiguous(), marks=LONG),
     pytest.param("ring", rj.Contiguous(), marks=LONG),
     pytest.param("gather", rj.Contiguous(), marks=LONG),
     pytest.param("ulysses", rj.Contiguous(), marks=LONG),
@@ -218,12 +223,13 @@ def check_answer(text, prompt, answer):
   np.testing.assert_array_equal(logits[len(prompt) - 1 : -1].argmax(-1), answer)
 
 
+@pytest.mark.long_cases(3)
 @EACH
 @pytest.mark.parametrize(
   "options",
   [
-    {},
-    {"prefill": "chunked", "chunk": 8},
+    pytest.param({}, marks=LONG),
+    pytest.param({"prefill": "chunked", "chunk": 8}, marks=LONG),
     pytest.param({"cache_kind": "paged"}, marks=LONG),
     pytest.param({"speculate": "lookup"}, marks=LONG),
   ],
@@ -281,15 +287,19 @@ def test_caches_that_score_or_rotate_keys_are_refused(text, kind):
     model_of(text).init_cache(1, 32, kind=kind)
 
 
+@LONG
 @EACH
 def test_codes_of_keys_stay_close(text):
-  exact = rj.infer.generate(model_of(text), TOKENS[:, :21], max_new_tokens=1)
-  coded = rj.infer.generate(
-    model_of(text), TOKENS[:, :21], max_new_tokens=1, cache_kind="int8"
-  )
-  assert exact.tokens.shape == coded.tokens.shape
+  model, prompt = model_of(text), TOKENS[:, :21]
+  logits = {}
+  for kind in ("dense", "int8"):
+    _, cache = model(prompt, cache=model.init_cache(2, 32, kind=kind))
+    logits[kind] = np.asarray(model(TOKENS[:, 21:22], cache=cache)[0])
+  close(logits["int8"], logits["dense"], 0.2)
+  assert np.abs(logits["int8"] - logits["dense"]).max() > 0
 
 
+@LONG
 @EACH
 def test_trees_of_drafted_tokens_are_refused(text):
   model = model_of(text)
@@ -298,6 +308,7 @@ def test_trees_of_drafted_tokens_are_refused(text):
     model(TOKENS[:, 8:11], cache=cache, parents=np.array([-1, 0, 0], np.int32))
 
 
+@LONG
 def test_a_published_config_folds_by_its_own_sizes(tmp_path):
   config = {
     **CONFIG,
@@ -375,6 +386,16 @@ def test_windows_keep_their_layers_and_their_rotation():
   )
   for old, new in zip(plain.layers, folded.layers, strict=True):
     assert (old == new) == (old.attention.reach is not None)
+
+
+def test_contexts_that_are_encoded_apart_are_refused():
+  with pytest.raises(OptionError, match="encoded apart.*folded positions"):
+    rj.infer.contexts.ContextLibrary(model_of(EXTEND))
+
+
+def test_layers_in_parts_are_refused():
+  with pytest.raises(ConfigError, match="layer 0 is FoldedAttention"):
+    layerwise.check_layers(model_of(DUAL).config)
 
 
 def test_other_ways_to_run_a_model_are_refused():

@@ -86,6 +86,8 @@ class FunctionAttention(CachedAttention):
       row n there; None where tables say in which page each row begins.
   """
 
+  takes_classes = False
+
   function: DenseFunction
   reach: int = 0
   stride: int | None = None
