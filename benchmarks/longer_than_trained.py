@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int
 
 import ringjax as rj
 from ringjax.bench import timing
@@ -59,7 +60,7 @@ def _read(
 
 def text_of(
   tokenizer: Tokenizer, count: int
-) -> tuple[np.ndarray, dict[str, slice]]:
+) -> tuple[Int[np.ndarray, " T"], dict[str, slice]]:
   """The text, with numbers in it and questions at its end.
 
   Returns:
@@ -94,7 +95,9 @@ def text_of(
   return np.asarray(parts + questions, np.int32), spans
 
 
-def losses_of(model: rj.models.Transformer, ids: np.ndarray) -> np.ndarray:
+def losses_of(
+  model: rj.models.Transformer, ids: Int[np.ndarray, " T"]
+) -> Float[np.ndarray, " _"]:
   """Loss of each token of a text but the first, in nats."""
   cache = model.init_cache(1, ids.size)
   losses = []

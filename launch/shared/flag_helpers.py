@@ -11,7 +11,6 @@ from absl import flags
 
 from ringjax import fetched_models
 from ringjax.config import Config, named_twice
-from ringjax.models.rope_scaling import context_extension
 
 # Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
@@ -77,6 +76,9 @@ class _RopeScaling(flags.ArgumentParser):
   """Parser of a scaling, which is refused before a model is loaded."""
 
   def parse(self, argument: str) -> str:
+    # Imported on use: scripts that load no model have no flax.
+    from ringjax.models.rope_scaling import context_extension
+
     context_extension(argument, "--rope_scaling")
     return argument
 

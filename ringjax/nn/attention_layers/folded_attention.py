@@ -165,7 +165,7 @@ class FoldedAttention(Attention):
 
   @classmethod
   def of(
-    cls, attention: Any, positions: DualChunk | SelfExtend
+    cls, attention: object, positions: DualChunk | SelfExtend
   ) -> FoldedAttention:
     """Fold the positions of a layer.
 
@@ -174,7 +174,7 @@ class FoldedAttention(Attention):
         alone.
     """
     got = None
-    if type(attention) is not Attention:
+    if not isinstance(attention, Attention) or isinstance(attention, cls):
       got = f"a layer of {type(attention).__name__}"
     elif attention.rope is None:
       got = "a layer without a rotation"
@@ -240,8 +240,11 @@ class FoldedAttention(Attention):
 class FoldedQuery(GroupedQuery):
   """The module of `FoldedAttention`."""
 
-  # Any: of the base class's attributes this one has a narrower type.
-  spec: Any
+  @property
+  def folded(self) -> FoldedAttention:
+    """Parameters of the layer."""
+    assert isinstance(self.spec, FoldedAttention)
+    return self.spec
 
   def __call__(
     self,
@@ -252,7 +255,7 @@ class FoldedQuery(GroupedQuery):
   ) -> tuple[Float[Array, "B T D"], LayerCache]:
     """[B, T, D] and the layer's cache with this call's keys."""
     _check(attend, tokens)
-    spec = self.spec
+    spec = self.folded
     q, k, v = attend.rows(self._maps, x)
     v = self.v_norm(v)
     if spec.value_scale != 1.0:
@@ -283,7 +286,7 @@ class FoldedQuery(GroupedQuery):
     attend: Any,
   ) -> Float[Array, "B T N J"]:
     """Attention of all classes."""
-    spec = self.spec
+    spec = self.folded
     extras = Extras(
       scale=spec.logit_scale, soft_cap=spec.soft_cap, residual=True
     )
@@ -308,7 +311,7 @@ class FoldedQuery(GroupedQuery):
     Positions that are data are unknown: all classes are computed.
     """
     sees_all = isinstance(attend, ContextParallel) and attend.around is None
-    tokens_at_most = self.spec.positions.plain_tokens
+    tokens_at_most = self.folded.positions.plain_tokens
     return sees_all and tokens.derived and length <= tokens_at_most
 
 
