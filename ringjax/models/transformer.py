@@ -154,7 +154,7 @@ class TransformerConfig:
     return longest
 
   def longer_context_remedy(self, total: int) -> str:
-    """What to pass for a text of `total` tokens beyond `longest`."""
+    """Advice for a text of `total` tokens beyond `longest`, for errors."""
     if self.bound == "dual_chunk_attention_config":
       return (
         "the model's dual chunk attention (--rope_scaling=dual_chunk, or "

@@ -437,8 +437,8 @@ class ChunksBack(Mask):
     q0, q1 = (_chunk(x, self.size) for x in (q.first, q.last))
     k0, k1 = (_chunk(x, self.size) for x in (k.first, k.last))
     nearest, farthest = q0 - k1, q1 - k0
-    some = self._within(nearest, farthest)
-    return some, self._within(farthest, nearest)
+    any_allowed = self._within(nearest, farthest)
+    return any_allowed, self._within(farthest, nearest)
 
 
 @_mask

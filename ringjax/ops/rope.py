@@ -389,19 +389,23 @@ class PositionFold:
     modulo: Number of positions after which they begin again; None: never.
     divisor: Number of positions that become one.
     shift: Number that is added.
-    most: Largest position; None: no limit.
+    largest: Largest position; None: no limit.
   """
 
   modulo: int | None = None
   divisor: int = 1
   shift: int = 0
-  most: int | None = None
+  largest: int | None = None
 
   def __call__(self, positions: Int[Array, "#B T"]) -> Int[Array, "#B T"]:
     if self.modulo is not None:
       positions = positions % self.modulo
     positions = positions // self.divisor + self.shift
-    return positions if self.most is None else jnp.minimum(positions, self.most)
+    return (
+      positions
+      if self.largest is None
+      else jnp.minimum(positions, self.largest)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -175,5 +175,5 @@ def _original(config: TransformerConfig, method: str) -> int:
       f"one without, or with {method}",
       "pass method='theta' or None",
     )
-  known: Any = scaling
-  return known.original or round(config.max_positions / known.factor)
+  scaled: Any = scaling
+  return scaled.original or round(config.max_positions / scaled.factor)

@@ -105,7 +105,7 @@ class DualChunk:
     return (
       (_folded(rope, modulo=chunk), Chunked(chunk)),
       (
-        _folded(rope, modulo=chunk, shift=chunk, most=longest),
+        _folded(rope, modulo=chunk, shift=chunk, largest=longest),
         ChunksBack(chunk, 1, 1),
       ),
       (
