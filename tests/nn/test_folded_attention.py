@@ -230,7 +230,7 @@ def check_answer(text, prompt, answer):
   [
     pytest.param({}, marks=LONG),
     pytest.param({"prefill": "chunked", "chunk": 8}, marks=LONG),
-    pytest.param({"cache_kind": "paged"}, marks=LONG),
+    pytest.param({"cache_kind": "windowed"}, marks=LONG),
     pytest.param({"speculate": "lookup"}, marks=LONG),
   ],
   ids=str,
