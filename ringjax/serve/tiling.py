@@ -48,6 +48,22 @@ def prompt_tiles(
   return tile_sizes(requested, config.piece) if requested else ()
 
 
+def reason_for_two_calls(config: EngineConfig, tiles: tuple[int, ...]) -> str:
+  """Reason for which a step's answers and prompts are two calls, or "".
+
+  Args:
+    config: Options of the engine.
+    tiles: Sizes of the tiles of prompts.
+  """
+  if not tiles:
+    return "a call for prompts of one tile, which takes the time of its room"
+  if config.layer_parts > 1:
+    return "layer_parts, which makes several programs of a call for prompts"
+  if config.speculate is not None:
+    return "speculate, whose calls for answers check drafts"
+  return ""
+
+
 def _reason_for_one_tile(
   model: Transformer,
   config: EngineConfig,
