@@ -734,7 +734,7 @@ class ModelCall(NamedTuple):
 def forward_calls(
   model: Transformer, attend: ShardingContext, calls: Sequence[ModelCall]
 ) -> tuple[list[Float[Array, "B *D"]], Any]:
-  """Runs the layers for several calls, each layer for one call after the other.
+  """Runs the layers for several calls, one call after another in each layer.
 
   Returns:
     (output of the last layer for a token of each row of each call, new cache).

@@ -440,9 +440,7 @@ class Stack(nnx.Module):
           if cache.tiles:
             x, parts = over_tiles(run_layer, x, tokens, parts, cache)
           elif cache.present is not None:
-            x, parts = where_present(
-              run_layer, x, tokens, parts, cache.present
-            )
+            x, parts = where_present(run_layer, x, tokens, parts, cache.present)
           else:
             x, parts = run_layer(x, tokens, parts)
           if any(next_keys):
@@ -575,12 +573,12 @@ def _joint_slots(
   slots: Sequence[Sequence[Any]], call: int, position: int, borrows: bool
 ) -> tuple[Any, ...]:
   """A layer's arrays of a call, with those that it borrows."""
-  own = slots[call][position]
+  call_slots = slots[call][position]
   if not borrows:
-    return own
+    return call_slots
   lent = slots[call - 1][position]
   return tuple(
-    b if a is None else a for a, b in zip(own, lent, strict=True)
+    b if a is None else a for a, b in zip(call_slots, lent, strict=True)
   )
 
 
@@ -597,8 +595,7 @@ def _put_slots(
     return
   is_borrowed = [a is None for a in slots[call][position]]
   choose = lambda old, lent: tuple(
-    n if b == lent else o
-    for o, n, b in zip(old, new, is_borrowed, strict=True)
+    n if b == lent else o for o, n, b in zip(old, new, is_borrowed, strict=True)
   )
   slots[call - 1][position] = choose(slots[call - 1][position], True)
   slots[call][position] = choose(slots[call][position], False)

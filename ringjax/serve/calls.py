@@ -1,8 +1,9 @@
 """The two calls of an engine: their arguments, and what they compute.
 
-Guarantees: a call has the same shape for any work, so that each of the two is
-compiled once (that of prompts once for each part of the layers), and so are the
-copies of forked rows; the result of a row depends on no other row.
+Guarantees: a call has the same shape for any work, so that `compute_step`,
+which is both, is compiled once, or each of the two (that of prompts once for
+each part of the layers), and so are the copies of forked rows; the result of a
+row depends on no other row.
 Cost: the host writes a few numbers for each row; tiles that rows share are
 recomputed only when they have changed. A call for prompts that is cut into
 tiles takes the time of the tiles that it holds, another the time of its room.
@@ -255,9 +256,7 @@ def _chosen(
   )
 
 
-def _with_choice(
-  board: RowBoard, call: CallArrays, choice: Choice
-) -> RowBoard:
+def _with_choice(board: RowBoard, call: CallArrays, choice: Choice) -> RowBoard:
   """Board with the tokens of the rows that choose one."""
   # A row whose logits are not finite ends, so its state is not updated.
   chooses = call.chooses & (choice.token != NOT_FINITE)

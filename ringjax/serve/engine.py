@@ -1346,9 +1346,7 @@ class Engine:
       stride=self._rows.space.each if fixed else None,
     )
 
-  def _allowed(
-    self, batch: int, rows: Sequence[tuple[int, ServedRow]]
-  ) -> Any:
+  def _allowed(self, batch: int, rows: Sequence[tuple[int, ServedRow]]) -> Any:
     """Mask of allowed next tokens, bool [B, V]."""
     allowed = None
     for n, row in rows:

@@ -227,7 +227,7 @@ class PooledCache(CallCache):
     return PooledLayer(self, slots, index, kind, self.pool._group(kind))
 
   def borrowing(self) -> PooledCache:
-    """This cache as that of the second call of a program, see `borrows`."""
+    """Cache for the second call of a program, see `borrows`."""
     slots = tuple(x if isinstance(x, State) else None for x in self.slots)
     return dataclasses.replace(self, slots=slots, borrows=True)
 
