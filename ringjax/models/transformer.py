@@ -733,7 +733,7 @@ class ModelCall(NamedTuple):
 
 def forward_calls(
   model: Transformer, attend: ShardingContext, calls: Sequence[ModelCall]
-) -> tuple[list[Float[Array, "B *D"]], Any]:
+) -> tuple[list[Float[Array, "B *_ D"]], Any]:
   """Runs the layers for several calls, one call after another in each layer.
 
   Returns:

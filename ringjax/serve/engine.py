@@ -535,7 +535,7 @@ class Engine:
     tiles = prompt_tiles(
       self.model, config, self._attend, sizes.platform, self._function
     )
-    self.calls_apart = reason_for_two_calls(config, tiles)
+    self.calls_apart = reason_for_two_calls(config, tiles, sizes.platform)
     self._calls = CallBuilder(
       self.scheduler,
       self.vocab,

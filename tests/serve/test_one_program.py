@@ -9,6 +9,8 @@ import pytest
 import ringjax as rj
 from ringjax.serve import Engine, Request
 from ringjax.serve.calls import check_drafts, compute, compute_step
+from ringjax.serve.engine_config import EngineConfig
+from ringjax.serve.tiling import reason_for_two_calls
 
 LONG, SLOW = pytest.mark.long, pytest.mark.slow
 
@@ -180,6 +182,11 @@ def test_what_keeps_two_calls_is_named(loaded, family, options, reason):
     )
     model, options = rj.models.place(model, mesh), dict(mesh=mesh)
   assert reason in engine(model, **options).calls_apart
+
+
+def test_accelerators_keep_two_calls():
+  assert "copies" in reason_for_two_calls(EngineConfig(), (16,), "tpu")
+  assert not reason_for_two_calls(EngineConfig(), (16,), "cpu")
 
 
 @pytest.mark.long
