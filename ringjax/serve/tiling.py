@@ -1,4 +1,4 @@
-"""Tiles in which an engine's calls pass through the layers, and their number.
+"""Sizes of the tiles of an engine's calls, and whether a step is one program.
 
 Guarantees: a size follows from the engine's model, options and devices, never
 from its requests, so that a request's numbers are the same whatever else a call
