@@ -374,12 +374,22 @@ def _fold(
   pages: Sequence[Any],
   pages_per_tile: int,
   sums: tuple[Any, ...],
-  allowed: Bool[Array, "n s"] | None,
+  allowed: Bool[Array, "#n s"] | None,
+  seen: Bool[Array, "s 1"] | None = None,
 ) -> None:
   """Fold a tile into the sums, references [heads, n, ...].
 
-  `allowed` is None where all queries see all slots. Finite numbers then pass
-  the same operations, so that their sums have the same bits.
+  Finite numbers have the same bits whatever the masks are.
+
+  Args:
+    scores: Score function.
+    q_ref: Queries of each head.
+    pages: Pages of keys and of values.
+    pages_per_tile: Number of pages of a tile.
+    sums: References to the sums.
+    allowed: Slots that each query sees, or None for all.
+    seen: Slots that all queries see, where they see the same; others have
+      values that may be no numbers.
   """
   acc_ref, m_ref, l_ref = sums
   for head in range(acc_ref.shape[0]):
@@ -387,7 +397,10 @@ def _fold(
     k, v = decoder_tpu.join_pages(pages, pages_per_tile, head, q.dtype)
     dot = tile_ops.dot(q, k, tile_ops.NT)
     s, c = tile_ops.power(scores, dot, None, decoder_tpu.no_distances)
-    if allowed is not None:
+    if seen is not None:
+      v = jnp.where(seen, v, jnp.zeros_like(v))
+      s = jnp.where(allowed, s, -jnp.inf)
+    elif allowed is not None:
       v, nan_flags = tile_ops.cleaned(v)
       s = jnp.where(allowed, s + nan_flags, -jnp.inf)
     old_m = m_ref[head, :, 0:1]
@@ -464,16 +477,16 @@ def _row_kernel(
 
   @pl.when(word & tile_ops.MASKED != 0)
   def _() -> None:
-    if one_position:
-      row, column_shape = tile_ops.row_of(word), (q_ref.shape[2], 1)
-      rows = Coords(
-        jnp.full(column_shape, pos[row]), jnp.full(column_shape, seg[row])
-      )
-    else:
-      rows = Coords(q_at[0, :, 0:1], q_at[0, :, 1:2])
     columns = Coords(k_at[0, 0, 0:1, :], k_at[0, 0, 1:2, :])
-    allowed = visible(_mask(structure, leaves), rows, columns)
-    fold_row(allowed)
+    if not one_position:
+      rows = Coords(q_at[0, :, 0:1], q_at[0, :, 1:2])
+      fold_row(visible(_mask(structure, leaves), rows, columns))
+      return
+    row = tile_ops.row_of(word)
+    queries = Coords(jnp.full((1, 1), pos[row]), jnp.full((1, 1), seg[row]))
+    allowed = visible(_mask(structure, leaves), queries, columns)
+    seen = tile_ops.column(allowed.astype(jnp.float32)) > 0
+    fold_row(allowed, seen)
 
   @pl.when(word & tile_ops.FULL != 0)
   def _() -> None:
