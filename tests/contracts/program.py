@@ -414,7 +414,7 @@ PHASES = {
       options={"what": what},
       tokens=tokens,
       sends=sends,
-      large=pages if what == "prompts" else None,
+      large=pages if what in ("prompts", "step") else None,
       copies_states=True,
     )
     for what, tokens, sends in (
@@ -422,6 +422,8 @@ PHASES = {
       ("answers", 1, served),
       ("drafts", 1 + program_calls.DRAFTED, served),
       ("trees", 1 + program_calls.DRAFTED, served_trees),
+      # Tiles of all tokens of a call for prompts, and a call for answers.
+      ("step", 1 + program_calls.PIECE, served),
     )
   },
 }
