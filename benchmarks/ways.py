@@ -320,7 +320,7 @@ def _rows(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _important(flags: argparse.Namespace) -> dict[str, Any]:
-  """Times first tokens behind all of a stored prefix, and behind a quarter."""
+  """Times first tokens after all of a stored prefix, and after a quarter."""
   model = rj.models.load(flags.model, dtype="float32")
   document, question = prompts(flags.model, [flags.tokens, 24])
   room, parts = flags.tokens + 64, {}

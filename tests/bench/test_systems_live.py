@@ -107,7 +107,7 @@ PRINTED = {
         ],
       }
     ],
-    ["3 kB a token behind 512", "8.0 MB (OTHER tokens)"],
+    ["3 kB a token after 512", "8.0 MB (OTHER tokens)"],
   ),
   "vattention": (
     [
