@@ -613,17 +613,26 @@ class Engine:
   def _exact(self, rows: int, page: int, platform: str, queries: int) -> bool:
     """Whether rows get the same bits if they read shared pages together."""
     pool = self._pool
+    # Kinds of layers of different shapes.
     shapes = {
-      (rows, s.heads, s.reading.groups, s.key, s.value or s.key)
-      for s in pool.shapes
+      (rows, s.heads, s.reading.groups, s.key, s.value or s.key): n
+      for n, s in enumerate(pool.shapes)
       if isinstance(s, LayerCacheSpec) and s.reading is not None
     }
     # The kernel of this chip, if there is one, decides.
     kind = jax.devices(platform)[0].device_kind
     local = AutoKernel(platform=platform, chip=chips.machine_name(kind))
     return all(
-      sharing_is_exact(s, page, pool.dtype, platform, local.decode, queries)
-      for s in shapes
+      sharing_is_exact(
+        s,
+        page,
+        pool.dtype,
+        platform,
+        local.decode,
+        queries,
+        functools.partial(pool.encoded_view, n),
+      )
+      for s, n in shapes.items()
     )
 
   # -------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def test_a_step_compiles_one_program_whatever_it_holds(loaded):
   # Sizes that no other test has.
   at = engine(model, rows=3, pieces=3, longest=80)
   count = lambda: (compute_step._cache_size(), compute._cache_size())
-  before = count()
+  old_counts = count()
   at.submit(request(drawn(model, 40)[0], 12))
   at.run()
   at.submit(request(drawn(model, 5)[0], 12))
@@ -70,7 +70,7 @@ def test_a_step_compiles_one_program_whatever_it_holds(loaded):
     at.step()
     at.submit(request(prompt, 4))
   at.run()
-  assert count() == (before[0] + 1, before[1])
+  assert count() == (old_counts[0] + 1, old_counts[1])
 
 
 def test_prompts_at_its_side_leave_an_answer_its_bits(loaded):
@@ -104,17 +104,17 @@ def test_more_answers_keep_their_bits(loaded, family, devices, options):
 @pytest.mark.long
 def test_an_adapter_of_an_answer_is_not_that_of_the_prompts(loaded):
   model, _ = loaded("llama3")
-  how = rj.train.Lora(rank=2)
+  lora = rj.train.Lora(rank=2)
   fill = lambda x: np.asarray(
     np.random.default_rng(1).standard_normal(x.shape) * 0.3, np.float32
   )
   params = {p: {"a": x["a"], "b": fill(x["b"])}
-            for p, x in how.start(model, seed=1).items()}  # fmt: skip
-  adapters = {"tuned": (how, params)}
+            for p, x in lora.start(model, seed=1).items()}  # fmt: skip
+  adapters = {"tuned": (lora, params)}
   tuned = check_company(model, adapters=adapters, adapter="tuned")
   assert tuned != check_company(model, adapters=adapters)
   want = rj.infer.generate(
-    how.merged(params, model), drawn(model, 37), max_new_tokens=14
+    lora.merged(params, model), drawn(model, 37), max_new_tokens=14
   )
   assert tuned == want[0].tolist()
 
@@ -122,7 +122,7 @@ def test_an_adapter_of_an_answer_is_not_that_of_the_prompts(loaded):
 @pytest.mark.long
 def test_a_step_reads_each_layer_from_the_disk_once(tmp_path):
   """An answer and the pieces of a prompt: two calls read each layer twice."""
-  made = rj.models.create(
+  saved_model = rj.models.create(
     dict(
       model_type="llama", vocab_size=64, hidden_size=32, intermediate_size=64,
       num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -130,16 +130,16 @@ def test_a_step_reads_each_layer_from_the_disk_once(tmp_path):
     ),
     seed=0,
   )  # fmt: skip
-  rj.models.save(made, tmp_path / "model")
+  rj.models.save(saved_model, tmp_path / "model")
   reads = {}
   for tile in (None, 0):
     model = rj.models.load(tmp_path / "model", placement="disk")
     at = engine(model, prompt_tile=tile)
-    answer = at.submit(request(drawn(made, 5)[0], 20))
+    answer = at.submit(request(drawn(saved_model, 5)[0], 20))
     at.step()
     at.step()
-    before, steps = len(of_disk(model)), at.counters.steps
-    prompt = at.submit(request(drawn(made, 64)[0], 1))
+    old_reads, steps = len(of_disk(model)), at.counters.steps
+    prompt = at.submit(request(drawn(saved_model, 64)[0], 1))
     while not prompt.done:
       at.step()
     assert not answer.done
@@ -147,9 +147,11 @@ def test_a_step_reads_each_layer_from_the_disk_once(tmp_path):
     steps = at.counters.steps - steps
     assert (
       answer.result().tokens.tolist()
-      == rj.infer.generate(made, drawn(made, 5), max_new_tokens=20)[0].tolist()
+      == rj.infer.generate(made, drawn(saved_model, 5), max_new_tokens=20)[
+        0
+      ].tolist()
     )
-    reads[tile] = (len(of_disk(model)) - before) / 4, steps
+    reads[tile] = (len(of_disk(model)) - old_reads) / 4, steps
   # Steps are as many, and some of them have both kinds of row.
   assert reads[None][1] == reads[0][1]
   assert reads[None][0] <= reads[None][1] + 1
@@ -193,7 +195,7 @@ def test_accelerators_keep_two_calls():
 def test_two_calls_have_the_tokens_of_one(loaded):
   model, _ = loaded("llama3")
   programs = lambda: compute._cache_size() + check_drafts._cache_size()
-  before, answers = programs(), []
+  old_count, answers = programs(), []
   for options in (
     {},
     dict(prompt_tile=0),
@@ -204,7 +206,7 @@ def test_two_calls_have_the_tokens_of_one(loaded):
     handles = [at.submit(request(x, 9)) for x in drawn(model, 37, 20, 3, 50, 8)]
     at.run()
     answers.append([h.result().tokens.tolist() for h in handles])
-    assert (programs() > before) == bool(at.calls_apart)
+    assert (programs() > old_count) == bool(at.calls_apart)
   assert all(x == answers[0] for x in answers)
 
 
@@ -212,8 +214,8 @@ def test_a_call_of_padding_changes_nothing(loaded):
   """An engine without requests, whose program has nothing to compute."""
   model, _ = loaded("llama3")
   at = engine(model)
-  before = jax.device_get(at._pool)
+  old_pool = jax.device_get(at._pool)
   at.warm_up()
-  after = jax.device_get(at._pool)
-  same = jax.tree.map(np.array_equal, before, after)
-  assert all(jax.tree.leaves(same))
+  new_pool = jax.device_get(at._pool)
+  equal = jax.tree.map(np.array_equal, old_pool, new_pool)
+  assert all(jax.tree.leaves(equal))

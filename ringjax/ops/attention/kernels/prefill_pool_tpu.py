@@ -242,8 +242,8 @@ class _PromptCall:
       cover_operand = pad_axis(cover_operand, 2, lanes)[:, :, None]
     if after is not None:
       index = jnp.arange(columns, dtype=jnp.int32)[None]
-      own = index >= jnp.repeat(after.shared_counts[0], count)[:, None]
-      kinds = jnp.where(own, kinds, 0)
+      unshared = index >= jnp.repeat(after.shared_counts[0], count)[:, None]
+      kinds = jnp.where(unshared, kinds, 0)
     # A tile whose queries see nothing has a step that computes nothing, and
     # writes the sums that it began with.
     nothing = ~jnp.any(kinds != 0, 1)

@@ -165,9 +165,9 @@ def test_no_number_after_a_row_s_end_and_in_a_full_tile(queries):
   lengths, _ = SHARING["nothing"]
   page, slot = divmod(lengths[0], PAGE)
   last, first = int(view.table[0, page]), int(view.table[2, 0])
-  bad = lambda x: x.at[:, last, :, slot:].set(jnp.nan)
-  after = dataclasses.replace(view, k=bad(view.k), v=bad(view.v))
-  for a, b in zip(decode(after), want, strict=True):
+  spoil = lambda x: x.at[:, last, :, slot:].set(jnp.nan)
+  spoilt_view = dataclasses.replace(view, k=spoil(view.k), v=spoil(view.v))
+  for a, b in zip(decode(spoilt_view), want, strict=True):
     np.testing.assert_array_equal(a, b)
   for value in (jnp.nan, jnp.inf):
     seen = dataclasses.replace(view, v=view.v.at[:, first].set(value))
