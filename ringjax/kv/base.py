@@ -370,7 +370,7 @@ class CallCache:
     """
     return False
 
-  def onto(self: CallCacheT, before: Any) -> CallCacheT:
+  def onto(self: CallCacheT, before: PyTree) -> CallCacheT:
     """Cache that borrows, with what the call before it returned."""
     raise NotImplementedError
 

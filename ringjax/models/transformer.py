@@ -708,7 +708,7 @@ def forward_layers(
   return model.through_layers(tokens, places, call_cache, attend, x)
 
 
-class ModelCall(NamedTuple):
+class JointCall(NamedTuple):
   """A call of several in one program, see `forward_calls`.
 
   Fields:
@@ -732,7 +732,7 @@ class ModelCall(NamedTuple):
 
 
 def forward_calls(
-  model: Transformer, attend: ShardingContext, calls: Sequence[ModelCall]
+  model: Transformer, attend: ShardingContext, calls: Sequence[JointCall]
 ) -> tuple[list[Float[Array, "B *_ D"]], Any]:
   """Runs the layers for several calls, one call after another in each layer.
 

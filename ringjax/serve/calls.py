@@ -31,7 +31,7 @@ from ringjax.kv.storage.pooled_cache import (
   PooledRows,
 )
 from ringjax.models.transformer import (
-  ModelCall,
+  JointCall,
   Transformer,
   forward,
   forward_calls,
@@ -194,7 +194,7 @@ def compute_step(
     _pooled(pool, prompts).borrowing(),
   )
   model_calls = [
-    ModelCall(
+    JointCall(
       _with_last(board, call),
       call.pos,
       call.seg,

@@ -147,9 +147,9 @@ def test_a_step_reads_each_layer_from_the_disk_once(tmp_path):
     steps = at.counters.steps - steps
     assert (
       answer.result().tokens.tolist()
-      == rj.infer.generate(made, drawn(saved_model, 5), max_new_tokens=20)[
-        0
-      ].tolist()
+      == rj.infer.generate(
+        saved_model, drawn(saved_model, 5), max_new_tokens=20
+      )[0].tolist()
     )
     reads[tile] = (len(of_disk(model)) - old_reads) / 4, steps
   # Steps are as many, and some of them have both kinds of row.

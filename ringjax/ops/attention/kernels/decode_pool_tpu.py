@@ -398,6 +398,7 @@ def _fold(
     dot = tile_ops.dot(q, k, tile_ops.NT)
     s, c = tile_ops.power(scores, dot, None, decoder_tpu.no_distances)
     if seen is not None:
+      assert allowed is not None
       v = jnp.where(seen, v, jnp.zeros_like(v))
       s = jnp.where(allowed, s, -jnp.inf)
     elif allowed is not None:

@@ -532,7 +532,7 @@ def _kernel(
         *(tile_ops.column(k_at[0, 0, n : n + 1, :]) for n in (0, 1))
       )
       allowed = visible(mask, queries, slots)
-      if covers:
+      if cover is not None:
         allowed = allowed & (cover[0, 0] > 0)
     decoded_tiles = [
       CodeTile.of(
