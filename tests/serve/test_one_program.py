@@ -73,6 +73,7 @@ def test_a_step_compiles_one_program_whatever_it_holds(loaded):
   assert count() == (old_counts[0] + 1, old_counts[1])
 
 
+@pytest.mark.long
 def test_prompts_at_its_side_leave_an_answer_its_bits(loaded):
   model, _ = loaded("llama3")
   tokens = check_company(model)
