@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from ringjax.ops.attention.blockwise import pad_axis, tile_kinds
 from ringjax.ops.attention.cached.code_format import CodeFormat
@@ -43,10 +43,12 @@ from ringjax.ops.attention.kernels import (
 )
 from ringjax.ops.attention.kernels.code_tiles import CodeTile
 from ringjax.ops.attention.kernels.decoder_tpu import PoolDecoderTPU
+from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import ScoreArgs, Scores
 from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives
+from ringjax.typing import Index
 
 # Most queries of a tile, those of all heads of a group together.
 _QUERIES = 512
@@ -130,33 +132,12 @@ class PrefillPoolTPU(PoolDecoderTPU):
     """
     plan, (b, kv, g, t, h) = keys.shared, q.shape
     assert plan is not None
-    block = self.slots(keys)
-    tile_pages = block // keys.page
-    row, tile = plan.row[0], plan.tile[0]
-    columns = -(-keys.shape[2] // block)
-    offsets = jnp.arange(tile_pages, dtype=jnp.int32)[None]
-    table = pad_axis(keys.table, 1, columns * tile_pages)
-    pages = table[row[:, None], tile[:, None] * tile_pages + offsets]
-
-    def of_tiles(x: jax.Array) -> jax.Array:
-      x = jnp.broadcast_to(x, (b, x.shape[1]))
-      x = pad_axis(x, 1, columns * block).reshape(b, columns, block)
-      return x[row, tile].reshape(1, -1)
-
     flat_at = lambda x: jnp.broadcast_to(x, (b, t)).reshape(1, b * t)
-    context = args.context
     all_rows = args._replace(
-      context=context._replace(
-        q=Coords(*map(flat_at, context.q)), k=Coords(*map(of_tiles, context.k))
-      )
+      context=args.context._replace(q=Coords(*map(flat_at, args.context.q)))
     )
-    view = dataclasses.replace(
-      keys, at=all_rows.context.k, table=pages.reshape(1, -1), shared=None
-    )
-    in_use = jnp.arange(row.shape[0], dtype=jnp.int32) < plan.count[0]
-    cover = jnp.repeat(plan.cover[0] & in_use[:, None], t, 1)
     queries = jnp.moveaxis(q, 0, 2).reshape(1, kv, g, b * t, h)
-    call = _PromptCall.of(self, queries, view, all_rows, cover=cover)
+    call = _PromptCall.of(self, queries, keys, all_rows, of_plan=plan)
     sums = call.by_head(queries, call.sums(queries))
 
     def by_row(x: jax.Array) -> jax.Array:
@@ -181,8 +162,9 @@ class _PromptCall:
     at_q: Coordinates of the queries, int32 [B * n, 2, lanes].
     at_k: Coordinates of the slots, int32 [B, tiles, 2, block].
     steps: Tiles of queries and of slots that count.
-    cover: Queries that each tile of slots is for, int32 [B * n, tiles, 1,
-      lanes], or None for all.
+    cover: Queries that each tile of slots is for, int32 [rows, n, 1, lanes],
+      or None for all.
+    places: Row and column of each tile of a plan, int32 [n] each, or None.
   """
 
   kernel: PrefillPoolTPU
@@ -195,7 +177,8 @@ class _PromptCall:
   at_q: Int[Array, "rows 2 lanes"]
   at_k: Int[Array, "B tiles 2 block"]
   steps: tile_ops.TileSteps
-  cover: Int[Array, "rows tiles 1 lanes"] | None = None
+  cover: Int[Array, "rows n 1 lanes"] | None = None
+  places: tuple[Int[Array, " n"], Int[Array, " n"]] | None = None
 
   @classmethod
   def of(
@@ -205,7 +188,7 @@ class _PromptCall:
     keys: PooledView,
     args: ScoreArgs,
     *,
-    cover: Bool[Array, "tiles T"] | None = None,
+    of_plan: SharedTiles | None = None,
     after: SharedTiles | None = None,
   ) -> _PromptCall:
     """Make the operands of a call.
@@ -215,31 +198,36 @@ class _PromptCall:
       q: Queries.
       keys: View of the pages.
       args: Score function and its arrays.
-      cover: Queries that each tile of slots is for, or None for all.
+      of_plan: Tiles of which the call reads each once, for the queries of all
+        rows one after another; None: each row reads its own.
       after: Tiles that are left out, as their sums are carried in, or None.
     """
     heads, block, queries = kernel.tile(q, keys)
-    (b, _, g, t, _), slots = q.shape, keys.shape[2]
+    (b, _, g, t, _), (rows_of_keys, _, slots, *_) = q.shape, keys.shape
     count, columns = -(-t // queries), -(-slots // block)
     # Coordinates that are added have segment 0, which sees and is seen by none.
-    padded = lambda at, n: Coords(
+    padded = lambda at, b, n: Coords(
       *(pad_axis(jnp.broadcast_to(x, (b, x.shape[1])), 1, n) for x in at)
     )
-    at_q = padded(args.context.q, count * queries)
-    at_k = padded(args.context.k, columns * block)
-    by_example = lambda x: jax.tree.map(lambda a: a[:, None], x)
-    kinds = jax.vmap(
-      lambda q, k: tile_kinds(args.context.mask, q, k, queries, block)
-    )(by_example(at_q), by_example(at_k))
-    kinds = kinds.reshape(b * count, columns)
+    at_q = padded(args.context.q, b, count * queries)
+    at_k = padded(args.context.k, rows_of_keys, columns * block)
     lanes = tile_ops.lanes(g * queries)
-    cover_operand = None
-    if cover is not None:
-      tiles = pad_axis(cover, 1, count * queries)
-      tiles = jnp.swapaxes(tiles.reshape(columns, count, queries), 0, 1)
-      kinds = jnp.where(jnp.any(tiles, 2) & (kinds != 0), 1, 0)
-      cover_operand = jnp.tile(tiles.astype(jnp.int32), (1, 1, g))
-      cover_operand = pad_axis(cover_operand, 2, lanes)[:, :, None]
+    cover = None
+    if of_plan is None:
+      by_example = lambda x: jax.tree.map(lambda a: a[:, None], x)
+      kinds = jax.vmap(
+        lambda q, k: tile_kinds(args.context.mask, q, k, queries, block)
+      )(by_example(at_q), by_example(at_k))
+      kinds = kinds.reshape(b * count, columns)
+    else:
+      covered = jnp.repeat(of_plan.cover[0], t // rows_of_keys, 1)
+      in_use = jnp.arange(covered.shape[0], dtype=jnp.int32)
+      covered = covered & (in_use < of_plan.count[0])[:, None]
+      covered = pad_axis(covered, 1, count * queries)
+      covered = covered.reshape(-1, count, queries)
+      covered = jnp.swapaxes(covered, 0, 1).astype(jnp.int32)
+      kinds = jnp.max(covered, 2)
+      cover = pad_axis(jnp.tile(covered, (1, 1, g)), 2, lanes)[:, :, None]
     if after is not None:
       index = jnp.arange(columns, dtype=jnp.int32)[None]
       unshared = index >= jnp.repeat(after.shared_counts[0], count)[:, None]
@@ -260,9 +248,10 @@ class _PromptCall:
       queries,
       count,
       rows,
-      jnp.stack([x.reshape(b, columns, block) for x in at_k], 2),
+      jnp.stack([x.reshape(-1, columns, block) for x in at_k], 2),
       tile_ops.TileSteps.of(kinds),
-      cover_operand,
+      cover,
+      None if of_plan is None else (of_plan.row[0], of_plan.tile[0]),
     )
 
   def by_head(
@@ -342,10 +331,33 @@ class _PromptCall:
       table,
       self.steps.words,
       *(jnp.asarray(x, jnp.int32).reshape(1) for x in leaves),
+      *(self.places or ()),
     )
+    of_plan = self.places is not None
     row = lambda i, words: tile_ops.row_of(words[i])
-    example = lambda i, words: row(i, words) // count
     column = lambda i, words: tile_ops.column_of(words[i])
+
+    def slots_at(
+      i: Index, words: Ref, rest: tuple[Ref, ...]
+    ) -> tuple[Any, Any]:
+      """(row, column) of a step's tile of slots."""
+      if not of_plan:
+        return row(i, words) // count, column(i, words)
+      plan_rows, plan_columns = rest[len(leaves) : len(leaves) + 2]
+      return plan_rows[column(i, words)], plan_columns[column(i, words)]
+
+    def page_at(
+      n: int,
+      ki: Index,
+      i: Index,
+      layer: Ref,
+      table: Ref,
+      words: Ref,
+      *rest: Ref,
+    ) -> tuple[Any, ...]:
+      example, tile = slots_at(i, words, rest)
+      return layer[0], table[(example * columns + tile) * tile_pages + n], ki
+
     of_queries = lambda ki, i, layer, table, words, *_: (
       row(i, words),
       ki,
@@ -357,13 +369,7 @@ class _PromptCall:
       keys,
       self.heads,
       self.block,
-      lambda n, ki, i, layer, table, words, *_: (
-        layer[0],
-        table[
-          (example(i, words) * columns + column(i, words)) * tile_pages + n
-        ],
-        ki,
-      ),
+      page_at,
     )
     out_type = lambda *shape: collectives.out_type(
       (b * count, kv, *shape), jnp.float32, q, keys, self.args.terms, context
@@ -396,9 +402,8 @@ class _PromptCall:
             ),
             pl.BlockSpec(
               (1, 1, 2, self.block),
-              lambda ki, i, layer, table, words, *_: (
-                example(i, words),
-                column(i, words),
+              lambda ki, i, layer, table, words, *rest: (
+                *slots_at(i, words, rest),
                 0,
                 0,
               ),
@@ -501,8 +506,8 @@ def _kernel(
   carries: bool,
   *refs: Any,
 ) -> None:
-  first = 3 + structure.num_leaves
-  words, leaves = refs[2], refs[3:first]
+  first = 3 + structure.num_leaves + 2 * covers
+  words, leaves = refs[2], refs[3 : 3 + structure.num_leaves]
   q_ref, q_at, k_at, *pages = refs[first:-6]
   cover = pages.pop(0) if covers else None
   carry, pages = pages[: 3 * carries], pages[3 * carries :]
