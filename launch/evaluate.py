@@ -279,18 +279,23 @@ def _refuse_unused(values: flags.FlagValues, word: str) -> None:
     )
 
 
+# Flags of sub-commands that take few, and no others.
+_OWN_FLAGS: dict[str, tuple[str, ...]] = {
+  "chunks": ("model", "dtype", "contexts", "question", "rows", "folder", "mesh",
+             "out", "json"),
+  "curves": ("log", "plot", "out", "json"),
+  "drafts": ("model", "dtype", "draft", "offsets", "context", "question",
+             "rows", "folder", "mesh", "out", "json"),
+  "families": ("families", "cache", "lengths", "seed", "out", "json"),
+}  # fmt: skip
+# Sub-commands that take all flags but those of other sub-commands.
+_COMMON = ("needle", "perplexity", "caches", "contexts", "entropy")
+
+
 def _uses(word: str, name: str, asks: bool) -> bool:
   """Whether a sub-command uses a flag; `asks`: whether --task was set."""
-  if word == "curves":
-    return name in ("log", "plot", "out", "json")
-  if word == "families":
-    return name in ("families", "cache", "lengths", "seed", "out", "json")
-  if word == "drafts":
-    return name in ("model", "dtype", "draft", "offsets", "context", "question",
-                    "rows", "folder", "mesh", "out", "json")  # fmt: skip
-  if word == "chunks":
-    return name in ("model", "dtype", "contexts", "question", "rows", "folder",
-                    "mesh", "out", "json")  # fmt: skip
+  if word in _OWN_FLAGS:
+    return name in _OWN_FLAGS[word]
   asking = ("needle", "caches") if asks else ("needle",)
   answers = (*asking, "contexts") if asks else asking
   of_contexts = dict.fromkeys(
@@ -301,14 +306,14 @@ def _uses(word: str, name: str, asks: bool) -> bool:
           "rows": ("perplexity", "caches", "contexts", "entropy"),
           "cache": ("caches", "needle", "contexts"),
           "prefill": ("needle", "perplexity"),
-          "chunk": ("needle", "perplexity"), "log": ("curves",), "families": (),
+          "chunk": ("needle", "perplexity"), "log": (), "families": (),
           "adapter": ("needle", "perplexity", "caches", "contexts", "entropy"),
           "cache_dtype": ("needle", "perplexity"), "splits": ("entropy",),
           "context": ("entropy",), "query": ("entropy",), "draft": (),
           "combine": ("entropy",),
           "offsets": (), "lengths":
           ("needle", "perplexity", "caches", "contexts")}  # fmt: skip
-  return word in only.get(name, (word,))
+  return word in only.get(name, _COMMON)
 
 
 def _numbers(
