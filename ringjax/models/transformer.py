@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -742,6 +742,54 @@ def forward_layers(
   places = tokens_of(model, attend, tokens.shape, pos, seg, length)
   call_cache = _begun(cache, attend, tokens, places)
   return model.through_layers(tokens, places, call_cache, attend, x)
+
+
+class JointCall(NamedTuple):
+  """A call of several in one program, see `forward_calls`.
+
+  Fields:
+    tokens: Token ids, int32 [B, T].
+    pos: Positions of the tokens, int32 [B, T].
+    seg: Documents of the tokens, int32 [B, T].
+    cache: Cache of the call; that of a later call borrows the arrays of the
+      first.
+    rows: Index of the token of each row whose output is returned, int32 [B].
+    length: Tokens of the context of each row, int32 [B], or None.
+    adapters: Adapter of each row, int32 [B], or None.
+  """
+
+  tokens: Int[Array, "B T"]
+  pos: Int[Array, "B T"]
+  seg: Int[Array, "B T"]
+  cache: CallCache
+  rows: Int[Array, " B"]
+  length: Lengths | None
+  adapters: Int[Array, " B"] | None
+
+
+def forward_calls(
+  model: Transformer, attend: ShardingContext, calls: Sequence[JointCall]
+) -> tuple[list[Float[Array, "B *_ D"]], Any]:
+  """Runs the layers for several calls, one call after another in each layer.
+
+  Returns:
+    (output of the last layer for a token of each row of each call, new cache).
+  """
+  inputs = []
+  for call in calls:
+    shape = call.tokens.shape
+    places = tokens_of(model, attend, shape, call.pos, call.seg, call.length)
+    places.adapters = call.adapters
+    cache = _begun(call.cache, attend, call.tokens, places)
+    x = attend.constrain(model.embedded(call.tokens, places))
+    inputs.append((x, places, cache))
+  context: Any = attend
+  results = model.stack.together(inputs, context)
+  outputs = []
+  for call, (x, _) in zip(calls, results, strict=True):
+    index = call.rows.reshape(-1, *(1,) * (x.ndim - 1))
+    outputs.append(jnp.take_along_axis(x, index, 1)[:, 0])
+  return outputs, results[-1][1]
 
 
 def _begun(
