@@ -1,7 +1,7 @@
 """Times the products of a mixture's experts: blocks, and `jax.lax.ragged_dot`.
 
 Three maps, down(silu(gate x) * up x), of the rows of each expert: "blocks" is
-`ops.moe.mix`, which the models use; "ragged" sorts rows by expert and calls
+`ops.experts.moe.mix`, which the models use; "ragged" sorts rows by expert and calls
 `ragged_dot` three times. Both are timed in turn, forward and backward, with
 weights in float32, in bfloat16, and as int8 codes with a scale for each output
 (forward; "ragged" has to decode all experts first). Prints a JSON object with
@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ringjax.json_text import json_text
-from ringjax.ops.moe import mix
+from ringjax.ops.experts.moe import mix
 from ringjax.plan.compiler import aot
 
 

@@ -42,7 +42,7 @@ from ringjax.ops.attention.scores import Scores, Terms
 from ringjax.ops.attention.strategies.chain import Chain
 from ringjax.ops.attention.strategies.ring import Ring
 from ringjax.ops.attention.strategies.strategy import Strategy
-from ringjax.ops.expert_shards import ExpertShards
+from ringjax.ops.experts.expert_shards import ExpertShards
 from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.ops.mask import Causal, Coords, Everything, Mask, SameSegment
 from ringjax.ops.softmax import wide_dtype
