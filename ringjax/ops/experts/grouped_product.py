@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
+from ringjax import tree
 from ringjax.ops.experts.grouped_product_tpu import (
   GROUPED_PRODUCTS,
   Combine,
@@ -209,14 +210,12 @@ def _gradient(
   if map_.index:
     empty = collectives.zeros(map_.stacked.shape, dtype, (x, dy))
     weight = empty.at[map_.index].set(weight)
-  return dataclasses.replace(
-    map_, stacked=weight, index=_no_gradient(map_.index)
-  )
+  return tree.with_leaves(map_, stacked=weight, index=_no_gradient(map_.index))
 
 
-def _no_gradient(tree: PyTree) -> Any:
+def _no_gradient(arrays: PyTree) -> Any:
   """Gradients of arrays of integers."""
-  return jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), tree)
+  return jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), arrays)
 
 
 def _gated_forward(

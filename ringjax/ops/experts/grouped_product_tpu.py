@@ -50,8 +50,6 @@ _BYTE_ROWS, _HALF_ROWS = 32, 16
 _LEAST_ROWS, _MOST_ROWS = 16, 256
 # Numbers of a row that one step of the loop along D multiplies.
 _DEPTH = 1024
-# Bytes of VMEM that XLA keeps for itself.
-_RESERVED = 8 << 20
 # The default for an unknown TPU.
 _SOME = "tpu-v5e"
 _NOT_LANES = "it takes multiples of 128"
@@ -71,9 +69,9 @@ class ExpertMaps:
     levels: Level of each code of 4 bits; None for other weights.
   """
 
-  stacked: Shaped[ArrayLeaf, "*layers E D F"]
-  step: Float[ArrayLeaf, "*layers E F"] | None = None
-  least: Float[ArrayLeaf, "*layers E G F"] | None = None
+  stacked: Shaped[ArrayLeaf, ...]
+  step: Float[ArrayLeaf, ...] | None = None
+  least: Float[ArrayLeaf, ...] | None = None
   index: tuple[Int[ArrayLeaf, ""], ...] = ()
   levels: tuple[int, ...] | None = None
 
@@ -133,7 +131,7 @@ class ExpertMaps:
       y = jnp.matmul(
         x, weight.astype(x.dtype), preferred_element_type=jnp.float32
       )
-      return (y * step).astype(x.dtype)
+      return (y * step[None]).astype(x.dtype)
     if self.levels is not None:
       table = jnp.asarray(self.levels, jnp.float32)
       weight = jnp.concatenate([table[weight >> 4], table[weight & 15]], 1)
@@ -156,11 +154,11 @@ class GroupedProductTPU:
   Attributes:
     chip: Machine of `chips.MACHINES` whose vector memory and rates count; None:
       one of them.
-    interpret: Whether to run without a TPU, slowly, for tests.
+    interpret: Whether to run without a TPU, slowly, for tests, or how.
   """
 
   chip: str | None = None
-  interpret: bool = False
+  interpret: bool | pltpu.InterpretParams = False
 
   def block_rows(self, rows: int, experts: int) -> int:
     """Number of rows of a block: half of an expert's share, 16 to 256."""
@@ -181,13 +179,14 @@ class GroupedProductTPU:
       reason = _why_not(name, map_)
       if reason is not None:
         return reason
-    for transposed in (False, True) if maps[0].step is None else (False,):
-      shape = self._shape(_MOST_ROWS, name, maps, transposed)
-      if shape is None:
-        return (
-          f"{maps[0].inputs} by {maps[0].outputs} {name}: two tiles of 128 "
-          "columns do not fit the vector memory"
-        )
+    shapes = [self._shape(_MOST_ROWS, name, maps, False)]
+    if maps[0].step is None:
+      shapes.append(self._shape(_MOST_ROWS, name, maps[:1], True))
+    if None in shapes:
+      return (
+        f"{maps[0].inputs} by {maps[0].outputs} {name}: two tiles of 128 "
+        "columns do not fit the vector memory"
+      )
     return None
 
   def products(
@@ -217,6 +216,14 @@ class GroupedProductTPU:
   ) -> Float[Array, "P D"]:
     """Sum of the rows of each of y times its transposed map."""
     total = lambda sums, dtype: (sum(sums[1:], sums[0]).astype(dtype),)
+    rows, dtype = blocks.row.shape[1], y[0].dtype
+    if self._shape(rows, dtype.name, maps, True) is None:
+      # Rows of both do not fit the vector memory.
+      parts = (
+        self.summed((part,), (map_,), blocks)
+        for part, map_ in zip(y, maps, strict=True)
+      )
+      return functools.reduce(jnp.add, parts)
     return self._call(y, maps, blocks, total, outputs=1, transposed=True)[0]
 
   def gradients(
@@ -284,8 +291,9 @@ class GroupedProductTPU:
 
   @property
   def _limit(self) -> int:
-    """Bytes of vector memory that a kernel may take."""
-    return chips.core(self.chip or _SOME).vmem_bytes - _RESERVED
+    """Bytes of vector memory that a kernel may take; the rest is XLA's."""
+    capacity = chips.core(self.chip or _SOME).vmem_bytes
+    return capacity - capacity // 8
 
   @property
   def _budget(self) -> int:
@@ -560,7 +568,8 @@ class _Visits:
   """Blocks of each expert in turn, and one visit for an expert without any.
 
   Attributes:
-    expert: Expert of each visit, int32 [n + E].
+    expert: Expert of each visit, int32 [n], or more if there are fewer rows
+      than experts.
     block: Block of the visit.
     filled: 1 if the block is the expert's, else 0.
     count: Number of visits, int32 [].
@@ -578,7 +587,10 @@ class _Visits:
     )  # fmt: skip
     visits = jnp.maximum(counts, 1)
     ends = jnp.cumsum(visits)
-    number = jnp.arange(blocks.expert.shape[0] + experts, dtype=jnp.int32)
+    # Of fewer rows than experts some have no visit of their own otherwise.
+    rows = blocks.slot.shape[0]
+    length = blocks.expert.shape[0] + max(0, experts - rows)
+    number = jnp.arange(length, dtype=jnp.int32)
     expert = jnp.minimum(
       jnp.searchsorted(ends, number, side="right"), experts - 1
     )
