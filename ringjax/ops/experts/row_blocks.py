@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 
@@ -51,35 +52,40 @@ def blocks_by_expert(
   """Sort rows by expert into blocks of `size`; `count` stands for no expert."""
   rows = experts.shape[0]
   blocks = -(-rows // size) + min(count, rows)
-  order = jnp.argsort(experts, stable=True)
-  sorted_experts = experts[order]
-  load = jnp.zeros((count,), jnp.int32).at[experts].add(1, mode="drop")
+  number = jnp.arange(rows, dtype=jnp.int32)
+  # Sorting again inverts an order, and a window of a sorted array is a slice:
+  # on a TPU gathers and scatters of single numbers take ten times as long.
+  sorted_experts, order = lax.sort((experts, number), num_keys=2)
+  last = jnp.searchsorted(
+    sorted_experts, jnp.arange(count, dtype=experts.dtype), side="right"
+  ).astype(jnp.int32)
+  start = jnp.concatenate([jnp.zeros((1,), jnp.int32), last[:-1]])
+  load = last - start
   filled = (load + size - 1) // size * size
   ends = jnp.cumsum(filled)
   first = ends - filled
-  rank = (
-    jnp.arange(rows, dtype=jnp.int32)
-    - (jnp.cumsum(load) - load)[sorted_experts]
+  # Padding before an expert's rows, which begins with its first one.
+  padding = jnp.diff(first - start, prepend=jnp.int32(0))
+  padding = jnp.zeros((rows,), jnp.int32).at[start].add(padding, mode="drop")
+  place = jnp.where(
+    sorted_experts < count, number + jnp.cumsum(padding), blocks * size
   )
-  slot = jnp.where(
-    sorted_experts < count, first[sorted_experts] + rank, blocks * size
-  ).astype(jnp.int32)
-  row_of = (
-    jnp.full((blocks * size,), rows, jnp.int32)
-    .at[slot]
-    .set(order.astype(jnp.int32), mode="drop")
-  )
-  slot_of = jnp.zeros((rows,), jnp.int32).at[order].set(slot)
+  slot = lax.sort((order, place), num_keys=1)[1]
   # Number of experts whose blocks have ended where a block begins.
   finished = (
     jnp.zeros((blocks,), jnp.int32).at[ends // size].add(1, mode="drop")
   )
-  return RowBlocks(
-    jnp.cumsum(finished),
-    row_of.reshape(blocks, size),
-    slot_of,
-    ends[-1] // size,
+  expert = jnp.cumsum(finished)
+  at = jnp.minimum(expert, count - 1)
+  begin = jnp.arange(blocks, dtype=jnp.int32) * size + (start - first)[at]
+  end = jnp.where(expert < count, last[at], 0)
+  windows = jax.vmap(lambda n: lax.dynamic_slice(order_and_none, (n,), (size,)))
+  order_and_none = jnp.pad(order, (0, size), constant_values=rows)
+  place_of_row = begin[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+  row = jnp.where(
+    place_of_row < end[:, None], windows(jnp.clip(begin, 0, rows)), rows
   )
+  return RowBlocks(expert, row, slot, ends[-1] // size)
 
 
 @jax.custom_vjp
