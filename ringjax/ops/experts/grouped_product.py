@@ -31,7 +31,8 @@ from ringjax.ops.experts.grouped_product_tpu import (
 from ringjax.ops.experts.row_blocks import (
   RowBlocks,
   into_blocks,
-  out_of_blocks,
+  numbers_into_blocks,
+  weighted_sum,
 )
 from ringjax.ops.kernel_choice import KernelChoice, first_serving
 from ringjax.parallel import chips, collectives
@@ -75,16 +76,13 @@ class GroupedExperts:
       blocks: Blocks of the rows.
       scale_input: Whether the weights multiply inputs, not outputs.
     """
-    tokens, chosen = mixing.shape
-    rows = into_blocks(x, blocks)
+    rows, flat = into_blocks(x, blocks), mixing.reshape(-1)
     if scale_input:
-      factor = into_blocks(mixing.reshape(-1, 1), blocks)
-      rows = rows * factor.astype(x.dtype)
-    y = out_of_blocks(self.f(self.kernel, self.weights, rows, blocks), blocks)
-    y = y.reshape(tokens, chosen, -1).astype(jnp.float32)
-    if not scale_input:
-      y = y * mixing[..., None].astype(jnp.float32)
-    return jnp.sum(y, 1)
+      factor = numbers_into_blocks(flat, blocks)
+      rows = rows * factor[:, None].astype(x.dtype)
+      mixing = jnp.ones_like(mixing)
+    y = self.f(self.kernel, self.weights, rows, blocks)
+    return weighted_sum(y, mixing, blocks)
 
 
 def choose_product(

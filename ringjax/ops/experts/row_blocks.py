@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 
 def block_rows(rows: int, experts: int) -> int:
@@ -33,17 +33,14 @@ class RowBlocks(NamedTuple):
     slot: Place of each row among those of all blocks, int32 [N]; their number
       for a row that is of no expert.
     used: Number of blocks that have rows, int32 []; they are the first ones.
+    begin: Number of rows in the blocks before each one, int32 [n].
   """
 
   expert: Int[Array, " n"]
   row: Int[Array, "n size"]
   slot: Int[Array, " N"]
   used: Int[Array, ""]
-
-  @property
-  def places(self) -> int:
-    """Number of places of all blocks."""
-    return self.row.shape[0] * self.row.shape[1]
+  begin: Int[Array, " n"]
 
 
 def blocks_by_expert(
@@ -54,13 +51,15 @@ def blocks_by_expert(
   blocks = -(-rows // size) + min(count, rows)
   number = jnp.arange(rows, dtype=jnp.int32)
   # Sorting again inverts an order, and a window of a sorted array is a slice:
-  # on a TPU gathers and scatters of single numbers take ten times as long.
-  sorted_experts, order = lax.sort((experts, number), num_keys=2)
-  last = jnp.searchsorted(
-    sorted_experts, jnp.arange(count, dtype=experts.dtype), side="right"
-  ).astype(jnp.int32)
-  start = jnp.concatenate([jnp.zeros((1,), jnp.int32), last[:-1]])
-  load = last - start
+  # on a TPU gathers and scatters of single numbers take ten times as long, on
+  # a CPU half as long.
+  sorted_experts, order = lax.sort(
+    (experts, number), num_keys=1, is_stable=True
+  )
+  is_expert = experts[:, None] == jnp.arange(count, dtype=experts.dtype)[None]
+  load = jnp.sum(is_expert, 0, dtype=jnp.int32)
+  last = jnp.cumsum(load)
+  start = last - load
   filled = (load + size - 1) // size * size
   ends = jnp.cumsum(filled)
   first = ends - filled
@@ -70,7 +69,12 @@ def blocks_by_expert(
   place = jnp.where(
     sorted_experts < count, number + jnp.cumsum(padding), blocks * size
   )
-  slot = lax.sort((order, place), num_keys=1)[1]
+  slot = lax.platform_dependent(
+    order,
+    place,
+    cpu=lambda order, place: jnp.zeros_like(place).at[order].set(place),
+    default=lambda order, place: lax.sort((order, place), num_keys=1)[1],
+  )
   # Number of experts whose blocks have ended where a block begins.
   finished = (
     jnp.zeros((blocks,), jnp.int32).at[ends // size].add(1, mode="drop")
@@ -79,13 +83,27 @@ def blocks_by_expert(
   at = jnp.minimum(expert, count - 1)
   begin = jnp.arange(blocks, dtype=jnp.int32) * size + (start - first)[at]
   end = jnp.where(expert < count, last[at], 0)
-  windows = jax.vmap(lambda n: lax.dynamic_slice(order_and_none, (n,), (size,)))
-  order_and_none = jnp.pad(order, (0, size), constant_values=rows)
+  begin = jnp.clip(begin, 0, rows)
   place_of_row = begin[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-  row = jnp.where(
-    place_of_row < end[:, None], windows(jnp.clip(begin, 0, rows)), rows
-  )
-  return RowBlocks(expert, row, slot, ends[-1] // size)
+  row = _windows(order, begin, size)
+  row = jnp.where(place_of_row < end[:, None], row, rows)
+  return RowBlocks(expert, row, slot, ends[-1] // size, begin)
+
+
+def _windows(
+  x: Shaped[Array, " N"], begin: Int[Array, " n"], size: int
+) -> Shaped[Array, "n size"]:
+  """Slices of x of `size` numbers, with zeros after its end."""
+  padded = jnp.pad(x, (0, size))
+
+  def slices(x: jax.Array, begin: jax.Array) -> jax.Array:
+    return jax.vmap(lambda n: lax.dynamic_slice(x, (n,), (size,)))(begin)
+
+  def numbers(x: jax.Array, begin: jax.Array) -> jax.Array:
+    return x[begin[:, None] + jnp.arange(size, dtype=jnp.int32)[None]]
+
+  # XLA's CPU compiler makes a loop of slices.
+  return lax.platform_dependent(padded, begin, cpu=numbers, default=slices)
 
 
 @jax.custom_vjp
@@ -111,6 +129,54 @@ def out_of_blocks(
   return y.at[blocks.slot].get(mode="fill", fill_value=0)
 
 
+@jax.custom_vjp
+def numbers_into_blocks(
+  x: Float[Array, " N"], blocks: RowBlocks
+) -> Float[Array, " P"]:
+  """Numbers of the rows of all blocks' places, zeros for padding."""
+  sorted_x = lax.sort((blocks.slot, x), num_keys=1)[1]
+  places = _windows(sorted_x, blocks.begin, blocks.row.shape[1])
+  return jnp.where(blocks.row < x.shape[0], places, 0).reshape(-1)
+
+
+@jax.custom_vjp
+def weighted_sum(
+  y: Float[Array, "P D"], mixing: Float[Array, "T k"], blocks: RowBlocks
+) -> Float[Array, "T D"]:
+  """Sum of each token's rows times their weights, float32.
+
+  Gradients of y are as wide as y: those of the sum are rounded before they are
+  multiplied.
+
+  Args:
+    y: Rows of all blocks.
+    mixing: Weights of the rows; those of no expert do not count.
+    blocks: Blocks of the rows.
+  """
+  return _weighted_sum_forward(y, mixing, blocks)[0]
+
+
+def _weighted_sum_forward(
+  y: Array, mixing: Array, blocks: RowBlocks
+) -> tuple[Array, Any]:
+  rows = out_of_blocks(y, blocks).reshape(*mixing.shape, -1)
+  factor = mixing[..., None].astype(jnp.float32)
+  total = jnp.sum(rows.astype(jnp.float32) * factor, 1)
+  return total, (rows, mixing, blocks)
+
+
+def _weighted_sum_backward(kept: Any, g: Array) -> tuple[Array, Array, None]:
+  rows, mixing, blocks = kept
+  factor = numbers_into_blocks(mixing.reshape(-1).astype(jnp.float32), blocks)
+  dy = into_blocks(g.astype(rows.dtype), blocks).astype(jnp.float32)
+  dmixing = jnp.sum(rows.astype(jnp.float32) * g[:, None], -1)
+  return (
+    (dy * factor[:, None]).astype(rows.dtype),
+    dmixing.astype(mixing.dtype),
+    None,
+  )
+
+
 def _into_backward(kept: Any, g: Array) -> tuple[Array, None]:
   blocks, tokens = kept
   rows = out_of_blocks(g, blocks).reshape(tokens.shape[0], -1, g.shape[1])
@@ -128,3 +194,8 @@ into_blocks.defvjp(
 out_of_blocks.defvjp(
   lambda y, blocks: (out_of_blocks(y, blocks), blocks), _out_backward
 )
+numbers_into_blocks.defvjp(
+  lambda x, blocks: (numbers_into_blocks(x, blocks), blocks.slot),
+  lambda slot, g: (g.at[slot].get(mode="fill", fill_value=0), None),
+)
+weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)
