@@ -29,7 +29,10 @@ from ringjax.ops.experts.grouped_product import (
   gated,
   products,
 )
-from ringjax.ops.experts.grouped_product_tpu import GroupedProductTPU
+from ringjax.ops.experts.grouped_product_tpu import (
+  ExpertMaps,
+  GroupedProductTPU,
+)
 from ringjax.ops.experts.moe import mix
 from ringjax.ops.experts.row_blocks import RowBlocks
 
@@ -40,6 +43,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "relu2": lambda x: jnp.square(jax.nn.relu(x)),
   "silu": jax.nn.silu,
 }
+# Activations that Pallas can't compute on a TPU: it has no erfc.
+_NOT_IN_KERNELS = ("gelu",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -570,15 +575,15 @@ class ExpertsLayer(nnx.Module):
 
   def _grouped(self, maps: PyTree, x: jax.Array) -> GroupedExperts | None:
     """These experts for all rows at once, if a kernel serves them."""
-    kernel_maps = {
-      name: expert_maps(weight)
-      for name, (weight, _) in maps.items()
-      if weight is not None
-    }
-    if any(map_ is None for map_ in kernel_maps.values()):
-      return None
-    inputs = [kernel_maps[n] for n in ("gate", "up") if n in kernel_maps]
-    choice = choose_product(x, (tuple(inputs), (kernel_maps["down"],)))
+    kernel_maps: dict[str, ExpertMaps] = {}
+    for name, (weight, _) in maps.items():
+      map_ = expert_maps(weight)
+      if map_ is not None:
+        kernel_maps[name] = map_
+      elif weight is not None:
+        return None
+    inputs = tuple(kernel_maps[n] for n in ("gate", "up") if n in kernel_maps)
+    choice = choose_product(x, (inputs, (kernel_maps["down"],)))
     if choice.algorithm is None:
       return None
     return GroupedExperts(
@@ -611,7 +616,7 @@ class ExpertsLayer(nnx.Module):
 
     names = ("gate", "up") if spec.gated else ("up",)
     inputs = tuple(weights[name] for name in names)
-    if spec.gated and not spec.bias:
+    if spec.gated and not spec.bias and spec.act not in _NOT_IN_KERNELS:
       h = gated(kernel, spec.combine, x, inputs, blocks)
     else:
       sums = map(biased, names, products(kernel, x, inputs, blocks))

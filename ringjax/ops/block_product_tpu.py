@@ -504,7 +504,7 @@ def _numbers(codes: Any, doubled: bool) -> Any:
   return jnp.concatenate(pieces, 0)
 
 
-def floats_of_bits(x: Any) -> Any:
+def floats_of_bits(x: Shaped[Array, " ..."]) -> Float[Array, " ..."]:
   """float32 of steps; those of 16 unsigned bits are float16."""
   if x.dtype != jnp.uint16:
     return x.astype(jnp.float32)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
+from flax import nnx
+from jaxtyping import Array, Float
 
 from ringjax.nn.weights.block_codes import BlockCodesLinear
 from ringjax.nn.weights.coded import Coded8Linear
@@ -12,7 +12,9 @@ from ringjax.nn.weights.layer_array import LayerArray, stacked_entry
 from ringjax.ops.experts.grouped_product_tpu import ExpertMaps
 
 
-def expert_maps(weight: Any) -> ExpertMaps | None:
+def expert_maps(
+  weight: nnx.Module | LayerArray | Float[Array, "E D F"] | None,
+) -> ExpertMaps | None:
   """Maps of all experts, in place in their stack; None for another module.
 
   Args:

@@ -348,7 +348,7 @@ class _ExpertRows:
     blocks: RowBlocks,
     dw: list[jax.Array],
   ) -> tuple[list[jax.Array], Float[Array, "T D"], Float[Array, "T k"]]:
-    sums = lambda *args: self._grouped(*args, blocks)
+    sums = lambda w, x, mixing: self._grouped(w, x, mixing, blocks)
     _, pull = jax.vjp(sums, weights, x, mixing)
     dweights, dx, dmixing = pull(g.astype(jnp.float32))
     floats = [

@@ -156,7 +156,7 @@ def products_by_loop(
   """`products` without a kernel, one block after another."""
   layers = [map_.layer() for map_ in maps]
 
-  def body(_: None, block: tuple) -> tuple[None, tuple[jax.Array, ...]]:
+  def body(_: None, block: tuple) -> tuple[None, tuple[Array, ...]]:
     expert, rows = block
     run = lambda _: tuple(map_.product(rows, expert) for map_ in layers)
     skip = lambda _: tuple(
@@ -174,12 +174,14 @@ def products_by_loop(
 
 def _products_forward(
   kernel: GroupedProductTPU, x: Array, maps: Maps, blocks: RowBlocks
-) -> tuple[Any, Any]:
+) -> tuple[tuple[Array, ...], tuple[Array, Maps, RowBlocks]]:
   return products(kernel, x, maps, blocks), (x, maps, blocks)
 
 
 def _products_backward(
-  kernel: GroupedProductTPU, kept: Any, g: tuple[Array, ...]
+  kernel: GroupedProductTPU,
+  kept: tuple[Array, Maps, RowBlocks],
+  g: tuple[Array, ...],
 ) -> tuple[Any, ...]:
   x, maps, blocks = kept
   if maps[0].step is not None:
@@ -211,7 +213,7 @@ def _gradient(
   return tree.with_leaves(map_, stacked=weight, index=_no_gradient(map_.index))
 
 
-def _no_gradient(arrays: PyTree) -> Any:
+def _no_gradient(arrays: PyTree) -> PyTree:
   """Gradients of arrays of integers."""
   return jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), arrays)
 

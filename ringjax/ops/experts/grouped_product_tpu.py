@@ -30,6 +30,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax import tree
@@ -41,6 +42,8 @@ from ringjax.typing import ArrayLeaf
 
 # A Pallas reference to an array, for which JAX has no common class.
 Ref = Any
+# Function (float32 sums of each map, dtype) -> results.
+Finish = Callable[[Sequence[Array], DTypeLike], tuple[Array, ...]]
 # Function of the outputs of two maps, row by row and number by number.
 Combine = Callable[[Array, Array], Array]
 _LANES = 128
@@ -104,7 +107,7 @@ class ExpertMaps:
   def layer(self) -> ExpertMaps:
     """Maps of the layer alone, copied out of the stack."""
 
-    def entry(x: Any) -> Any:
+    def entry(x: Array | None) -> Array | None:
       for n in () if x is None else self.index:
         x = lax.dynamic_index_in_dim(x, n, keepdims=False)
       return x
@@ -121,9 +124,9 @@ class ExpertMaps:
     self, x: Float[Array, "n D"], expert: Int[Array, ""]
   ) -> Float[Array, "n F"]:
     """x times the map of an expert, for maps of one layer."""
-    weight, step, least = (
-      None if a is None else a[expert]
-      for a in (self.stacked, self.step, self.least)
+    weight = jnp.asarray(self.stacked)[expert]
+    step, least = (
+      None if a is None else a[expert] for a in (self.step, self.least)
     )
     if step is None:
       return jnp.matmul(x, weight, preferred_element_type=x.dtype)
@@ -165,7 +168,7 @@ class GroupedProductTPU:
     share = max(1, rows // (2 * experts))
     return min(_MOST_ROWS, max(_LEAST_ROWS, 1 << (share - 1).bit_length()))
 
-  def decline(self, dtype: Any, maps: Sequence[ExpertMaps]) -> str | None:
+  def decline(self, dtype: DTypeLike, maps: Sequence[ExpertMaps]) -> str | None:
     """Return the reason not to serve a call with any number of rows, or None.
 
     Args:
@@ -232,7 +235,7 @@ class GroupedProductTPU:
     y: Float[Array, "P F"],
     blocks: RowBlocks,
     experts: int,
-    dtype: Any,
+    dtype: DTypeLike,
   ) -> Float[Array, "E D F"]:
     """For each expert x^T . y of its rows; padding has to be zero."""
     rows, inner, outer = blocks.row.shape[1], x.shape[1], y.shape[1]
@@ -309,7 +312,7 @@ class GroupedProductTPU:
     inputs: Sequence[Float[Array, "P D"]],
     maps: Sequence[ExpertMaps],
     blocks: RowBlocks,
-    finish: Callable[..., Any],
+    finish: Finish,
     *,
     outputs: int | None = None,
     transposed: bool = False,
@@ -354,6 +357,10 @@ class GroupedProductTPU:
       for map_ in maps
       if map_.step is not None
     ]
+    steps = [
+      pltpu.VMEM((a.shape[-2], shape.columns), jnp.float32)
+      for a in (scales if shape.group else ())
+    ]
     return pl.pallas_call(
       functools.partial(_kernel, shape, maps[0].levels, finish),
       grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -374,6 +381,7 @@ class GroupedProductTPU:
         scratch_shapes=[
           *[pltpu.VMEM((2, *tile), stack.dtype) for stack in stacks],
           *decoded,
+          *steps,
           *[pltpu.VMEM((rows, shape.columns), jnp.float32) for _ in maps],
           pltpu.SemaphoreType.DMA((count, 2)),
         ],
@@ -405,7 +413,7 @@ class GroupedProductTPU:
 
   def _shape(
     self, rows: int, dtype: str, maps: Sequence[ExpertMaps], transposed: bool
-  ) -> _Shape | None:
+  ) -> _CallSizes | None:
     """Sizes of a call; None where no tile fits the vector memory."""
     inner, outer = maps[0].inputs, maps[0].outputs
     if transposed:
@@ -421,6 +429,9 @@ class GroupedProductTPU:
       )  # fmt: skip
       if maps[0].step is not None:
         column += len(maps) * inner * number
+      if maps[0].grouped:
+        # Steps and least numbers, twice and as float32.
+        column += 2 * 12 * len(maps) * inner // maps[0].group
       # Sums, results, and the products of a step before they are added.
       sums = (4 + 2 * number + 4) * len(maps) * rows
       inputs = 2 * rows * inner * number * (len(maps) if transposed else 1)
@@ -430,7 +441,7 @@ class GroupedProductTPU:
     if not tiles:
       return None
     columns = min(tiles, key=lambda n: (self._idle(outer // n), -n))
-    return _Shape(
+    return _CallSizes(
       rows=rows,
       depth=inner,
       step=max(n for n in _tiles(inner) if n <= _DEPTH),
@@ -493,12 +504,12 @@ def _tiles(size: int) -> list[int]:
   return [n for n in range(_LANES, size + 1, _LANES) if size % n == 0]
 
 
-def _each(sums: Sequence[Any], dtype: Any) -> tuple[Any, ...]:
+def _each(sums: Sequence[Array], dtype: DTypeLike) -> tuple[Array, ...]:
   return tuple(x.astype(dtype) for x in sums)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Shape:
+class _CallSizes:
   """Static sizes of a call.
 
   Attributes:
@@ -606,9 +617,9 @@ class _Visits:
 
 
 def _kernel(
-  shape: _Shape,
+  shape: _CallSizes,
   levels: tuple[int, ...] | None,
-  finish: Callable[..., Any],
+  finish: Finish,
   expert: Ref,
   following: Ref,
   run: Ref,
@@ -620,6 +631,7 @@ def _kernel(
   scales = [take(shape.scales) for _ in range(n)]
   stacks, outs, buffers = take(n), take(shape.outputs), take(n)
   decoded = take(n if shape.scales else 0)
+  steps = [take(shape.scales if shape.group else 0) for _ in range(n)]
   sums, (arrived,) = take(n), take(1)
   j, i = pl.program_id(0), pl.program_id(1)
   number = run[i]
@@ -627,7 +639,7 @@ def _kernel(
   first = (i == 0) | (number != run[jnp.maximum(i - 1, 0)])
   columns = pl.ds(pl.multiple_of(j * shape.columns, _LANES), shape.columns)
 
-  def copies(expert: Any, slot: Any) -> list[Any]:
+  def copies(expert: Array, slot: Array) -> list[Any]:
     """Copies of the tiles of an expert's maps to the vector memory."""
     at = (*(index[0] for index in layer), expert)
     part = (columns,) if shape.transposed else (slice(None), columns)
@@ -655,7 +667,10 @@ def _kernel(
     for copy in copies(expert[i], slot):
       copy.wait()
     for m, target in enumerate(decoded):
-      _decode(shape, levels, buffers[m].at[slot], scales[m], target)
+      for narrow, wide in zip(scales[m], steps[m], strict=False):
+        # A single row of 16 bits can't be read.
+        wide[...] = floats_of_bits(narrow[...])
+      _decode(shape, levels, buffers[m].at[slot], steps[m], target)
 
   weights = decoded or [buffer.at[slot] for buffer in buffers]
   for m, weight in enumerate(weights):
@@ -664,20 +679,20 @@ def _kernel(
   totals = [total[...] for total in sums]
   if shape.scales and not shape.group:
     totals = [
-      total * steps[0][...].astype(jnp.float32)
-      for total, steps in zip(totals, scales, strict=True)
+      total * scale[0][...].astype(jnp.float32)
+      for total, scale in zip(totals, scales, strict=True)
     ]
   results = finish(totals, outs[0].dtype)
   for out, result in zip(outs, results, strict=True):
     out[...] = result
 
 
-def _multiply(shape: _Shape, x: Ref, weight: Ref, sums: Ref) -> None:
+def _multiply(shape: _CallSizes, x: Ref, weight: Ref, sums: Ref) -> None:
   """Writes x . weight, added up along D step by step."""
   dims = (((1,), (1 if shape.transposed else 0,)), ((), ()))
   exact = x.dtype == jnp.float32
 
-  def part(k: Any) -> Any:
+  def part(k: Array | int) -> Array:
     inner = pl.ds(pl.multiple_of(k * shape.step, _LANES), shape.step)
     return lax.dot_general(
       x[:, inner],
@@ -689,14 +704,14 @@ def _multiply(shape: _Shape, x: Ref, weight: Ref, sums: Ref) -> None:
 
   sums[...] = part(0)
 
-  def add(k: Any, _: None) -> None:
+  def add(k: Array, _: None) -> None:
     sums[...] += part(k)
 
   lax.fori_loop(1, shape.depth // shape.step, add, None)
 
 
 def _decode(
-  shape: _Shape,
+  shape: _CallSizes,
   levels: tuple[int, ...] | None,
   codes: Ref,
   scales: Sequence[Ref],
@@ -706,7 +721,7 @@ def _decode(
   if not shape.group:
     chunk = 2 * _LANES if shape.depth % (2 * _LANES) == 0 else _LANES
 
-    def convert(k: Any, _: None) -> None:
+    def convert(k: Array, _: None) -> None:
       rows = pl.ds(pl.multiple_of(k * chunk, chunk), chunk)
       out[rows, :] = codes[rows, :].astype(jnp.float32).astype(out.dtype)
 
@@ -718,12 +733,12 @@ def _decode(
   num_groups = max(1, _BYTE_ROWS // code_rows)
   size = num_groups * code_rows
 
-  def convert(k: Any, _: None) -> None:
+  def convert(k: Array, _: None) -> None:
     start = pl.multiple_of(k * size, _BYTE_ROWS)
     numbers = codes[pl.ds(start, size), :].astype(jnp.int32)
     for n in range(num_groups):
       group = k * num_groups + n
-      step = floats_of_bits(step_ref[pl.ds(group, 1), :])
+      step = step_ref[pl.ds(group, 1), :]
       part = numbers[n * code_rows : (n + 1) * code_rows]
       halves = [part]
       if levels is not None:
@@ -733,7 +748,7 @@ def _decode(
       for half, levels_of in enumerate(halves):
         weight = levels_of.astype(jnp.float32) * step
         for least in least_ref:
-          weight += floats_of_bits(least[pl.ds(group, 1), :])
+          weight += least[pl.ds(group, 1), :]
         row = pl.multiple_of(group * shape.group + half * code_rows, _HALF_ROWS)
         out[pl.ds(row, code_rows), :] = weight.astype(out.dtype)
 
@@ -763,7 +778,7 @@ def _gradient_kernel(
 
   @pl.when(filled[v] > 0)
   def _() -> None:
-    def add(k: Any, _: None) -> None:
+    def add(k: Array, _: None) -> None:
       rows = pl.ds(pl.multiple_of(k * step, _LANES), step)
       sums_ref[rows, :] += lax.dot_general(
         x_ref[:, rows],
@@ -791,7 +806,7 @@ def _largest_error(kernel: GroupedProductTPU) -> float:
   chosen = jnp.asarray([2] * 21 + [0] * 19, jnp.int32)
   x, weight = draw(40, 256), draw(2, 3, 256, 128)
 
-  def run(x: Array, weight: Array, layer: Array) -> Any:
+  def run(x: Array, weight: Array, layer: Array) -> tuple[Array, Array, Array]:
     blocks = blocks_by_expert(chosen, 3, 16)
     rows = x.at[blocks.row.reshape(-1)].get(mode="fill", fill_value=0)
     maps = (ExpertMaps(stacked=weight, index=(layer,)),)
