@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
@@ -27,6 +28,7 @@ from ringjax.ops.experts.grouped_product_tpu import (
 )
 from ringjax.ops.experts.moe import mix
 from ringjax.ops.experts.row_blocks import blocks_by_expert, into_blocks
+from ringjax.plan.compiler import aot
 from tests.helpers import mesh_of
 
 KERNEL = GroupedProductTPU(interpret=True)
@@ -150,6 +152,39 @@ def test_experts_without_rows_have_gradients_of_zero():
   want = np.einsum("pd,pf,pe->edf", x, y, weight)
   np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
   assert not got[1].any()
+
+
+# Codes that a TPU's compiler has to accept: it reads no single row of 16 bits.
+CODES = [
+  "8 bits", (4, 64, "float32"), (4, 32, "float16"), (4, 128, "bfloat16"),
+  (8, 32, "bfloat16"), (8, 64, "float16"),
+]  # fmt: skip
+
+
+def products_of_codes(devices):
+  """Builds products with maps of all kinds of codes, for a TPU."""
+  mesh = Mesh(np.asarray(devices[:1]), ("one",))
+  like = lambda a: jax.ShapeDtypeStruct(
+    a.shape, a.dtype, sharding=NamedSharding(mesh, P())
+  )
+  maps = [maps_of(kind, (2,)) for kind in CODES]
+  x = like(tokens_of(CHOSEN.size, "bfloat16"))
+
+  def run(x, maps):
+    blocks = blocks_by_expert(jnp.asarray(CHOSEN), EXPERTS, ROWS)
+    rows = into_blocks(x, blocks)
+    return [GroupedProductTPU().products(rows, (m,), blocks) for m in maps]
+
+  return aot.Built(
+    function=jax.jit(run), arguments=(x, jax.tree.map(like, maps)), mesh=mesh
+  )
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
+def test_a_tpu_s_compiler_accepts_all_kinds_of_codes():
+  builder = "tests.ops.test_grouped_product:products_of_codes"
+  assert aot.compile(builder, "v5e:1x1").fits
 
 
 def experts_of(kernel, maps, x, blocks):

@@ -42,6 +42,6 @@ def expert_maps(
       levels=weight.layout.levels,
     )
     # The last group of some maps ends after their inputs.
-    whole = (maps.inputs,) == weight.inputs
-    return maps if whole else None
+    covers_inputs = (maps.inputs,) == weight.inputs
+    return maps if covers_inputs else None
   return None

@@ -563,8 +563,8 @@ class _Runs:
   def of(cls, blocks: RowBlocks, experts: int) -> _Runs:
     expert = blocks.expert
     changes = jnp.diff(expert, prepend=expert[:1]) != 0
-    after = jnp.searchsorted(expert, expert, side="right")
-    following = expert.at[after].get(mode="fill", fill_value=experts)
+    next_run = jnp.searchsorted(expert, expert, side="right")
+    following = expert.at[next_run].get(mode="fill", fill_value=experts)
     return cls(
       # Without any rows the one block that runs has any expert.
       expert=jnp.minimum(expert, experts - 1),
@@ -667,9 +667,9 @@ def _kernel(
     for copy in copies(expert[i], slot):
       copy.wait()
     for m, target in enumerate(decoded):
-      for narrow, wide in zip(scales[m], steps[m], strict=False):
+      for scale, float32_scale in zip(scales[m], steps[m], strict=False):
         # A single row of 16 bits can't be read.
-        wide[...] = floats_of_bits(narrow[...])
+        float32_scale[...] = floats_of_bits(scale[...])
       _decode(shape, levels, buffers[m].at[slot], steps[m], target)
 
   weights = decoded or [buffer.at[slot] for buffer in buffers]
@@ -820,10 +820,10 @@ def _largest_error(kernel: GroupedProductTPU) -> float:
 
   results = jax.jit(run)(x, weight, jnp.int32(1))
   exact = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-  wide, of_row = x.astype(jnp.float32), weight[1].astype(jnp.float32)[chosen]
-  y = exact("nd,ndf->nf", wide, of_row).astype(x.dtype).astype(jnp.float32)
+  rows, of_row = x.astype(jnp.float32), weight[1].astype(jnp.float32)[chosen]
+  y = exact("nd,ndf->nf", rows, of_row).astype(x.dtype).astype(jnp.float32)
   gradient = exact(
-    "nd,nf,ne->edf", wide, y, jax.nn.one_hot(chosen, 3, dtype=jnp.float32)
+    "nd,nf,ne->edf", rows, y, jax.nn.one_hot(chosen, 3, dtype=jnp.float32)
   )
   return relative_error(results, (y, exact("nf,ndf->nd", y, of_row), gradient))
 
