@@ -154,7 +154,7 @@ def define(values: flags.FlagValues) -> None:
     1024,
     "entropy: tokens that are cut into chunks; drafts: of a prompt.",
   )
-  new.whole("query", 128, "entropy: tokens behind them that are looked at.")
+  new.whole("query", 128, "entropy: tokens after them that are looked at.")
   new.text(
     "combine",
     "parallel",
@@ -193,7 +193,7 @@ def define(values: flags.FlagValues) -> None:
   new.whole(
     "question",
     128,
-    "contexts, chunks, drafts: tokens behind a text that count.",
+    "contexts, chunks, drafts: tokens after a text that count.",
   )
   new.text(
     "prefix", "\n\n", "contexts: text before all parts, where they share one."
@@ -279,18 +279,23 @@ def _refuse_unused(values: flags.FlagValues, word: str) -> None:
     )
 
 
+# Flags of sub-commands that take few, and no others.
+_OWN_FLAGS: dict[str, tuple[str, ...]] = {
+  "chunks": ("model", "dtype", "contexts", "question", "rows", "folder", "mesh",
+             "out", "json"),
+  "curves": ("log", "plot", "out", "json"),
+  "drafts": ("model", "dtype", "draft", "offsets", "context", "question",
+             "rows", "folder", "mesh", "out", "json"),
+  "families": ("families", "cache", "lengths", "seed", "out", "json"),
+}  # fmt: skip
+# Sub-commands that take all flags but those of other sub-commands.
+_COMMON = ("needle", "perplexity", "caches", "contexts", "entropy")
+
+
 def _uses(word: str, name: str, asks: bool) -> bool:
   """Whether a sub-command uses a flag; `asks`: whether --task was set."""
-  if word == "curves":
-    return name in ("log", "plot", "out", "json")
-  if word == "families":
-    return name in ("families", "cache", "lengths", "seed", "out", "json")
-  if word == "drafts":
-    return name in ("model", "dtype", "draft", "offsets", "context", "question",
-                    "rows", "folder", "mesh", "out", "json")  # fmt: skip
-  if word == "chunks":
-    return name in ("model", "dtype", "contexts", "question", "rows", "folder",
-                    "mesh", "out", "json")  # fmt: skip
+  if word in _OWN_FLAGS:
+    return name in _OWN_FLAGS[word]
   asking = ("needle", "caches") if asks else ("needle",)
   answers = (*asking, "contexts") if asks else asking
   of_contexts = dict.fromkeys(
@@ -301,14 +306,14 @@ def _uses(word: str, name: str, asks: bool) -> bool:
           "rows": ("perplexity", "caches", "contexts", "entropy"),
           "cache": ("caches", "needle", "contexts"),
           "prefill": ("needle", "perplexity"),
-          "chunk": ("needle", "perplexity"), "log": ("curves",), "families": (),
+          "chunk": ("needle", "perplexity"), "log": (), "families": (),
           "adapter": ("needle", "perplexity", "caches", "contexts", "entropy"),
           "cache_dtype": ("needle", "perplexity"), "splits": ("entropy",),
           "context": ("entropy",), "query": ("entropy",), "draft": (),
           "combine": ("entropy",),
           "offsets": (), "lengths":
           ("needle", "perplexity", "caches", "contexts")}  # fmt: skip
-  return word in only.get(name, (word,))
+  return word in only.get(name, _COMMON)
 
 
 def _numbers(
@@ -817,7 +822,7 @@ class _Evaluation:
       for name in ways
     ]
     lines = [
-      f"{rows} texts of {length:,} tokens and {values.question} behind them, "
+      f"{rows} texts of {length:,} tokens and {values.question} after them, "
       "by parts; nats a token",
       head,
       *table_lines(lambda x: f"{x.nll:.4f}"),
@@ -866,7 +871,7 @@ class _Evaluation:
     self._screen.begin("reading", len(rows), "texts")
     curve = context_curve(model, rows, chunks=counts, tokens=values.question)
     self.record = self._about() | dataclasses.asdict(curve)
-    head = f"nats a token of {curve.tokens} behind chunks of {size} tokens, "
+    head = f"nats a token of {curve.tokens} after chunks of {size} tokens, "
     return [f"{head}{curve.texts} texts:", str(curve)], lambda path: None
 
   def drafts(self) -> _CommandOutput:
@@ -1077,7 +1082,7 @@ def _entropy_lines(
   number_text = lambda x: "-" if x is None else f"{x:.3f}"
   lines = [
     f"{len(entropies[0].losses)} texts: {context:,} tokens in P chunks, "
-    f"{query:,} behind them; nats",
+    f"{query:,} after them; nats",
     f"{'':>4}{'a prefix each':>30}{'one shared prefix':>30}",
     f"{'P':>4}" + f"{'entropy':>10}{'loss':>10}{'on prefix':>10}" * 2,
   ]
