@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from ringjax.json_text import json_text
 from ringjax.ops.experts import grouped_product
@@ -44,7 +44,7 @@ from ringjax.parallel import chips
 from ringjax.plan.compiler import aot
 
 
-def decoded(map_: Any, dtype: Any) -> Array:
+def decoded(map_: Any, dtype: Any) -> Float[Array, "*E A C"]:
   """Weights [..., A, C] of codes and scales, or of floats."""
   if not isinstance(map_, tuple):
     return map_
@@ -52,7 +52,9 @@ def decoded(map_: Any, dtype: Any) -> Array:
   return codes.astype(dtype) * scales.astype(dtype)
 
 
-def blocks(weights: PyTree, x: Array, chosen: Array, mixing: Array) -> Array:
+def blocks(
+  weights: PyTree, x: Array, chosen: Array, mixing: Array
+) -> Float[Array, "T D"]:
   """Sum of each token's experts, by blocks of one expert each."""
 
   def f(expert: Array, rows: Array) -> Array:
@@ -64,12 +66,16 @@ def blocks(weights: PyTree, x: Array, chosen: Array, mixing: Array) -> Array:
   return mix(f, x, chosen, mixing, count)
 
 
-def ragged(weights: PyTree, x: Array, chosen: Array, mixing: Array) -> Array:
+def ragged(
+  weights: PyTree, x: Array, chosen: Array, mixing: Array
+) -> Float[Array, "T D"]:
   """Sum of each token's experts, by `ragged_dot` of rows sorted by expert."""
   return grouped(lax.ragged_dot, weights, x, chosen, mixing)
 
 
-def megablox(weights: PyTree, x: Array, chosen: Array, mixing: Array) -> Array:
+def megablox(
+  weights: PyTree, x: Array, chosen: Array, mixing: Array
+) -> Float[Array, "T D"]:
   """Sum of each token's experts, by megablox' product, for TPUs alone."""
   from jax.experimental.pallas.ops.tpu.megablox import gmm
 
@@ -96,7 +102,7 @@ def kernel(
   mixing: Array,
   *,
   chip: str | None = None,
-) -> Array:
+) -> Float[Array, "T D"]:
   """Sum of each token's experts, by the grouped product for TPUs."""
 
   def f(kernel: Any, weights: PyTree, rows: Array, blocks: Any) -> Array:
@@ -111,12 +117,12 @@ def kernel(
   return mix(no_loop, x, chosen, mixing, count, grouped=experts)
 
 
-def gate_of(gate: Array, up: Array) -> Array:
+def gate_of(gate: Array, up: Array) -> Float[Array, "n F"]:
   """Intermediate numbers of an expert."""
   return jax.nn.silu(gate) * up
 
 
-def no_loop(expert: Array, rows: Array) -> Array:
+def no_loop(expert: Array, rows: Array) -> Float[Array, "n D"]:
   """Takes the place of the function of one block, which is not called."""
   raise NotImplementedError
 
@@ -127,7 +133,7 @@ def grouped(
   x: Array,
   chosen: Array,
   mixing: Array,
-) -> Array:
+) -> Float[Array, "T D"]:
   """Sum of each token's experts, by a product (rows, maps, rows of each)."""
   tokens, k = chosen.shape
   gate, up, down = (decoded(map_, x.dtype) for map_ in weights)

@@ -174,14 +174,14 @@ def products_by_loop(
 
 def _products_forward(
   kernel: GroupedProductTPU, x: Array, maps: Maps, blocks: RowBlocks
-) -> tuple[tuple[Array, ...], tuple[Array, Maps, RowBlocks]]:
+) -> tuple[tuple[Float[Array, "P F"], ...], Any]:
   return products(kernel, x, maps, blocks), (x, maps, blocks)
 
 
 def _products_backward(
   kernel: GroupedProductTPU,
-  kept: tuple[Array, Maps, RowBlocks],
-  g: tuple[Array, ...],
+  kept: Any,
+  g: tuple[Float[Array, "P F"], ...],
 ) -> tuple[Any, ...]:
   x, maps, blocks = kept
   if maps[0].step is not None:
@@ -199,8 +199,8 @@ def _products_backward(
 
 def _gradient(
   kernel: GroupedProductTPU,
-  x: Array,
-  dy: Array,
+  x: Float[Array, "P D"],
+  dy: Float[Array, "P F"],
   map_: ExpertMaps,
   blocks: RowBlocks,
 ) -> ExpertMaps:
@@ -221,17 +221,20 @@ def _no_gradient(arrays: PyTree) -> PyTree:
 def _gated_forward(
   kernel: GroupedProductTPU,
   combine: Combine,
-  x: Array,
+  x: Float[Array, "P D"],
   maps: Maps,
   blocks: RowBlocks,
-) -> tuple[Any, Any]:
+) -> tuple[Float[Array, "P F"], Any]:
   # Both products are kept, so that the backward pass computes none again.
   sums = products(kernel, x, maps, blocks)
   return combine(*sums), (x, maps, blocks, sums)
 
 
 def _gated_backward(
-  kernel: GroupedProductTPU, combine: Combine, kept: Any, g: Array
+  kernel: GroupedProductTPU,
+  combine: Combine,
+  kept: Any,
+  g: Float[Array, "P F"],
 ) -> tuple[Any, ...]:
   *inputs, sums = kept
   _, pull = jax.vjp(combine, *sums)

@@ -107,7 +107,9 @@ class ExpertMaps:
   def layer(self) -> ExpertMaps:
     """Maps of the layer alone, copied out of the stack."""
 
-    def entry(x: Array | None) -> Array | None:
+    def entry(
+      x: Shaped[Array, " ..."] | None,
+    ) -> Shaped[Array, " ..."] | None:
       for n in () if x is None else self.index:
         x = lax.dynamic_index_in_dim(x, n, keepdims=False)
       return x
@@ -504,7 +506,9 @@ def _tiles(size: int) -> list[int]:
   return [n for n in range(_LANES, size + 1, _LANES) if size % n == 0]
 
 
-def _each(sums: Sequence[Array], dtype: DTypeLike) -> tuple[Array, ...]:
+def _each(
+  sums: Sequence[Float[Array, "n F"]], dtype: DTypeLike
+) -> tuple[Float[Array, "n F"], ...]:
   return tuple(x.astype(dtype) for x in sums)
 
 
@@ -692,7 +696,7 @@ def _multiply(shape: _CallSizes, x: Ref, weight: Ref, sums: Ref) -> None:
   dims = (((1,), (1 if shape.transposed else 0,)), ((), ()))
   exact = x.dtype == jnp.float32
 
-  def part(k: Array | int) -> Array:
+  def part(k: Array | int) -> Float[Array, "n F"]:
     inner = pl.ds(pl.multiple_of(k * shape.step, _LANES), shape.step)
     return lax.dot_general(
       x[:, inner],
@@ -806,7 +810,9 @@ def _largest_error(kernel: GroupedProductTPU) -> float:
   chosen = jnp.asarray([2] * 21 + [0] * 19, jnp.int32)
   x, weight = draw(40, 256), draw(2, 3, 256, 128)
 
-  def run(x: Array, weight: Array, layer: Array) -> tuple[Array, Array, Array]:
+  def run(
+    x: Array, weight: Array, layer: Array
+  ) -> tuple[Float[Array, " ..."], ...]:
     blocks = blocks_by_expert(chosen, 3, 16)
     rows = x.at[blocks.row.reshape(-1)].get(mode="fill", fill_value=0)
     maps = (ExpertMaps(stacked=weight, index=(layer,)),)

@@ -157,15 +157,17 @@ def weighted_sum(
 
 
 def _weighted_sum_forward(
-  y: Array, mixing: Array, blocks: RowBlocks
-) -> tuple[Array, Any]:
+  y: Float[Array, "P D"], mixing: Float[Array, "T k"], blocks: RowBlocks
+) -> tuple[Float[Array, "T D"], Any]:
   rows = out_of_blocks(y, blocks).reshape(*mixing.shape, -1)
   factor = mixing[..., None].astype(jnp.float32)
   total = jnp.sum(rows.astype(jnp.float32) * factor, 1)
   return total, (rows, mixing, blocks)
 
 
-def _weighted_sum_backward(kept: Any, g: Array) -> tuple[Array, Array, None]:
+def _weighted_sum_backward(
+  kept: Any, g: Float[Array, "T D"]
+) -> tuple[Float[Array, "P D"], Float[Array, "T k"], None]:
   rows, mixing, blocks = kept
   factor = numbers_into_blocks(mixing.reshape(-1).astype(jnp.float32), blocks)
   dy = into_blocks(g.astype(rows.dtype), blocks).astype(jnp.float32)
@@ -177,13 +179,17 @@ def _weighted_sum_backward(kept: Any, g: Array) -> tuple[Array, Array, None]:
   )
 
 
-def _into_backward(kept: Any, g: Array) -> tuple[Array, None]:
+def _into_backward(
+  kept: Any, g: Float[Array, "P D"]
+) -> tuple[Float[Array, "T D"], None]:
   blocks, tokens = kept
   rows = out_of_blocks(g, blocks).reshape(tokens.shape[0], -1, g.shape[1])
   return jnp.sum(rows, 1, dtype=jnp.float32).astype(g.dtype), None
 
 
-def _out_backward(blocks: RowBlocks, g: Array) -> tuple[Array, None]:
+def _out_backward(
+  blocks: RowBlocks, g: Float[Array, "N D"]
+) -> tuple[Float[Array, "P D"], None]:
   return g.at[blocks.row.reshape(-1)].get(mode="fill", fill_value=0), None
 
 
