@@ -334,6 +334,7 @@ class GroupedProductTPU:
     assert shape is not None, "decline() was not asked"
     shape = dataclasses.replace(shape, outputs=outputs or len(maps))
     first, count = maps[0], len(maps)
+    num_rows, number = blocks.slot.shape[0], np.dtype(dtype).itemsize
     runs = _Runs.of(blocks, first.experts)
     out_shape = collectives.out_type(
       (inputs[0].shape[0], shape.outer), dtype, inputs, maps
@@ -394,10 +395,13 @@ class GroupedProductTPU:
         vmem_limit_bytes=self._limit,
       ),
       cost_estimate=self._cost(
-        2 * len(maps) * inputs[0].shape[0] * shape.depth * shape.outer,
-        sum(a.nbytes for a in inputs)
+        2 * len(maps) * num_rows * shape.depth * shape.outer,
+        number * num_rows * (shape.inputs * shape.depth + shape.outer)
         + sum(
-          math.prod(a.shape[len(first.index) :]) * a.dtype.itemsize
+          # Of fewer rows than experts each has one expert at most.
+          min(num_rows, first.experts)
+          * math.prod(a.shape[len(first.index) + 1 :])
+          * a.dtype.itemsize
           for a in (*stacks, *scales)
         ),
       ),
