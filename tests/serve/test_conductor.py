@@ -189,7 +189,7 @@ def test_policies_by_name():
   assert routing_policy("shortest") == ShortestQueue()
   needs = {name for name in ROUTING_POLICIES if needs_costs(name)}
   # Policies that predict have costs; others make do with what they count.
-  assert {"load", "conductor", "predictive"} <= needs
+  assert {"load", "local", "conductor"} <= needs
   assert "shortest" not in needs
   assert needs_costs("early:tpot_s=1/shortest")
   refused(
