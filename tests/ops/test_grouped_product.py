@@ -285,6 +285,31 @@ def test_sharded_experts_and_their_gradients_are_those_of_the_loop(dispatch):
   assert_same(got, want)
 
 
+@pytest.mark.parametrize("kind", ["gather", "rounds"])
+def test_the_kernels_vary_over_the_axes_of_their_operands(kind):
+  """Traced as for a TPU, where JAX checks what varies between shards."""
+  weights, x, picked, mixing = mixture()
+  shards = ExpertShards(over=("seq",), tokens=("seq",))
+  dispatch = Dispatch(kind=kind, reason="", chunk=8, capacity=8)
+  grouped = dataclasses.replace(by_kernel(weights), kernel=GroupedProductTPU())
+
+  def local(weights, x, picked, mixing):
+    return mix_sharded(
+      expert_of_block, weights, x, picked, mixing, 8, shards,
+      dispatch=dispatch, grouped=grouped,
+    )  # fmt: skip
+
+  def loss(weights, x, mixing):
+    run = jax.shard_map(
+      local, mesh=mesh_of(seq=2), in_specs=P("seq"), out_specs=P("seq")
+    )
+    return jnp.sum(run(weights, x, picked, mixing))
+
+  got = jax.eval_shape(jax.grad(loss, (0, 1, 2)), weights, x, mixing)
+  shapes = lambda tree: [(a.shape, a.dtype) for a in jax.tree.leaves(tree)]
+  assert shapes(got) == shapes((weights, x, mixing))
+
+
 def test_gradients_of_one_layer_of_a_stack_and_of_steps_of_codes():
   chosen = jnp.asarray(CHOSEN)
   blocks = blocks_by_expert(chosen, EXPERTS, ROWS)
