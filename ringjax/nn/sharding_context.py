@@ -420,11 +420,15 @@ def _by_row(results: PyTree, x: jax.Array) -> Any:
   return jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), results)
 
 
-def _with_single_axes(mesh: Mesh | AbstractMesh, names: set[str]) -> set[str]:
+def _with_single_axes(
+  mesh: Mesh | AbstractMesh | None, names: set[str]
+) -> set[str]:
   """Mesh axes with those of one device, so that a kernel may serve.
 
   Nothing is sharded over the latter, but XLA would be left to partition them.
   """
+  if mesh is None:
+    return names
   single = {name for name in mesh.axis_names if mesh.shape[name] == 1}
   return names | (single - collectives.manual_axes())
 

@@ -173,7 +173,7 @@ def mix_sharded(
     dispatch: Way to bring rows and experts together; default: that of
       `choose_dispatch`.
     grouped: The same experts for the rows of all blocks at once, by a kernel,
-      which then runs instead of f. `weights` take the place of its own.
+      which then runs instead of f, on `weights` instead of those it has.
 
   Returns:
     Outputs [T, D] in x's dtype; sums are float32.

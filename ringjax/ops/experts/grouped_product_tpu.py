@@ -700,7 +700,7 @@ def _multiply(shape: _CallSizes, x: Ref, weight: Ref, sums: Ref) -> None:
   dims = (((1,), (1 if shape.transposed else 0,)), ((), ()))
   exact = x.dtype == jnp.float32
 
-  def part(k: Array | int) -> Float[Array, "n F"]:
+  def part(k: Int[Array, ""]) -> Float[Array, "n F"]:
     inner = pl.ds(pl.multiple_of(k * shape.step, _LANES), shape.step)
     return lax.dot_general(
       x[:, inner],
@@ -710,7 +710,7 @@ def _multiply(shape: _CallSizes, x: Ref, weight: Ref, sums: Ref) -> None:
       preferred_element_type=jnp.float32,
     )
 
-  sums[...] = part(0)
+  sums[...] = part(jnp.int32(0))
 
   def add(k: Array, _: None) -> None:
     sums[...] += part(k)
