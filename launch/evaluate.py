@@ -463,6 +463,19 @@ class _Evaluation:
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
     return model, tokenizer, reading | {"mesh": mesh}
 
+  def _one_length(self) -> int:
+    """The length of --lengths, which is one; 512 without."""
+    if not self._values["lengths"].present:
+      return 512
+    if len(self._lengths()) != 1:
+      raise OptionError(
+        "--lengths",
+        ",".join(self._values.lengths),
+        "one length",
+        "pass one number",
+      )
+    return self._lengths()[0]
+
   def _lengths(self) -> list[int]:
     return _numbers("lengths", self._values.lengths, int, 1, math.inf)
 
@@ -718,13 +731,7 @@ class _Evaluation:
     With --task also asks for facts that are hidden in them.
     """
     values, screen = self._values, self._screen
-    length = 512
-    if values["lengths"].present:
-      if len(self._lengths()) != 1:
-        raise OptionError(
-          "--lengths", ",".join(values.lengths), "one length", "pass one number"
-        )
-      (length,) = self._lengths()
+    length = self._one_length()
     counts = _numbers("contexts", values.contexts, int, 1, length)
     asks, cache_names = values.task is not None, list(values.cache or ())
     names = self._tasks() if asks else []
@@ -986,13 +993,7 @@ class _Evaluation:
   def families(self) -> _CommandOutput:
     """Measures the error of codecs on a random model of each family."""
     values, screen = self._values, self._screen
-    length = 512
-    if values["lengths"].present:
-      if len(self._lengths()) != 1:
-        raise OptionError(
-          "--lengths", ",".join(values.lengths), "one length", "pass one number"
-        )
-      (length,) = self._lengths()
+    length = self._one_length()
     kinds = {
       text: common.cache_kind(text, calibrated=False)
       for text in values.cache or _CODECS
