@@ -1,23 +1,26 @@
 """Times the products of a mixture's experts: blocks, and `jax.lax.ragged_dot`.
 
 Three maps, down(silu(gate x) * up x), of the rows of each expert: "blocks" is
-`ops.moe.mix`, which the models use; "ragged" sorts rows by expert and calls
-`ragged_dot` three times. Both are timed in turn, forward and backward, with
-weights in float32, in bfloat16, and as int8 codes with a scale for each output
-(forward; "ragged" has to decode all experts first). Prints a JSON object with
-medians in seconds, the ratio of "ragged" to "blocks", and the largest
+`ops.experts.moe.mix`, which the models use; "ragged" sorts rows by expert and
+calls `ragged_dot` three times. Both are timed in turn, forward and backward,
+with weights in float32, in bfloat16, and as int8 codes with a scale for each
+output (forward; "ragged" has to decode all experts first). Prints a JSON object
+with medians in seconds, the ratio of "ragged" to "blocks", and the largest
 difference of the outputs, relative to the largest output. With --compile=SLICE
-nothing runs: the forward pass is compiled for one chip, and bytes and estimated
-cycles are printed, also of "megablox", JAX's grouped product for TPUs.
+nothing runs: a pass in bfloat16 is compiled for one chip, and its bytes and
+cycles are printed, also of "kernel", the grouped product that models use on
+TPUs, and of "megablox", JAX's own. Cycles are those of the machine code, for
+the number of steps that tokens take which choose experts at random.
 
   python -m benchmarks.model.expert_products --tokens=256 --experts=32
-  python -m benchmarks.model.expert_products --compile=v5p:1x1x1 --tokens=8192
-      --experts=128 --chosen=8 --width=2048 --hidden=768
+  python -m benchmarks.model.expert_products --compile=v5e:1x1 --tokens=4096
+      --experts=128 --chosen=8 --width=2048 --hidden=768 --backward
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,14 +31,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from ringjax.json_text import json_text
-from ringjax.ops.moe import mix
+from ringjax.ops.experts import grouped_product
+from ringjax.ops.experts.grouped_product_tpu import (
+  ExpertMaps,
+  GroupedProductTPU,
+)
+from ringjax.ops.experts.moe import mix
+from ringjax.parallel import chips
 from ringjax.plan.compiler import aot
 
 
-def decoded(map_: Any, dtype: Any) -> Array:
+def decoded(map_: Any, dtype: Any) -> Float[Array, "*E A C"]:
   """Weights [..., A, C] of codes and scales, or of floats."""
   if not isinstance(map_, tuple):
     return map_
@@ -43,7 +52,9 @@ def decoded(map_: Any, dtype: Any) -> Array:
   return codes.astype(dtype) * scales.astype(dtype)
 
 
-def blocks(weights: PyTree, x: Array, chosen: Array, mixing: Array) -> Array:
+def blocks(
+  weights: PyTree, x: Array, chosen: Array, mixing: Array
+) -> Float[Array, "T D"]:
   """Sum of each token's experts, by blocks of one expert each."""
 
   def f(expert: Array, rows: Array) -> Array:
@@ -55,21 +66,65 @@ def blocks(weights: PyTree, x: Array, chosen: Array, mixing: Array) -> Array:
   return mix(f, x, chosen, mixing, count)
 
 
-def ragged(weights: PyTree, x: Array, chosen: Array, mixing: Array) -> Array:
+def ragged(
+  weights: PyTree, x: Array, chosen: Array, mixing: Array
+) -> Float[Array, "T D"]:
   """Sum of each token's experts, by `ragged_dot` of rows sorted by expert."""
   return grouped(lax.ragged_dot, weights, x, chosen, mixing)
 
 
-def megablox(weights: PyTree, x: Array, chosen: Array, mixing: Array) -> Array:
+def megablox(
+  weights: PyTree, x: Array, chosen: Array, mixing: Array
+) -> Float[Array, "T D"]:
   """Sum of each token's experts, by megablox' product, for TPUs alone."""
   from jax.experimental.pallas.ops.tpu.megablox import gmm
 
   def product(a: Array, b: Array, sizes: Array) -> Array:
-    # The largest tiles of which two fit into vector memory.
-    tile = min(512, a.shape[0]), min(2048, a.shape[1]), min(1024, b.shape[2])
+    # Tiles also have to fit the products of the backward pass.
+    tile = megablox_tile(a.shape[0], b.shape[0], a.shape[1], b.shape[2])
     return gmm(a, b, sizes, a.dtype, tile)
 
   return grouped(product, weights, x, chosen, mixing)
+
+
+def megablox_tile(
+  rows: int, experts: int, inner: int, outer: int
+) -> tuple[int, int, int]:
+  """Tile of megablox: rows as the kernel's, the largest sides that fit."""
+  size = GroupedProductTPU().block_rows(rows, experts)
+  return max(128, size), min(1024, inner), min(1024, outer)
+
+
+def kernel(
+  weights: PyTree,
+  x: Array,
+  chosen: Array,
+  mixing: Array,
+  *,
+  chip: str | None = None,
+) -> Float[Array, "T D"]:
+  """Sum of each token's experts, by the grouped product for TPUs."""
+
+  def f(kernel: Any, weights: PyTree, rows: Array, blocks: Any) -> Array:
+    gate, up, down = (ExpertMaps(stacked=w) for w in weights)
+    h = grouped_product.gated(kernel, gate_of, rows, (gate, up), blocks)
+    return grouped_product.products(kernel, h, (down,), blocks)[0]
+
+  experts = grouped_product.GroupedExperts(
+    kernel=GroupedProductTPU(chip=chip), f=f, weights=weights
+  )
+  count = weights[0].shape[0]
+  return mix(no_loop, x, chosen, mixing, count, grouped=experts)
+
+
+def gate_of(gate: Array, up: Array) -> Float[Array, "n F"]:
+  """Intermediate numbers of an expert."""
+  return jax.nn.silu(gate) * up
+
+
+def no_loop(expert: Array, rows: Array) -> Float[Array, "n D"]:
+  """Takes the place of the function of one block, which is not called."""
+  raise NotImplementedError
 
 
 def grouped(
@@ -78,7 +133,7 @@ def grouped(
   x: Array,
   chosen: Array,
   mixing: Array,
-) -> Array:
+) -> Float[Array, "T D"]:
   """Sum of each token's experts, by a product (rows, maps, rows of each)."""
   tokens, k = chosen.shape
   gate, up, down = (decoded(map_, x.dtype) for map_ in weights)
@@ -151,10 +206,25 @@ def measured(
   }
 
 
+def steps_share(way: str, shape: Mapping[str, int]) -> float:
+  """Share of the steps of a kernel's list that run, for random choices."""
+  experts, k = shape["experts"], shape["chosen"]
+  rows = shape["tokens"] * k
+  draw = np.random.default_rng(0).random((shape["tokens"], experts))
+  load = np.bincount(np.argsort(draw, 1)[:, :k].ravel(), minlength=experts)
+  if way == "kernel":
+    size = GroupedProductTPU().block_rows(rows, experts)
+    return float((-(-load // size)).sum() / (-(-rows // size) + experts))
+  size = megablox_tile(rows, experts, shape["width"], shape["hidden"])[0]
+  ends = np.cumsum(load)
+  visits = -(-ends // size) - (ends - load) // size
+  return float(visits[load > 0].sum() / (rows // size + experts - 1))
+
+
 def built(
-  devices: Sequence[Any], *, way: str, shape: Mapping[str, int]
+  devices: Sequence[Any], *, way: str, shape: Mapping[str, int], backward: bool
 ) -> aot.Built:
-  """Builds the forward pass in bfloat16 of a way, for one chip."""
+  """Builds a pass in bfloat16 of a way, for one chip."""
   mesh = Mesh(np.asarray(devices[:1]), ("one",))
   at = NamedSharding(mesh, PartitionSpec())
   form = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=at)
@@ -170,31 +240,43 @@ def built(
     form(jnp.int32, t, k),
     form(jnp.float32, t, k),
   )
-  call = jax.jit((WAYS | {"megablox": megablox})[way])
-  return aot.Built(function=call, arguments=arguments, mesh=mesh)
+  chip = chips.machine_name(devices[0].device_kind)
+  ways = WAYS | {
+    "megablox": megablox, "kernel": functools.partial(kernel, chip=chip)
+  }  # fmt: skip
+  return aot.Built(
+    function=program(ways[way], backward=backward),
+    arguments=arguments,
+    mesh=mesh,
+    facts={"tile_share": steps_share(way, shape)},
+  )
 
 
 def compiled(flags: argparse.Namespace) -> dict[str, Any]:
-  """Bytes and estimated cycles of each way, by the compiler."""
+  """Bytes and cycles of each way, by the compiler."""
   shape = {
     name: getattr(flags, name)
     for name in ("experts", "width", "hidden", "tokens", "chosen")
   }
   ways = {}
-  for way in (*WAYS, "megablox"):
+  for way in flags.ways.split(","):
     program = aot.compile(
       "benchmarks.model.expert_products:built",
       flags.compile,
-      {"way": way, "shape": shape},
+      {"way": way, "shape": shape, "backward": flags.backward},
       code=True,
     )
     report, moved, time = program.report, program.traffic, program.time
+    clock = chips.core(flags.compile).clock_hz
     ways[way] = {
-      "cycles": None if report is None else report.total_cycles,
-      "code_s": None if time is None else time.core_s,
-      "touched_s": None if time is None else time.touched_s,
-      "most_s": None if time is None else time.most_s,
+      "estimated_cycles": None if report is None else report.total_cycles,
+      "cycles": None if time is None else time.core_s * clock,
+      "most_cycles": None if time is None else time.most_s * clock,
+      "memory_cycles": None if time is None else time.touched_s * clock,
       "open": None if time is None else time.open,
+      "slowest": None
+      if time is None
+      else [(x.name, x.least_s * clock * x.times) for x in time.operations],
       "bytes": None if moved is None else moved.total,
       "temporaries": None
       if program.memory is None
@@ -211,6 +293,8 @@ def main() -> None:
   ).items():
     parser.add_argument(f"--{name}", type=int, default=default)
   parser.add_argument("--compile")
+  parser.add_argument("--ways", default="blocks,kernel,ragged,megablox")
+  parser.add_argument("--backward", action="store_true")
   flags = parser.parse_args()
   if flags.compile:
     print(json_text({**vars(flags), "ways": compiled(flags)}))

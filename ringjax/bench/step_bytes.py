@@ -17,7 +17,7 @@ from ringjax.models.transformer import Transformer
 from ringjax.nn.block import Layer
 from ringjax.nn.feedforward import Experts
 from ringjax.nn.weights.layer_array import read_by_index
-from ringjax.ops.moe import block_rows
+from ringjax.ops.experts.row_blocks import block_rows
 
 
 def weight_bytes(model: Transformer, tokens: int) -> float:
@@ -45,7 +45,7 @@ def weight_bytes(model: Transformer, tokens: int) -> float:
 
 
 def filled_blocks(model: Transformer, tokens: int) -> float:
-  """Share of a mixture's blocks that have rows, see `ops.moe`.
+  """Share of a mixture's blocks that have rows, see `ops.experts.moe`.
 
   1 without a mixture; with several kinds, the share of the first.
 

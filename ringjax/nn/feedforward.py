@@ -20,9 +20,21 @@ from ringjax.nn.linear import Linear, Norm, linear_product, part_dtype
 from ringjax.nn.param import param
 from ringjax.nn.router_sums import RouterRecord
 from ringjax.nn.sharding_context import Attend
+from ringjax.nn.weights.expert_maps import expert_maps
 from ringjax.nn.weights.layer_array import LayerArray, entry_of
-from ringjax.ops.expert_shards import ExpertShards, mix_sharded
-from ringjax.ops.moe import mix
+from ringjax.ops.experts.expert_shards import ExpertShards, mix_sharded
+from ringjax.ops.experts.grouped_product import (
+  GroupedExperts,
+  choose_product,
+  gated,
+  products,
+)
+from ringjax.ops.experts.grouped_product_tpu import (
+  ExpertMaps,
+  GroupedProductTPU,
+)
+from ringjax.ops.experts.moe import mix
+from ringjax.ops.experts.row_blocks import RowBlocks
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -31,6 +43,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "relu2": lambda x: jnp.square(jax.nn.relu(x)),
   "silu": jax.nn.silu,
 }
+# Activations that Pallas can't compute on a TPU: it has no erfc.
+_NOT_IN_KERNELS = ("gelu",)
 
 
 class AllWeights:
@@ -376,6 +390,14 @@ class Experts:
     expert_weights = (2 + self.gated) * (self.latent or embed) * self.hidden
     return (self.experts - self.chosen) * expert_weights
 
+  def combine(
+    self, gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"]
+  ) -> Float[Array, "*batch F"]:
+    """Intermediate numbers of an expert with a gate."""
+    if self.clamped is not None:
+      return self.clamped(gate, up)
+    return ACTIVATIONS[self.act](gate) * up
+
   def build(self, rngs: nnx.Rngs, embed: int) -> ExpertsLayer:
     return ExpertsLayer(rngs, self, embed)
 
@@ -488,6 +510,7 @@ class ExpertsLayer(nnx.Module):
 
       into, out_of = w["latent"]
       x = x if into is None else linear_product(x, into, 1)
+      grouped = self._grouped(maps, x)
       if shards is None:
         y = mix(
           lambda expert, x: self._expert(entry_of(maps, expert), x),
@@ -496,6 +519,7 @@ class ExpertsLayer(nnx.Module):
           mixing,
           spec.experts,
           scale_input=spec.scale_input,
+          grouped=grouped,
         )
       else:
         y = mix_sharded(
@@ -508,6 +532,7 @@ class ExpertsLayer(nnx.Module):
           shards,
           scale_input=spec.scale_input,
           entry=entry_of,
+          grouped=grouped,
         )
       y = y if out_of is None else linear_product(y, out_of, 1)
       return y if record is None else (y, logits, chosen)
@@ -540,12 +565,58 @@ class ExpertsLayer(nnx.Module):
     up = linear("up", x)
     if not spec.gated:
       return linear("down", ACTIVATIONS[spec.act](up))
-    gate = linear("gate", x)
-    if spec.clamped is not None:
-      h = spec.clamped(gate, up)
+    return linear("down", spec.combine(linear("gate", x), up))
+
+  def _grouped(self, maps: PyTree, x: jax.Array) -> GroupedExperts | None:
+    """These experts for all rows at once, if a kernel serves them."""
+    kernel_maps: dict[str, ExpertMaps] = {}
+    for name, (weight, _) in maps.items():
+      map_ = expert_maps(weight)
+      if map_ is not None:
+        kernel_maps[name] = map_
+      elif weight is not None:
+        return None
+    inputs = tuple(kernel_maps[n] for n in ("gate", "up") if n in kernel_maps)
+    choice = choose_product(x, (inputs, (kernel_maps["down"],)))
+    if choice.algorithm is None:
+      return None
+    return GroupedExperts(
+      kernel=choice.algorithm, f=self._experts_of_blocks, weights=maps
+    )
+
+  def _experts_of_blocks(
+    self,
+    kernel: GroupedProductTPU,
+    maps: PyTree,
+    x: Float[Array, "P D"],
+    blocks: RowBlocks,
+  ) -> Float[Array, "P D"]:
+    """Outputs of the rows of all blocks, each by its expert."""
+    spec = self.spec
+    weights = {name: expert_maps(weight) for name, (weight, _) in maps.items()}
+
+    def biased(name: str, y: jax.Array) -> jax.Array:
+      bias = maps[name][1]
+      if bias is None:
+        return y
+      if isinstance(bias, LayerArray):
+        bias = lax.dynamic_index_in_dim(
+          bias.stacked, bias.layer, keepdims=False
+        )
+      # A block without rows has no expert, nor a gradient.
+      rows = bias.at[blocks.expert].get(mode="fill", fill_value=0)
+      rows = jnp.repeat(rows.astype(y.dtype), blocks.row.shape[1], axis=0)
+      return y + rows
+
+    names = ("gate", "up") if spec.gated else ("up",)
+    inputs = tuple(weights[name] for name in names)
+    if spec.gated and not spec.bias and spec.act not in _NOT_IN_KERNELS:
+      h = gated(kernel, spec.combine, x, inputs, blocks)
     else:
-      h = ACTIVATIONS[spec.act](gate) * up
-    return linear("down", h)
+      sums = map(biased, names, products(kernel, x, inputs, blocks))
+      h = (spec.combine if spec.gated else ACTIVATIONS[spec.act])(*sums)
+    (y,) = products(kernel, h, (weights["down"],), blocks)
+    return biased("down", y)
 
   def _shared(self, x: jax.Array) -> jax.Array:
     assert self.shared is not None

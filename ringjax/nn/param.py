@@ -34,7 +34,7 @@ class Rules:
     ffn: Mesh axis for the width of the feedforward.
     vocab: Mesh axis for the ids of the vocabulary.
     experts: Mesh axis for the experts of a mixture. Their weights stay there,
-      and tokens go to them, see `ops.expert_shards`.
+      and tokens go to them, see `ops.experts.expert_shards`.
   """
 
   embed: MeshAxes = None

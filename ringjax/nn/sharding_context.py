@@ -42,7 +42,7 @@ from ringjax.ops.attention.scores import Scores, Terms
 from ringjax.ops.attention.strategies.chain import Chain
 from ringjax.ops.attention.strategies.ring import Ring
 from ringjax.ops.attention.strategies.strategy import Strategy
-from ringjax.ops.expert_shards import ExpertShards
+from ringjax.ops.experts.expert_shards import ExpertShards
 from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.ops.mask import Causal, Coords, Everything, Mask, SameSegment
 from ringjax.ops.softmax import widened
@@ -326,7 +326,7 @@ class ShardingContext:
       mesh=self.mesh,
       in_specs=(P(), spec),
       out_specs=spec,
-      axis_names=names,
+      axis_names=_with_single_axes(self.mesh, names),
     )(weights, x)
 
   def per_shard(
@@ -395,7 +395,7 @@ class ShardingContext:
       mesh=mesh,
       in_specs=(P(), _expert_specs(experts, over), spec),
       out_specs=spec,
-      axis_names=_names(spec) | {*over},
+      axis_names=_with_single_axes(mesh, _names(spec) | {*over}),
     )(weights, experts, x)
 
 
@@ -415,6 +415,19 @@ def _attention(
 def _by_row(results: PyTree, x: jax.Array) -> Any:
   """Results [n, ...] of tokens as [B, T, ...], for x [B, T, D]."""
   return jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), results)
+
+
+def _with_single_axes(
+  mesh: Mesh | AbstractMesh | None, names: set[str]
+) -> set[str]:
+  """Mesh axes with those of one device, so that a kernel may serve.
+
+  Nothing is sharded over the latter, but XLA would be left to partition them.
+  """
+  if mesh is None:
+    return names
+  single = {name for name in mesh.axis_names if mesh.shape[name] == 1}
+  return names | (single - collectives.manual_axes())
 
 
 def _expert_specs(experts: PyTree, over: tuple[str, ...]) -> PyTree:

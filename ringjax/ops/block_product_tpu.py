@@ -150,7 +150,7 @@ class BlockProductTPU:
     of_groups = pl.BlockSpec((*lead, shape.groups, shape.columns), at_block)
     stacks = (
       weight.codes.reshape(*stack, total * rows, outer),
-      *map(_bits, scales),
+      *map(with_bits, scales),
     )
     in_memory = (lambda a: a) if self.interpret else _in_memory
     return pl.pallas_call(
@@ -237,7 +237,7 @@ def _in_memory(x: Shaped[Array, " ..."]) -> Shaped[Array, " ..."]:
   return pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
-def _bits(x: Float[Array, " ..."]) -> Shaped[Array, " ..."]:
+def with_bits(x: Float[Array, " ..."]) -> Shaped[Array, " ..."]:
   """float16 as its bits, which the kernel decodes: Mosaic has no float16."""
   if x.dtype != jnp.float16:
     return x
@@ -387,10 +387,10 @@ def _kernel(shape: _Shape, stack: int, *refs: Ref) -> None:
     acc_ref[...] = jnp.zeros_like(acc_ref)
 
   totals = _spread_x(shape, k, x_ref, order_ref, wide_ref, left_ref)
-  step = _inside(shape, k, _floats(step_in[...]))
+  step = _inside(shape, k, floats_of_bits(step_in[...]))
   offset = step * jnp.float32(-shape.excess)
   if least_in is not None:
-    offset = offset + _inside(shape, k, _floats(least_in[...]))
+    offset = offset + _inside(shape, k, floats_of_bits(least_in[...]))
   offset_ref[...] = offset
   for tile in range(step_ref.shape[0]):
     step_ref[tile] = step[:, tile * _LANES : (tile + 1) * _LANES]
@@ -504,7 +504,7 @@ def _numbers(codes: Any, doubled: bool) -> Any:
   return jnp.concatenate(pieces, 0)
 
 
-def _floats(x: Any) -> Any:
+def floats_of_bits(x: Shaped[Array, " ..."]) -> Float[Array, " ..."]:
   """float32 of steps; those of 16 unsigned bits are float16."""
   if x.dtype != jnp.uint16:
     return x.astype(jnp.float32)

@@ -18,7 +18,7 @@ from ringjax.bench.program import Program
 from ringjax.errors import MeshError
 from ringjax.infer import Greedy, decode, prefill
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
-from ringjax.ops import expert_shards
+from ringjax.ops.experts import expert_shards
 from ringjax.serve import Engine, Request
 from ringjax.train import batch as batches
 from ringjax.train import step

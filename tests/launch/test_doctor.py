@@ -41,6 +41,8 @@ from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.kernels.auto_kernel import Loops
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
+from ringjax.ops.experts import grouped_product_tpu
+from ringjax.ops.experts.grouped_product_tpu import GroupedProductTPU
 from tests.helpers import script
 from tests.launch.conftest import PATIENCE_S
 
@@ -56,6 +58,7 @@ def one_case(monkeypatch):
   monkeypatch.setattr(kernel_cases, "decode_cases", first)
   monkeypatch.setattr(auto_kernel, "KERNELS", {})
   monkeypatch.setattr(auto_kernel, "DECODERS", {"tpu": (DecodeTPU,)})
+  monkeypatch.setattr(kernel_checks, "PRODUCTS", ())
   kernel_choice._parse_off.cache_clear()
   yield
   kernel_choice._parse_off.cache_clear()
@@ -83,6 +86,23 @@ def test_a_wrong_kernel_is_found_and_can_be_switched_off(one_case, monkeypatch):
   status, out, _ = run("--quick", "--interpret")
   assert status == 0 and "SKIPPED  decode_tpu" in out
   assert "switched off by RINGJAX_OFF" in out
+
+
+def test_products_of_experts_are_checked(one_case, monkeypatch):
+  kinds = grouped_product_tpu.GROUPED_PRODUCTS
+  monkeypatch.setattr(kernel_checks, "PRODUCTS", (kinds,))
+  status, out, _ = run("--quick", "--interpret")
+  (line,) = [x for x in out.splitlines() if "grouped_product_tpu" in x]
+  assert status == 0 and line.startswith("  OK") and "a small product" in line
+
+  right = GroupedProductTPU.summed
+  monkeypatch.setattr(
+    GroupedProductTPU, "summed", lambda *args: 1.1 * right(*args)
+  )
+  status, out, _ = run("--quick", "--interpret")
+  (line,) = [x for x in out.splitlines() if x.startswith("  WRONG")]
+  assert status == 1 and "grouped_product_tpu" in line
+  assert "RINGJAX_OFF=grouped_product_tpu" in out
 
 
 @pytest.mark.parametrize("fault", ["raises", "nan"])

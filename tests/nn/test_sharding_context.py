@@ -18,8 +18,9 @@ from ringjax.nn.sharding_context import (
   ContextParallel,
   ShardingContext,
 )
+from ringjax.parallel import collectives
 from ringjax.parallel.layout import Striped, Uneven
-from tests.helpers import make_mesh
+from tests.helpers import make_mesh, mesh_of
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,27 @@ def test_where_activations_lie(mesh):
   ):
     assert travel.shares(batch, heads, kv_heads) == want
   assert ShardingContext().shares(4, 4, 4) == {}
+
+
+def test_axes_of_one_device_are_not_left_to_the_compiler():
+  """Otherwise no kernel could serve next to them."""
+  mesh = mesh_of(replica=1, seq=2, model=1)
+  travel = ContextParallel(mesh=mesh, axis="seq")
+  partitioned = []
+
+  def f(w, rows, *shards):
+    del shards
+    partitioned.append(collectives.partitioned())
+    return rows * w[0, 0]
+
+  x, w = jnp.ones((1, 4, 8)), jnp.full((2, 1), 3.0)
+  run = jax.jit(travel.per_shard, static_argnums=0)
+  np.testing.assert_array_equal(run(f, w, x), 3 * x)
+  of_experts = lambda x: travel.per_expert_shard(
+    lambda _, w, rows, shards: f(w, rows, shards), (), w, x, ("seq",)
+  )
+  np.testing.assert_array_equal(jax.jit(of_experts)(x), 3 * x)
+  assert partitioned and set(partitioned) == {None}
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(4, 8), (3, 8), (2, 5), (1, 1)])

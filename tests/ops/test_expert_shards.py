@@ -12,14 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax.bench.program import Program
 from ringjax.errors import OptionError
-from ringjax.ops import expert_shards
-from ringjax.ops.expert_shards import (
+from ringjax.ops.experts import expert_shards
+from ringjax.ops.experts.expert_shards import (
   Dispatch,
   ExpertShards,
   choose_dispatch,
   mix_sharded,
 )
-from ringjax.ops.moe import mix
+from ringjax.ops.experts.moe import mix
 from tests.helpers import mesh_of
 
 DIM, HIDDEN, COUNT, CHOSEN = 8, 16, 8, 3

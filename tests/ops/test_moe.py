@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringjax.ops.moe import block_rows, mix
+from ringjax.ops.experts.moe import mix
+from ringjax.ops.experts.row_blocks import block_rows
 
 DIM, HIDDEN = 8, 16
 

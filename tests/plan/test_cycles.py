@@ -100,6 +100,22 @@ class TestCompiled:
     flops = 4 * 1024 * 1024 * 128
     assert tile.work.matrix_cycles == flops // chips.core("v5e").flops_per_cycle
 
+  @pytest.mark.parametrize("backward", [False, True])
+  def test_products_of_experts_keep_the_matrix_units_busy(self, backward):
+    """Tiles of Qwen3-30B-A3B's experts, but for the gradients of their maps."""
+    shape = dict(tokens=256, experts=8, chosen=8, width=2048, hidden=768)
+    tiles = cycles.count(
+      "benchmarks.model.expert_products:built", SMALLEST["v5e"],
+      {"way": "kernel", "shape": shape, "backward": backward},
+    )  # fmt: skip
+    products = [tile for tile in tiles if "grouped_product" in tile.kernel]
+    assert len(products) == (4 if backward else 2)
+    for tile in products:
+      assert tile.work.cycles <= 1.02 * tile.work.matrix_cycles
+    for tile in set(tiles) - set(products):
+      assert "grouped_gradient" in tile.kernel
+      assert tile.work.cycles <= 1.2 * tile.work.matrix_cycles
+
   @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
   def test_a_visit_waits_for_memory_alone(self, chip):
     """A tile of a cache is computed while the next one is read."""

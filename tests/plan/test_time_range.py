@@ -178,6 +178,13 @@ def test_a_list_of_steps_bounds_a_kernel_s_loop():
   assert free.most_s > half.most_s > half.core_s and not free.open
 
 
+def test_a_kernel_of_a_gradient_has_the_grid_of_its_own_name():
+  bundles = {"planted.3": loop(*[bundle()] * 6, bound="%s77")}
+  grid = KernelGrid(name="plant", outputs=((512,),), steps=7)
+  time = ranged(program(kernel()), ProgramCode(bundles=bundles, grids=(grid,)))
+  assert time.core_s == pytest.approx((7 * 8 + 2) / CORE.clock_hz)
+
+
 def test_a_kernel_with_a_grid_of_unknown_length_is_named():
   bundles = {"planted.3": loop(bundle(), bound="%s77")}
   grid = KernelGrid(name="planted", outputs=((512,),), steps=1, open=True)

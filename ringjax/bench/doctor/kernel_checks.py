@@ -1,11 +1,11 @@
-"""Compares the attention kernels of a device with float64.
+"""Compares the kernels of a device with float64.
 
 Guarantees: every kernel that `AutoKernel` may choose on a platform, and XLA's
 loops, get the same operands. The expected results are those of `reference` in
 float64 from these operands as they are rounded, on the host's CPU where JAX has
 it: outputs, log-sum-exps, and all gradients of kernels that have some. An error
 is the largest difference, relative to the largest expected number of that
-array.
+array. Kernels of products are compared with XLA's in one small case each.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ from jaxtyping import Float
 from ringjax.bench.doctor import kernel_cases
 from ringjax.bench.doctor.findings import OK, SKIPPED, WRONG, Findings
 from ringjax.bench.doctor.kernel_cases import DecodeCase, HopCase, Results
-from ringjax.ops import kernel_choice
+from ringjax.ops import block_product_tpu, kernel_choice
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel, Loops
+from ringjax.ops.experts import grouped_product_tpu
 from ringjax.ops.mask import Coords
 from ringjax.parallel import chips
 
 PART = "kernels"
 # Name of XLA's loops in a finding.
 LOOPS = "XLA's loops"
+# Kernels of products, by platform.
+PRODUCTS = (
+  block_product_tpu.PRODUCTS,
+  grouped_product_tpu.GROUPED_PRODUCTS,
+)
 # Largest error, by the dtype of the operands. Products of bfloat16 round their
 # operands to 2**-9; those of float32 are exact to 2**-22, sums and exponentials
 # are not.
@@ -89,6 +95,9 @@ def check(
       for make_case in kernel_cases.decode_cases(home):
         readers = [x for x in decoders if x.platform == home]
         _check_decodes(findings, readers, make_case)
+    for table in kernel_choice.tables():
+      if any(table.kinds is kinds for kinds in PRODUCTS):
+        _check_products(findings, make(table.kinds), table)
   for kind in _off(None if interpret else platform):
     findings.add(
       PART,
@@ -187,6 +196,31 @@ def _check_decodes(
       choice = None if chooser is None else chooser.choose_decode(*call)
       dtype = case.q.dtype.name
       _judge(findings, name, case, dtype, results, truth, choice)
+
+
+def _check_products(
+  findings: Findings,
+  contestants: Sequence[_Contestant],
+  table: kernel_choice.KernelTable,
+) -> None:
+  """Checks kernels of products in the case that precedes their first use."""
+  limit = kernel_choice.ALLOWED_ERROR
+  for contestant in contestants:
+    name = f"{contestant.name}: a small product"
+    with findings.guarded(PART, name):
+      worst = table.largest_error(contestant.algorithm)
+      text = f"off by {worst:.1e}, allowed {limit:g}"
+      if worst > limit:
+        text += (
+          f"; switch it off: {kernel_choice.OFF_VARIABLE}={contestant.name}"
+        )
+      findings.add(
+        PART,
+        name,
+        OK if worst <= limit else WRONG,
+        text,
+        figures={"tolerance": limit, "error": worst},
+      )
 
 
 def _declined(kernel: Any, call: tuple[Any, ...]) -> str | None:

@@ -161,7 +161,10 @@ class ProgramCode:
   def steps(self, line: HloInstruction) -> tuple[float, float] | None:
     """Least and most steps of a call of a kernel; None if unknown."""
     stem = _stem(line.name)
-    alike = [grid for grid in self.grids if _stem(grid.name) == stem]
+    # In a gradient a kernel's name is within "transpose_jvp_NAME__".
+    alike = [grid for grid in self.grids if _stem(grid.name) == stem] or [
+      grid for grid in self.grids if grid.name and grid.name in stem
+    ]
     sizes = sorted(sizes for _, sizes in line.arrays)
     exact = [grid for grid in alike if sorted(grid.outputs) == sizes]
     alike = exact or alike

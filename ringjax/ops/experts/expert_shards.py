@@ -44,7 +44,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from ringjax.errors import OptionError
-from ringjax.ops.moe import block_rows, blocks_by_expert
+from ringjax.ops.experts import row_blocks
+from ringjax.ops.experts.grouped_product import GroupedExperts
+from ringjax.ops.experts.row_blocks import RowBlocks, blocks_by_expert
 from ringjax.parallel import collectives
 
 # Maximum rows of a chunk of tokens whose rows are sent in rounds.
@@ -152,6 +154,7 @@ def mix_sharded(
   scale_input: bool = False,
   entry: Callable[[Any, Array], Any] | None = None,
   dispatch: Dispatch | None = None,
+  grouped: GroupedExperts | None = None,
 ) -> Float[Array, "T D"]:
   """Per shard: sum the weighted outputs of each token's experts.
 
@@ -169,6 +172,8 @@ def mix_sharded(
       default: all arrays are indexed along their first axis.
     dispatch: Way to bring rows and experts together; default: that of
       `choose_dispatch`.
+    grouped: The same experts for the rows of all blocks at once, by a kernel,
+      which then runs instead of f, on `weights` instead of those it has.
 
   Returns:
     Outputs [T, D] in x's dtype; sums are float32.
@@ -184,7 +189,7 @@ def mix_sharded(
     shards=shards,
     local_experts=count // math.prod(sizes.values()),
     count=count,
-    rows=_ExpertRows(f, entry or _entry, scale_input),
+    rows=_ExpertRows(f, entry or _entry, scale_input, grouped),
     dispatch=dispatch,
   )
   axes = collectives.varying_axes(x, weights) | {*shards.over}
@@ -222,11 +227,17 @@ class _ExpertRows:
     f: Function (weights of one expert, rows).
     entry: Function (weights, expert).
     scale_input: Whether mixing weights multiply inputs.
+    grouped: Experts for all blocks at once instead of f, or None.
   """
 
   f: Callable[[Any, Array], Array]
   entry: Callable[[Any, Array], Any]
   scale_input: bool
+  grouped: GroupedExperts | None = None
+
+  def size(self, rows: int, experts: int) -> int:
+    """Number of rows of a block."""
+    return (self.grouped or row_blocks).block_rows(rows, experts)
 
   def forward(
     self,
@@ -240,6 +251,8 @@ class _ExpertRows:
     """Sum over each token's experts on this shard, float32."""
     tokens, chosen = experts.shape
     blocks = blocks_by_expert(experts.reshape(-1), local_experts, size)
+    if self.grouped is not None:
+      return self._grouped(weights, x, mixing, blocks)
     flat = mixing.reshape(-1)
 
     def body(n: jax.Array, sums: jax.Array) -> jax.Array:
@@ -274,6 +287,8 @@ class _ExpertRows:
     tokens, chosen = experts.shape
     rows = tokens * chosen
     blocks = blocks_by_expert(experts.reshape(-1), local_experts, size)
+    if self.grouped is not None:
+      return self._grouped_backward(weights, x, mixing, g, blocks, dw)
     flat = mixing.reshape(-1)
 
     def body(n: jax.Array, sums: Any) -> Any:
@@ -312,6 +327,41 @@ class _ExpertRows:
     start = dw, zeros(x.shape), zeros((rows,))
     dw, dx, dmixing = lax.fori_loop(0, blocks.used, body, start)
     return dw, dx, dmixing.reshape(tokens, chosen)
+
+  def _grouped(
+    self,
+    weights: PyTree,
+    x: Float[Array, "T D"],
+    mixing: Float[Array, "T k"],
+    blocks: RowBlocks,
+  ) -> Float[Array, "T D"]:
+    assert self.grouped is not None
+    grouped = dataclasses.replace(self.grouped, weights=weights)
+    return grouped.weighted(x, mixing, blocks, scale_input=self.scale_input)
+
+  def _grouped_backward(
+    self,
+    weights: PyTree,
+    x: Float[Array, "T D"],
+    mixing: Float[Array, "T k"],
+    g: Float[Array, "T D"],
+    blocks: RowBlocks,
+    dw: list[jax.Array],
+  ) -> tuple[list[jax.Array], Float[Array, "T D"], Float[Array, "T k"]]:
+    sums = lambda w, x, mixing: self._grouped(w, x, mixing, blocks)
+    _, pull = jax.vjp(sums, weights, x, mixing)
+    dweights, dx, dmixing = pull(g.astype(jnp.float32))
+    floats = [
+      d
+      for d, a in zip(
+        jax.tree.leaves(dweights), jax.tree.leaves(weights), strict=True
+      )
+      if _is_float(a)
+    ]
+    dw = [
+      total + d.astype(jnp.float32) for total, d in zip(dw, floats, strict=True)
+    ]
+    return dw, dx.astype(jnp.float32), dmixing
 
 
 def _without_padding(
@@ -436,7 +486,7 @@ class _Exchange:
     return collectives.scatter_sum(sums, self.shards.tokens, 0)
 
   def _size(self, experts: Int[Array, "T k"]) -> int:
-    return block_rows(experts.size, self.count)
+    return self.rows.size(experts.size, self.count)
 
   def _local(self, experts: Int[Array, "T k"]) -> Int[Array, "T k"]:
     """Numbers on this shard; `local_experts` for experts of other shards."""
@@ -559,7 +609,7 @@ class _Exchange:
           local,
           factor if scale_input else jnp.ones_like(factor),
           self.local_experts,
-          block_rows(local.size, self.local_experts),
+          self.rows.size(local.size, self.local_experts),
         )
         y = self._swap(y.astype(x.dtype))
         return outputs.at[row].set(y, mode="drop")
@@ -605,7 +655,7 @@ class _Exchange:
           factor,
           there_g,
           self.local_experts,
-          block_rows(local.size, self.local_experts),
+          self.rows.size(local.size, self.local_experts),
           dw,
         )
         row_dx, row_dmixing = self._swap(

@@ -4,92 +4,31 @@ Guarantees: `mix(f, x, experts, weights)` equals, for each token, the sum over
 its experts of weight * f(expert, token); no token is dropped whatever the load.
 Cost: f on k rows a token, and less than one block of padding for each expert.
 Memory: k copies of the tokens and of the results; f's intermediates for one
-block of rows.
+block of rows, or for all rows if a kernel computes all blocks at once.
 Ref:  the block-sparse grouping of Gale et al. 2022, arXiv 2211.15841.
 
 Rows are sorted by expert and each expert's rows begin a new block, so a block
-has one expert, and a loop over blocks uses one expert's weights at a time.
+has one expert, and a loop over blocks uses one expert's weights at a time. On
+a TPU a kernel multiplies all blocks where it serves, see `grouped_product`.
 
 `jax.lax.ragged_dot` computes the same. On CPUs it multiplies all rows by all
 experts: with 32 experts of 4 for each token it took 2.6 to 25 times as long
-(benchmarks/model/expert_products.py). For a TPU the compiler estimates a fifth
-of the cycles for the forward pass of 8,192 tokens, at 1.7 times the temporary
-memory, as it needs all rows and all experts of a layer at once, as floats.
+(benchmarks/model/expert_products.py). On a TPU it needs all experts of a layer
+as floats; docs/how/experts.md compares its cycles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from ringjax.ops.experts.grouped_product import GroupedExperts
+from ringjax.ops.experts.row_blocks import block_rows, blocks_by_expert
 from ringjax.parallel import collectives
-
-
-def block_rows(rows: int, experts: int) -> int:
-  """Number of rows of a block: about an expert's share, from 8 to 256."""
-  share = max(1, rows // experts)
-  return min(256, max(8, 1 << (share - 1).bit_length()))
-
-
-class RowBlocks(NamedTuple):
-  """Rows sorted by expert, each expert's rows from a new block on.
-
-  Attributes:
-    expert: Expert of each block, int32 [n]; the number of experts where the
-      block has no rows.
-    row: Row in each place of a block, int32 [n, size]; the number of rows
-      for padding.
-    slot: Place of each row among those of all blocks, int32 [N]; their number
-      for a row that is of no expert.
-    used: Number of blocks that have rows, int32 []; they are the first ones.
-  """
-
-  expert: Int[Array, " n"]
-  row: Int[Array, "n size"]
-  slot: Int[Array, " N"]
-  used: Int[Array, ""]
-
-
-def blocks_by_expert(
-  experts: Int[Array, " N"], count: int, size: int
-) -> RowBlocks:
-  """Sort rows by expert into blocks of `size`; `count` stands for no expert."""
-  rows = experts.shape[0]
-  blocks = -(-rows // size) + min(count, rows)
-  order = jnp.argsort(experts, stable=True)
-  sorted_experts = experts[order]
-  load = jnp.zeros((count,), jnp.int32).at[experts].add(1, mode="drop")
-  filled = (load + size - 1) // size * size
-  ends = jnp.cumsum(filled)
-  first = ends - filled
-  rank = (
-    jnp.arange(rows, dtype=jnp.int32)
-    - (jnp.cumsum(load) - load)[sorted_experts]
-  )
-  slot = jnp.where(
-    sorted_experts < count, first[sorted_experts] + rank, blocks * size
-  ).astype(jnp.int32)
-  row_of = (
-    jnp.full((blocks * size,), rows, jnp.int32)
-    .at[slot]
-    .set(order.astype(jnp.int32), mode="drop")
-  )
-  slot_of = jnp.zeros((rows,), jnp.int32).at[order].set(slot)
-  # Number of experts whose blocks have ended where a block begins.
-  finished = (
-    jnp.zeros((blocks,), jnp.int32).at[ends // size].add(1, mode="drop")
-  )
-  return RowBlocks(
-    jnp.cumsum(finished),
-    row_of.reshape(blocks, size),
-    slot_of,
-    ends[-1] // size,
-  )
 
 
 def mix(
@@ -100,6 +39,7 @@ def mix(
   count: int,
   *,
   scale_input: bool = False,
+  grouped: GroupedExperts | None = None,
 ) -> Float[Array, "T D"]:
   """Sum the weighted outputs of each token's experts.
 
@@ -110,14 +50,19 @@ def mix(
     weights: Weights of the experts, float32 [T, k].
     count: Number of experts, E.
     scale_input: Whether the weights multiply the inputs of f, not its outputs.
+    grouped: The same experts for the rows of all blocks at once, by a kernel,
+      which then runs instead of f.
 
   Returns:
     Outputs [T, D] in x's dtype; sums are float32.
   """
   tokens, chosen = experts.shape
   rows = tokens * chosen
-  size = block_rows(rows, count)
+  size = (grouped.block_rows if grouped else block_rows)(rows, count)
   rows_of = blocks_by_expert(experts.reshape(-1), count, size)
+  if grouped is not None:
+    y = grouped.weighted(x, weights, rows_of, scale_input=scale_input)
+    return y.astype(x.dtype)
   flat_weights = weights.reshape(-1)
 
   def body(carry: None, block: tuple) -> tuple[None, jax.Array]:

@@ -1,0 +1,1 @@
+"""Mixtures of experts: rows sorted by expert, and their products."""
