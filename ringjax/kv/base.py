@@ -365,6 +365,8 @@ class CallCache:
 
   # Whether the cache keeps the call's tokens for later calls.
   stores: ClassVar[bool] = True
+  # Field that a cache which borrows takes from the call before; "": none does.
+  lender: ClassVar[str] = ""
 
   if TYPE_CHECKING:
 
@@ -403,7 +405,8 @@ class CallCache:
 
   def onto(self: CallCacheT, before: PyTree) -> CallCacheT:
     """Cache that borrows, with what the call before it returned."""
-    raise NotImplementedError
+    assert self.lender
+    return dataclasses.replace(self, **{self.lender: before})  # pyrefly: ignore
 
   @property
   def row_groups(self) -> RowGroups | None:

@@ -57,7 +57,7 @@ from ringjax.kv.base import bytes_each, zeros
 from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.state import StateShape
 from ringjax.kv.storage.page_pool import PagePool
-from ringjax.kv.storage.pooled_cache import PooledRows
+from ringjax.kv.storage.pooled_cache import PooledRows, encoded_view
 from ringjax.kv.storage.reserved import reserved_zeros
 from ringjax.models.partition.layer_parts import layer_parts as layer_parts_of
 from ringjax.models.transformer import Transformer
@@ -630,7 +630,7 @@ class Engine:
         platform,
         local.decode,
         queries,
-        functools.partial(pool.encoded_view, n),
+        functools.partial(encoded_view, pool, n),
       )
       for s, n in shapes.items()
     )

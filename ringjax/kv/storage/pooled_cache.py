@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,13 @@ from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.kv.base import KV, CallCache, CallLayer
 from ringjax.kv.codecs import Codec
-from ringjax.kv.layer_spec import LayerKV, encoded, of_layer, rotated_view
+from ringjax.kv.layer_spec import (
+  LayerCacheSpec,
+  LayerKV,
+  encoded,
+  of_layer,
+  rotated_view,
+)
 from ringjax.kv.state import State, StateLayer
 from ringjax.kv.storage.call_tiles import CacheTile, CallTiles
 
@@ -105,6 +111,7 @@ class PooledCache(CallCache):
   tiles: tuple[CallTiles, ...] = ()
   present: Int[Array, ""] | None = None
   borrows: bool = False
+  lender: ClassVar[str] = "pool"
   # A pool has no encoder states for cross-attention.
   states = None
 
@@ -238,9 +245,6 @@ class PooledCache(CallCache):
     slots = tuple(x if isinstance(x, State) else None for x in self.slots)
     return dataclasses.replace(self, slots=slots, borrows=True)
 
-  def onto(self, before: PagePool) -> PooledCache:
-    return dataclasses.replace(self, pool=before)
-
   def updated(self, slots: tuple[Any, ...]) -> PagePool:
     """Return the pool with the arrays after the layers."""
     if self.borrows:
@@ -341,3 +345,26 @@ class PooledLayer(CallLayer):
       return old
     writes = self.cache.writes[self.group]
     return self.cache.pool.written(old, self.index, new, writes)
+
+
+def encoded_view(pool: PagePool, kind: int, view: PooledView) -> PooledView:
+  """View of one layer's pages of numbers, encoded as a kind's are stored.
+
+  Pages of numbers stay as they are, and of codecs that differ by layer or
+  have constants on a mesh: for a view on one device.
+  """
+  codec, shape = pool.kind.codec, pool.shapes[kind]
+  if not isinstance(codec, Codec) or not isinstance(shape, LayerCacheSpec):
+    return view
+  constants = of_layer(pool.constants[kind], 0)
+  if pool.mesh is not None and jax.tree.leaves(constants):
+    return view
+  tokens, slots = LayerKV(view.k[0], view.v[0]), pool.slots[kind]
+  codes = encoded(codec, tokens, constants, slots, pool.dtype)
+  return dataclasses.replace(
+    view,
+    k=codes.k[None],
+    v=codes.v[None],
+    constants=constants,
+    decoders=shape.decoders(codec, pool.dtype),
+  )
