@@ -55,7 +55,10 @@ from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.sparse.given import GivenBlocks
-from ringjax.ops.attention.sparse.sparse_api import sparse_attention
+from ringjax.ops.attention.sparse.sparse_api import (
+  sparse_attention,
+  sparse_latent_attention,
+)
 from ringjax.ops.attention.sparse.top_blocks import TopBlocks
 from ringjax.ops.attention.sparse.top_tokens import TopTokens
 from ringjax.ops.attention.statistics import AttentionStatistics
@@ -170,6 +173,7 @@ __all__ = [
   "merge",
   "ring_attention",
   "sparse_attention",
+  "sparse_latent_attention",
   "striped_attention",
   "tile_counts",
   "tile_schedule",

@@ -17,6 +17,8 @@ import numpy as np
 import ringjax as rj
 
 B, N, K, H, J = 2, 4, 2, 8, 6
+# Largest errors of a float32 output and of a float32 gradient.
+OUTPUT, GRADIENT = 2e-6, 5e-6
 LAYOUTS: dict[str, rj.Layout] = {
   "contiguous": rj.Contiguous(),
   "striped": rj.Striped(),
@@ -196,7 +198,8 @@ def check(
 
   def loss(out, lse):
     finite = jnp.where(lse > -jnp.inf, lse, 0)
-    return jnp.sum(out * weights[0]) + jnp.sum(finite * weights[1])
+    of_out, of_lse = (jnp.asarray(x, out.dtype) for x in weights)
+    return jnp.sum(out * of_out) + jnp.sum(finite * of_lse)
 
   def truth(q, k, v, sink):
     out, lse = dense(allowed, q, k, v, sink, soft_cap)
@@ -224,12 +227,82 @@ def check(
     return loss(back(out), back(lse)), back(out)
 
   names = (0, 1, 2, 3) if sinks else (0, 1, 2)
-  (_, expected), expected_gradients = jax.value_and_grad(
-    truth, names, has_aux=True
-  )(q, k, v, sink)
+  with jax.enable_x64(True):
+    (_, expected), expected_gradients = jax.value_and_grad(
+      truth, names, has_aux=True
+    )(*(None if x is None else x.astype(np.float64) for x in (q, k, v, sink)))
   (_, out), gradients = jax.jit(
     jax.value_and_grad(sparse, names, has_aux=True)
   )(q, k, v, sink)
-  np.testing.assert_allclose(out, expected, atol=1e-5)
+  np.testing.assert_allclose(out, expected, rtol=0, atol=OUTPUT)
   for got, want in zip(gradients, expected_gradients, strict=True):
-    np.testing.assert_allclose(got, want, atol=2e-5)
+    np.testing.assert_allclose(got, want, rtol=0, atol=GRADIENT)
+
+
+def check_latents(
+  layout: rj.Layout, shards: int = 1, mesh: Any = None, *, t: int = 40
+) -> None:
+  """Attention to chosen rows equals that to the keys of all heads, chosen.
+
+  Tokens have positions of their own, 3 in the first row on, in any order in the
+  second.
+  """
+  r = np.random.default_rng(0)
+  draw = lambda *shape: r.normal(size=shape).astype(np.float32)
+  latent, shared, plain = 5, 2, 6
+  q, rows = draw(B, t, N, plain + shared), draw(B, t, latent + shared)
+  up = draw(latent, N, plain + J)
+  index = {"q": draw(B, t, 2, 4), "keys": draw(B, t, 4)}
+  index["weights"] = draw(B, t, 2)
+  pos = np.stack([np.arange(t) + 3, r.permutation(t)]).astype(np.int32)
+  weights = draw(B, t, N, J), draw(B, t, N)
+
+  visible = pos[:, None] <= pos[:, :, None]
+  dots = np.maximum(np.einsum("btie,bse->btis", index["q"], index["keys"]), 0)
+  scores = np.einsum("btis,bti->bts", dots, index["weights"])
+  allowed = best(np.where(visible, scores, -np.inf), 7)[:, None]
+
+  def loss(out, lse):
+    of_out, of_lse = (jnp.asarray(x, out.dtype) for x in weights)
+    return jnp.sum(out * of_out) + jnp.sum(lse * of_lse)
+
+  def truth(q, rows, up):
+    kv = jnp.einsum("bsc,cny->bsny", rows[..., :latent], up)
+    of_heads = rows[:, :, None, latent:] + jnp.zeros((N, 1), rows.dtype)
+    k = jnp.concatenate([kv[..., :plain], of_heads], -1)
+    s = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[3] ** -0.5
+    s = jnp.where(allowed, s, -jnp.inf)
+    out = jnp.einsum("bnts,bsnj->btnj", jax.nn.softmax(s), kv[..., plain:])
+    return loss(out, jax.nn.logsumexp(s, -1).swapaxes(1, 2)), out
+
+  into = lambda x: layout.permute(jnp.asarray(x), shards=shards)
+  back = lambda x: layout.restore(x, shards=shards)
+  selection = rj.TopTokens(
+    count=7, **{name: into(x) for name, x in index.items()}
+  )
+
+  def sparse(q, rows, up):
+    out, lse = rj.sparse_latent_attention(
+      into(q),
+      into(rows),
+      up,
+      selection,
+      is_causal=True,
+      mesh=mesh,
+      axis=None if mesh is None else "seq",
+      head_axis="model" if mesh is not None and "model" in mesh.shape else None,
+      layout=layout,
+      q_positions=into(pos),
+      kv_positions=into(pos),
+      return_residual=True,
+    )
+    return loss(back(out), back(lse)), back(out)
+
+  gradient = lambda f: jax.value_and_grad(f, (0, 1, 2), has_aux=True)
+  with jax.enable_x64(True):
+    wide = (x.astype(np.float64) for x in (q, rows, up))
+    (_, expected), expected_gradients = gradient(truth)(*wide)
+  (_, out), gradients = jax.jit(gradient(sparse))(q, rows, up)
+  np.testing.assert_allclose(out, expected, rtol=0, atol=2 * OUTPUT)
+  for got, want in zip(gradients, expected_gradients, strict=True):
+    np.testing.assert_allclose(got, want, rtol=2e-6, atol=GRADIENT)

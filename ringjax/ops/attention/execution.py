@@ -68,9 +68,12 @@ def _run_rows(
   return_residual: bool,
   machine: Machine | str | None,
 ) -> Any:
-  """Run latent attention in the form that the cost model chooses."""
-  form = "heads"
-  if place.size > 1:
+  """Run latent attention in the form that the cost model chooses.
+
+  Where queries choose rows, they attend to the rows themselves.
+  """
+  form = "heads" if x.selection is None else "absorbed"
+  if place.size > 1 and x.selection is None:
     call = _call_shape(x, place)
     found_machine = find_machine(machine, place.mesh)
     form = registry.latent_form(strategy, call, found_machine, x.layout)
@@ -82,7 +85,8 @@ def _run_rows(
   if form == "rows":
     return _run(x, place, around(UpProjected), return_residual)
   result = _run(x.absorbed(), place, around(Absorbed), return_residual)
-  attended, *residual = result if return_residual else (result,)
+  several = return_residual or x.selection is not None
+  attended, *others = result if several else (result,)
   up = x.up
   assert up is not None
   out = jnp.einsum(
@@ -91,7 +95,7 @@ def _run_rows(
     up[..., x.plain :],
     preferred_element_type=attended.dtype,
   )
-  return (out, *residual) if return_residual else out
+  return (out, *others) if several else out
 
 
 def _run(
@@ -262,6 +266,7 @@ def _per_shard(
       k=x.k,
       q_at=q_at,
       k_at=k_at,
+      number=natural[1][0],
       mask=x.mask,
       axis=place.axis,
       length=lengths[1],

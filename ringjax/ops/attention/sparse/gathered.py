@@ -7,7 +7,7 @@ Cost: products of T k pairs, in pieces of keys whose number is data; the longest
 list of a chunk of queries decides how many pieces are computed.
 `executed_pairs` counts them. Keys and values go around the ring of shards once
 forward, and with their gradients once backward.
-Memory: a table of a shard's keys by position, int32 of the sequence's length,
+Memory: a table of a shard's keys by number, int32 of the sequence's length,
 and the chosen keys of one chunk of queries and one piece.
 
 Partials are added in the order in which keys arrive, so that the last bits
@@ -95,30 +95,105 @@ def scan_queries(
   return carry, jax.tree.map(join, result)
 
 
+# Function (row, kv head, column) -> keys and values there; None for values that
+# are their keys.
+Take = Callable[
+  [jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]
+]
+
+
+class ChosenColumns(NamedTuple):
+  """Columns of the keys that each query of a chunk reads.
+
+  Fields:
+    column: Columns, those of keys first, int32 [B, q, M, c]; `size` for none.
+    pieces: Number of pieces in which the longest list of columns ends.
+    size: Number of columns that there are.
+    heads: Number of kv heads.
+    piece: Number of columns of a piece, which divides c.
+  """
+
+  column: jax.Array
+  pieces: Index
+  size: int
+  heads: int
+  piece: int
+
+  @classmethod
+  def of(
+    cls, column: Int[Array, "B q M c"], size: int, heads: int, piece: int
+  ) -> ChosenColumns:
+    """Pad lists, in which columns of keys come first, to whole pieces."""
+    longest = jnp.max(jnp.sum(column < size, -1, dtype=jnp.int32))
+    widths = [(0, 0)] * 3 + [(0, -column.shape[3] % piece)]
+    column = jnp.pad(column, widths, constant_values=size)
+    return cls(column, (longest + piece - 1) // piece, size, heads, piece)
+
+
+def fold_chosen(
+  q: Float[Array, "B q M G H"],
+  columns: ChosenColumns,
+  take: Take,
+  args: ScoreArgs,
+  partial: Partial,
+) -> Partial:
+  """Fold the keys at the columns of each query into its partial, [B, q, M, G].
+
+  Args:
+    q: Queries of a chunk, by heads that choose and their groups.
+    columns: Columns of the keys that they read.
+    take: Function that gathers keys and values.
+    args: Score function.
+    partial: Partial of keys before.
+  """
+
+  def add(i: Index, partial: Partial) -> Partial:
+    tile = _ChosenPiece.of(columns, i, take, q.shape[2])
+    s, _ = tile.scores(q, args)
+    m = jnp.max(s, -1)
+    p = jnp.exp(s - finite_max(m)[..., None])
+    acc = product("bqmgp,bqmpj->bqmgj", p.astype(tile.v.dtype), tile.v)
+    return merge(partial, Partial(acc, m, jnp.sum(p, -1)))
+
+  return lax.fori_loop(0, columns.pieces, add, partial)
+
+
 class _ShardKeys(NamedTuple):
   """Keys that travel.
 
   Fields:
     k: Keys, [B, K, S, H].
-    v: Values, [B, K, S, J].
-    pos: Positions, int32 [1, S].
+    v: Values, [B, K, S, J]; None: each key is its value, too.
+    pos: Positions, int32 [B or 1, S].
     seg: Segments, int32 [B or 1, S].
+    number: Index of each key in the whole sequence, int32 [S].
   """
 
   k: jax.Array
-  v: jax.Array
+  v: jax.Array | None
   pos: jax.Array
   seg: jax.Array
+  number: jax.Array
 
   @classmethod
   def of(cls, x: Local, args: ScoreArgs) -> _ShardKeys:
-    return cls(x.k, x.v, *args.context.k)
+    number = args.context.number
+    assert number is not None
+    v = x.v if x.v.shape[-1] else None
+    return cls(x.k, v, *args.context.k, number)
 
   def table(self, length: int) -> Int[Array, " length"]:
-    """Column of each position; the number of columns where it is not here."""
-    size = self.pos.shape[1]
-    empty = collectives.full((length,), size, jnp.int32, self.pos)
-    return empty.at[self.pos[0]].set(jnp.arange(size), mode="drop")
+    """Column of each number; the number of columns where it is not here."""
+    size = self.number.shape[0]
+    empty = collectives.full((length,), size, jnp.int32, self.number)
+    return empty.at[self.number].set(jnp.arange(size), mode="drop")
+
+  def take(
+    self, row: jax.Array, head: jax.Array, column: jax.Array
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """Gather keys and values."""
+    at = row, head, column
+    return self.k[at], None if self.v is None else self.v[at]
 
 
 class _ChoosingQueries(NamedTuple):
@@ -184,17 +259,8 @@ class GatherChosen:
 
       def fold(_: tuple, chunk: tuple) -> tuple[tuple, Partial]:
         rows, partial = chunk
-        columns, pieces, piece = self._columns(keys, table, rows, args)
-
-        def add(i: Index, partial: Partial) -> Partial:
-          tile = _ChosenPiece.of(keys, columns, i, piece, rows.q.shape[2])
-          s, _ = tile.scores(rows.q, args)
-          m = jnp.max(s, -1)
-          p = jnp.exp(s - finite_max(m)[..., None])
-          acc = product("bqmgp,bqmpj->bqmgj", p.astype(keys.v.dtype), tile.v)
-          return merge(partial, Partial(acc, m, jnp.sum(p, -1)))
-
-        return (), lax.fori_loop(0, pieces, add, partial)
+        columns = self._columns(keys, table, rows, args)
+        return (), fold_chosen(rows.q, columns, keys.take, args, partial)
 
       size = self._chunk(x, queries)
       return scan_queries(fold, (), (queries, partial), size)[1]
@@ -222,27 +288,29 @@ class GatherChosen:
     )
     dtype = residuals.lse.dtype
 
-    def hop(keys: _ShardKeys, dk: jax.Array, dv: jax.Array, dq: jax.Array):
+    def hop(keys: _ShardKeys, dk: jax.Array, dv: Any, dq: jax.Array) -> tuple:
       table = keys.table(self.length)
 
       def fold(sums: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
         rows, (do, lse, delta), dq = chunk
-        columns, pieces, piece = self._columns(keys, table, rows, args)
+        columns = self._columns(keys, table, rows, args)
 
         def add(i: Index, state: tuple) -> tuple:
           dk, dv, dq = state
-          tile = _ChosenPiece.of(keys, columns, i, piece, rows.q.shape[2])
+          tile = _ChosenPiece.of(columns, i, keys.take, rows.q.shape[2])
           s, slope = tile.scores(rows.q, args)
           p = jnp.exp(s - lse[..., None])
           dp = product("bqmgj,bqmpj->bqmgp", do, tile.v)
           ds = p * (dp - delta[..., None]) * slope
           low = lambda a: a.astype(rows.q.dtype)
           dq += product("bqmgp,bqmph->bqmgh", low(ds), tile.k)
-          dk = tile.add(dk, product("bqmgp,bqmgh->bqmph", low(ds), rows.q))
-          dv = tile.add(dv, product("bqmgp,bqmgj->bqmpj", low(p), do))
-          return dk, dv, dq
+          dk_rows = product("bqmgp,bqmgh->bqmph", low(ds), rows.q)
+          dv_rows = product("bqmgp,bqmgj->bqmpj", low(p), do)
+          if dv is None:
+            return tile.add(dk, dk_rows + dv_rows), None, dq
+          return tile.add(dk, dk_rows), tile.add(dv, dv_rows), dq
 
-        dk, dv, dq = lax.fori_loop(0, pieces, add, (*sums, dq))
+        dk, dv, dq = lax.fori_loop(0, columns.pieces, add, (*sums, dq))
         return (dk, dv), dq
 
       inputs = queries, rows_of, dq
@@ -252,7 +320,8 @@ class GatherChosen:
 
     keys = _ShardKeys.of(x, args)
     zeros = lambda a: collectives.zeros(a.shape, dtype, x)
-    state = hop(keys, zeros(x.k), zeros(x.v), zeros(queries.q))
+    dv = None if keys.v is None else zeros(x.v)
+    state = hop(keys, zeros(x.k), dv, zeros(queries.q))
     if self.axis is not None:
       axis = self.axis
 
@@ -265,6 +334,8 @@ class GatherChosen:
       # The gradients arrive at the shard of their keys.
       state = *collectives.rotate(tuple(state[:2]), axis, 1), state[2]
     dk, dv, dq = state
+    if dv is None:
+      dv = zeros(x.v)
     dq_sum, terms = carry
     dq_sum = dq_sum + jnp.transpose(dq, (0, 2, 4, 3, 1))
     return Gradients(dq_sum, dk, dv, terms)
@@ -282,31 +353,30 @@ class GatherChosen:
     table: Int[Array, " length"],
     rows: _ChoosingQueries,
     args: ScoreArgs,
-  ) -> tuple[Int[Array, "B q _ c"], Index, int]:
-    """Columns that queries read, first ones first, and the count of pieces."""
+  ) -> ChosenColumns:
+    """Columns that queries read, first ones first."""
     mask: Mask = args.context.mask
     size = keys.pos.shape[1]
     b, t, heads, n = rows.chosen.shape
     offsets = jnp.arange(self.block, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
-    # The position of a number that is out of range could overflow into it.
+    # A key's number of a block that is out of range could overflow into it.
     chosen = rows.chosen[..., None]
     real = (chosen >= 0) & (chosen < -(-self.length // self.block))
-    pos = jnp.where(real, chosen * self.block + offsets, self.length)
-    pos = pos.reshape(b, t, heads, n * self.block)
-    in_range = pos < self.length
-    column = jnp.where(in_range, table[jnp.where(in_range, pos, 0)], size)
-    seg = jnp.broadcast_to(keys.seg, (b, size))
+    number = jnp.where(real, chosen * self.block + offsets, self.length)
+    number = number.reshape(b, t, heads, n * self.block)
+    in_range = number < self.length
+    column = jnp.where(in_range, table[jnp.where(in_range, number, 0)], size)
+    at = jnp.minimum(column, size - 1)
     row = jnp.arange(b)[:, None, None, None]
-    seg = jnp.where(column < size, seg[row, jnp.minimum(column, size - 1)], 0)
+    pos, seg = (
+      jnp.broadcast_to(x, (b, size))[row, at] for x in (keys.pos, keys.seg)
+    )
+    k_at = Coords(pos, jnp.where(column < size, seg, 0))
     q_at = Coords(rows.pos[..., None, None], rows.seg[..., None, None])
-    column = jnp.where(visible(mask, q_at, Coords(pos, seg)), column, size)
-    column = jnp.sort(column, -1)
+    column = jnp.where(visible(mask, q_at, k_at), column, size)
     piece = piece_keys(n * self.block, self.shards)
-    longest = jnp.max(jnp.sum(column < size, -1, dtype=jnp.int32))
-    padding = -(n * self.block) % piece
-    widths = [(0, 0)] * 3 + [(0, padding)]
-    column = jnp.pad(column, widths, constant_values=size)
-    return column, (longest + piece - 1) // piece, piece
+    heads = keys.k.shape[1]
+    return ChosenColumns.of(jnp.sort(column, -1), size, heads, piece)
 
 
 class _ChosenPiece(NamedTuple):
@@ -330,23 +400,21 @@ class _ChosenPiece(NamedTuple):
 
   @classmethod
   def of(
-    cls,
-    keys: _ShardKeys,
-    columns: Int[Array, "B q _ c"],
-    index: Index,
-    piece: int,
-    heads: int,
+    cls, columns: ChosenColumns, index: Index, take: Take, heads: int
   ) -> _ChosenPiece:
     """Gather piece `index` of the columns for `heads` heads."""
-    b, kv_heads, size, _ = keys.k.shape
-    column = lax.dynamic_slice_in_dim(columns, index * piece, piece, 3)
-    column = jnp.broadcast_to(column, (b, column.shape[1], heads, piece))
+    b, t, _, _ = columns.column.shape
+    piece = columns.piece
+    column = lax.dynamic_slice_in_dim(columns.column, index * piece, piece, 3)
+    column = jnp.broadcast_to(column, (b, t, heads, piece))
     row = jnp.arange(b)[:, None, None, None]
-    head = jnp.arange(heads)[None, None, :, None] // (heads // kv_heads)
-    present = column < size
-    at = row, head, jnp.minimum(column, size - 1)
-    take = lambda x: jnp.where(present[..., None], x[at], 0)
-    return cls(take(keys.k), take(keys.v), column, row, head, present)
+    head = jnp.arange(heads)[None, None, :, None] // (heads // columns.heads)
+    present = column < columns.size
+    k, v = take(row, head, jnp.minimum(column, columns.size - 1))
+    only_present = lambda x: jnp.where(present[..., None], x, 0)
+    k = only_present(k)
+    v = k if v is None else only_present(v)
+    return cls(k, v, column, row, head, present)
 
   def scores(
     self, q: Float[Array, "B q M G H"], args: ScoreArgs

@@ -76,6 +76,19 @@ def test_uneven_shards_and_explicit_meshes_give_the_same(kind):
   sparse.check(case, rj.Contiguous(), 4, mesh=mesh_of(4, AxisType.Explicit))
 
 
+def test_chosen_rows_of_latents_give_what_keys_of_all_heads_give():
+  sparse.check_latents(rj.Contiguous())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+def test_chosen_rows_travel_between_shards_and_heads_stay(layout):
+  order = sparse.LAYOUTS[layout]
+  sparse.check_latents(order, 4, mesh_of(4))
+  mesh = rj.make_mesh((2, 2), ("seq", "model"), devices=jax.devices()[:4])
+  sparse.check_latents(order, 2, mesh)
+
+
 def test_a_choice_can_be_read_by_another_layer():
   q, k, v = operands()
   selection = rj.TopBlocks(count=2, block=4, heads="kv")
@@ -284,10 +297,13 @@ SELECTIONS = {
   "a bias": (
     lambda: rj.TopBlocks(count=2, block=4), dict(bias=jnp.zeros(())), "bias",
   ),
-  "positions of keys": (
+  "positions of keys where blocks are of positions": (
     lambda: rj.TopBlocks(count=2, block=4),
     dict(kv_positions=jnp.arange(32)),
     "kv_positions",
+  ),
+  "an option of dense attention": (
+    lambda: rj.TopBlocks(count=2, block=4), dict(dropout_rate=0.1), "dropout",
   ),
   "an array of pairs": (
     lambda: rj.TopBlocks(count=2, block=4),
@@ -302,6 +318,13 @@ def test_what_does_not_fit_is_refused_by_name(name):
   make, options, words = SELECTIONS[name]
   with pytest.raises(RingjaxError, match=words):
     rj.sparse_attention(*operands(), make(), **{"is_causal": True, **options})
+
+
+def test_heads_that_choose_rows_for_themselves_are_refused():
+  q, k, _ = qkv(heads=2)
+  up, selection = jnp.ones((6, 2, 9)), rj.TopBlocks(count=2, block=4)
+  with pytest.raises(OptionError, match="one choice for all heads"):
+    rj.sparse_latent_attention(q, k[:, :, 0], up, selection, is_causal=True)
 
 
 def test_a_derivative_of_a_derivative_is_refused():
