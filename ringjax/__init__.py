@@ -55,10 +55,15 @@ from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.sparse.given import GivenBlocks
+from ringjax.ops.attention.sparse.native_sparse import (
+  NativeSparse,
+  native_sparse_attention,
+)
 from ringjax.ops.attention.sparse.sparse_api import (
   sparse_attention,
   sparse_latent_attention,
 )
+from ringjax.ops.attention.sparse.strided_blocks import strided_blocks
 from ringjax.ops.attention.sparse.top_blocks import TopBlocks
 from ringjax.ops.attention.sparse.top_tokens import TopTokens
 from ringjax.ops.attention.statistics import AttentionStatistics
@@ -129,6 +134,7 @@ __all__ = [
   "Mask",
   "MemoryEstimateError",
   "MeshError",
+  "NativeSparse",
   "NotFiniteError",
   "NotFiniteLogitsError",
   "OptionError",
@@ -171,9 +177,11 @@ __all__ = [
   "linear_recurrence",
   "make_mesh",
   "merge",
+  "native_sparse_attention",
   "ring_attention",
   "sparse_attention",
   "sparse_latent_attention",
+  "strided_blocks",
   "striped_attention",
   "tile_counts",
   "tile_schedule",
