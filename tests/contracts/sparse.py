@@ -100,6 +100,42 @@ def top_tokens(count: int, tied: bool = False) -> Case:
   return Case(arrays, lambda **x: rj.TopTokens(count=count, **x), allowed)
 
 
+def top_tokens_of_blocks(count: int, block: int, blocks: int) -> Case:
+  """Tokens by an index, of the best blocks by the means of its keys."""
+  case = top_tokens(count)
+
+  def allowed(x, q, k, visible, seg) -> np.ndarray:
+    del k
+    t = q.shape[1]
+    score = lambda b, i, keys: (
+      np.maximum(x["q"][b, i].astype(np.float64) @ keys.T, 0).T
+      @ x["weights"][b, i]
+    )
+    of_blocks = np.full((B, t, -(-t // block)), -np.inf)
+    of_tokens = np.full(visible.shape, -np.inf)
+    for b, i in np.ndindex(B, t):
+      of_tokens[b, i] = score(b, i, x["keys"][b])
+      for c in range(i // block + 1):
+        inside = np.arange(c * block, min(t, (c + 1) * block))
+        inside = inside[seg[b, inside] != 0]
+        if not len(inside) or seg[b, i] == 0:
+          continue
+        inside = inside[seg[b, inside] == seg[b, inside[-1]]]
+        if c == i // block:
+          of_blocks[b, i, c] = np.inf
+        elif visible[b, i, inside].any():
+          mean = x["keys"][b, inside].astype(np.float64).mean(0)
+          of_blocks[b, i, c] = score(b, i, mean)
+    kept = _of_blocks(best(of_blocks, blocks), block, t) & visible
+    marked = best(np.where(kept, of_tokens, -np.inf), count)
+    return np.repeat(marked[:, None], N, 1)
+
+  selection = lambda **x: rj.TopTokensOfBlocks(
+    count=count, block=block, blocks=blocks, **x
+  )
+  return Case(case.arrays, selection, allowed)
+
+
 def top_blocks(count: int, block: int, heads: str, pooling: str) -> Case:
   """Blocks by pooled keys, in causal calls."""
 
@@ -144,6 +180,7 @@ CASES = {
   "given-blocks-per-query-head": given_blocks(8, N, 2),
   "top-tokens": top_tokens(7),
   "top-tokens-tied": top_tokens(7, tied=True),
+  "top-tokens-of-blocks": top_tokens_of_blocks(5, 4, 3),
   "top-blocks": top_blocks(3, 4, "query", "mean"),
   "top-blocks-of-kv-heads": top_blocks(2, 8, "kv", "mean"),
   "top-blocks-by-bounds": top_blocks(3, 4, "kv", "bounds"),

@@ -31,6 +31,7 @@ from ringjax.ops.attention.kernels.auto_kernel import expected
 from ringjax.ops.attention.scores import Context, Terms
 from ringjax.ops.attention.sparse.attend_chosen import attend_chosen
 from ringjax.ops.attention.sparse.block_selection import ShardTokens
+from ringjax.ops.attention.sparse.index_training import IndexTraining
 from ringjax.ops.attention.strategies import nesting, registry
 from ringjax.ops.attention.strategies.gather import Gather
 from ringjax.ops.attention.strategies.latents import Absorbed, UpProjected
@@ -271,6 +272,12 @@ def _per_shard(
       axis=place.axis,
       length=lengths[1],
     )
+    if isinstance(x.selection, IndexTraining):
+      loss = x.selection.loss(tokens, x.scores, place.heads)
+      # In the place of attention's results; no head has a value.
+      of_heads = jnp.broadcast_to(loss[..., None], x.q.shape[:3])
+      empty = jnp.zeros((*x.q.shape[:2], 1, 1), jnp.int32)
+      return x.q[..., :0], of_heads, empty
     return attend_chosen(x.selection, tokens, x.v, x.scores, x.sinks)
   group = x.q.shape[2] // x.kv_heads
   by_kv_head = lambda a: None if a is None else a.reshape(-1, group)

@@ -98,10 +98,11 @@ class BlockSelection(abc.ABC):
   def map_arrays(
     self, f: Callable[[Any, tuple[str, ...]], Any]
   ) -> BlockSelection:
-    """Replace each array by f(array, its dimensions)."""
+    """Replace each array that is not None by f(array, its dimensions)."""
     arrays = {
       name: f(getattr(self, name), dimensions)
       for name, dimensions in self.dimensions.items()
+      if getattr(self, name) is not None
     }
     return tree.with_leaves(self, **arrays)
 

@@ -148,7 +148,7 @@ def fold_chosen(
   """
 
   def add(i: Index, partial: Partial) -> Partial:
-    tile = _ChosenPiece.of(columns, i, take, q.shape[2])
+    tile = ChosenPiece.of(columns, i, take, q.shape[2])
     s, _ = tile.scores(q, args)
     m = jnp.max(s, -1)
     p = jnp.exp(s - finite_max(m)[..., None])
@@ -158,7 +158,7 @@ def fold_chosen(
   return lax.fori_loop(0, columns.pieces, add, partial)
 
 
-class _ShardKeys(NamedTuple):
+class ShardKeys(NamedTuple):
   """Keys that travel.
 
   Fields:
@@ -176,7 +176,7 @@ class _ShardKeys(NamedTuple):
   number: jax.Array
 
   @classmethod
-  def of(cls, x: Local, args: ScoreArgs) -> _ShardKeys:
+  def of(cls, x: Local, args: ScoreArgs) -> ShardKeys:
     number = args.context.number
     assert number is not None
     v = x.v if x.v.shape[-1] else None
@@ -196,7 +196,7 @@ class _ShardKeys(NamedTuple):
     return self.k[at], None if self.v is None else self.v[at]
 
 
-class _ChoosingQueries(NamedTuple):
+class ChoosingQueries(NamedTuple):
   """Queries with a place for each token first.
 
   Fields:
@@ -212,7 +212,7 @@ class _ChoosingQueries(NamedTuple):
   seg: jax.Array
 
   @classmethod
-  def of(cls, x: Local, args: ScoreArgs) -> _ChoosingQueries:
+  def of(cls, x: Local, args: ScoreArgs) -> ChoosingQueries:
     assert args.context.chosen is not None
     return cls(tokens_first(x.q), args.context.chosen, *args.context.q)
 
@@ -252,20 +252,20 @@ class GatherChosen:
 
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """Fold the chosen keys of all shards into `carry`."""
-    queries = _ChoosingQueries.of(x, args)
+    queries = ChoosingQueries.of(x, args)
 
-    def hop(keys: _ShardKeys, partial: Partial) -> Partial:
+    def hop(keys: ShardKeys, partial: Partial) -> Partial:
       table = keys.table(self.length)
 
       def fold(_: tuple, chunk: tuple) -> tuple[tuple, Partial]:
         rows, partial = chunk
-        columns = self._columns(keys, table, rows, args)
+        columns = self.columns(keys, table, rows, args.context.mask)
         return (), fold_chosen(rows.q, columns, keys.take, args, partial)
 
       size = self._chunk(x, queries)
       return scan_queries(fold, (), (queries, partial), size)[1]
 
-    keys = _ShardKeys.of(x, args)
+    keys = ShardKeys.of(x, args)
     partial = hop(keys, jax.tree.map(tokens_first, carry))
     if self.axis is not None:
       axis = self.axis
@@ -282,22 +282,22 @@ class GatherChosen:
     self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
     """Add the gradients of the chosen keys to `carry`."""
-    queries = _ChoosingQueries.of(x, args)
+    queries = ChoosingQueries.of(x, args)
     rows_of = tuple(
       tokens_first(a) for a in (residuals.do, residuals.lse, residuals.delta)
     )
     dtype = residuals.lse.dtype
 
-    def hop(keys: _ShardKeys, dk: jax.Array, dv: Any, dq: jax.Array) -> tuple:
+    def hop(keys: ShardKeys, dk: jax.Array, dv: Any, dq: jax.Array) -> tuple:
       table = keys.table(self.length)
 
       def fold(sums: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
         rows, (do, lse, delta), dq = chunk
-        columns = self._columns(keys, table, rows, args)
+        columns = self.columns(keys, table, rows, args.context.mask)
 
         def add(i: Index, state: tuple) -> tuple:
           dk, dv, dq = state
-          tile = _ChosenPiece.of(columns, i, keys.take, rows.q.shape[2])
+          tile = ChosenPiece.of(columns, i, keys.take, rows.q.shape[2])
           s, slope = tile.scores(rows.q, args)
           p = jnp.exp(s - lse[..., None])
           dp = product("bqmgj,bqmpj->bqmgp", do, tile.v)
@@ -318,7 +318,7 @@ class GatherChosen:
       (dk, dv), dq = scan_queries(fold, (dk, dv), inputs, size)
       return dk, dv, dq
 
-    keys = _ShardKeys.of(x, args)
+    keys = ShardKeys.of(x, args)
     zeros = lambda a: collectives.zeros(a.shape, dtype, x)
     dv = None if keys.v is None else zeros(x.v)
     state = hop(keys, zeros(x.k), dv, zeros(queries.q))
@@ -340,22 +340,21 @@ class GatherChosen:
     dq_sum = dq_sum + jnp.transpose(dq, (0, 2, 4, 3, 1))
     return Gradients(dq_sum, dk, dv, terms)
 
-  def _chunk(self, x: Local, queries: _ChoosingQueries) -> int:
+  def _chunk(self, x: Local, queries: ChoosingQueries) -> int:
     """Number of queries of a chunk."""
     count = queries.chosen.shape[3] * self.block
     numbers = x.k.shape[-1] + x.v.shape[-1]
     rows = x.q.shape[0] * x.q.shape[1] * piece_keys(count, self.shards)
     return max(1, min(_CHUNK, _GATHERED // (rows * numbers)))
 
-  def _columns(
+  def columns(
     self,
-    keys: _ShardKeys,
+    keys: ShardKeys,
     table: Int[Array, " length"],
-    rows: _ChoosingQueries,
-    args: ScoreArgs,
+    rows: ChoosingQueries,
+    mask: Mask,
   ) -> ChosenColumns:
     """Columns that queries read, first ones first."""
-    mask: Mask = args.context.mask
     size = keys.pos.shape[1]
     b, t, heads, n = rows.chosen.shape
     offsets = jnp.arange(self.block, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
@@ -379,7 +378,7 @@ class GatherChosen:
     return ChosenColumns.of(jnp.sort(column, -1), size, heads, piece)
 
 
-class _ChosenPiece(NamedTuple):
+class ChosenPiece(NamedTuple):
   """Some chosen keys of each query of a chunk.
 
   Fields:
@@ -401,7 +400,7 @@ class _ChosenPiece(NamedTuple):
   @classmethod
   def of(
     cls, columns: ChosenColumns, index: Index, take: Take, heads: int
-  ) -> _ChosenPiece:
+  ) -> ChosenPiece:
     """Gather piece `index` of the columns for `heads` heads."""
     b, t, _, _ = columns.column.shape
     piece = columns.piece

@@ -100,7 +100,7 @@ def sparse_attention(
     is_causal=is_causal,
     layout=layout,
     key_shards=key_shards,
-    **_known(options),
+    **known(options),
   )
   place = {"axis": axis, "batch_axis": batch_axis, "head_axis": head_axis}
   results = return_residual, return_selection
@@ -161,14 +161,14 @@ def sparse_latent_attention(
     layout=layout,
     key_shards=key_shards,
     up=up,
-    **_known(options),
+    **known(options),
   )
   place = {"axis": axis, "batch_axis": batch_axis, "head_axis": head_axis}
   results = return_residual, return_selection
   return _attend(x, selection, mesh, place, key_shards, results)
 
 
-def _known(options: dict[str, Any]) -> dict[str, Any]:
+def known(options: dict[str, Any]) -> dict[str, Any]:
   """Options of a call; OptionError for those that sparse attention lacks."""
   for name in options:
     if name not in _OPTIONS:
@@ -245,7 +245,7 @@ def _attend(
         "together",
         "pass heads='query', or shard no heads",
       )
-  x = _with_selection(x, selection)
+  x = with_selection(x, selection)
   out, lse, blocks = run(x, place, Ring(Blockwise()), True)
   results = [out]
   if return_residual:
@@ -256,7 +256,7 @@ def _attend(
   return results[0] if len(results) == 1 else tuple(results)
 
 
-def _with_selection(
+def with_selection(
   x: AttentionArgs, selection: BlockSelection
 ) -> AttentionArgs:
   """Add a selection whose arrays are JAX arrays of the call's lengths."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import ringjax as rj
+from ringjax.bench.program import CompiledProgram
 from ringjax.errors import DtypeError, OptionError, RingjaxError
 from ringjax.ops.attention.sparse import gathered, top_tokens
 from tests.contracts import sparse
@@ -302,6 +305,22 @@ SELECTIONS = {
     dict(kv_positions=jnp.arange(32)),
     "kv_positions",
   ),
+  "more tokens than the blocks have": (
+    lambda: rj.TopTokensOfBlocks(
+      q=jnp.ones((2, 32, 1, 4)), weights=jnp.ones((2, 32, 1)),
+      keys=jnp.ones((2, 32, 4)), count=9, block=4, blocks=2,
+    ),
+    {},
+    "at most 8",
+  ),
+  "blocks of a call that is not causal": (
+    lambda: rj.TopTokensOfBlocks(
+      q=jnp.ones((2, 32, 1, 4)), weights=jnp.ones((2, 32, 1)),
+      keys=jnp.ones((2, 32, 4)), count=8, block=4, blocks=2,
+    ),
+    dict(is_causal=False),
+    "no later keys",
+  ),
   "an option of dense attention": (
     lambda: rj.TopBlocks(count=2, block=4), dict(dropout_rate=0.1), "dropout",
   ),
@@ -318,6 +337,53 @@ def test_what_does_not_fit_is_refused_by_name(name):
   make, options, words = SELECTIONS[name]
   with pytest.raises(RingjaxError, match=words):
     rj.sparse_attention(*operands(), make(), **{"is_causal": True, **options})
+
+
+def test_tokens_of_blocks_are_those_of_the_whole_index_where_blocks_suffice():
+  q, k, v = qkv()
+  index = {"q": q, "weights": -jnp.ones((1, 32, 1)), "keys": k[:, :, 0]}
+  read = lambda selection: np.sort(
+    rj.sparse_attention(
+      q, k, v, selection, is_causal=True, return_selection=True
+    )[1].blocks,
+    -1,
+  )
+  whole = read(rj.TopTokens(count=4, **index))
+  of_all = rj.TopTokensOfBlocks(count=4, block=4, blocks=8, **index)
+  np.testing.assert_array_equal(read(of_all), whole)
+  # Of fewer blocks, each token of the whole choice that is in one of them.
+  kept, blocks = read(dataclasses.replace(of_all, blocks=3)), 3
+  np.testing.assert_array_equal(kept[:, : 4 * blocks], whole[:, : 4 * blocks])
+  for got, want in zip(kept[0, :, 0], whole[0, :, 0], strict=True):
+    assert {x for x in want if x // 4 in got // 4} <= {*got}
+
+
+def test_an_index_in_two_stages_holds_no_scores_of_all_pairs():
+  t = 4096
+  shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+
+  def attend(q, weights, keys):
+    selection = rj.TopTokensOfBlocks(
+      q=q, weights=weights, keys=keys, count=32, block=32, blocks=4
+    )
+    k = keys[:, :, None]
+    return rj.sparse_attention(q, k, k, selection, is_causal=True)
+
+  compiled = (
+    jax.jit(attend)
+    .lower(shape(1, t, 4, 8), shape(1, t, 4), shape(1, t, 8))
+    .compile()
+  )
+  program = CompiledProgram(compiled.as_text())
+  scores = [
+    instruction.nbytes * program.times[name]
+    for name, instructions in program.computations.items()
+    for instruction in instructions.values()
+    if "btie,bce->btic" in instruction.text
+    or "btie,btne->btin" in instruction.text
+  ]
+  # Scores of four heads for 128 means and 4 * 32 tokens, of all queries.
+  assert 0 < max(scores) < 4 * 4 * t * t / 8
 
 
 def test_heads_that_choose_rows_for_themselves_are_refused():
