@@ -297,7 +297,13 @@ def check_latents(
   visible = pos[:, None] <= pos[:, :, None]
   dots = np.maximum(np.einsum("btie,bse->btis", index["q"], index["keys"]), 0)
   scores = np.einsum("btis,bti->bts", dots, index["weights"])
-  allowed = best(np.where(visible, scores, -np.inf), 7)[:, None]
+  # By position, the lowest of equals first.
+  order = np.argsort(pos, -1)[:, None].repeat(t, 1)
+  scores = np.where(visible, scores, -np.inf)
+  ordered = best(np.take_along_axis(scores, order, -1), 7)
+  allowed = np.zeros_like(visible)
+  np.put_along_axis(allowed, order, ordered, -1)
+  allowed = allowed[:, None]
 
   def loss(out, lse):
     of_out, of_lse = (jnp.asarray(x, out.dtype) for x in weights)
@@ -305,7 +311,7 @@ def check_latents(
 
   def truth(q, rows, up):
     kv = jnp.einsum("bsc,cny->bsny", rows[..., :latent], up)
-    of_heads = rows[:, :, None, latent:] + jnp.zeros((N, 1), rows.dtype)
+    of_heads = jnp.repeat(rows[:, :, None, latent:], N, 2)
     k = jnp.concatenate([kv[..., :plain], of_heads], -1)
     s = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[3] ** -0.5
     s = jnp.where(allowed, s, -jnp.inf)

@@ -150,6 +150,7 @@ def test_the_compiled_program_has_no_array_of_all_pairs():
   assert compiled.memory_analysis().temp_size_in_bytes < t * t
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_what_does_not_fit_is_refused_by_name():
   q, k, _, index = operands()
   lse = jnp.zeros((1, 32, 4))

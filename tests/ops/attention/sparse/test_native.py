@@ -143,8 +143,9 @@ def test_sizes_that_do_not_fit_are_refused(options, words):
     rj.NativeSparse(**options)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_operands_that_do_not_fit_are_refused():
-  q, k, gates = jnp.ones((1, 64, 2, 8)), jnp.ones((1, 64, 1, 8)), None
+  q, k = jnp.ones((1, 64, 2, 8)), jnp.ones((1, 64, 1, 8))
   attend = lambda compressed, gates: rj.native_sparse_attention(
     q, k, k, compressed, compressed, gates, native_sparse.SMALL
   )

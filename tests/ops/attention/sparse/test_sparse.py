@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ import pytest
 from jax.sharding import AxisType
 
 import ringjax as rj
-from ringjax.bench.program import CompiledProgram
 from ringjax.errors import DtypeError, OptionError, RingjaxError
 from ringjax.ops.attention.sparse import gathered, top_tokens
 from tests.contracts import sparse
@@ -358,32 +358,38 @@ def test_tokens_of_blocks_are_those_of_the_whole_index_where_blocks_suffice():
     assert {x for x in want if x // 4 in got // 4} <= {*got}
 
 
-def test_an_index_in_two_stages_holds_no_scores_of_all_pairs():
-  t = 4096
+def products(jaxpr, times=1):
+  """Number of multiplications of a program's products; a `while` runs once."""
+  total = 0
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == "dot_general":
+      contracted = equation.params["dimension_numbers"][0][0]
+      sizes = [equation.invars[0].aval.shape[i] for i in contracted]
+      total += times * math.prod((*equation.outvars[0].aval.shape, *sizes))
+    runs = times * equation.params.get("length", 1)
+    for inner in jax.extend.core.jaxprs_in_params(equation.params):
+      total += products(inner, runs)
+  return total
+
+
+def test_an_index_in_two_stages_computes_few_products():
+  t, dims = 4096, 8
   shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
 
-  def attend(q, weights, keys):
-    selection = rj.TopTokensOfBlocks(
-      q=q, weights=weights, keys=keys, count=32, block=32, blocks=4
-    )
-    k = keys[:, :, None]
-    return rj.sparse_attention(q, k, k, selection, is_causal=True)
+  def count(kind, **options):
+    def attend(q, weights, keys):
+      selection = kind(q=q, weights=weights, keys=keys, count=32, **options)
+      k = keys[:, :, None]
+      return rj.sparse_attention(q, k, k, selection, is_causal=True)
 
-  compiled = (
-    jax.jit(attend)
-    .lower(shape(1, t, 4, 8), shape(1, t, 4), shape(1, t, 8))
-    .compile()
-  )
-  program = CompiledProgram(compiled.as_text())
-  scores = [
-    instruction.nbytes * program.times[name]
-    for name, instructions in program.computations.items()
-    for instruction in instructions.values()
-    if "btie,bce->btic" in instruction.text
-    or "btie,btne->btin" in instruction.text
-  ]
-  # Scores of four heads for 128 means and 4 * 32 tokens, of all queries.
-  assert 0 < max(scores) < 4 * 4 * t * t / 8
+    x = shape(1, t, 4, dims), shape(1, t, 4), shape(1, t, dims)
+    return products(jax.make_jaxpr(attend)(*x).jaxpr)
+
+  one_stage = count(rj.TopTokens)
+  two_stages = count(rj.TopTokensOfBlocks, block=32, blocks=4)
+  assert one_stage > t * t * 4 * dims
+  # Of 128 means and of 4 * 32 tokens, with four heads and their weights.
+  assert two_stages < 1.2 * t * (128 + 128) * 4 * (dims + 1)
 
 
 def test_heads_that_choose_rows_for_themselves_are_refused():
