@@ -349,9 +349,9 @@ def index_scores(s: Sizes) -> int:
   """More than the index's scores of some queries and a shard's keys.
 
   A chunk's queries choose keys 16 or more at a time, whose scores take at most
-  `SCORES` bytes.
+  `SCORES` bytes, in whole tiles of keys a few more.
   """
-  return max(segments(s), SCORES, 64 * s.rows * s.slots) + 1
+  return max(segments(s), SCORES * 17 // 16, 68 * s.rows * s.slots) + 1
 
 
 def head_scores(s: Sizes) -> int:

@@ -4,7 +4,8 @@ Guarantees: the result is attention under the mask that the choice stands for:
 a chosen key takes part if the call's mask shows it to the query. A query that
 has chosen no visible key gives 0 and a gradient of 0.
 Cost: products of T k pairs, in pieces of keys whose number is data; the longest
-list of a chunk of queries decides how many pieces are computed.
+list of a chunk of queries decides how many pieces are computed, so that on each
+hop chunks are made of queries with lists of about the same length.
 `executed_pairs` counts them. Keys and values go around the ring of shards once
 forward, and with their gradients once backward.
 Memory: a table of a shard's keys by number, int32 of the sequence's length,
@@ -63,8 +64,10 @@ def executed_pairs(
     count: Most keys that a query chooses.
     chunk: Number of queries of a chunk.
   """
-  piece = piece_keys(count, counts.shape[1])
-  longest = counts.reshape(-1, chunk, counts.shape[1]).max(1)
+  shards = counts.shape[1]
+  piece = piece_keys(count, shards)
+  by_length = np.sort(counts.reshape(shards, -1, shards), 1)
+  longest = by_length.reshape(-1, chunk, shards).max(1)
   return int((-(-longest // piece) * piece * chunk).sum())
 
 
@@ -95,6 +98,42 @@ def scan_queries(
   return carry, jax.tree.map(join, result)
 
 
+def scan_by_length(
+  f: Callable[[PyTree, PyTree, jax.Array], tuple[PyTree, PyTree]],
+  sums: PyTree,
+  x: PyTree,
+  state: PyTree,
+  order: Int[Array, "B T"],
+  size: int,
+) -> tuple[PyTree, PyTree]:
+  """Scan f over chunks of `size` queries in an order of their own in each row.
+
+  Args:
+    f: Function (sums, (x, state) of a chunk, which queries are real) -> (sums,
+      state of the chunk). The last chunk repeats a query that is not real.
+    sums: Initial sums.
+    x: Arrays of the queries, [B, T, ...].
+    state: Arrays of the queries, [B, T, ...], that f replaces in place.
+    order: Index of each query.
+    size: Number of queries of a chunk.
+  """
+  b, t = order.shape
+  parts = -(-t // size)
+  order = jnp.pad(order, ((0, 0), (0, parts * size - t)), constant_values=t)
+  row = jnp.arange(b)[:, None]
+
+  def step(carry: tuple, at: jax.Array) -> tuple[tuple, None]:
+    sums, state = carry
+    take = lambda a: a[row, jnp.minimum(at, t - 1)]
+    chunk = jax.tree.map(take, (x, state))
+    sums, chunk_state = f(sums, chunk, at < t)
+    put = lambda a, rows: a.at[row, at].set(rows, mode="drop")
+    return (sums, jax.tree.map(put, state, chunk_state)), None
+
+  chunks = jnp.moveaxis(order.reshape(b, parts, size), 1, 0)
+  return lax.scan(step, (sums, state), chunks)[0]
+
+
 # Function (row, kv head, column) -> keys and values there; None for values that
 # are their keys.
 Take = Callable[
@@ -106,11 +145,13 @@ class ChosenColumns(NamedTuple):
   """Columns of the keys that each query of a chunk reads.
 
   Fields:
-    column: Columns, those of keys first, int32 [B, q, M, c]; `size` for none.
+    column: Columns, those of keys first, int32 [B, q, 1, c]; `size` for none.
     pieces: Number of pieces in which the longest list of columns ends.
     size: Number of columns that there are.
     heads: Number of kv heads.
     piece: Number of columns of a piece, which divides c.
+    lists: Number of rows, one after another, that a row of keys belongs to:
+      those of the heads that choose.
   """
 
   column: jax.Array
@@ -118,16 +159,23 @@ class ChosenColumns(NamedTuple):
   size: int
   heads: int
   piece: int
+  lists: int = 1
 
   @classmethod
   def of(
-    cls, column: Int[Array, "B q M c"], size: int, heads: int, piece: int
+    cls,
+    column: Int[Array, "B q 1 c"],
+    size: int,
+    heads: int,
+    piece: int,
+    lists: int = 1,
   ) -> ChosenColumns:
     """Pad lists, in which columns of keys come first, to whole pieces."""
     longest = jnp.max(jnp.sum(column < size, -1, dtype=jnp.int32))
     widths = [(0, 0)] * 3 + [(0, -column.shape[3] % piece)]
     column = jnp.pad(column, widths, constant_values=size)
-    return cls(column, (longest + piece - 1) // piece, size, heads, piece)
+    pieces = (longest + piece - 1) // piece
+    return cls(column, pieces, size, heads, piece, lists)
 
 
 def fold_chosen(
@@ -197,13 +245,13 @@ class ShardKeys(NamedTuple):
 
 
 class ChoosingQueries(NamedTuple):
-  """Queries with a place for each token first.
+  """Queries with a place for each token first; each row has one list of keys.
 
   Fields:
-    q: Queries, [B, T, M, G, H].
-    chosen: Blocks of positions that each query reads, int32 [B, T, 1 or M, n].
-    pos: Positions, int32 [B or 1, T].
-    seg: Segments, int32 [B or 1, T].
+    q: Queries, [B L, T, M / L, G, H], where L heads choose.
+    chosen: Blocks that each query reads, int32 [B L, T, 1, n].
+    pos: Positions, int32 [B L, T].
+    seg: Segments, int32 [B L, T].
   """
 
   q: jax.Array
@@ -213,13 +261,32 @@ class ChoosingQueries(NamedTuple):
 
   @classmethod
   def of(cls, x: Local, args: ScoreArgs) -> ChoosingQueries:
-    assert args.context.chosen is not None
-    return cls(tokens_first(x.q), args.context.chosen, *args.context.q)
+    chosen = args.context.chosen
+    assert chosen is not None
+    b, t, lists, n = chosen.shape
+    rows = lambda a: jnp.repeat(jnp.broadcast_to(a, (b, t)), lists, 0)
+    return cls(
+      by_list(x.q, lists),
+      jnp.swapaxes(chosen, 1, 2).reshape(b * lists, t, 1, n),
+      *map(rows, args.context.q),
+    )
 
 
-def tokens_first(x: Float[Array, "B M G T *H"]) -> Float[Array, "B T M G *H"]:
-  """Move the tokens of an array of a local algorithm beside the batch."""
+def by_list(
+  x: Float[Array, "B M G T *H"], lists: int
+) -> Float[Array, "_ T _ G *H"]:
+  """Arrange an array of a local algorithm in rows, one of each list of keys."""
+  b, heads = x.shape[:2]
+  x = x.reshape(b * lists, heads // lists, *x.shape[2:])
   return jnp.moveaxis(x, 3, 1)
+
+
+def by_head(
+  x: Float[Array, "_ T _ G *H"], lists: int
+) -> Float[Array, "B M G T *H"]:
+  """Undo `by_list`."""
+  x = jnp.moveaxis(x, 1, 3)
+  return x.reshape(-1, x.shape[1] * lists, *x.shape[2:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,20 +320,17 @@ class GatherChosen:
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """Fold the chosen keys of all shards into `carry`."""
     queries = ChoosingQueries.of(x, args)
+    lists = queries.q.shape[0] // x.q.shape[0]
 
     def hop(keys: ShardKeys, partial: Partial) -> Partial:
-      table = keys.table(self.length)
-
-      def fold(_: tuple, chunk: tuple) -> tuple[tuple, Partial]:
+      def fold(_: tuple, chunk: tuple, columns: ChosenColumns) -> tuple:
         rows, partial = chunk
-        columns = self.columns(keys, table, rows, args.context.mask)
         return (), fold_chosen(rows.q, columns, keys.take, args, partial)
 
-      size = self._chunk(x, queries)
-      return scan_queries(fold, (), (queries, partial), size)[1]
+      return self._scan(fold, (), keys, (queries,), partial, args)[1]
 
     keys = ShardKeys.of(x, args)
-    partial = hop(keys, jax.tree.map(tokens_first, carry))
+    partial = hop(keys, jax.tree.map(lambda a: by_list(a, lists), carry))
     if self.axis is not None:
       axis = self.axis
 
@@ -276,24 +340,22 @@ class GatherChosen:
         return keys, hop(keys, partial)
 
       partial = lax.fori_loop(1, self.shards, step, (keys, partial))[1]
-    return jax.tree.map(lambda a: jnp.moveaxis(a, 1, 3), partial)
+    return jax.tree.map(lambda a: by_head(a, lists), partial)
 
   def backward(
     self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
     """Add the gradients of the chosen keys to `carry`."""
     queries = ChoosingQueries.of(x, args)
+    lists = queries.q.shape[0] // x.q.shape[0]
     rows_of = tuple(
-      tokens_first(a) for a in (residuals.do, residuals.lse, residuals.delta)
+      by_list(a, lists) for a in (residuals.do, residuals.lse, residuals.delta)
     )
     dtype = residuals.lse.dtype
 
     def hop(keys: ShardKeys, dk: jax.Array, dv: Any, dq: jax.Array) -> tuple:
-      table = keys.table(self.length)
-
-      def fold(sums: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
-        rows, (do, lse, delta), dq = chunk
-        columns = self.columns(keys, table, rows, args.context.mask)
+      def fold(sums: tuple, chunk: tuple, columns: ChosenColumns) -> tuple:
+        (rows, (do, lse, delta)), dq = chunk
 
         def add(i: Index, state: tuple) -> tuple:
           dk, dv, dq = state
@@ -313,9 +375,8 @@ class GatherChosen:
         dk, dv, dq = lax.fori_loop(0, columns.pieces, add, (*sums, dq))
         return (dk, dv), dq
 
-      inputs = queries, rows_of, dq
-      size = self._chunk(x, queries)
-      (dk, dv), dq = scan_queries(fold, (dk, dv), inputs, size)
+      inputs = queries, rows_of
+      (dk, dv), dq = self._scan(fold, (dk, dv), keys, inputs, dq, args)
       return dk, dv, dq
 
     keys = ShardKeys.of(x, args)
@@ -337,15 +398,56 @@ class GatherChosen:
     if dv is None:
       dv = zeros(x.v)
     dq_sum, terms = carry
-    dq_sum = dq_sum + jnp.transpose(dq, (0, 2, 4, 3, 1))
+    dq_sum = dq_sum + jnp.moveaxis(by_head(dq, lists), 4, 2)
     return Gradients(dq_sum, dk, dv, terms)
 
-  def _chunk(self, x: Local, queries: ChoosingQueries) -> int:
-    """Number of queries of a chunk."""
+  def _scan(
+    self,
+    fold: Callable[[PyTree, PyTree, ChosenColumns], tuple[PyTree, PyTree]],
+    sums: PyTree,
+    keys: ShardKeys,
+    x: tuple,
+    state: PyTree,
+    args: ScoreArgs,
+  ) -> tuple[PyTree, PyTree]:
+    """Scan over chunks of queries with lists of about the same length.
+
+    Args:
+      fold: Function (sums, (x, state) of a chunk, columns) -> (sums, state).
+      sums: Initial sums.
+      keys: Keys of the hop.
+      x: Arrays of queries, `ChoosingQueries` first.
+      state: Arrays of queries that `fold` replaces.
+      args: Score function.
+    """
+    table, mask = keys.table(self.length), args.context.mask
+    queries: ChoosingQueries = x[0]
+    x = x if len(x) > 1 else x[0]
+    b, t, heads = queries.q.shape[:3]
     count = queries.chosen.shape[3] * self.block
-    numbers = x.k.shape[-1] + x.v.shape[-1]
-    rows = x.q.shape[0] * x.q.shape[1] * piece_keys(count, self.shards)
-    return max(1, min(_CHUNK, _GATHERED // (rows * numbers)))
+    numbers = keys.k.shape[-1] + (0 if keys.v is None else keys.v.shape[-1])
+    gathered = b * heads * piece_keys(count, self.shards) * numbers
+    size = max(1, min(_CHUNK, _GATHERED // gathered))
+    if t <= size:
+      columns = self.columns(keys, table, queries, mask)
+      return fold(sums, (x, state), columns)
+
+    def lengths(_: tuple, rows: ChoosingQueries) -> tuple[tuple, jax.Array]:
+      column = self._found(keys, table, rows, mask)
+      present = column < keys.pos.shape[1]
+      return (), jnp.sum(present, (2, 3), dtype=jnp.int32)
+
+    # Queries themselves are not needed to find their keys.
+    unread = queries._replace(q=queries.seg)
+    order = jnp.argsort(scan_queries(lengths, (), unread, size)[1], 1)
+
+    def fold_rows(sums: PyTree, chunk: PyTree, real: jax.Array) -> tuple:
+      x = chunk[0]
+      rows = x if isinstance(x, ChoosingQueries) else x[0]
+      rows = rows._replace(seg=jnp.where(real, rows.seg, 0))
+      return fold(sums, chunk, self.columns(keys, table, rows, mask))
+
+    return scan_by_length(fold_rows, sums, x, state, order, size)
 
   def columns(
     self,
@@ -355,6 +457,20 @@ class GatherChosen:
     mask: Mask,
   ) -> ChosenColumns:
     """Columns that queries read, first ones first."""
+    size, heads = keys.pos.shape[1], keys.k.shape[1]
+    column = jnp.sort(self._found(keys, table, rows, mask), -1)
+    piece = piece_keys(column.shape[3], self.shards)
+    lists = column.shape[0] // keys.k.shape[0]
+    return ChosenColumns.of(column, size, heads, piece, lists)
+
+  def _found(
+    self,
+    keys: ShardKeys,
+    table: Int[Array, " length"],
+    rows: ChoosingQueries,
+    mask: Mask,
+  ) -> Int[Array, "B q 1 c"]:
+    """Columns that queries read; the number of columns for none."""
     size = keys.pos.shape[1]
     b, t, heads, n = rows.chosen.shape
     offsets = jnp.arange(self.block, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
@@ -366,16 +482,15 @@ class GatherChosen:
     in_range = number < self.length
     column = jnp.where(in_range, table[jnp.where(in_range, number, 0)], size)
     at = jnp.minimum(column, size - 1)
-    row = jnp.arange(b)[:, None, None, None]
+    key_rows = keys.k.shape[0]
+    row = jnp.arange(b)[:, None, None, None] // (b // key_rows)
     pos, seg = (
-      jnp.broadcast_to(x, (b, size))[row, at] for x in (keys.pos, keys.seg)
+      jnp.broadcast_to(x, (key_rows, size))[row, at]
+      for x in (keys.pos, keys.seg)
     )
     k_at = Coords(pos, jnp.where(column < size, seg, 0))
     q_at = Coords(rows.pos[..., None, None], rows.seg[..., None, None])
-    column = jnp.where(visible(mask, q_at, k_at), column, size)
-    piece = piece_keys(n * self.block, self.shards)
-    heads = keys.k.shape[1]
-    return ChosenColumns.of(jnp.sort(column, -1), size, heads, piece)
+    return jnp.where(visible(mask, q_at, k_at), column, size)
 
 
 class ChosenPiece(NamedTuple):
@@ -385,8 +500,8 @@ class ChosenPiece(NamedTuple):
     k: Keys, [B, q, M, p, H]; 0 for no key.
     v: Values, [B, q, M, p, J]; 0 for no key.
     column: Column of each, int32 [B, q, M, p]; S for no key.
-    row: Row of the batch of each, [B, 1, 1, 1].
-    head: Kv head of each, [1, 1, M, 1].
+    row: Row of the keys of each, [B, 1, 1, 1].
+    head: Kv head of each, [B or 1, 1, M, 1].
     present: Whether the place has a key, [B, q, M, p].
   """
 
@@ -406,8 +521,10 @@ class ChosenPiece(NamedTuple):
     piece = columns.piece
     column = lax.dynamic_slice_in_dim(columns.column, index * piece, piece, 3)
     column = jnp.broadcast_to(column, (b, t, heads, piece))
+    lists = columns.lists
     row = jnp.arange(b)[:, None, None, None]
-    head = jnp.arange(heads)[None, None, :, None] // (heads // columns.heads)
+    head = row % lists * heads + jnp.arange(heads)[None, None, :, None]
+    row, head = row // lists, head // (heads * lists // columns.heads)
     present = column < columns.size
     k, v = take(row, head, jnp.minimum(column, columns.size - 1))
     only_present = lambda x: jnp.where(present[..., None], x, 0)

@@ -282,7 +282,7 @@ class _Call:
       seen = visible(mask, expand(q_at, 2), expand(k_at, 1))
       seen = jnp.broadcast_to(seen, (*q_at.pos.shape, k.shape[2]))
       return f(self.tile(queries, k, index_keys, seen, None), carry)
-    shard_keys = ShardKeys(k, None, *k_at, number)
+    shard_keys = ShardKeys(k, None, k_at.pos, k_at.seg, number)
     # One list for all heads.
     choosing = ChoosingQueries(queries[0], chosen, *q_at)
     table = shard_keys.table(self.gather.length)
@@ -384,7 +384,8 @@ def _loss_bwd(
   call: _Call, saved: PyTree, gradient: Float[Array, "B T"]
 ) -> tuple[_IndexArrays, None]:
   with collectives.bound(call.sizes):
-    return _gradients(call, *saved, gradient), None
+    index, attention, lse, mass = saved
+    return _gradients(call, index, attention, lse, mass, gradient), None
 
 
 def _gradients(
@@ -444,7 +445,7 @@ def _gradients(
     _, dkeys, drows = lax.fori_loop(1, call.gather.shards, step, state)
     # The gradients arrive at the shard of their keys.
     dkeys = collectives.rotate(dkeys, axis, 1)
-  gradients = _IndexArrays(*drows, dkeys)
+  gradients = _IndexArrays(drows[0], drows[1], dkeys)
   return jax.tree.map(lambda d, x: d.astype(x.dtype), gradients, index)
 
 

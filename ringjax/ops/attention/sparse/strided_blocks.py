@@ -101,12 +101,12 @@ class _Cut:
     span = blocks * self.stride
     neighbours = isinstance(shards.layout, Contiguous) and span == shards.local
     if neighbours and reach <= shards.local:
-      parts = [x]
-      if reach and shards.axis is None:
-        parts.append(jnp.zeros_like(x[:, :reach]))
+      following = x[:, :reach]
+      if shards.axis is None:
+        following = jnp.zeros_like(following)
       elif reach:
-        parts.append(collectives.shift(x[:, :reach], shards.axis, -1))
-      tokens = jnp.concatenate(parts, 1)
+        following = collectives.shift(following, shards.axis, -1)
+      tokens = jnp.concatenate([x, following], 1)
     else:
       tokens = _collect(shards, x, shards.index * span, span + reach)
     first = jnp.arange(blocks)[:, None] * self.stride

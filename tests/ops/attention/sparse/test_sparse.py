@@ -236,11 +236,44 @@ def test_index_keys_of_another_dtype_are_refused():
 
 def test_pairs_that_are_computed_are_few_more_than_those_chosen():
   r = np.random.default_rng(0)
-  shards, count = 8, 2048
+  t, shards, count, block = 131072, 8, 2048, 64
+  executed = lambda counts: (
+    gathered.executed_pairs(counts, count, 64) / counts.sum()
+  )
   # Each of 8,192 queries chooses 2,048 of 131,072 keys at random.
   counts = r.multinomial(count, [1 / shards] * shards, 8192)
-  pairs = gathered.executed_pairs(counts, count, 64)
-  assert 1 <= pairs / counts.sum() <= 1.3
+  assert 1 <= executed(counts) <= 1.15
+  # 32 blocks of 64 of these keys.
+  draw = lambda: r.choice(t // block, count // block, replace=False)
+  blocks = np.stack([draw() for _ in range(8192)])
+  keys = (blocks[..., None] * block + np.arange(block)).reshape(8192, -1)
+  by_shard = lambda shard: np.stack(
+    [(shard == i).sum(1) for i in range(shards)], 1
+  )
+  assert 1 <= executed(by_shard(keys // (t // shards))) <= 1.05
+  # A striped layout deals each block to all shards.
+  assert executed(by_shard(keys % shards)) == 1
+
+
+@pytest.mark.parametrize(
+  "kind", ["given-blocks", pytest.param("top-tokens", marks=pytest.mark.long)]
+)
+def test_queries_in_the_order_of_their_lists_give_the_same(kind, monkeypatch):
+  """Chunks of 7 of 40 queries, in an order of its own for each row and head."""
+  monkeypatch.setattr(gathered, "_CHUNK", 7)
+  jax.clear_caches()
+  sparse.check(sparse.CASES[kind])
+  jax.clear_caches()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["given-blocks-per-query-head", "top-tokens"])
+def test_chunks_in_the_order_of_lists_combine_on_shards(kind, monkeypatch):
+  monkeypatch.setattr(gathered, "_CHUNK", 3)
+  jax.clear_caches()
+  options = dict(packed=True, window=17, sinks=True, soft_cap=3.0)
+  sparse.check(sparse.CASES[kind], rj.Striped(), 4, mesh=mesh_of(4), **options)
+  jax.clear_caches()
 
 
 def test_the_compiled_program_has_no_array_of_all_pairs():
