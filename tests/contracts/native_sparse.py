@@ -35,7 +35,7 @@ def chosen_blocks(
   Args:
     q: Queries, [B, T, N, H].
     keys: Compressed keys, [B, C, K, H].
-    visible: Which of them a query sees, [B, T, C].
+    visible: Pairs of queries and compressed keys that count, [B, T, C].
     config: Sizes.
   """
   t, c, group = q.shape[1], keys.shape[1], N // K

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax.ops.attention.blockwise import (
   Gradients,
@@ -99,14 +99,14 @@ def scan_queries(
 
 
 def scan_by_length(
-  f: Callable[[PyTree, PyTree, jax.Array], tuple[PyTree, PyTree]],
+  f: Callable[[PyTree, PyTree, Bool[Array, "B q"]], tuple[PyTree, PyTree]],
   sums: PyTree,
   x: PyTree,
   state: PyTree,
   order: Int[Array, "B T"],
   size: int,
 ) -> tuple[PyTree, PyTree]:
-  """Scan f over chunks of `size` queries in an order of their own in each row.
+  """Scan f over chunks of `size` queries, in an order that each row has.
 
   Args:
     f: Function (sums, (x, state) of a chunk, which queries are real) -> (sums,
@@ -237,8 +237,11 @@ class ShardKeys(NamedTuple):
     return empty.at[self.number].set(jnp.arange(size), mode="drop")
 
   def take(
-    self, row: jax.Array, head: jax.Array, column: jax.Array
-  ) -> tuple[jax.Array, jax.Array | None]:
+    self,
+    row: Int[Array, "#B #q #M #p"],
+    head: Int[Array, "#B #q M #p"],
+    column: Int[Array, "B q M p"],
+  ) -> tuple[Float[Array, "B q M p _"], Float[Array, "B q M p _"] | None]:
     """Gather keys and values."""
     at = row, head, column
     return self.k[at], None if self.v is None else self.v[at]

@@ -23,7 +23,10 @@ from ringjax.ops.attention.execution import run
 from ringjax.ops.attention.sparse.block_selection import check_shape
 from ringjax.ops.attention.sparse.given import GivenBlocks
 from ringjax.ops.attention.sparse.index_training import IndexTraining
-from ringjax.ops.attention.sparse.sparse_api import known, with_selection
+from ringjax.ops.attention.sparse.sparse_api import (
+  known_options,
+  with_selection,
+)
 from ringjax.ops.attention.sparse.top_tokens import TopTokens
 from ringjax.ops.attention.strategies.ring import Ring
 from ringjax.parallel.call_sharding import AUTO, locate, shards_of
@@ -68,8 +71,8 @@ def index_loss(
     batch_axis: Mesh axes that shard B, as in `dot_product_attention`.
     head_axis: Mesh axes that shard N, as in `dot_product_attention`.
     layout: Order of the tokens on the shards; default `Contiguous()`.
-    **options: As in `sparse_attention`, with those of the attention that made
-      `lse`; `sinks` have no key and are not passed.
+    **options: Further arguments of `sparse_attention`, those of the attention
+      that made `lse`; `sinks` have no key and are not passed.
 
   Returns:
     Loss of each query, float32 [B, T]; 0 for one that sees no key.
@@ -94,7 +97,7 @@ def index_loss(
     layout=layout,
     key_shards=key_shards,
     up=up,
-    **known(options),
+    **known_options(options),
   )
   b, s = x.k.shape[:2]
   lse = as_array("lse", lse)

@@ -8,7 +8,7 @@ Cost: the products of attention's scores and of the index, forward and again
 backward. Keys and index keys go around the ring once each time, with the index
 keys' gradients backward. With sharded heads the sum over heads of each pair is
 summed over their shards.
-Memory: scores of one chunk of queries; five numbers of each query.
+Memory: scores of one chunk of queries, and a few numbers of each query.
 
 Ref: DeepSeek-AI 2025, DeepSeek-V3.2-Exp, equations 3 and 4.
 """
@@ -121,7 +121,7 @@ class IndexTraining(BlockSelection):
     axes |= {*collectives.names(tokens.axis), *head_axes}
     attention, index = collectives.vary((attention, index), axes)
     names = (*collectives.names(tokens.axis), *head_axes)
-    call = _Call(
+    call = _LossCall(
       GatherChosen(tokens.length, self.block, tokens.axis),
       scores,
       head_axes,
@@ -136,12 +136,12 @@ tree.register(
 
 
 class _IndexArrays(NamedTuple):
-  """What the loss trains.
+  """Arrays that the loss trains.
 
   Fields:
     q: Queries of the index, [B, T, I, E].
-    weights: Weights of its heads, [B, T, I].
-    keys: Its keys, [B, S, E].
+    weights: Weights of the index's heads, [B, T, I].
+    keys: Keys of the index, [B, S, E].
   """
 
   q: jax.Array
@@ -150,7 +150,7 @@ class _IndexArrays(NamedTuple):
 
 
 class _Attention(NamedTuple):
-  """What the loss is measured by.
+  """Attention that the loss compares the index with.
 
   Fields:
     q: Queries, [B, T, K, G, H].
@@ -213,7 +213,7 @@ class _Tile(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _LossCall:
   """Static part of a call.
 
   Attributes:
@@ -292,9 +292,9 @@ class _Call:
       piece = self._piece(columns, i, shard_keys)
       present = piece.present[:, :, 0]
       row, column = piece.row[:, :, 0], piece.column[:, :, 0]
-      taken = index_keys[row, jnp.minimum(column, columns.size - 1)]
-      taken = jnp.where(present[..., None], taken, 0)
-      return f(self.tile(queries, piece.k, taken, present, piece), carry)
+      chosen_keys = index_keys[row, jnp.minimum(column, columns.size - 1)]
+      chosen_keys = jnp.where(present[..., None], chosen_keys, 0)
+      return f(self.tile(queries, piece.k, chosen_keys, present, piece), carry)
 
     return lax.fori_loop(0, columns.pieces, add, carry)
 
@@ -313,7 +313,9 @@ def _operands(
   return (*rows, attention.q_at, attention.chosen), keys
 
 
-def _totals(call: _Call, index: _IndexArrays, attention: _Attention) -> _Sums:
+def _totals(
+  call: _LossCall, index: _IndexArrays, attention: _Attention
+) -> _Sums:
   rows, keys = _operands(index, attention)
   b, t = attention.q.shape[:2]
   dtype = wide_dtype(index.q.dtype)
@@ -367,13 +369,13 @@ def _finish(sums: _Sums) -> tuple[jax.Array, jax.Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(
-  call: _Call, index: _IndexArrays, attention: _Attention
+  call: _LossCall, index: _IndexArrays, attention: _Attention
 ) -> Float[Array, "B T"]:
   return _finish(_totals(call, index, attention))[0]
 
 
 def _loss_fwd(
-  call: _Call, index: _IndexArrays, attention: _Attention
+  call: _LossCall, index: _IndexArrays, attention: _Attention
 ) -> tuple[jax.Array, PyTree]:
   sums = _totals(call, index, attention)
   loss, lse = _finish(sums)
@@ -381,7 +383,7 @@ def _loss_fwd(
 
 
 def _loss_bwd(
-  call: _Call, saved: PyTree, gradient: Float[Array, "B T"]
+  call: _LossCall, saved: PyTree, gradient: Float[Array, "B T"]
 ) -> tuple[_IndexArrays, None]:
   with collectives.bound(call.sizes):
     index, attention, lse, mass = saved
@@ -389,7 +391,7 @@ def _loss_bwd(
 
 
 def _gradients(
-  call: _Call,
+  call: _LossCall,
   index: _IndexArrays,
   attention: _Attention,
   lse: Float[Array, "B T"],

@@ -156,14 +156,14 @@ class NativeBlocks(BlockSelection):
     step = self.block // self.stride
     # Compressed key `step * j + shift` holds tokens of block j.
     shifts = range(1 - self.length // self.stride, step)
-    before, width = -shifts[0], blocks * step
-    after = max(0, width + before + step - p.shape[3])
-    p = jnp.pad(p, [(0, 0)] * 3 + [(before, after)])
+    left, width = -shifts[0], blocks * step
+    right = max(0, width + left + step - p.shape[3])
+    p = jnp.pad(p, [(0, 0)] * 3 + [(left, right)])
     scores = jnp.zeros((*p.shape[:3], blocks), p.dtype)
     for shift in shifts:
       first = max(0, shift * self.stride)
       end = min(self.block, shift * self.stride + self.length)
-      part = p[..., before + shift :][..., :width:step]
+      part = p[..., left + shift :][..., :width:step]
       scores += part * ((end - first) / self.stride)
     return scores
 

@@ -100,7 +100,7 @@ def sparse_attention(
     is_causal=is_causal,
     layout=layout,
     key_shards=key_shards,
-    **known(options),
+    **known_options(options),
   )
   place = {"axis": axis, "batch_axis": batch_axis, "head_axis": head_axis}
   results = return_residual, return_selection
@@ -143,7 +143,7 @@ def sparse_latent_attention(
     layout: Order of the tokens on the shards; default `Contiguous()`.
     return_residual: Whether to return the log-sum-exp, too, float32 [B, T, N].
     return_selection: Whether to return the choice, too, a `GivenBlocks`.
-    **options: As in `sparse_attention`.
+    **options: Further arguments, those of `sparse_attention`.
 
   Returns:
     [B, T, N, J] in the query's dtype; with what is asked for a tuple of it, the
@@ -161,14 +161,14 @@ def sparse_latent_attention(
     layout=layout,
     key_shards=key_shards,
     up=up,
-    **known(options),
+    **known_options(options),
   )
   place = {"axis": axis, "batch_axis": batch_axis, "head_axis": head_axis}
   results = return_residual, return_selection
   return _attend(x, selection, mesh, place, key_shards, results)
 
 
-def known(options: dict[str, Any]) -> dict[str, Any]:
+def known_options(options: dict[str, Any]) -> dict[str, Any]:
   """Options of a call; OptionError for those that sparse attention lacks."""
   for name in options:
     if name not in _OPTIONS:

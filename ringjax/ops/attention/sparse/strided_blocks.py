@@ -95,7 +95,9 @@ class _Cut:
   length: int
   stride: int
 
-  def __call__(self, shards: Shards, x: jax.Array) -> tuple[jax.Array]:
+  def __call__(
+    self, shards: Shards, x: Shaped[Array, "B T *d"]
+  ) -> tuple[Shaped[Array, "B C n *d"]]:
     blocks = -(-shards.length // (self.stride * shards.size))
     reach = self.length - self.stride
     span = blocks * self.stride

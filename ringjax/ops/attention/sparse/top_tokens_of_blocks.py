@@ -109,10 +109,12 @@ class TopTokensOfBlocks(TopTokens):
       )
       scores = ranked(scores, candidate)
       scores = jnp.where(own & real, jnp.inf, scores)
-      scores, kept = lax.top_k(scores, self.blocks)
+      scores, best_blocks = lax.top_k(scores, self.blocks)
       # By position, so that `top_k` prefers lower positions among equals.
-      kept = jnp.sort(jnp.where(scores > -jnp.inf, kept, num_blocks), -1)
-      at = (kept[..., None] * self.block + offsets).reshape(b, t, -1)
+      best_blocks = jnp.sort(
+        jnp.where(scores > -jnp.inf, best_blocks, num_blocks), -1
+      )
+      at = (best_blocks[..., None] * self.block + offsets).reshape(b, t, -1)
       in_range = at < keys.shape[1]
       column = jnp.where(in_range, at, 0)
       dots = product("btie,btne->btin", q, keys[row, column].astype(q.dtype))
@@ -125,11 +127,11 @@ class TopTokensOfBlocks(TopTokens):
       return (), jnp.where(scores > -jnp.inf, chosen, -1)
 
     candidates = self.blocks * self.block
-    most = b * max(candidates * max(dims, heads), heads * num_blocks)
+    numbers = b * max(candidates * max(dims, heads), heads * num_blocks)
     inputs = self.q, self.weights, *tokens.q_at
     axes = collectives.varying_axes(inputs, keys, seg)
     inputs = collectives.vary(inputs, axes)
-    chunk = max(1, _NUMBERS // most)
+    chunk = max(1, _NUMBERS // numbers)
     return scan_queries(fold, (), inputs, chunk)[1][:, :, None]
 
   def _in_order(
@@ -164,9 +166,11 @@ class TopTokensOfBlocks(TopTokens):
     last = jnp.max(jnp.where(seg != 0, pos, -1), -1)
     last_seg = jnp.max(jnp.where(pos == last[..., None], seg, 0), -1)
     pooled = (seg != 0) & (seg == last_seg[..., None])
-    wide = by_block(keys).astype(jnp.promote_types(keys.dtype, jnp.float32))
-    sums = jnp.sum(jnp.where(pooled[..., None], wide, 0), 2)
-    size = jnp.sum(pooled, -1, dtype=wide.dtype)
+    float_keys = by_block(keys).astype(
+      jnp.promote_types(keys.dtype, jnp.float32)
+    )
+    sums = jnp.sum(jnp.where(pooled[..., None], float_keys, 0), 2)
+    size = jnp.sum(pooled, -1, dtype=float_keys.dtype)
     first = jnp.min(jnp.where(pooled, pos, 2**31 - 1), -1)
     has_keys = last >= 0
     coords = first, last, last_seg, last_seg, has_keys, has_keys
