@@ -548,7 +548,7 @@ class ChosenPiece(NamedTuple):
     return jnp.where(self.present[:, :, :, None], s, -jnp.inf), slope
 
   def add(
-    self, total: Float[Array, "B K S H"], x: Float[Array, "B q M p H"]
+    self, total: Float[Array, "B K S H"], x: Float[Array, "_ q M p H"]
   ) -> Float[Array, "B K S H"]:
     """Add rows of gradients to those of their keys."""
     x = x.astype(total.dtype)

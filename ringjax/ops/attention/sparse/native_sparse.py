@@ -27,10 +27,15 @@ from jaxtyping import Array, Float, Int
 from ringjax.checks import as_array, instance, positive_int
 from ringjax.errors import MeshError, OptionError
 from ringjax.ops.attention.api import dot_product_attention
+from ringjax.ops.attention.cost.select import Auto
 from ringjax.ops.attention.sparse.block_selection import check_shape
 from ringjax.ops.attention.sparse.native_blocks import NativeBlocks
 from ringjax.ops.attention.sparse.sparse_api import sparse_attention
-from ringjax.ops.attention.sparse.strided_blocks import strided_blocks
+from ringjax.ops.attention.sparse.strided_blocks import (
+  check_no_padding,
+  strided_blocks,
+)
+from ringjax.ops.attention.strategies.nesting import Strategy
 from ringjax.parallel import collectives
 from ringjax.parallel.call_sharding import AUTO, locate
 from ringjax.parallel.layout import Contiguous, Layout
@@ -102,6 +107,7 @@ def native_sparse_attention(
   batch_axis: str | tuple[str, ...] | None = None,
   head_axis: str | tuple[str, ...] | None = None,
   layout: Layout | None = None,
+  window_strategy: str | Strategy | Auto = "auto",
   return_selection: bool = False,
 ) -> Any:
   """Attend causally to compressed, chosen and near keys (NSA).
@@ -130,6 +136,8 @@ def native_sparse_attention(
     batch_axis: Mesh axes that shard B, as in `dot_product_attention`.
     head_axis: Mesh axes that shard N, which divide the kv heads.
     layout: Order of the tokens on the shards; default `Contiguous()`.
+    window_strategy: Strategy that brings the keys of the window, as in
+      `dot_product_attention`.
     return_selection: Whether to return the chosen blocks, too, a `GivenBlocks`.
 
   Returns:
@@ -175,6 +183,7 @@ def native_sparse_attention(
       "shard the sequence over one axis",
     )
   shards = place.size if place.manual else 1
+  check_no_padding("query", t * shards, layout, place.size)
   expected = -(-t * shards // (config.stride * place.size)) * place.size
   check_shape(
     "compressed_key",
@@ -240,6 +249,7 @@ def native_sparse_attention(
     is_causal=True,
     local_window_size=(config.window - 1, 0),
     layout=layout,
+    strategy=window_strategy,
     **documents,
     **options,
   )

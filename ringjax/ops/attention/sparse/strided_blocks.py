@@ -73,19 +73,26 @@ def strided_blocks(
     (x,), "x", mesh, axis, layout, False
   )
   tokens = x.shape[1] * (place.size if place.manual else 1)
-  if layout.local_length(tokens, place.size) * place.size != tokens:
-    raise ShapeError(
-      "x",
-      f"{tokens} tokens over {place.size} shards in the layout {layout}",
-      "shards that hold no padding",
-      "pad the sequence",
-    )
+  check_no_padding("x", tokens, layout, place.size)
   dims = sequence.letters(x.ndim)
   cut = _Cut(length, stride)
   (blocks,) = sequence.run(
     cut, place, layout, (x,), (dims,), (dims[:2] + "Z" + dims[2:],)
   )
   return blocks
+
+
+def check_no_padding(
+  name: str, tokens: int, layout: Layout, shards: int
+) -> None:
+  """Raise ShapeError if shards of `tokens` tokens in all hold padding."""
+  if layout.local_length(tokens, shards) * shards != tokens:
+    raise ShapeError(
+      name,
+      f"{tokens} tokens over {shards} shards in the layout {layout}",
+      "shards that hold no padding",
+      "pad the sequence",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,7 +121,9 @@ def test_only_compressed_keys_and_values_are_gathered():
   blocks = t // config.stride
   x = shape(1, t, 2, 8), shape(1, t, 1, 8), shape(1, t, 1, 8)
   compressed = shape(1, blocks, 1, 8), shape(1, blocks, 1, 8)
-  attend = lambda *x: rj.native_sparse_attention(*x, config, mesh=mesh)
+  attend = lambda *x: rj.native_sparse_attention(
+    *x, config, mesh=mesh, window_strategy="halo"
+  )
   compiled = jax.jit(attend).lower(*x, *compressed, shape(1, t, 2, 3)).compile()
   sent = program.sent(CompiledProgram(compiled.as_text()))
   # Keys twice and values, of 8 float32 numbers, and their coordinates.
@@ -156,5 +158,10 @@ def test_operands_that_do_not_fit_are_refused():
     attend(k[:, :32], gates[..., :2])
   with pytest.raises(RingjaxError, match="no padding"):
     rj.strided_blocks(q[:, :63], length=4, stride=2, mesh=mesh_of(4))
+  with pytest.raises(RingjaxError, match="no padding"):
+    rj.native_sparse_attention(
+      q[:, :63], k[:, :63], k[:, :63], k[:, :32], k[:, :32], gates[:, :63],
+      native_sparse.SMALL, mesh=mesh_of(4),
+    )  # fmt: skip
   with pytest.raises(RingjaxError, match="at most 4"):
     rj.strided_blocks(q, length=4, stride=6)

@@ -242,7 +242,7 @@ def test_pairs_that_are_computed_are_few_more_than_those_chosen():
   )
   # Each of 8,192 queries chooses 2,048 of 131,072 keys at random.
   counts = r.multinomial(count, [1 / shards] * shards, 8192)
-  assert 1 <= executed(counts) <= 1.15
+  assert 1 <= executed(counts) <= 1.2
   # 32 blocks of 64 of these keys.
   draw = lambda: r.choice(t // block, count // block, replace=False)
   blocks = np.stack([draw() for _ in range(8192)])
@@ -250,7 +250,7 @@ def test_pairs_that_are_computed_are_few_more_than_those_chosen():
   by_shard = lambda shard: np.stack(
     [(shard == i).sum(1) for i in range(shards)], 1
   )
-  assert 1 <= executed(by_shard(keys // (t // shards))) <= 1.05
+  assert 1 <= executed(by_shard(keys // (t // shards))) <= 1.1
   # A striped layout deals each block to all shards.
   assert executed(by_shard(keys % shards)) == 1
 
