@@ -184,6 +184,6 @@ _PICTURES = {
   ),
   "bits": _Picture("Loss above a dense cache by bits a number", BITS, _bits),
   "contexts": _Picture(
-    "Loss behind 16 contexts by how they are combined", CONTEXTS, _contexts
+    "Loss after 16 contexts by how they are combined", CONTEXTS, _contexts
   ),
 }

@@ -40,7 +40,7 @@ def _kinds(printed: dict[str, Any]) -> Figures:
 
 
 def _shares(printed: dict[str, Any]) -> Figures:
-  """Share of a dense cache's bytes behind a prompt, by its tokens."""
+  """Share of a dense cache's bytes after a prompt, by its tokens."""
   return {f"{row['tokens']}": row["share"] for row in printed["rows"]}
 
 
@@ -91,7 +91,7 @@ NEEDLE = systems_alone.needle(
   *_BUDGETS,
   "sinks:budget=.2",
   "fastgen",
-  flags="--lengths=4096 --depths=0.25,0.75",
+  flags="--lengths=2048 --trials=3 --depths=0.1,0.35,0.6,0.85",
 )
 # Each chunk is evicted before the next one, and the question, is read.
 BLIND = systems_alone.needle(
@@ -99,7 +99,8 @@ BLIND = systems_alone.needle(
   "h2o:budget=.4",
   "snapkv:budget=.2",
   "snapkv:budget=.4",
-  flags="--lengths=4096 --depths=0.25 --prefill=chunked --chunk=1024",
+  flags="--lengths=2048 --trials=3 --depths=0.1,0.35,0.6,0.85 "
+  "--prefill=chunked --chunk=512",
 )
 
 
@@ -128,8 +129,8 @@ def _of(kind: str, most: str = "") -> Callable[..., str]:
     return (
       f"loss {kinds[kind]['loss']:+.3f} nat above dense ({kind}, texts of "
       f"1,024 tokens); {most}{shares['8192']:.3f} of a dense cache's bytes "
-      f"behind 8,192 tokens, {shares['32768']:.3f} behind 32,768"
-      f"{needles(asked, 'in 4,096 tokens', *names)}"
+      f"after 8,192 tokens, {shares['32768']:.3f} after 32,768"
+      f"{needles(asked, 'in 2,048 tokens', *names)}"
       f"{needles(blind, before, *names)}"
     )
 
@@ -175,6 +176,15 @@ def _whole_context(prefill: str, devices: int) -> Run:
   )
 
 
+def _code_found(prefill: str, devices: int) -> Run:
+  return Run(
+    f"{_EVALUATE} needle {_GEMMA} --dtype=float32 --task=passkey --trials=1 "
+    f"--lengths=30000 --depths=0.5 --prefill={prefill} --devices={devices} "
+    "--json",
+    systems_alone.needles_found,
+  )
+
+
 MEMORY = Run(
   f"python -m benchmarks.ring_memory {_GEMMA} --tokens=4096,32768 "
   "--devices=1,8",
@@ -195,6 +205,8 @@ def _ring(
   memory: Figures,
   context_on_one: Figures | None,
   context_on_four: Figures | None,
+  code_on_one: Figures | None,
+  code_on_four: Figures | None,
 ) -> str:
   megabytes = lambda tokens, count: f"{memory[tokens][count] / 1e6:,.0f} MB"
   context = ""
@@ -204,6 +216,13 @@ def _ring(
       f"{context_on_four['nll']:.5f} nat on four devices, "
       f"{context_on_one['nll']:.5f} on one"
     )
+  if code_on_one is not None and code_on_four is not None:
+    places = {"four devices": code_on_four, "one": code_on_one}
+    counts = " and on ".join(
+      f"{place} {asked['dense']['found']:.0f} of {asked['dense']['asked']}"
+      for place, asked in places.items()
+    )
+    context += f"; a code in 30,000 tokens: found on {counts}"
   return (
     f"{_same_loss(one_device, four_devices)}{context}; Gemma 3 beside its "
     f"weights, compiled: 32,768 tokens take {megabytes('32768', '8')} on each "
@@ -256,7 +275,12 @@ ROWS: tuple[Row, ...] = (
     "travel around a ring.",
     published="a context of 512 times the length with 512 devices",
     runs=(_long("blockwise", 1), _long("ring", 4), MEMORY),
-    more=(_whole_context("blockwise", 1), _whole_context("ring", 4)),
+    more=(
+      _whole_context("blockwise", 1),
+      _whole_context("ring", 4),
+      _code_found("blockwise", 1),
+      _code_found("ring", 4),
+    ),
     says=_ring,
   ),
   Row(

@@ -115,7 +115,7 @@ def says_bits(kinds: Figures, needles: Figures | None) -> str:
     f"{kinds['nuq3']['bits']:.2f} and {kinds['nuq2']['bits']:.2f} bits; "
     f"integers int4 {of('int4')}, int2 {of('int2')} at "
     f"{kinds['int4']['bits']:.2f} and {kinds['int2']['bits']:.2f}"
-    f"{says_found(needles, 'in 4,096 tokens', 'nuq3', 'nuq2')}"
+    f"{says_found(needles, 'in 2,048 tokens', 'nuq3', 'nuq2')}"
   )
 
 
@@ -161,13 +161,13 @@ def says_drafted(
   return "; ".join(
     [
       *(
-        f"behind {x['prompt_tokens']:,} tokens {x['tokens_per_call']:.2f} "
+        f"after {x['prompt_tokens']:,} tokens {x['tokens_per_call']:.2f} "
         f"tokens a call, {x['accepted']} of {x['drafted']} drafted ones stay"
         for x in drafted
       ),
       *(
         f"{'the same' if x['tokens'] == y['tokens'] else 'NOT the same'} "
-        f"{len(x['tokens'])} tokens as without drafts behind "
+        f"{len(x['tokens'])} tokens as without drafts after "
         f"{x['prompt_tokens']:,}"
         for x, y in ((plain, short), (plain_long, long))
         if x is not None
@@ -282,7 +282,7 @@ def needle(*kinds: str, flags: str, before: tuple[Step, ...] = ()) -> Run:
   caches = " ".join(f"--cache={kind}" for kind in kinds)
   return Run(
     f"python -m launch.evaluate needle {_SMOL} --devices=1 "
-    f"--task=passkey_noise --trials=1 {flags} {caches} --json",
+    f"--task=passkey_noise {flags} {caches} --json",
     needles_found,
     before,
   )
@@ -290,7 +290,7 @@ def needle(*kinds: str, flags: str, before: tuple[Step, ...] = ()) -> Run:
 
 _NEEDLE = needle(
   *(f"nuq{n}:calibration=runs/smollm2-nuq-float32" for n in (3, 2)),
-  flags="--lengths=4096 --depths=0.25,0.75",
+  flags="--lengths=2048 --trials=3 --depths=0.1,0.35,0.6,0.85",
   before=(_CALIBRATION,),
 )
 # Python sources of some 600 and 7,400 tokens, and the beginning of a function.
@@ -399,7 +399,7 @@ ROWS: tuple[Row, ...] = (
     name="kvlink",
     system="KVLink",
     paper="2502.16002",
-    claim="Trained tokens behind documents that were read apart link them.",
+    claim="Trained tokens after documents that were read apart link them.",
     published="Llama-3.2-1B on NaturalQuestions: 45.0 % right, 18.6 with "
     "documents apart, 46.9 with full attention",
     runs=(_LINKED,),

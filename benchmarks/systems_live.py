@@ -101,12 +101,12 @@ def _shared(shared_reads: str) -> Run:
 
 def _shared_says(exact: Figures, never: Figures) -> str:
   return (
-    f"8 answers behind 512 common tokens read {exact['keys_read']:,.0f} of "
+    f"8 answers after 512 common tokens read {exact['keys_read']:,.0f} of "
     f"{exact['keys_seen']:,.0f} keys, {never['keys_read']:,.0f} where each row "
     f"reads its own; TPOT p50 {exact['tpot']['p50']:.3f} s and "
     f"{never['tpot']['p50']:.3f}; {answers_clause(exact, never)}"
     + (
-      ". Fewer keys read make no step shorter here: behind 512 tokens "
+      ". Fewer keys read make no step shorter here: after 512 tokens "
       "attention is about an eighth of the operations of a step of this model"
       if exact["tpot"]["p50"] >= never["tpot"]["p50"]
       else ""
@@ -184,7 +184,7 @@ def _pull_says(x: Figures) -> str:
 
 def _beside_says(x: Figures) -> str:
   parts = [
-    f"{y['step_bytes'] / 1e3:.0f} kB a token behind {y['tokens']} tokens, "
+    f"{y['step_bytes'] / 1e3:.0f} kB a token after {y['tokens']} tokens, "
     f"whose keys and values are {y['cached_bytes'] / 1e6:.1f} MB "
     f"({_tokens(y)})"
     for y in x["contexts"]
@@ -293,7 +293,7 @@ ROWS: tuple[Row, ...] = (
     paper="2402.15220",
     claim="What prompts have in common is stored once, and read once a step "
     "for all of them, exactly.",
-    published="attention 3.2 to 4.8 times as fast as PagedAttention behind "
+    published="attention 3.2 to 4.8 times as fast as PagedAttention after "
     "1,024 to 4,096 common tokens",
     runs=(_shared("exact"), _shared("never")),
     says=_shared_says,

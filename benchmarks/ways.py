@@ -320,7 +320,7 @@ def _rows(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _important(flags: argparse.Namespace) -> dict[str, Any]:
-  """Times first tokens behind all of a stored prefix, and behind a quarter."""
+  """Times first tokens after all of a stored prefix, and after a quarter."""
   model = rj.models.load(flags.model, dtype="float32")
   document, question = prompts(flags.model, [flags.tokens, 24])
   room, parts = flags.tokens + 64, {}
@@ -378,7 +378,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   to("--reserve", type=int, help="slots of an answer at a time, for groups")
   to("--leave", type=int, help="process of groups that leaves")
   flags = parser.parse_args(argv)
-  if flags.way in _SEVERAL:
+  # A process that has computed can't have more devices than it had.
+  if flags.way in _SEVERAL and jax.config.jax_num_cpu_devices < flags.devices:
     jax.config.update("jax_num_cpu_devices", flags.devices)
   print(json_text(_WAYS[flags.way](flags), indent=1))
   return 0

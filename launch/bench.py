@@ -202,8 +202,8 @@ _OPTIONS = {
   "new_tokens": "Of answers by chance, on average.",
   "shared_tokens": "That all prompts by chance begin with.",
   "spread": "Standard deviation of the logs of lengths by chance.",
-  "model": "Hugging Face folder or a fetched name, serve: or a preset with "
-  "random weights; default: one that ships, kvr: --preset.",
+  "model": "Hugging Face folder or a fetched name, serve, inference: or a "
+  "preset with random weights; default: one that ships, kvr: --preset.",
   "layers": "How equal layers run; unrolled is faster on a CPU.",
   "rows": "Answers that are made at the same time.",
   "capacity": "Tokens that there is room for.",

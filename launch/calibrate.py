@@ -106,7 +106,7 @@ def define(values: flags.FlagValues) -> None:
   new.boolean(
     "rotated",
     False,
-    "Keys are measured behind their rotation, of kinds with unrotated=False.",
+    "Keys are measured after their rotation, of kinds with unrotated=False.",
   )
   new.number(
     "bits", None, "Budget of bits a number: allocates codecs to heads.", 0

@@ -154,7 +154,7 @@ def define(values: flags.FlagValues) -> None:
     1024,
     "entropy: tokens that are cut into chunks; drafts: of a prompt.",
   )
-  new.whole("query", 128, "entropy: tokens behind them that are looked at.")
+  new.whole("query", 128, "entropy: tokens after them that are looked at.")
   new.text(
     "combine",
     "parallel",
@@ -193,7 +193,7 @@ def define(values: flags.FlagValues) -> None:
   new.whole(
     "question",
     128,
-    "contexts, chunks, drafts: tokens behind a text that count.",
+    "contexts, chunks, drafts: tokens after a text that count.",
   )
   new.text(
     "prefix", "\n\n", "contexts: text before all parts, where they share one."
@@ -817,7 +817,7 @@ class _Evaluation:
       for name in ways
     ]
     lines = [
-      f"{rows} texts of {length:,} tokens and {values.question} behind them, "
+      f"{rows} texts of {length:,} tokens and {values.question} after them, "
       "by parts; nats a token",
       head,
       *table_lines(lambda x: f"{x.nll:.4f}"),
@@ -866,7 +866,7 @@ class _Evaluation:
     self._screen.begin("reading", len(rows), "texts")
     curve = context_curve(model, rows, chunks=counts, tokens=values.question)
     self.record = self._about() | dataclasses.asdict(curve)
-    head = f"nats a token of {curve.tokens} behind chunks of {size} tokens, "
+    head = f"nats a token of {curve.tokens} after chunks of {size} tokens, "
     return [f"{head}{curve.texts} texts:", str(curve)], lambda path: None
 
   def drafts(self) -> _CommandOutput:
@@ -1077,7 +1077,7 @@ def _entropy_lines(
   number_text = lambda x: "-" if x is None else f"{x:.3f}"
   lines = [
     f"{len(entropies[0].losses)} texts: {context:,} tokens in P chunks, "
-    f"{query:,} behind them; nats",
+    f"{query:,} after them; nats",
     f"{'':>4}{'a prefix each':>30}{'one shared prefix':>30}",
     f"{'P':>4}" + f"{'entropy':>10}{'loss':>10}{'on prefix':>10}" * 2,
   ]

@@ -331,7 +331,7 @@ def _title(answer: _Answer) -> str:
   if answer.network.latency_s:
     text += f" and {answer.network.latency_s * 1e6:g} us"
   if answer.prompt.prefix:
-    text += f", behind {answer.prompt.prefix:,}"
+    text += f", after {answer.prompt.prefix:,}"
   if answer.prompt.window:
     text += f", window {answer.prompt.window:,}"
   return text
@@ -480,7 +480,7 @@ def _fit(
   lines = [
     f"{profile.model} on {profile.hardware}, {values.layers} of "
     f"{profile.layers} layers",
-    f"{'tokens':>8}{'behind':>8}{'measured':>12}{'model':>12}",
+    f"{'tokens':>8}{'prefix':>8}{'measured':>12}{'model':>12}",
   ]
   for s in samples:
     predicted_s = model_fit.seconds(s.tokens, s.before)

@@ -275,6 +275,6 @@ class DecodeBenchmark(harness.Benchmark):
   def closing(self, result: Row) -> str:
     del result
     return (
-      "Medians; behind them the part of the first one's time. Runs are "
+      "Medians; after them the part of the first one's time. Runs are "
       "interleaved.\n"
     )

@@ -40,7 +40,7 @@ MODEL = {
 
 
 def stepper(axes: Sequence[tuple[str, int]], slots: int) -> Callable[[], Any]:
-  """Return a function that decodes a token behind a full cache.
+  """Return a function that decodes a token after a full cache.
 
   Args:
     axes: Names and sizes of the mesh axes, "seq" among them.

@@ -31,6 +31,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import statistics
@@ -45,7 +46,7 @@ import numpy as np
 
 # `rj.models` and `rj.infer` import flax when they are first used, which the
 # other benchmarks don't need.
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 
 import ringjax as rj
 from benchmarks.attention.layouts import LAYOUTS
@@ -82,8 +83,9 @@ class InferenceSettings(harness.BenchmarkSettings):
   """Settings of the benchmark; every combination in a part is a row.
 
   Attributes:
-    model: Preset, or contents of a config.json, of a model whose layers all
-      have the same attention; `--preset` takes a preset.
+    model: Model whose layers all have the same attention: a preset or the
+      contents of a config.json, whose weights are random, or a name of
+      `launch.fetch` or a folder, whose weights are used.
     tokens: Lengths of the prompts of part "forward".
     caches: Tokens in the cache when decoding begins.
     rounds: Timed rounds.
@@ -91,7 +93,7 @@ class InferenceSettings(harness.BenchmarkSettings):
     devices: Number of devices of the sharded contestants.
   """
 
-  model: str | Mapping[str, Any] = option("llama-100m", (), flag="preset")
+  model: str | Mapping[str, Any] = option("llama-100m", ())
   parts: tuple[str, ...] = option(PARTS, PARTS)
   tokens: tuple[int, ...] = option((4096, 32768))
   caches: tuple[int, ...] = option((1024, 4096, 8192, 16384, 32768))
@@ -102,11 +104,11 @@ class InferenceSettings(harness.BenchmarkSettings):
   devices: int = option(8)
 
   @property
-  def source(self) -> dict[str, Any]:
-    """The model's config.json."""
+  def random(self) -> Mapping[str, Any] | None:
+    """Config of a model of random weights; None for a model that is loaded."""
     if isinstance(self.model, str):
-      return rj.models.PRESETS[self.model]
-    return dict(self.model)
+      return rj.models.PRESETS.get(self.model)
+    return self.model
 
 
 class InferenceBenchmark(harness.Benchmark):
@@ -123,10 +125,22 @@ class InferenceBenchmark(harness.Benchmark):
 
   def __init__(self, settings: InferenceSettings):
     super().__init__(settings)
-    self.config, _ = rj.models.read_config(settings.source)
     self._folders: dict[str, pathlib.Path] = {}
     self._references: dict[ModelCase, np.ndarray] = {}
     self._last: tuple[ModelCase, Trial] | None = None
+
+  @functools.cached_property
+  def source(self) -> Mapping[str, Any]:
+    """The model's config.json."""
+    if self.settings.random is not None:
+      return self.settings.random
+    written = self.folder("bfloat16") / "config.json"
+    return json.loads(written.read_text("utf-8"))
+
+  @functools.cached_property
+  def config(self) -> rj.models.TransformerConfig:
+    """Architecture of the model."""
+    return rj.models.read_config(self.source)[0]
 
   @functools.cached_property
   def path(self) -> pathlib.Path:
@@ -157,12 +171,19 @@ class InferenceBenchmark(harness.Benchmark):
     """Folder of the model in a dtype; both dtypes hold the same numbers."""
     if dtype not in self._folders:
       if dtype == "bfloat16":
-        model = rj.models.create(self.settings.source, dtype=dtype)
+        model = self._model()
       else:
         model = rj.models.load(self.folder("bfloat16"), dtype=dtype)
       self._folders[dtype] = self.path / dtype
       rj.models.save(model, self._folders[dtype])
     return self._folders[dtype]
+
+  def _model(self) -> Transformer:
+    """Makes or loads the model in bfloat16."""
+    settings = self.settings
+    if settings.random is not None:
+      return rj.models.create(settings.random, dtype="bfloat16")
+    return rj.models.load(str(settings.model), dtype="bfloat16")
 
   def inputs(self, case: ModelCase) -> ModelInputs:
     """Inputs that all contestants of a case get."""
@@ -172,20 +193,29 @@ class InferenceBenchmark(harness.Benchmark):
     ids = rng.integers(0, config.vocab, count, np.int32)
     if case.part != "decode":
       return ModelInputs(folder, config, ids)
-    attention: Any = config.layers[0].attention
-    shape = (
-      len(config.layers),
-      attention.kv_heads,
-      case.tokens,
-      attention.head_dim,
-    )
+    return ModelInputs(folder, config, ids, self._keys(case, rng))
 
-    def draw() -> np.ndarray:
-      x = rng.standard_normal(shape, np.float32)
-      # Truncated to bfloat16, so that both dtypes hold the same numbers.
+  def _keys(
+    self, case: ModelCase, rng: np.random.Generator
+  ) -> tuple[Float[np.ndarray, "L K S H"], Float[np.ndarray, "L K S H"]]:
+    """Keys and values in the cache, float32 that bfloat16 holds.
+
+    A loaded model's are those of random tokens: with drawn ones its outliers
+    would make every dtype's logits others.
+    """
+    attention: Any = self.config.layers[0].attention
+    layers, count = len(self.config.layers), case.tokens
+
+    def truncated(x: Float[np.ndarray, " ..."]) -> Float[np.ndarray, " ..."]:
       return (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
-    return ModelInputs(folder, config, ids, (draw(), draw()))
+    if self.settings.random is None:
+      ids = rng.integers(0, self.config.vocab, count, np.int32)
+      k, v = model_contestants.cached_keys(self.folder("float32"), ids)
+      return truncated(k), truncated(v)
+    shape = (layers, attention.kv_heads, count, attention.head_dim)
+    k, v = (rng.standard_normal(shape, np.float32) for _ in range(2))
+    return truncated(k), truncated(v)
 
   def reference(
     self, case: ModelCase, given: ModelInputs
@@ -218,7 +248,7 @@ class InferenceBenchmark(harness.Benchmark):
 
   @functools.cached_property
   def _abstract(self) -> Transformer:
-    return jax.eval_shape(lambda: rj.models.create(self.settings.source))
+    return jax.eval_shape(lambda: rj.models.create(self.source))
 
   def flops(self, case: ModelCase) -> float:
     """FLOPs of a whole prompt, without masked pairs."""

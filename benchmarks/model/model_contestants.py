@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
-from jaxtyping import PyTree
+from jaxtyping import Float, Int, PyTree
 
 import ringjax as rj
 from benchmarks.shared.harness import Contestant, Runnable, Trial, import_torch
@@ -119,11 +119,18 @@ def _striped_forward(case: ModelCase, inputs: ModelInputs) -> Runnable:
   return Runnable(run, lambda: _float32(run()))
 
 
-def _decode(case: ModelCase, inputs: ModelInputs, *, scan: bool) -> Runnable:
-  """Builds decode steps as in `generate`, with `case.room` slots."""
+def _decode(
+  case: ModelCase, inputs: ModelInputs, *, scan: bool, default: bool = False
+) -> Runnable:
+  """Builds decode steps as in `generate`, with `case.room` slots.
+
+  With `default` the weights are loaded without a dtype, as a user does who
+  gives none: on a CPU 16-bit weights are held in float32 if memory allows.
+  """
   from ringjax.infer import decode
 
-  model = rj.models.load(inputs.folder, dtype=case.dtype, scan=scan)
+  dtype = None if default else case.dtype
+  model = rj.models.load(inputs.folder, dtype=dtype, scan=scan)
   session = rj.infer.Session(model, case.room)
   session.cache = _filled(session.cache, inputs)
   token, pos = (
@@ -172,6 +179,27 @@ def _filled(cache: KVCache, inputs: ModelInputs) -> KVCache:
     slots.append(LayerKV(*map(put, part, inputs.keys)))
     first += layers
   return dataclasses.replace(cache, slots=tuple(slots))
+
+
+def cached_keys(
+  folder: pathlib.Path, ids: Int[np.ndarray, " S"]
+) -> tuple[Float[np.ndarray, "L K S H"], Float[np.ndarray, "L K S H"]]:
+  """Reads tokens with a model; returns the float32 keys and values of them."""
+  model = rj.models.load(folder, dtype="float32")
+  pos = jnp.arange(ids.size, dtype=jnp.int32)
+  cache = rj.infer.Session(model, ids.size).cache
+  _, cache = jax.jit(lambda x, tokens, cache: x(
+    tokens[None], positions=pos[None], cache=cache,
+    rows=jnp.zeros((1, 1), jnp.int32), length=jnp.int32(ids.size),
+  ))(model, jnp.asarray(ids), cache)  # fmt: skip
+  parts = [part for part in cache.slots if isinstance(part, LayerKV)]
+  k, v = (
+    np.concatenate(
+      [np.asarray(getattr(part, name))[:, 0, :, : ids.size] for part in parts]
+    )
+    for name in ("k", "v")
+  )
+  return k.astype(np.float32), v.astype(np.float32)
 
 
 def _load(case: ModelCase, inputs: ModelInputs) -> Runnable:
@@ -323,6 +351,9 @@ CONTESTANTS: dict[str, Contestant] = {
   ),
   "unrolled": _contestant(
     ours=True, decode=functools.partial(_decode, scan=False)
+  ),
+  "default": _contestant(
+    ours=True, decode=functools.partial(_decode, scan=True, default=True)
   ),
   "striped": _contestant(ours=True, sharded=True, forward=_striped_forward),
   "transformers": _contestant(

@@ -395,7 +395,7 @@ class SpeculationBenchmark(harness.Benchmark):
       left_axes.plot(x, y, "o-", color=color, label=name, markersize=4)
     left_axes.set_xlabel("place in the draft", fontsize=9)
     left_axes.set_ylim(0, 1.02)
-    harness.tidy(left_axes, "acceptance behind tokens that stayed")
+    harness.tidy(left_axes, "acceptance after tokens that stayed")
     height = lambda row, name: (
       row["results"].get(name, {}).get("tokens_per_call") or 0.0
     )

@@ -1,6 +1,6 @@
 """Attention entropy of an answer, for launch.generate with --entropy.
 
-It is measured behind the answer, in one more call of the model: the tokens
+It is measured after the answer, in one more call of the model: the tokens
 that gave the answer look once more at what they saw, contexts that a selection
 keeps for instance. See docs/how/contexts_entropy.md.
 """
@@ -74,7 +74,7 @@ def measure(
 
   Args:
     model: Model of the answer.
-    ids: Ids of the prompt or, behind contexts, of the question: int32 [T].
+    ids: Ids of the prompt or, after contexts, of the question: int32 [T].
     new: Ids of the answer.
     options: Arguments `contexts`, `combine` and `library` of `generate`; empty
       for a prompt without contexts.

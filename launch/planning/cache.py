@@ -102,7 +102,7 @@ def _explain_kind(
       ]
       if extra:
         lines.append(
-          f"behind a prompt of {count:,} tokens; where it is read at once, "
+          f"after a prompt of {count:,} tokens; where it is read at once, "
           f"{console.nbytes(extra['reading'])} while it is evicted, "
           f"{extra['reading'] / dense:.3f} of a dense cache's"
         )

@@ -210,7 +210,7 @@ def page(
     "",
     "Tokens of the longest row whose compiled step fits, by the compiler's",
     "count of memory; an eighth, or 128 tokens a device, more did not fit.",
-    "Options stand behind the program, such as the kind of its cache (dense",
+    "Options follow the program, such as the kind of its cache (dense",
     "unless said). Nothing of it was measured on hardware.",
     "",
     *picture_lines,

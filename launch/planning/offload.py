@@ -200,7 +200,7 @@ def _title(plan: offload.OffloadPlan) -> str:
     if n == 4
   )
   return (
-    f"{plan.shape.name} on {plan.machine.name}: {task.new} tokens behind "
+    f"{plan.shape.name} on {plan.machine.name}: {task.new} tokens after "
     f"prompts of {task.prompt:,}{bits}, form {task.form!r}"
   )
 

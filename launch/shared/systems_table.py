@@ -287,7 +287,7 @@ SYSTEMS: tuple[System, ...] = (
     name="APE",
     also=("adaptive parallel encoding", "parallel encoding"),
     paper="2502.05431",
-    does="Documents are encoded once, each alone behind a shared prefix, and "
+    does="Documents are encoded once, each alone after a shared prefix, and "
     "combined with any question by a temperature and a scale.",
     modules=(
       "ringjax/infer/contexts/combine.py",
@@ -340,7 +340,7 @@ SYSTEMS: tuple[System, ...] = (
     name="KVLink",
     also=("link tokens",),
     paper="2502.16002",
-    does="A model is trained with link tokens behind documents that do not see "
+    does="A model is trained with link tokens after documents that do not see "
     "each other; a question computes the links and itself.",
     modules=(
       "ringjax/data/tasks/link_tokens.py",

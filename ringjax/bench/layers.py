@@ -81,7 +81,7 @@ def measure(
       cache = model.init_cache(1, prefix_tokens + count, sharding=attend)
       if prefix_tokens:
         _, cache = call(0, prefix_tokens, cache)()
-      label = f"{count} tokens behind {prefix_tokens}"
+      label = f"{count} tokens after {prefix_tokens}"
       runs[label] = call(prefix_tokens, count, cache)
       points[label] = (count, prefix_tokens)
   timings = timing.timed(runs, rounds, stream)

@@ -78,7 +78,7 @@ def answer_score(
     raise DataError(
       "source",
       "an example without an answer",
-      "weights of some tokens behind the first",
+      "weights of some tokens after the first",
       "pass another source",
     )
   length = -(-max(len(ids) for ids, *_ in samples) // _UNIT) * _UNIT

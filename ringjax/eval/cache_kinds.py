@@ -4,7 +4,7 @@ Guarantees: all kinds read the same tokens, with each token's keys and values as
 a cache of that kind decodes them (`rj.kv.SimulatedCache`); bytes are those of a
 cache's arrays, with scales and coordinates. With a policy of eviction the first
 half of a text is read and evicted once, and only the second half counts. Bytes
-and bits of a kind that evicts are those behind a whole text, read at once.
+and bits of a kind that evicts are those after a whole text, read at once.
 Cost: one forward pass for each row and kind, and one without a cache; for a
 kind that evicts another one of the first row.
 """
@@ -42,7 +42,7 @@ class KindCost:
     bits: Bits of a number of the keys and values: all bytes of the cache over
       the numbers of its tokens, as of `explain`.
     nbytes: Bytes of the cache of one row of T tokens; of a kind that evicts,
-      behind the first text.
+      after the first text.
     nll: Mean negative log-likelihood, nats a token.
     loss: Increase of `nll` over that without a cache.
     kl: Mean Kullback-Leibler divergence of the predictions, nats a token.
@@ -182,7 +182,7 @@ def _evicted(
   kind: CacheConfig,
   capacity: int,
 ) -> Any:
-  """Cache of a capacity that has read a text at once, behind its eviction."""
+  """Cache of a capacity that has read a text at once, after its eviction."""
   cache = model.init_cache(1, capacity, kind=kind).with_room(tokens.shape[1])
   _, cache = model(tokens, cache=cache)
   if kind.repeats:

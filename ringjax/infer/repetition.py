@@ -121,7 +121,7 @@ def check_repetition(
     raise PromptError(
       "tokens",
       f"{int(lengths.max()):,} tokens, of which {policy} repeats "
-      f"{int(chunk.max()):,} at once behind them: {total:,} in all",
+      f"{int(chunk.max()):,} at once after them: {total:,} in all",
       f"at most {limit:,}, the model's context by its {model.config.bound}",
       "repeat fewer at once, rj.kv.KVzip(chunk=256), or use another policy",
     )

@@ -616,7 +616,7 @@ _REFUSED = (
       and not k.codec.unrotated
       and k.layout.unrotated
     ),
-    lambda k: "True, with a calibrated codec of keys behind their rotation",
+    lambda k: "True, with a calibrated codec of keys after their rotation",
     "the same of both: levels fit keys of one sort",
     "pass rj.kv.Calibrated(unrotated=True), or leave unrotated out",
   ),

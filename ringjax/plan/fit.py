@@ -111,7 +111,7 @@ def _nonnegative(rows: np.ndarray) -> np.ndarray:
     raise OptionError(
       "samples",
       f"{len(rows)} that are too much alike",
-      "different lengths behind different prefixes",
+      "different lengths after different prefixes",
       "measure other lengths",
     )
   best, least_error = np.zeros(rows.shape[1]), np.inf

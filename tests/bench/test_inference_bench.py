@@ -111,7 +111,7 @@ def test_inference_benchmark(ran):
   peers = {"transformers", "transformers_1"}
   wanted = {
     "forward": {"ringjax", "striped"} | peers,
-    "decode": {"ringjax", "unrolled"} | peers,
+    "decode": {"ringjax", "unrolled", "default"} | peers,
     "load": {"ringjax", "transformers", "safetensors"},
   }
   for row in result["rows"][:-1]:
@@ -141,6 +141,42 @@ def test_bfloat16():
   forward, load = InferenceBenchmark.run(settings)["rows"]
   assert 0 < forward["results"]["ringjax"]["max_abs_difference"] < 0.1
   assert all(one["reason"] is None for one in load["results"].values())
+
+
+@pytest.mark.long
+def test_a_folder_is_timed_with_its_own_weights(tmp_path, folders):
+  model = rj.models.create(MODEL, seed=3, dtype="bfloat16")
+  rj.models.save(model, tmp_path / "own")
+  settings = dataclasses.replace(
+    TINY, model=str(tmp_path / "own"), parts=("decode",), caches=(16,),
+    contestants=("ringjax", "default"), dtypes=("bfloat16",), rounds=1,
+  )  # fmt: skip
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(InferenceBenchmark, "folder", folders)
+    bench = InferenceBenchmark(settings)
+    vars(bench)["path"] = tmp_path
+    written = rj.models.load(bench.folder("float32"))
+    case = bench.cases[0]
+    k, v = bench.inputs(case).keys
+    results = InferenceBenchmark.run(settings)["rows"][0]["results"]
+  for ours, given in zip(
+    jax.tree.leaves(written), jax.tree.leaves(model), strict=True
+  ):
+    np.testing.assert_array_equal(ours, np.asarray(given, np.float32))
+  assert k.shape == v.shape == (2, 1, 16, 8)
+  # Drawn keys are the same for all weights.
+  other = rj.models.create(MODEL, seed=4)
+  rj.models.save(other, tmp_path / "other")
+  drawn = np.random.default_rng(16)
+  drawn.integers(0, 64, 1, np.int32)
+  ids = drawn.integers(0, 64, 16, np.int32)
+  others, _ = model_contestants.cached_keys(tmp_path / "other", ids)
+  again, _ = model_contestants.cached_keys(tmp_path / "float32", ids)
+  np.testing.assert_allclose(again, k, rtol=1e-2)
+  assert np.abs(others - k).max() > 0.1
+  # Without a dtype the weights are float32 on a CPU, as the reference's are.
+  assert results["default"]["max_abs_difference"] == 0
+  assert results["ringjax"]["max_abs_difference"] > 0
 
 
 @pytest.mark.slow

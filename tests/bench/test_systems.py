@@ -164,15 +164,15 @@ def test_tokens_a_call_of_a_draft_by_length():
     "longspec",
     printed(512, [3, 4], None), printed(512, [3, 4], drafts), many,
   )  # fmt: skip
-  assert said.startswith("behind 512 tokens 1.50 tokens a call, 8 of 40")
-  assert "behind 7,680 tokens 1.75" in said
-  assert said.endswith("the same 2 tokens as without drafts behind 512")
+  assert said.startswith("after 512 tokens 1.50 tokens a call, 8 of 40")
+  assert "after 7,680 tokens 1.75" in said
+  assert said.endswith("the same 2 tokens as without drafts after 512")
   said = _said(
     "longspec",
     printed(512, [3, 4], None), printed(512, [3, 4], drafts), many,
     printed(7680, [5, 7], None),
   )  # fmt: skip
-  assert said.endswith("; NOT the same 2 tokens as without drafts behind 7,680")
+  assert said.endswith("; NOT the same 2 tokens as without drafts after 7,680")
   said = _said(
     "longspec",
     printed(512, [3, 4], None), printed(512, [3, 5], drafts), many,
@@ -265,6 +265,13 @@ def test_loss_and_memory_of_a_ring():
   said = _said("ring", curve(1.5), curve(1.5), memory)
   assert "1.50000 nat on four devices, 1.50000 on one" in said
   assert "250 MB on each of eight" in said and "2,000 MB on one" in said
+  asked = lambda *scores: {"cells": [{"cache": "dense", "scores": scores}]}
+  said = _said(
+    "ring", curve(1.5), curve(1.5), memory, curve(1.4), curve(1.3),
+    asked(0.0), asked(1.0),
+  )  # fmt: skip
+  assert "1.30000 nat on four devices, 1.40000 on one" in said
+  assert "30,000 tokens: found on four devices 1 of 1 and on one 0 of 1" in said
 
 
 def test_needles_of_kinds_are_counted():

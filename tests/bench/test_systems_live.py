@@ -107,7 +107,7 @@ PRINTED = {
         ],
       }
     ],
-    ["3 kB a token behind 512", "8.0 MB (OTHER tokens)"],
+    ["3 kB a token after 512", "8.0 MB (OTHER tokens)"],
   ),
   "vattention": (
     [
@@ -334,7 +334,7 @@ def test_a_server_that_does_not_start_says_why(capsys):
       "--reserve=4",
       "--leave=0",
     ],
-    ["important", "--tokens=64", "--rounds=1"],
+    ["important", "--tokens=256", "--rounds=1"],
     ["paired", "--tokens=32", "--new=4", "--rounds=1"],
     ["pull", "--tokens=96", "--rounds=1"],
     ["rows", "--tokens=32", "--new=4", "--rows=2"],

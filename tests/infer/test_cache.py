@@ -182,7 +182,7 @@ def test_old_keys_that_would_not_be_seen(model, text):
   _, cache = model(tokens[:, :8], cache=model.init_cache(2, 16))
   refuses(
     OptionError,
-    r"ContextParallel\(\) behind 8 tokens",
+    r"ContextParallel\(\) after 8 tokens",
     lambda: model(tokens[:, 8:], cache=cache, attend=ContextParallel()),
   )
 

@@ -119,7 +119,7 @@ def test_tiles_prefixes_windows_links():
   ran = ask("kvr", *MAIN, *slow, "--json")
   assert methods(ran)["kvr_s"]["seconds"] > plain
   words = ask("kvr", *MAIN, "--latency=1e-3", "--prefix=7", "--window=9").out
-  assert "1000 us" in words and "behind 7" in words and "window 9" in words
+  assert "1000 us" in words and "after 7" in words and "window 9" in words
 
 
 def test_a_causal_kernel():
@@ -261,7 +261,7 @@ def test_calls_are_timed():
   found = layers.measure(config, (8, 8), layers=1, rounds=1, stream=stream)
   assert [(s.tokens, s.before) for s in found] == [(8, 0), (8, 16)]
   assert all(s.seconds > 0 for s in found)
-  assert "tokens behind" in stream.getvalue()
+  assert "tokens after" in stream.getvalue()
 
 
 # ---------------------------------------------------------------------------

@@ -403,9 +403,9 @@ def check_origin(
   if context.prefix != prefix:
     raise OptionError(
       what,
-      f"read behind a prefix of {len(context.prefix)} tokens",
+      f"read after a prefix of {len(context.prefix)} tokens",
       f"the same prefix for all, here one of {len(prefix)} tokens",
-      "encode the document behind this prefix",
+      "encode the document after this prefix",
     )
 
 

@@ -168,7 +168,7 @@ class ImportantPrefixes:
         "pass a prefix and a question for each row",
       )
     for text in texts:
-      came = f"{text.size:,} tokens of a prefix and {capacity:,} behind it"
+      came = f"{text.size:,} tokens of a prefix and {capacity:,} after it"
       inputs.within_context(model.config, text.size + capacity, came)
     kept_tokens = [
       self.keep(*row) for row in zip(texts, question_tokens, strict=True)

@@ -166,7 +166,7 @@ class TreeDrafter(Drafter):
         raise OptionError(
           "widths",
           f"{self.widths} with verify={self.verify!r}",
-          "multiples of one another: each token gets as many drawn behind it",
+          "multiples of one another: each token gets as many drawn after it",
           "pass widths=(2, 4, 4), for instance",
         )
       object.__setattr__(self, "count", len(self.widths))

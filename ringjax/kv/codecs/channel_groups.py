@@ -6,7 +6,7 @@ float16. Channels of keys that are far larger than the others, as many models
 have them, cost the others nothing.
 Cost: a group is encoded and decoded as a whole.
 Memory: `bits` bits a number and four bytes a channel and group, in equal parts
-behind the codes of the group's tokens.
+after the codes of the group's tokens.
 Ref: Liu et al. 2024, KIVI, arXiv 2402.02750: keys by channel, values by token,
 and the newest tokens exact.
 

@@ -70,7 +70,7 @@ class PerHead:
       )
       raise OptionError(
         "codecs",
-        f"keys before their rotation ({named(False)}) and behind it "
+        f"keys before their rotation ({named(False)}) and after it "
         f"({named(True)})",
         "codecs that are all of one sort, for a layer rotates its keys once",
         "take codecs of the same name with other bits",

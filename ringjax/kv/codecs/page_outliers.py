@@ -4,7 +4,7 @@ Guarantees: of a page's numbers, those of P tokens of a head, the farthest are
 kept as float16, wherever they are: all of one vector or none. Their number is
 at least `SLACK` times the share that is asked for, and fixed.
 Memory: three bytes an outlier, one for each 255 numbers of the page and a bit a
-token, in equal parts behind the codes of the page's tokens. Bytes that would be
+token, in equal parts after the codes of the page's tokens. Bytes that would be
 left hold further outliers.
 Ref: Hooper et al. 2024, KVQuant, arXiv 2401.18079: all numbers beyond a
 threshold, 1 % of them, in a sparse matrix beside the codes.

@@ -79,7 +79,7 @@ class ContextCache(WithOpenCache):
   contexts: KVCache
   weigh: WeighedView | SelectedView | None = None
   older: ClassVar[str] = "contexts"
-  described: ClassVar[str] = "a cache behind contexts"
+  described: ClassVar[str] = "a cache after contexts"
   instead: ClassVar[str] = "a cache that holds its own tokens alone"
   # Contexts differ in size from row to row, and stay on their shards.
   refuses: ClassVar[Mapping[type, tuple[str, str]]] = {
@@ -103,7 +103,7 @@ class ContextCache(WithOpenCache):
     if not sees:
       raise OptionError(
         "attend",
-        "ContextParallel() behind contexts in the cache",
+        "ContextParallel() after contexts in the cache",
         "CachedAttention(), which sees them",
         "pass attend=CachedAttention(), or leave it out",
       )

@@ -111,7 +111,7 @@ def _without_paged_sums(cache: EvictingCache) -> EvictingCache:
       "cache",
       f"insert with the policy {cache.kind.policy}, between a prompt that saw "
       "pages and its eviction",
-      "a cache that was evicted behind its prompt",
+      "a cache that was evicted after its prompt",
       "call evict() or flush() before insert",
     )
   noted = tuple(x._replace(paged=None) for x in cache.noted)

@@ -1,6 +1,6 @@
 """KIVI's residual: keys become codes R at a time, values one by one.
 
-Guarantees: behind l tokens the keys of the first l - l mod R and the values of
+Guarantees: after l tokens the keys of the first l - l mod R and the values of
 the first l - R are what their codes give, whether they are in pages or open. A
 group goes into pages once its last value has left the newest R; until then the
 open cache holds the numbers that its codes stand for. These are encoded again

@@ -375,7 +375,7 @@ class TieredCache(ResizableCache):
         "cache",
         "keep, where tokens of the last call have moved to the blocks",
         "the cache that the call returned",
-        "call keep first, and evict behind it",
+        "call keep first, and evict after it",
       )
 
   def export(self, row: int, start: int, stop: int) -> Blocks:

@@ -92,7 +92,7 @@ def refuse_unseen(sees: bool, tokens: int) -> None:
   if tokens and not sees:
     raise OptionError(
       "attend",
-      f"ContextParallel() behind {tokens} tokens in the cache",
+      f"ContextParallel() after {tokens} tokens in the cache",
       "an empty cache, for the old tokens would not be seen",
       "pass attend=CachedAttention(), or leave it out",
     )

@@ -127,7 +127,7 @@ def why_again(
   why = planned.drifted(now, by=by, errors=errors)
   if why:
     return why, dataclasses.replace(now, mixed=True)
-  return "the window behind a change" if planned.mixed else "", now
+  return "the window after a change" if planned.mixed else "", now
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -234,7 +234,7 @@ def export_prefix(
     raise OptionError(
       "tokens",
       f"{len(tokens)} tokens of which no page of {tree.page} is known"
-      + (f" behind {first} pages" if first else ""),
+      + (f" after {first} pages" if first else ""),
       "the tokens of a prompt that this engine has read",
       "export it before its pages have to make room",
     )

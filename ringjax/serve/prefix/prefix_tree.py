@@ -581,6 +581,6 @@ class PrefixTree:
         raise AssertionError(f"shard {shard}: {len(idle)} blocks are idle")
     for block in self.blocks():
       if block.refs < sum(c.refs > 0 for c in block.children.values()):
-        raise AssertionError("a block is used less than those behind it")
+        raise AssertionError("a block is used less than those after it")
       if min(block.refs, *block.users) < 0:
         raise AssertionError("a block was released too often")

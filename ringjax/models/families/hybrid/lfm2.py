@@ -57,7 +57,7 @@ def _hidden(r: ConfigReader) -> int:
         raise r.error(key, factor, "a feedforward of up to 2^40 numbers")
       hidden = -(-int(factor * hidden) // unit) * unit
   if hidden < 1:
-    raise r.error("intermediate_size", hidden, "a width above 0 behind factors")
+    raise r.error("intermediate_size", hidden, "a width above 0 after factors")
   return hidden
 
 

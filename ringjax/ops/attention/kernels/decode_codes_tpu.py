@@ -212,7 +212,7 @@ class DecodeCodesTPU(DecoderTPU):
       if rotation.by_row:
         return "keys that rotate by the lengths of their rows"
       if rotation.after is not None:
-        return "keys with a norm behind their rotation"
+        return "keys with a norm after their rotation"
     for n, (decoder, x) in enumerate(
       zip(view.decoders, (view.k, view.v), strict=True)
     ):

@@ -226,7 +226,7 @@ class RequestTable:
       return  # Its last token was decoded again only for the other answers.
     at, tokens = int(fields["at"]), [int(x) for x in fields["tokens"]]
     if at != len(answer.tokens):
-      raise ValueError(f"tokens from {at} behind {len(answer.tokens)}")
+      raise ValueError(f"tokens from {at} after {len(answer.tokens)}")
     if tokens and handle.first_token is None:
       handle.first_token = self._clock() - handle.arrival
     self._counters.new_tokens += len(tokens)

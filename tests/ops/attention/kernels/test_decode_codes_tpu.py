@@ -343,7 +343,7 @@ def test_rows_of_a_tile_are_the_numbers():
 DECLINED = {
   "it reads EncodedView": dict(contiguous=True),
   "keys before their rotation": dict(rotation=ROTATIONS["halves"]),
-  "a norm behind their rotation": dict(
+  "a norm after their rotation": dict(
     keys=CodeBook(),
     rotation=dataclasses.replace(ROTATIONS["halves"], after=jax.nn.standardize),
   ),
