@@ -65,7 +65,8 @@ def check(
   top = lambda x: rj.TopTokens(
     count=7, **{name: into(x[name]) for name in index}
   )
-  operands = (into(q), into(rows), up) if latents else (into(q), into(k))
+  of_rows = into(q), into(rows), jnp.asarray(up)
+  operands = of_rows if latents else (into(q), into(k))
   chosen = None
   if sparse:
     attend = rj.sparse_latent_attention if latents else rj.sparse_attention
@@ -95,7 +96,8 @@ def check(
     if soft_cap is not None:
       s = soft_cap * np.tanh(s / soft_cap)
     s = np.where(visible[:, None], s, -np.inf)
-    largest = np.maximum(s.max(-1, keepdims=True), -1e30)
+    largest = s.max(-1, keepdims=True)
+    largest = np.where(np.isfinite(largest), largest, 0)
     p = np.exp(s - largest)
     total = p.sum(-1, keepdims=True)
     if sinks:
