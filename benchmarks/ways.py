@@ -379,7 +379,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   to("--leave", type=int, help="process of groups that leaves")
   flags = parser.parse_args(argv)
   # A process that has computed can't have more devices than it had.
-  if flags.way in _SEVERAL and jax.config.jax_num_cpu_devices < flags.devices:
+  now = jax.config.values["jax_num_cpu_devices"]
+  if flags.way in _SEVERAL and now < flags.devices:
     jax.config.update("jax_num_cpu_devices", flags.devices)
   print(json_text(_WAYS[flags.way](flags), indent=1))
   return 0

@@ -48,7 +48,7 @@ from ringjax.infer.calibrate import calibrate
 from ringjax.infer.llm_npu.integer_model import activation_ranges
 from ringjax.json_text import json_text
 from ringjax.kv import CacheConfig, allocate_bits, kind_text
-from ringjax.kv.allocation import BY, CANDIDATES, MEASURES
+from ringjax.kv.bits.allocation import BY, CANDIDATES, MEASURES
 from ringjax.kv.codecs.calibration import KEYS, WEIGHTS
 from ringjax.kv.codecs.head_codecs import BITS_FILE
 from ringjax.models import tiny

@@ -279,18 +279,23 @@ def _refuse_unused(values: flags.FlagValues, word: str) -> None:
     )
 
 
+# Flags of sub-commands that take few, and no others.
+_OWN_FLAGS: dict[str, tuple[str, ...]] = {
+  "chunks": ("model", "dtype", "contexts", "question", "rows", "folder", "mesh",
+             "out", "json"),
+  "curves": ("log", "plot", "out", "json"),
+  "drafts": ("model", "dtype", "draft", "offsets", "context", "question",
+             "rows", "folder", "mesh", "out", "json"),
+  "families": ("families", "cache", "lengths", "seed", "out", "json"),
+}  # fmt: skip
+# Sub-commands that take all flags but those of other sub-commands.
+_COMMON = ("needle", "perplexity", "caches", "contexts", "entropy")
+
+
 def _uses(word: str, name: str, asks: bool) -> bool:
   """Whether a sub-command uses a flag; `asks`: whether --task was set."""
-  if word == "curves":
-    return name in ("log", "plot", "out", "json")
-  if word == "families":
-    return name in ("families", "cache", "lengths", "seed", "out", "json")
-  if word == "drafts":
-    return name in ("model", "dtype", "draft", "offsets", "context", "question",
-                    "rows", "folder", "mesh", "out", "json")  # fmt: skip
-  if word == "chunks":
-    return name in ("model", "dtype", "contexts", "question", "rows", "folder",
-                    "mesh", "out", "json")  # fmt: skip
+  if word in _OWN_FLAGS:
+    return name in _OWN_FLAGS[word]
   asking = ("needle", "caches") if asks else ("needle",)
   answers = (*asking, "contexts") if asks else asking
   of_contexts = dict.fromkeys(
@@ -301,14 +306,14 @@ def _uses(word: str, name: str, asks: bool) -> bool:
           "rows": ("perplexity", "caches", "contexts", "entropy"),
           "cache": ("caches", "needle", "contexts"),
           "prefill": ("needle", "perplexity"),
-          "chunk": ("needle", "perplexity"), "log": ("curves",), "families": (),
+          "chunk": ("needle", "perplexity"), "log": (), "families": (),
           "adapter": ("needle", "perplexity", "caches", "contexts", "entropy"),
           "cache_dtype": ("needle", "perplexity"), "splits": ("entropy",),
           "context": ("entropy",), "query": ("entropy",), "draft": (),
           "combine": ("entropy",),
           "offsets": (), "lengths":
           ("needle", "perplexity", "caches", "contexts")}  # fmt: skip
-  return word in only.get(name, (word,))
+  return word in only.get(name, _COMMON)
 
 
 def _numbers(
@@ -457,6 +462,19 @@ class _Evaluation:
       model = model_flags.adapted(model, values.adapter)
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
     return model, tokenizer, reading | {"mesh": mesh}
+
+  def _one_length(self) -> int:
+    """The length of --lengths, which is one; 512 without."""
+    if not self._values["lengths"].present:
+      return 512
+    if len(self._lengths()) != 1:
+      raise OptionError(
+        "--lengths",
+        ",".join(self._values.lengths),
+        "one length",
+        "pass one number",
+      )
+    return self._lengths()[0]
 
   def _lengths(self) -> list[int]:
     return _numbers("lengths", self._values.lengths, int, 1, math.inf)
@@ -713,13 +731,7 @@ class _Evaluation:
     With --task also asks for facts that are hidden in them.
     """
     values, screen = self._values, self._screen
-    length = 512
-    if values["lengths"].present:
-      if len(self._lengths()) != 1:
-        raise OptionError(
-          "--lengths", ",".join(values.lengths), "one length", "pass one number"
-        )
-      (length,) = self._lengths()
+    length = self._one_length()
     counts = _numbers("contexts", values.contexts, int, 1, length)
     asks, cache_names = values.task is not None, list(values.cache or ())
     names = self._tasks() if asks else []
@@ -981,13 +993,7 @@ class _Evaluation:
   def families(self) -> _CommandOutput:
     """Measures the error of codecs on a random model of each family."""
     values, screen = self._values, self._screen
-    length = 512
-    if values["lengths"].present:
-      if len(self._lengths()) != 1:
-        raise OptionError(
-          "--lengths", ",".join(values.lengths), "one length", "pass one number"
-        )
-      (length,) = self._lengths()
+    length = self._one_length()
     kinds = {
       text: common.cache_kind(text, calibrated=False)
       for text in values.cache or _CODECS

@@ -1,11 +1,15 @@
-"""Open files by untrusted names: pipes do not block, links do not escape."""
+"""Files by untrusted names, and files that are written whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pathlib
+import secrets
 import stat
+from collections.abc import Iterator
+from typing import BinaryIO
 
 
 def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
@@ -33,6 +37,24 @@ def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
     os.close(descriptor)
     raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
   return descriptor
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+  """Open a new file that takes the place of `path` when the block ends.
+
+  If the block raises, the new file is removed, and an older one stays.
+  """
+  target = pathlib.Path(path)
+  new = target.parent / f".{target.name}.{secrets.token_hex(4)}.new"
+  try:
+    with open(new, "xb") as file:
+      yield file
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(new, target)
+  finally:
+    new.unlink(missing_ok=True)
 
 
 def inside(folder: pathlib.Path, name: str) -> pathlib.Path | None:

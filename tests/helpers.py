@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import io
 import json
 import math
 import os
@@ -127,6 +129,39 @@ def until(check: Callable[[], object], patience_s: float = 60) -> None:
   while not check():
     assert time.monotonic() < end, f"not within {patience_s} s"
     time.sleep(0.005)
+
+
+def script(module, *argv: str, stream=None) -> tuple[int, str, str]:
+  """Exit status, stdout and stderr of a script of launch, in this process."""
+  from launch.shared import common
+
+  out, err = io.StringIO(), stream or io.StringIO()
+  name = module.__name__.rpartition(".")[2]
+  if "words" in inspect.signature(module.run).parameters:
+    parsed = common.parse_words(name, module.define, argv)
+  else:
+    parsed = (common.parse(name, module.define, argv),)
+  status = module.run(*parsed, stdout=out, stderr=err)
+  return status, out.getvalue(), err.getvalue()
+
+
+def check_unequal_rows(folder, name: str, *, cache_kind: str, prefill: str):
+  """Each row over shards continues as if it were alone, on one device."""
+  import ringjax as rj
+  from tests import checkpoints
+
+  folder, mesh = checkpoints.write(name, folder), make_mesh(4, "auto")
+  sharded, single = (rj.models.load(folder, mesh=x) for x in (mesh, None))
+  expected = checkpoints.expected(name)
+  prompts = [expected.prompt[0], expected.prompt[1][:7]]
+  new = lambda model, prompts, **how: rj.infer.generate(
+    model, prompts, max_new_tokens=5, cache_kind=cache_kind, **how
+  )
+  answers = new(sharded, prompts, prefill=prefill, mesh=mesh)
+  for row, prompt in zip(answers, prompts, strict=True):
+    np.testing.assert_array_equal(row, new(single, [prompt])[0])
+  if cache_kind == "dense":
+    np.testing.assert_array_equal(answers[0], expected.greedy[0, :5])
 
 
 def refused(kind, call, *words):

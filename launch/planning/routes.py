@@ -17,7 +17,7 @@ from launch.planning import offload, strategies
 from launch.planning.serving_systems import documents_trace
 from launch.shared import console
 from launch.shared import machines as flag_machines
-from ringjax.checks import number, positive_int
+from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import number_bytes
 from ringjax.plan import machines
@@ -56,7 +56,9 @@ _SYNTHETIC_FLAGS = (
 def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Prints latencies and cache hits of a trace for each policy."""
   screen = console.Screen(NAME, stderr)
-  readers, answerers = _split(values.instances)
+  readers, answerers = strategies.pair(
+    "--instances", values.instances, "READERSxANSWERERS"
+  )
   trace = _trace(values)
   costs, source = _costs(values)
   policies = {
@@ -115,16 +117,6 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     "rows": rows,
   }
   strategies.put(values, stdout, record, list(_lines(record)))
-
-
-def _split(text: str) -> tuple[int, int]:
-  try:
-    readers, answerers = (positive_int("", int(n)) for n in text.split("x"))
-  except ValueError:
-    raise OptionError(
-      "--instances", text, "READERSxANSWERERS", "write it like 8x8"
-    ) from None
-  return readers, answerers
 
 
 def _trace(values: flags.FlagValues) -> list[TraceRequest]:

@@ -17,7 +17,7 @@ from absl import flags
 from launch.planning import aot, offload, strategies
 from launch.shared import common, console
 from launch.shared import machines as flag_machines
-from ringjax.checks import number, positive_int
+from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link, number_bytes
 from ringjax.plan import draw, machines
@@ -177,7 +177,7 @@ def _parse_service(values: flags.FlagValues) -> _Service:
     raise OptionError(
       "--model", ",".join(names), "one model", "pass one name or folder"
     )
-  nodes, devices = _cluster(values.cluster)
+  nodes, devices = strategies.pair("--cluster", values.cluster, "NODESxDEVICES")
   distserve_rules = values.rules == "distserve"
   if distserve_rules and values.stream:
     raise OptionError(
@@ -218,16 +218,6 @@ def _context(name: str) -> int:
   from ringjax.models.checkpoint import abstract
 
   return abstract(aot.config_of(name)).config.longest or 0
-
-
-def _cluster(text: str) -> tuple[int, int]:
-  try:
-    nodes, devices = (positive_int("", int(n)) for n in text.split("x"))
-  except ValueError:
-    raise OptionError(
-      "--cluster", text, "NODESxDEVICES", "write it like 4x8"
-    ) from None
-  return nodes, devices
 
 
 def limits_of(text: str) -> Limits:

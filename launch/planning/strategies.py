@@ -13,7 +13,7 @@ from typing import TextIO
 from absl import app, flags
 
 from launch.shared import common, console
-from ringjax.checks import one_of
+from ringjax.checks import one_of, positive_int
 from ringjax.errors import OptionError
 from ringjax.json_text import json_text
 from ringjax.ops.attention.cost import select
@@ -198,6 +198,15 @@ def markdown(
     "|" + "---|" * len(left) + "---:|" * len(right),
     *(f"| {' | '.join(row)} |" for row in rows),
   ]
+
+
+def pair(name: str, text: str, form: str) -> tuple[int, int]:
+  """The two positive numbers of a flag such as 8x8."""
+  try:
+    first, second = (positive_int("", int(n)) for n in text.split("x"))
+  except ValueError:
+    raise OptionError(name, text, form, "write it like 8x8") from None
+  return first, second
 
 
 def ints(name: str, given: Sequence[str] | None) -> tuple[int, ...] | None:

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from ringjax.errors import OptionError
 from ringjax.json_text import json_text
 from ringjax.parallel import chips, processor
+from ringjax.regular_files import replacing
 
 GEMM_SIZE = 2048
 # Products of a run: the time of one is too short to be stable on a busy
@@ -358,7 +359,5 @@ def write_json(path: str, value: object) -> None:
     with open(path, "w") as file:
       file.write(text)
     return
-  temporary = f"{path}.tmp"
-  with open(temporary, "w") as file:
-    file.write(text)
-  os.replace(temporary, path)
+  with replacing(path) as file:
+    file.write(text.encode())

@@ -1,7 +1,7 @@
 """Caches of keys and values on devices: pytrees that can be traced."""
 
-from ringjax.kv.allocation import Allocation, allocate_bits
-from ringjax.kv.cache import KVCache, Snapshot
+from ringjax.kv.bits.allocation import Allocation, allocate_bits
+from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import (
   KINDS,
   CacheConfig,
@@ -46,6 +46,7 @@ from ringjax.kv.policies import (
 )
 from ringjax.kv.simulated import SimulatedCache
 from ringjax.kv.storage.exported_blocks import Blocks
+from ringjax.kv.storage.saved_fields import Snapshot
 
 __all__ = [
   "KINDS",

@@ -304,6 +304,37 @@ class HeldKeys(Protocol):
     ...
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistantSlots:
+  """Keys and values of layers that calls copy to the devices, one by one.
+
+  Attributes:
+    fetched: During a call, the arrays of its current layer, by `fetch`.
+  """
+
+  fetched: PyTree = ()
+
+  if TYPE_CHECKING:
+
+    @property
+    def disk_bytes(self) -> int: ...
+    @property
+    def layer_bytes(self) -> int: ...
+
+  def fetch(self, index: Index, after: Shaped[Array, " ..."]) -> PyTree:
+    """Starts to copy a layer's part to the devices, see `CallCache.fetch`."""
+    raise NotImplementedError
+
+
+@runtime_checkable
+class DistantLayer(Protocol):
+  """One layer's part of a cache with `DistantSlots` during one call."""
+
+  def written_after(self, fetched: PyTree) -> LayerCache:
+    """Puts the part back only when these arrays have been fetched."""
+    ...
+
+
 class CallCoords(NamedTuple):
   """Coordinates of a call's tokens as they are passed, each [B or 1, T].
 
@@ -380,7 +411,12 @@ class CallCache:
     del coords
 
   def allocate(
-    self: CallCacheT, at: Coords, *, replicated: bool, sees: bool
+    self: CallCacheT,
+    at: Coords,
+    *,
+    replicated: bool,
+    sees: bool,
+    tokens: Int[Array, "B T"] | None = None,
   ) -> CallCacheT:
     """Allocates slots for a call's tokens.
 
@@ -390,20 +426,10 @@ class CallCache:
         is sharded and each shard keeps its part.
       sees: Whether the call attends to the tokens in the cache; if not, the
         cache is emptied first.
+      tokens: Token ids, int32 [B, T], for caches whose policy uses them; None
+        if the call has none.
     """
-    del at, replicated, sees
-    return self
-
-  def mark(
-    self: CallCacheT, tokens: Int[Array, "B T"], at: Coords
-  ) -> CallCacheT:
-    """Records a call's token ids after `allocate`, if the cache needs them.
-
-    Args:
-      tokens: Token ids, int32 [B, T].
-      at: Coordinates that were passed to `allocate`.
-    """
-    del tokens, at
+    del at, replicated, sees, tokens
     return self
 
   def fetch(
@@ -422,8 +448,8 @@ class CallCache:
     Returns:
       The arrays in flight; () for a layer that is on the devices.
     """
-    del kind, slots, index, after
-    return ()
+    del kind
+    return slots.fetch(index, after) if isinstance(slots, DistantSlots) else ()
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     """The part of layer `index` among those of a kind, which share `slots`."""
@@ -433,15 +459,17 @@ class CallCache:
     self, kind: int, slots: PyTree, index: Index, fetched: PyTree
   ) -> Any:
     """`layer`, of which `fetch` returned `fetched`."""
-    del fetched
+    if isinstance(slots, DistantSlots):
+      slots = dataclasses.replace(slots, fetched=fetched)
     return self.layer(kind, slots, index)
 
   def behind(
     self, layer: LayerCache | StateCache, after: PyTree
   ) -> LayerCache | StateCache:
     """Puts a layer's part back only when `after` has been fetched."""
-    del after
-    return layer
+    if not isinstance(layer, DistantLayer):
+      return layer
+    return layer.written_after(after)
 
   def updated(self, slots: tuple[Any, ...]) -> Any:
     """Cache with the slots that the layers returned."""

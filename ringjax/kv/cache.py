@@ -15,14 +15,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import OptionError, ShapeError
@@ -40,14 +40,7 @@ from ringjax.kv.layer_spec import (
 from ringjax.kv.model_cache import ModelCache
 from ringjax.kv.offload.cache_files import CacheFiles
 from ringjax.kv.state import State, StateShape
-from ringjax.kv.storage.changes import (
-  CacheChange,
-  InsertRows,
-  KeepFirst,
-  KeepTokens,
-  ResetRows,
-  Truncate,
-)
+from ringjax.kv.storage import changes
 from ringjax.kv.storage.exported_blocks import (
   Blocks,
   appended_blocks,
@@ -55,12 +48,7 @@ from ringjax.kv.storage.exported_blocks import (
   located_slots,
 )
 from ringjax.kv.storage.growth import Growth, widened_slots
-from ringjax.kv.storage.refusals import (
-  fitting,
-  refuse_full,
-  refuse_lost,
-  refuse_unseen,
-)
+from ringjax.kv.storage.refusals import refuse_beyond_slack
 from ringjax.kv.storage.slots import FILL, REPLICATED, SHARDED, ContiguousSlots
 from ringjax.kv.storage.window import WindowSlots, ring_size
 from ringjax.ops.attention.cached.code_format import token_axis
@@ -71,26 +59,13 @@ from ringjax.parallel.programs import bounded
 from ringjax.typing import Index
 
 
-class Snapshot(NamedTuple):
-  """State of a cache for `restore`; keys and values are not copied.
-
-  Fields:
-    slots: Coordinates and cursors of the layers that keep all tokens.
-    rings: Coordinates and cursors of the ring buffers.
-    states: Arrays of recurrent layers and ring buffers; None for others.
-  """
-
-  slots: ContiguousSlots
-  rings: tuple[WindowSlots, ...]
-  states: tuple[Any, ...]
-
-
 @dataclasses.dataclass(frozen=True)
 class KVCache(ModelCache):
   """A cache of fixed capacity.
 
   Attributes:
-    slots: For each kind of layer its `LayerKV`, or `State` if recurrent.
+    slots: For each kind of layer its `LayerKV`, `State` if recurrent, or
+      `DistantSlots` if a call fetches its layers.
     held: Slot table (token of each slot) of the layers that keep all tokens.
     rings: Slot tables of the ring buffers, one for each size.
     ring_of: For each kind of layer the index of its ring in `rings`, or None.
@@ -105,7 +80,7 @@ class KVCache(ModelCache):
     growth: Growth step and limit; None if the capacity is fixed.
   """
 
-  slots: tuple[LayerKV | State, ...]
+  slots: tuple[Any, ...]
   held: ContiguousSlots
   rings: tuple[WindowSlots, ...] = ()
   ring_of: tuple[int | None, ...] = ()
@@ -123,6 +98,9 @@ class KVCache(ModelCache):
     "rings": 0,
     "states": 0,
   }
+  tables: ClassVar[tuple[str, ...]] = ("held", "rings")
+  changing: ClassVar[tuple[str, ...]] = ("held", "rings", "slots")
+  call_fields: ClassVar[tuple[str, ...]] = ("slots",)
 
   @classmethod
   def spec(
@@ -247,45 +225,21 @@ class KVCache(ModelCache):
       return free
     return free + self.growth.limit - self.capacity
 
-  def check(
-    self, batch: int, tokens: int, *, replicated: bool, sees: bool
-  ) -> None:
-    size = self.shards
-    if batch != self.batch:
-      raise ShapeError(
-        "cache",
-        f"{batch} example(s) for a cache of {self.batch}",
-        "as many examples as the cache was made for",
-        f"make one with model.init_cache({batch}, {self.capacity})",
-      )
-    if not replicated and tokens % size:
-      raise ShapeError(
-        "tokens",
-        f"{tokens} tokens over {size} shards",
-        f"a multiple of {size}",
-        "fill them up with tokens whose segment_ids are 0",
-      )
-    refuse_lost(self, "an earlier call", "the last call")
-    free = self.held.free()
-    if free is None:
-      free = np.full((batch, size), self.capacity // size)
-    refuse_unseen(sees, int(self.capacity - free.sum(1).min()))
-    refuse_full(
-      tokens,
-      fitting(free, replicated=replicated),
-      self.capacity,
-      "make a larger one, with model.init_cache(batch, capacity)"
-      if self.growth is None
-      else f"call cache.with_room({tokens}) before, outside of jit",
-    )
-
   # -------------------------------------------------------------------------
   # A call
   # -------------------------------------------------------------------------
 
-  def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> KVCache:
+  def allocate(
+    self,
+    at: Coords,
+    *,
+    replicated: bool,
+    sees: bool,
+    tokens: Int[Array, "B T"] | None = None,
+  ) -> KVCache:
+    del tokens
     mode = REPLICATED if replicated else SHARDED if sees else FILL
-    return self._with_tables(lambda table: table.allocate(at, mode))
+    return self.each_table(lambda table: table.allocate(at, mode))
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     if isinstance(slots, State):
@@ -296,12 +250,6 @@ class KVCache(ModelCache):
     """Slot table of a kind of layer: the token in each slot."""
     number = self._ring(kind)
     return self.held if number is None else self.rings[number]
-
-  def _with_tables(self, f: Callable[..., Any]) -> KVCache:
-    """Replace each slot table by f(table)."""
-    return dataclasses.replace(
-      self, held=f(self.held), rings=tuple(map(f, self.rings))
-    )
 
   def _permuted(self, f: Callable[..., tuple[Any, Any]]) -> KVCache:
     """Replace each slot table, and the order of its layers' tokens.
@@ -331,10 +279,6 @@ class KVCache(ModelCache):
     """Index of a layer kind's ring; None if it keeps all tokens."""
     return self.ring_of[kind] if self.ring_of else None
 
-  def updated(self, slots: tuple[Any, ...]) -> KVCache:
-    cache = self._with_tables(lambda table: table.committed())
-    return dataclasses.replace(cache, slots=slots)
-
   # -------------------------------------------------------------------------
   # Between calls
   # -------------------------------------------------------------------------
@@ -359,18 +303,19 @@ class KVCache(ModelCache):
       )
     return dataclasses.replace(self, growth=Growth(step, limit))
 
-  def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> KVCache:
+  def _grown(self, taken: Int[np.ndarray, "B R"] | int) -> KVCache:
     """Grow the cache to fit a call's tokens, if it grows; see `growing`.
 
     Each array is copied into a larger one and deleted, one after another.
-    Blocks until the programs that fill the cache are done.
 
     Args:
       taken: Number of slots that the call takes.
     """
     if self.growth is None:
       return self
-    need = self.capacity - self._spare() + int(np.max(taken))
+    # Free slots after the last token of the longest row.
+    spare = int(np.asarray(self.held.free()).min())
+    need = self.capacity - spare + int(np.max(taken))
     if need <= self.capacity or self.capacity >= self.growth.limit:
       return self
     added_slots = self.growth.size(need) - self.capacity
@@ -385,33 +330,35 @@ class KVCache(ModelCache):
     slot_table = dataclasses.replace(self.held, at=at)
     return dataclasses.replace(self, slots=slots, held=slot_table)
 
-  def _spare(self) -> int:
-    """Free slots after the last token of the longest row."""
-    return int(np.asarray(self.held.free()).min())
-
-  def steps(self) -> int:
-    return self.capacity + 1 if self.growth is None else self._spare()
-
-  def changed(self, change: CacheChange) -> KVCache:
+  def changed(self, change: changes.CacheChange) -> KVCache:
     slack = self.kind.layout.slack
     match change:
-      case Truncate(end, most):
+      case changes.Truncate(end, most):
         self._refuse_states("truncate")
         if self.rings and (most is None or most > slack):
           self._refuse_far(end)
-        return self._with_tables(lambda table: table.truncate(end))
-      case KeepTokens(kept):
+        return self.each_table(lambda table: table.truncate(end))
+      case changes.KeepTokens(kept):
         self._refuse_states("keep")
-        self._refuse_beyond_slack("kept", kept.shape[1])
+        refuse_beyond_slack(self, "kept", kept.shape[1])
         return _keep(self, kept)
-      case KeepFirst(count, tokens):
+      case changes.KeepFirst(count, tokens):
         self._refuse_states("keep_first")
-        self._refuse_beyond_slack("tokens", tokens)
+        refuse_beyond_slack(self, "tokens", tokens)
         return _keep_first(self, count)
-      case ResetRows(rows):
+      case changes.ResetRows(rows):
         return self._emptied(rows)
-      case InsertRows(rows, KVCache() as other):
+      case changes.InsertRows(rows, KVCache() as other):
         return self._inserted(rows, other)
+      case changes.LoadBlocks(row, blocks, at):
+        return self._loaded(row, blocks, at)
+      case changes.MakeRoom(taken):
+        return self._grown(taken)
+      case changes.Flush():
+        return self._grown(1)
+      case changes.Evict() | changes.RecordMore():
+        # It drops no tokens, and records no queries.
+        return self
     return super().changed(change)
 
   def _refuse_far(self, end: jax.Array) -> None:
@@ -437,50 +384,9 @@ class KVCache(ModelCache):
         "make the cache with kind='dense', or with a larger slack",
       )
 
-  def _refuse_beyond_slack(self, option: str, tokens: int) -> None:
-    """Refuse to take back tokens of a call that overwrote others in a ring."""
-    if self.rings and tokens > self.kind.layout.slack:
-      raise OptionError(
-        option,
-        f"{tokens} tokens, with windowed layers",
-        f"at most {self.kind.layout.slack}, of which these can take some back",
-        "make the cache with kind='dense', or with a larger slack",
-      )
-
-  def snapshot(self) -> Snapshot:
-    """Save the state for `restore`; later calls may donate the cache."""
-    states = tuple(
-      s if isinstance(s, State) or self._ring(n) is not None else None
-      for n, s in enumerate(self.slots)
-    )
-    return jax.tree.map(jnp.copy, Snapshot(self.held, self.rings, states))
-
-  def restore(self, snapshot: Snapshot) -> KVCache:
-    """Restore the state of a snapshot of this cache."""
-    slots = tuple(
-      old if state is None else jax.tree.map(jnp.copy, state)
-      for old, state in zip(self.slots, snapshot.states, strict=True)
-    )
-    slot_table, rings = jax.tree.map(jnp.copy, (snapshot.slots, snapshot.rings))
-    return dataclasses.replace(self, slots=slots, held=slot_table, rings=rings)
-
-  def call_state(self, tokens: int) -> tuple[State | None, ...]:
-    self._refuse_beyond_slack("tokens", tokens)
-    states = tuple(s if isinstance(s, State) else None for s in self.slots)
-    return jax.tree.map(jnp.copy, states)
-
-  def undo_call(self, state: tuple[State | None, ...]) -> KVCache:
-    nothing = jnp.zeros((self.batch,), jnp.int32)
-    cache = self._with_tables(lambda table: table.kept_first(nothing))
-    slots = tuple(
-      old if saved is None else jax.tree.map(jnp.copy, saved)
-      for old, saved in zip(self.slots, state, strict=True)
-    )
-    return dataclasses.replace(cache, slots=slots)
-
   def _emptied(self, rows: Int[np.ndarray, " n"]) -> KVCache:
     emptied = lambda table: placed_as(table.emptied(rows), table)
-    cache = self._with_tables(emptied)
+    cache = self.each_table(emptied)
     clear = lambda x: x.at[:, rows].set(0)
     slots = tuple(
       jax.tree.map(clear, s) if isinstance(s, State) else s for s in self.slots
@@ -564,17 +470,16 @@ class KVCache(ModelCache):
     self._refuse_states("export")
     return located_slots(at, self.rings, row, start, stop)
 
-  def load(self, row: int, blocks: Blocks, at: Coords | None = None) -> KVCache:
+  def _loaded(self, row: int, blocks: Blocks, at: Coords) -> KVCache:
     self._refuse_states("load")
     row = int(row_indices([row], self.batch)[0])
-    at = blocks.at if at is None else at
     check_blocks(self, blocks, at)
     count = at.pos.shape[0]
     grown = self.with_room(count)
     row_cache = grown.take(np.array([row]))
     row_cache.check(1, count, replicated=True, sees=True)
     at = Coords(*(jnp.asarray(x, jnp.int32)[None] for x in at))
-    filled = appended_blocks(row_cache, blocks.parts, at)
+    filled: Any = appended_blocks(row_cache, blocks.parts, at)
     return grown.insert(np.array([row]), filled)
 
   def gathered(self, device: jax.Device) -> KVCache:
@@ -619,4 +524,4 @@ def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
 @jax.jit
 def _keep_first(cache: KVCache, count: jax.Array) -> KVCache:
   count = jnp.maximum(count, 0).astype(jnp.int32)
-  return cache._with_tables(lambda table: table.kept_first(count))
+  return cache.each_table(lambda table: table.kept_first(count))

@@ -6,12 +6,11 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from jax.typing import DTypeLike
 
 from ringjax import option_text
-from ringjax.checks import boolean
 from ringjax.config import Config, config, named_twice, option, part
 from ringjax.errors import OptionError
 from ringjax.kv.codecs import (
@@ -29,6 +28,12 @@ from ringjax.kv.codecs import (
   VectorCodec,
 )
 from ringjax.kv.codecs.codec_wire import CodecWire
+from ringjax.kv.kind_parts import (
+  REFUSED,
+  ExactConfig,
+  LayoutConfig,
+  TierConfig,
+)
 from ringjax.kv.policies import (
   AdaKV,
   ExpectedAttention,
@@ -46,7 +51,6 @@ from ringjax.kv.policies import (
   Tova,
 )
 
-_PAGES = (8, 16, 32, 64, 128)
 # Tokens between two evictions of the kinds that have a policy.
 _ROOM = 16
 # Most of a budget that room, or pages that are not full, take of it.
@@ -57,113 +61,6 @@ _TEXT_ORDER = (
   "residual",
 )  # fmt: skip
 _P = TypeVar("_P", bound=Config)
-
-
-@config
-class LayoutConfig(Config):
-  """Slots of a cache, and what is stored in them."""
-
-  unrotated: bool = option(
-    "Whether keys are stored before their rotation and rotated when they are "
-    "read, so that `load` can move them to other positions without a copy of "
-    "the stored numbers. Reading costs a rotation of each key.",
-    default=False,
-  )
-  windowed: bool = option(
-    "Whether layers with a window of w tokens keep w + `slack` tokens of each "
-    "row, in a ring buffer. Other layers keep all.",
-    default=False,
-  )
-  slack: int = option(
-    "Number of a call's tokens that `keep` or `truncate` may remove from a "
-    "ring buffer, at least 1.",
-    least=1,
-    default=128,
-  )
-  page: int = option(
-    "Slots of a page; each KV head has a whole number of pages. Used with a "
-    "policy, `first` or `recent`.",
-    default=32,
-  )
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    boolean("unrotated", self.unrotated)
-    boolean("windowed", self.windowed)
-    if self.page not in _PAGES:
-      raise OptionError(
-        "page", repr(self.page), f"one of {_PAGES}", "pass page=32"
-      )
-
-
-@config
-class ExactConfig(Config):
-  """Tokens that stay exact; true where some stay, first or newest ones."""
-
-  first: int = option(
-    "Number of tokens at the start of each document that stay, exact.",
-    least=0,
-    default=0,
-  )
-  recent: int = option(
-    "Number of newest tokens of a row that stay, exact. With a codec, a token "
-    "is encoded when it is no longer among them; with a codec of groups of "
-    "tokens, when its whole group is not.",
-    least=0,
-    default=0,
-  )
-  residual: int | None = option(
-    "Residual length R of KIVI, for a codec of groups: keys are encoded R at a "
-    "time, at each multiple of R, values one by one once they are older than "
-    "the newest R. `recent` must be R, too. None: keys and values are encoded "
-    "together.",
-    least=1,
-    default=None,
-  )
-  room: int = option(
-    "Number of tokens between two evictions, if they come one by one.",
-    least=1,
-    default=256,
-  )
-
-  def __bool__(self) -> bool:
-    return bool(self.first or self.recent)
-
-
-@config
-class TierConfig(Config):
-  """Tokens that stay in device memory, while older ones are on the host."""
-
-  device: int | None = option(
-    "Number of newest tokens of a row that stay in device memory, all shards "
-    "together. Older ones move to host memory, block by block, and are read "
-    "from there. None: all stay. See `TieredCache`.",
-    least=1,
-    default=None,
-  )
-  block: int = option(
-    "Tokens of a block in host memory; in texts, room.",
-    least=1,
-    default=256,
-  )
-
-
-class _Refusal(NamedTuple):
-  """Options of a cache that can't be combined.
-
-  Fields:
-    option: Name of the option that is refused.
-    refused: Whether a config is refused.
-    got: Function of the config that describes its values.
-    want: Expected value.
-    remedy: Advice, or a function of the config that gives it.
-  """
-
-  option: str
-  refused: Callable[[CacheConfig], bool]
-  got: Callable[[CacheConfig], str]
-  want: str
-  remedy: str | Callable[[CacheConfig], str]
 
 
 @config
@@ -216,7 +113,7 @@ class CacheConfig(Config):
         "an rj.kv.Codec, or None",
         "pass rj.kv.Codec(keys=rj.kv.Integers(bits=4), values=...)",
       )
-    for refusal in _REFUSED:
+    for refusal in REFUSED:
       if refusal.refused(self):
         remedy = refusal.remedy
         raise OptionError(
@@ -533,152 +430,6 @@ for _name in (*LayoutConfig.options(), *ExactConfig.options(), "device"):
   setattr(CacheConfig, _name, _of_part(_name))
 
 
-def _coded_groups(kind: CacheConfig) -> Codec | None:
-  """Codec of groups of tokens, or None."""
-  return kind.codec if kind.grouped and isinstance(kind.codec, Codec) else None
-
-
-def _group_sizes(kind: CacheConfig) -> set[int]:
-  """Numbers of tokens of a codec's groups."""
-  codec = _coded_groups(kind)
-  parts = () if codec is None else (codec.keys, codec.values)
-  sizes: Iterator[int | None] = (getattr(x, "page", None) for x in parts)
-  return {size for size in sizes if size is not None}
-
-
-def _group_size(kind: CacheConfig) -> int:
-  """Largest number of tokens of a codec's groups."""
-  return max(_group_sizes(kind))
-
-
-def _whole_groups(kind: CacheConfig) -> int:
-  """Smallest number of tokens of whole pages that hold a residual."""
-  page = kind.layout.page
-  return -(-(kind.exact.residual or 0) // page) * page
-
-
-def _has_value_groups(kind: CacheConfig) -> bool:
-  codec = _coded_groups(kind)
-  return codec is not None and getattr(codec.values, "page", None) is not None
-
-
-def _whole_residual(kind: CacheConfig) -> bool:
-  """Whether a residual is whole pages, all recent tokens, and no first ones."""
-  exact = kind.exact
-  if exact.first or exact.recent != exact.residual:
-    return False
-  return exact.residual == _whole_groups(kind)
-
-
-# Tried in this order.
-_REFUSED = (
-  _Refusal(
-    "device",
-    lambda k: k.tier.device is not None and k.evicting,
-    lambda k: f"{k.tier.device}, with a policy, first or recent",
-    "a kind of cache that keeps all tokens",
-    "leave device out, or leave those out",
-  ),
-  _Refusal(
-    "block",
-    lambda k: k.tier.device is None and k.tier != TierConfig(),
-    lambda k: f"{k.tier.block}, without device",
-    "both, as blocks are in host memory",
-    "pass device= too, or leave block (room, with device) out",
-  ),
-  _Refusal(
-    "room",
-    lambda k: k.tier.device is not None and k.exact != ExactConfig(),
-    lambda k: f"{k.exact.room}, with device",
-    "block, as no tokens are evicted",
-    lambda k: f"pass block={k.exact.room} in its place",
-  ),
-  _Refusal(
-    "codec",
-    lambda k: k.evicting and isinstance(k.codec, Allocated | PerHead),
-    lambda k: "one for each head, with a policy, first or recent",
-    "one codec for all heads, for pages hold vectors of one length",
-    "leave the policy, first and recent out, or take one codec",
-  ),
-  _Refusal(
-    "unrotated",
-    lambda k: (
-      k.codec is not None and k.codec.unrotated and not k.layout.unrotated
-    ),
-    lambda k: "False, with a codec of keys before their rotation",
-    "True",
-    "pass rj.kv.CacheConfig(codec=..., unrotated=True)",
-  ),
-  _Refusal(
-    "unrotated",
-    lambda k: (
-      isinstance(k.codec, Calibrated)
-      and not k.codec.unrotated
-      and k.layout.unrotated
-    ),
-    lambda k: "True, with a calibrated codec of keys after their rotation",
-    "the same of both: levels fit keys of one sort",
-    "pass rj.kv.Calibrated(unrotated=True), or leave unrotated out",
-  ),
-  _Refusal(
-    "residual",
-    lambda k: k.exact.residual is not None and not k.grouped,
-    lambda k: f"{k.exact.residual}, without a codec of groups of tokens",
-    "keys by channel, of which so many become codes at a time",
-    "write kivi2:residual=128, or recent= with other codecs",
-  ),
-  _Refusal(
-    "residual",
-    lambda k: k.exact.residual is not None and _has_value_groups(k),
-    lambda k: f"{k.exact.residual}, with a codec of groups of values",
-    "values by token, which become codes one by one",
-    lambda k: f"write recent={k.exact.residual} in its place",
-  ),
-  _Refusal(
-    "residual",
-    lambda k: k.exact.residual is not None and not _whole_residual(k),
-    lambda k: (
-      f"{k.exact.residual}, with recent={k.exact.recent}, "
-      f"first={k.exact.first} and groups of {k.layout.page}"
-    ),
-    "whole groups, recent the same, and first 0",
-    lambda k: (
-      f"write residual={_whole_groups(k)}, and leave recent and first out"
-    ),
-  ),
-  _Refusal(
-    "policy",
-    lambda k: k.grouped and k.policy is not None,
-    lambda k: f"{k.policy} with a codec of groups of tokens",
-    "none: heads that keep different tokens have no groups in common",
-    "use a codec of single tokens, as int4, or leave the policy out",
-  ),
-  _Refusal(
-    "recent",
-    lambda k: k.grouped and not k.exact.recent,
-    lambda k: "0 with a codec of groups of tokens",
-    "1 or more: tokens stay exact until a group is full",
-    "pass recent=128",
-  ),
-  _Refusal(
-    "page",
-    lambda k: k.grouped and _group_sizes(k) != {k.layout.page},
-    lambda k: (
-      f"{k.layout.page} with groups of {sorted(_group_sizes(k))} tokens"
-    ),
-    "pages that are groups",
-    lambda k: f"pass page={_group_size(k)} and group={_group_size(k)}",
-  ),
-  _Refusal(
-    "first",
-    lambda k: (
-      k.policy is not None and bool(k.policy.moves) and k.exact.first > 0
-    ),
-    lambda k: f"{k.exact.first}, with positions='cache'",
-    "0: the policy's sinks are the first tokens that stay",
-    lambda k: f"leave it out, and pass sinks={k.exact.first}",
-  ),
-)
 _WINDOWED = LayoutConfig(windowed=True)
 
 

@@ -1,14 +1,15 @@
 """Base class of the caches of a model, whatever stores their keys.
 
 A `ModelCache` that holds other caches (`part_field`: an open one for the newest
-tokens, or one for each group of rows) does as they do; a kind of storage
-overrides what it changes.
+tokens, or one for each group of rows) does as they do. A kind of storage
+overrides at most six methods; the rest follows from them and from values.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax
@@ -16,57 +17,74 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Int, PyTree
 
 from ringjax.errors import OptionError, ShapeError
-from ringjax.kv.base import CallCache, CallCoords, Ends, RowIndices, donated
+from ringjax.kv.base import (
+  CallCoords,
+  DistantSlots,
+  Ends,
+  RowIndices,
+  donated,
+)
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.cache_rows import replace_rows, row_indices, take_rows
+from ringjax.kv.composed.cache_of_parts import CacheOfParts
 from ringjax.kv.encoder_states import EncoderStates, attached
 from ringjax.kv.state import StateShape
-from ringjax.kv.storage.changes import (
-  CacheChange,
-  InsertRows,
-  KeepFirst,
-  KeepTokens,
-  ResetRows,
-  TakeRows,
-  Truncate,
-)
+from ringjax.kv.storage import changes
 from ringjax.kv.storage.refusals import (
+  check_call,
+  refuse_beyond_slack,
   refuse_documents,
   refuse_shared_positions,
   refused,
 )
+from ringjax.kv.storage.saved_fields import saved_fields, with_saved
 from ringjax.ops.mask import Coords
 from ringjax.parallel import chips
 from ringjax.typing import Index
 
 if TYPE_CHECKING:
+  from ringjax.kv.eviction.peak_attention import Repeated
   from ringjax.kv.offload.cache_files import CacheFiles
   from ringjax.kv.storage.exported_blocks import Blocks
+  from ringjax.kv.storage.growth import Growth
   from ringjax.kv.storage.slots import ContiguousSlots
+  from ringjax.kv.storage.window import WindowSlots
 
 
 CacheT = TypeVar("CacheT", bound="ModelCache")
 
 
-class ModelCache(CallCache):
+class ModelCache(CacheOfParts):
   """A model's keys and values between calls, and during them.
 
   A kind of storage has `kind`, its `CacheConfig`, and what `CallCache` names.
-  It holds parts, or a slot table `held`. Its own six methods are `spec` with
-  `allocated`, `allocate` with `updated`, `layer`, `free`, `changed` and
-  `export` with `load`; the class variables say what else it is and lacks.
+  It holds parts, or a slot table `held`. Besides its constructor `spec` it
+  overrides no more than six methods:
+    `allocated`: create the arrays of its specs.
+    `allocate`: allocate slots for a call's tokens.
+    `layer`: a layer's part of a call.
+    `free`: number of tokens that still fit.
+    `changed`: change tokens, rows or room between calls, see `CacheChange`.
+    `export`: copy tokens of a row out.
+  The class variables say what else it is, has and lacks.
   """
 
-  # Field with the caches that it holds, to which calls append; "" for none.
-  part_field: ClassVar[str] = ""
+  # Field of tokens that are in no part: a cache, a slot table, or the
+  # positions at which they end, int32 [B]; "" for none.
+  older: ClassVar[str] = ""
+  # Whether its part grows by `with_room` and shrinks by `evict`.
+  resizes: ClassVar[bool] = False
+  # Own fields with an entry for each kind of layer, which layers return.
+  layer_fields: ClassVar[tuple[str, ...]] = ()
 
   # What an error calls this storage, and storage that does what it refuses.
   described: ClassVar[str] = "a cache"
   instead: ClassVar[str] = "a cache on the devices"
+  remake: ClassVar[str] = "make a new one with model.init_cache"
   # Changes that it refuses: what they would do, and what to do instead.
   refuses: ClassVar[Mapping[type, tuple[str, str]]] = {}
   # Methods that it lacks, and what to do instead.
@@ -119,41 +137,6 @@ class ModelCache(CallCache):
     """
     raise NotImplementedError
 
-  @property
-  def parts(self) -> tuple[Any, ...]:
-    """Caches that it holds, to which calls append."""
-    held = getattr(self, self.part_field) if self.part_field else ()
-    return held if isinstance(held, tuple) else (held,)
-
-  def with_parts(self: CacheT, parts: Iterable[Any]) -> CacheT:
-    """Replace the parts by others."""
-    if not self.part_field:
-      return self
-    cache: Any = self
-    several = isinstance(getattr(self, self.part_field), tuple)
-    new = tuple(parts) if several else next(iter(parts))
-    return dataclasses.replace(cache, **{self.part_field: new})
-
-  def split(
-    self, x: Shaped[Array | np.ndarray, " ..."] | np.integer | int | None
-  ) -> list[Any]:
-    """Split an array of all rows by part; repeat one that is for all rows."""
-    sizes = [part.batch for part in self.parts]
-    if isinstance(x, int | np.integer | None) or x.shape[:1] != (sum(sizes),):
-      return [x] * len(sizes)
-    ends = np.cumsum(sizes).tolist()
-    return [x[a:b] for a, b in zip([0, *ends], ends, strict=False)]
-
-  def by_part(self, *rows: Any) -> Iterable[tuple[Any, ...]]:
-    """Each part, with its rows of each array."""
-    if len(self.parts) == 1:
-      return [(self.parts[0], *rows)]
-    return zip(self.parts, *map(self.split, rows), strict=True)
-
-  def each_part(self: CacheT, f: Callable[..., Any], *rows: Any) -> CacheT:
-    """Replace each part by f(part, *its rows of each array)."""
-    return self.with_parts(f(*part) for part in self.by_part(*rows))
-
   # -------------------------------------------------------------------------
   # Size and contents
   # -------------------------------------------------------------------------
@@ -162,6 +145,21 @@ class ModelCache(CallCache):
   def front(self) -> ContiguousSlots | ModelCache:
     """Slot table or part whose sizes are those of the cache."""
     return self.parts[0] if self.part_field else self.held
+
+  @property
+  def rings(self) -> tuple[WindowSlots, ...]:
+    """Slot tables of own ring buffers."""
+    return ()
+
+  @property
+  def growth(self) -> Growth | None:
+    """Growth step and limit of own slots; None if their number is fixed."""
+    return None
+
+  @property
+  def row_groups(self) -> Any:
+    grouped = self.part_field and getattr(self, self.part_field) is self.parts
+    return self if grouped else None
 
   @property
   def mesh(self) -> Mesh | None:
@@ -184,7 +182,8 @@ class ModelCache(CallCache):
   @property
   def capacity(self) -> int:
     """Number of tokens that fit in a row."""
-    return self.front.capacity
+    # More fit than the part has slots where older tokens are elsewhere.
+    return getattr(self, "limit", None) or self.front.capacity
 
   @property
   def dtype(self) -> Any:
@@ -208,7 +207,15 @@ class ModelCache(CallCache):
     This is the number of tokens in a row whose positions start at 0.
     """
     lengths = [part.length for part in self.parts or (self.held,)]
-    return lengths[0] if len(lengths) == 1 else jnp.concatenate(lengths)
+    length = lengths[0] if len(lengths) == 1 else jnp.concatenate(lengths)
+    older = self.older_ends
+    return length if older is None else jnp.maximum(length, older)
+
+  @property
+  def older_ends(self) -> Int[Array, " B"] | None:
+    """Position after each row's last token of `older`, int32 [B], or None."""
+    older = getattr(self, self.older) if self.older else None
+    return getattr(older, "length", older)
 
   @property
   def recurrent(self) -> bool:
@@ -218,17 +225,25 @@ class ModelCache(CallCache):
   @property
   def irreversible(self) -> bool:
     """Whether calls change state (or sums) that `keep` cannot undo."""
-    return self.recurrent or any(part.irreversible for part in self.parts)
+    moments = self.kind.policy is not None and self.kind.policy.moments
+    return self.recurrent or moments
+
+  @property
+  def distant(self) -> tuple[DistantSlots, ...]:
+    """Kinds of layers whose keys calls copy to the devices, layer by layer."""
+    if self.parts:
+      return tuple(itertools.chain(*(part.distant for part in self.parts)))
+    return tuple(x for x in self.slots if isinstance(x, DistantSlots))
 
   @property
   def offloaded(self) -> bool:
     """Whether layers wait in other memories while others run."""
-    return any(part.offloaded for part in self.parts)
+    return bool(self.distant)
 
   @property
   def asks_whole(self) -> bool:
     """Whether a question must be one call: its tokens select together."""
-    return False
+    return getattr(getattr(self, "weigh", None), "together", False)
 
   @property
   def lost(self) -> bool:
@@ -242,12 +257,13 @@ class ModelCache(CallCache):
   @property
   def disk_bytes(self) -> int:
     """Total bytes of files of layers on disk."""
-    return sum(part.disk_bytes for part in self.parts)
+    return sum(x.disk_bytes for x in self.distant)
 
   @property
   def passing_bytes(self) -> int:
     """Bytes on a device for keys of layers that are stored elsewhere."""
-    return max((part.passing_bytes for part in self.parts), default=0)
+    # A layer as it is stored, one as it is read, and the one in flight.
+    return 3 * max((x.layer_bytes for x in self.distant), default=0)
 
   def explain(
     self,
@@ -310,9 +326,7 @@ class ModelCache(CallCache):
       OptionError: If the call would not see the tokens in the cache, or the
         buffers were donated.
     """
-    for part in self.parts:
-      rows = part.batch if batch == self.batch else batch
-      part.check(rows, tokens, replicated=replicated, sees=sees)
+    check_call(self, batch, tokens, replicated=replicated, sees=sees)
 
   def check_coords(self, coords: CallCoords) -> None:
     """Refuse tokens whose coordinates the kind of cache cannot keep apart.
@@ -330,18 +344,30 @@ class ModelCache(CallCache):
   # -------------------------------------------------------------------------
 
   def allocate(
-    self: CacheT, at: Coords, *, replicated: bool, sees: bool
+    self: CacheT,
+    at: Coords,
+    *,
+    replicated: bool,
+    sees: bool,
+    tokens: Int[Array, "B T"] | None = None,
   ) -> CacheT:
-    return self.each_part(
-      lambda part: part.allocate(at, replicated=replicated, sees=sees)
-    )
+    call = dict(replicated=replicated, sees=sees, tokens=tokens)
+    return self.each_part(lambda part: part.allocate(at, **call))
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     return self.parts[0].layer(kind, slots, index)
 
   def updated(self: CacheT, slots: tuple[Any, ...]) -> CacheT:
     """Return the cache with the slots that the layers returned."""
-    return self.each_part(lambda part: part.updated(slots))
+    cache: Any = self.each_table(lambda table: table.committed())
+    if not self.parts:
+      return dataclasses.replace(cache, slots=slots)
+    inner, *by_field = (
+      zip(*slots, strict=True) if self.layer_fields else (slots,)
+    )
+    cache = cache.each_part(lambda part: part.updated(inner))
+    fields = dict(zip(self.layer_fields, by_field, strict=True))
+    return dataclasses.replace(cache, **fields)
 
   # -------------------------------------------------------------------------
   # Between calls
@@ -349,25 +375,85 @@ class ModelCache(CallCache):
 
   def steps(self) -> int:
     """Number of tokens that can be appended before `flush` is due."""
-    return min(part.steps() for part in self.parts)
+    if not self.resizes and self.growth is None:
+      steps = (part.steps() for part in self.parts)
+      return min(steps, default=self.capacity + 1)
+    free = self.front.free()
+    assert free is not None
+    steps, limit = int(free.sum(1).min()), self.kind.most_steps
+    # Capped: the number of slots alone depends on the mesh.
+    return min(steps, limit) if self.resizes and limit else steps
 
-  def evict(self: CacheT) -> CacheT:
-    """Move or drop tokens by the kind's policy; see `EvictingCache.evict`."""
-    return self.each_part(lambda part: part.evict())
+  def evict(
+    self: CacheT,
+    repeated: Repeated | None = None,
+    rows: Bool[np.ndarray, " B"] | None = None,
+    ended: Bool[np.ndarray, " B"] | None = None,
+  ) -> CacheT:
+    """Drop the tokens that the policy does not keep; move others into pages.
+
+    A cache with a part in host memory moves its older tokens there, of all
+    rows, and shrinks the part on the devices. Its blocks are written in place:
+    do not use the old cache again, nor others that share its blocks; `take`
+    returns a cache with copied blocks.
+
+    Call it between calls of the model, outside of jit. Rows without new tokens
+    since their last eviction do not change.
+
+    Args:
+      repeated: Scores by a repetition of the context, for policies that need
+        it; `rj.infer.evict_by_repetition` computes them and evicts.
+      rows: Rows to evict from, bool [B]; the others do not change.
+        Default: all.
+      ended: Rows whose prompt has been read, bool [B]: of a policy with choices
+        (`FastGen`) their heads keep what they choose now, if all queries that
+        the policy looks at are recorded. Default: none.
+
+    Raises:
+      OptionError: If called under a trace, where memory can't shrink; or if
+        the policy needs `repeated` and it is None.
+      NotFiniteError: If scores are NaN, or -inf for all tokens of a head; no
+        token is dropped.
+    """
+    num_parts = len(self.parts)
+    if repeated is not None and (num_parts > 1 or not self.kind.evicting):
+      raise OptionError(
+        "repeated",
+        f"scores, for {self.described} of kind {self.kind}",
+        "a cache of one group of rows, whose policy repeats the context",
+        "leave it out, or make the cache with kind='kvzip'",
+      )
+    return self.changed(changes.Evict(repeated, rows, ended))
 
   def flush(self: CacheT, rows: Bool[np.ndarray, " B"] | None = None) -> CacheT:
-    """Make room for more tokens; see `EvictingCache.flush`."""
-    if not self.part_field:
-      return self.with_room(1)
-    return self.each_part(lambda part, x: part.flush(x), rows)
+    """Make room for more tokens, by `evict` if the kind moves or drops some.
+
+    With a policy that repeats the context, all tokens are kept.
+
+    Args:
+      rows: Rows to evict from, bool [B]. Default: all.
+    """
+    return self.changed(changes.Flush(rows))
 
   def with_room(self: CacheT, taken: Int[np.ndarray, "B R"] | int) -> CacheT:
-    """Make room for a call's tokens; see `EvictingCache.with_room`."""
-    return self.each_part(lambda part, x: part.with_room(x), taken)
+    """Grow the arrays so that a call fits; older tokens do not change.
+
+    Blocks until the programs that fill the cache are done. A cache of fixed
+    capacity stays as it is.
+
+    Args:
+      taken: Number of slots that the call takes on each shard, int [B, R]; an
+        int for tokens that are the same on all shards.
+    """
+    return self.changed(changes.MakeRoom(taken))
 
   def with_slack(self: CacheT, tokens: int) -> CacheT:
-    """Make room to record more queries; see `EvictingCache.with_slack`."""
-    return self.each_part(lambda part: part.with_slack(tokens))
+    """Record `tokens` more queries than the policy looks at.
+
+    Then up to that many tokens of a call can be taken back without a trace;
+    `flush` and `evict` drop the additional records.
+    """
+    return self.changed(changes.RecordMore(tokens))
 
   def with_states(self: CacheT, states: EncoderStates | None) -> CacheT:
     """Attach copies of encoder states for cross-attention of later calls.
@@ -402,7 +488,7 @@ class ModelCache(CallCache):
       OptionError: If a layer is recurrent, or if more than the last `slack`
         tokens of a ring buffer would be dropped.
     """
-    return self.changed(Truncate(self.row_ends(length), most))
+    return self.changed(changes.Truncate(self.row_ends(length), most))
 
   def row_ends(self, length: Ends) -> Int[Array, " B"]:
     """Positions of an int, or of int [B], for all rows."""
@@ -429,7 +515,7 @@ class ModelCache(CallCache):
         f"bool [{self.batch}, T], a value for each token of the last call",
         "pass jnp.arange(T)[None] < accepted[:, None], for instance",
       )
-    return self.changed(KeepTokens(keep_mask))
+    return self.changed(changes.KeepTokens(keep_mask))
 
   def keep_first(
     self: CacheT, count: Int[Array | np.ndarray, " B"], tokens: int
@@ -456,7 +542,7 @@ class ModelCache(CallCache):
         f"int [{self.batch}], a number of tokens for each row",
         "pass jnp.sum(accepted, 1), for instance",
       )
-    return self.changed(KeepFirst(count, tokens))
+    return self.changed(changes.KeepFirst(count, tokens))
 
   def reset(self: CacheT, rows: RowIndices) -> CacheT:
     """Empty these rows, int [n]; the others stay.
@@ -464,7 +550,7 @@ class ModelCache(CallCache):
     Raises:
       ShapeError: If `rows` is not a list of row indices.
     """
-    return self.changed(ResetRows(row_indices(rows, self.batch)))
+    return self.changed(changes.ResetRows(row_indices(rows, self.batch)))
 
   def take(self: CacheT, examples: RowIndices) -> CacheT:
     """Gather these rows, int [B'], with repetition.
@@ -475,7 +561,7 @@ class ModelCache(CallCache):
       ShapeError: If `examples` is not a list of row indices.
     """
     rows = row_indices(examples, self.batch, traced=True)
-    return self.changed(TakeRows(rows))
+    return self.changed(changes.TakeRows(rows))
 
   def insert(self: CacheT, rows: RowIndices, other: CacheT) -> CacheT:
     """Replace `rows`, int [n], by the rows of another cache.
@@ -484,9 +570,11 @@ class ModelCache(CallCache):
       OptionError: If model, capacity, kind or mesh of the caches differ.
       ShapeError: If `rows` are not as many as the other cache has.
     """
-    return self.changed(InsertRows(row_indices(rows, self.batch), other))
+    return self.changed(
+      changes.InsertRows(row_indices(rows, self.batch), other)
+    )
 
-  def changed(self: CacheT, change: CacheChange) -> CacheT:
+  def changed(self: CacheT, change: changes.CacheChange) -> CacheT:
     """Return the cache after a change between calls.
 
     The parts change, and of the own arrays the rows of `row_axes`. A kind that
@@ -494,7 +582,7 @@ class ModelCache(CallCache):
     """
     if type(change) in self.refuses:
       refused(*self.refuses[type(change)])(self)
-    if isinstance(change, InsertRows):
+    if isinstance(change, changes.InsertRows):
       if type(change.source) is not type(self):
         raise OptionError(
           "other",
@@ -503,24 +591,22 @@ class ModelCache(CallCache):
           "make both with model.init_cache and the same kind",
         )
       parts = iter(change.source.parts)
-      insert = lambda part: part.changed(InsertRows(change.rows, next(parts)))
+      insert = lambda part: part.changed(
+        changes.InsertRows(change.rows, next(parts))
+      )
       inserted: Any = self.each_part(insert)
       fields = self.rows_replaced(change.rows, change.source)
       return dataclasses.replace(inserted, **fields)
-    if isinstance(change, TakeRows):
+    if isinstance(change, changes.TakeRows):
       gathered: Any = self.each_part(lambda part: part.changed(change))
       fields = {
         name: take_rows(getattr(self, name), change.rows, axis)
         for name, axis in self.row_axes.items()
       }
       return dataclasses.replace(gathered, **fields)
-    if isinstance(change, ResetRows):
-      return self.each_part(lambda part: part.changed(change))
-    # The first field of a change of tokens has an entry for each row.
-    by_row, *others = change
-    make: Callable[..., CacheChange] = type(change)
+    make: Callable[..., changes.CacheChange] = type(change)
     return self.each_part(
-      lambda part, x: part.changed(make(x, *others)), by_row
+      lambda part, *fields: part.changed(make(*fields)), *change
     )
 
   def rows_replaced(
@@ -536,16 +622,13 @@ class ModelCache(CallCache):
     """Save the state for `restore`; later calls may donate the cache."""
     if not self.changing:
       return jax.tree.map(jnp.copy, self)
-    fields = {name: getattr(self, name) for name in self.changing}
-    return jax.tree.map(jnp.copy, fields)
+    return saved_fields(self, self.changing, rings=True)
 
   def restore(self: CacheT, snapshot: PyTree) -> CacheT:
     """Restore the state of a snapshot of this cache."""
-    copied = jax.tree.map(jnp.copy, snapshot)
     if not self.changing:
-      return copied
-    cache: Any = self
-    return dataclasses.replace(cache, **copied)
+      return jax.tree.map(jnp.copy, snapshot)
+    return with_saved(self, snapshot)
 
   def call_state(self, tokens: int) -> PyTree:
     """Save what a call changes besides new slots, for `undo_call`.
@@ -559,9 +642,9 @@ class ModelCache(CallCache):
     Raises:
       OptionError: If windowed layers could not take so many back.
     """
-    fields = {name: getattr(self, name) for name in self.call_fields}
+    refuse_beyond_slack(self, "tokens", tokens)
     parts = tuple(part.call_state(tokens) for part in self.parts)
-    return parts, jax.tree.map(jnp.copy, fields)
+    return parts, saved_fields(self, self.call_fields, rings=False)
 
   def undo_call(self: CacheT, state: PyTree) -> CacheT:
     """Undo the last call, whose tokens were the same on all shards.
@@ -569,9 +652,12 @@ class ModelCache(CallCache):
     Args:
       state: Result of `call_state` before the call.
     """
-    parts, fields = iter(state[0]), jax.tree.map(jnp.copy, state[1])
-    cache: Any = self.each_part(lambda part: part.undo_call(next(parts)))
-    return dataclasses.replace(cache, **fields)
+    parts = iter(state[0])
+    cache = self.each_part(lambda part: part.undo_call(next(parts)))
+    if not self.parts:
+      nothing = jnp.zeros((self.batch,), jnp.int32)
+      cache = self.each_table(lambda table: table.kept_first(nothing))
+    return with_saved(cache, state[1])
 
   def export(self, row: int, start: int, stop: int) -> Blocks:
     """Copy out a row's tokens at positions from `start` to `stop` - 1.
@@ -597,4 +683,5 @@ class ModelCache(CallCache):
       OptionError: If kind or model differ, or rotated keys would move.
       PromptError: If there are too few free slots.
     """
-    return self.each_part(lambda part: part.load(row, blocks, at))
+    at = blocks.at if at is None else at
+    return self.changed(changes.LoadBlocks(row, blocks, at))

@@ -719,7 +719,8 @@ def _begun(
     places.at,
     replicated=_replicated(attend),
     sees=isinstance(attend, CachedAttention),
-  ).mark(tokens, places.at)
+    tokens=tokens,
+  )
 
 
 def _in_groups(

@@ -66,7 +66,8 @@ class Layer:
     cross: Attention to an encoder's states, between attention and feedforward;
       in parallel layers it reads the same input. None for none.
     inputs: Input from a token's id, added at the end; None for none.
-    learned_scale: Whether the output is multiplied by a learned number.
+    learned_scale: Whether the layer's output, residuals included, is multiplied
+      by a learned number.
     low_rank: Low-rank residual of attention's input; the sum is divided by the
       root of 2. Not with parallel parts.
     streams: Residual streams of which the layer computes one; `inputs` are

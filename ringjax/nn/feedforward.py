@@ -33,18 +33,22 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+class AllWeights:
+  """Base class of feedforwards of which each token uses all weights."""
+
+  def idle(self, embed: int) -> int:
+    """Number of weights that a token does not use."""
+    del embed
+    return 0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NoFeedforward:
+class NoFeedforward(AllWeights):
   """A layer that mixes tokens, and nothing else."""
 
   @property
   def width(self) -> int:
     """Number of intermediate numbers per token."""
-    return 0
-
-  def idle(self, embed: int) -> int:
-    """Number of weights that a token does not use."""
-    del embed
     return 0
 
   def build(self, rngs: nnx.Rngs, embed: int) -> NoFeedforwardLayer:
@@ -88,7 +92,7 @@ class XIELU(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plain:
+class Plain(AllWeights):
   """down(act(up(x))); the activation "xielu" has learned weights."""
 
   hidden: int
@@ -99,11 +103,6 @@ class Plain:
   def width(self) -> int:
     """Number of intermediate numbers per token."""
     return self.hidden
-
-  def idle(self, embed: int) -> int:
-    """Number of weights that a token does not use."""
-    del embed
-    return 0
 
   def build(self, rngs: nnx.Rngs, embed: int) -> PlainLayer:
     return PlainLayer(rngs, self, embed)
@@ -130,7 +129,7 @@ class PlainLayer(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gated:
+class Gated(AllWeights):
   """down(act(gate(x)) * up(x)).
 
   Attributes:
@@ -154,11 +153,6 @@ class Gated:
   def width(self) -> int:
     """Number of intermediate numbers per token."""
     return 2 * self.hidden
-
-  def idle(self, embed: int) -> int:
-    """Number of weights that a token does not use."""
-    del embed
-    return 0
 
   def build(self, rngs: nnx.Rngs, embed: int) -> GatedLayer:
     return GatedLayer(rngs, self, embed)

@@ -46,7 +46,7 @@ from ringjax.ops.attention.strategies.strategy import Strategy
 from ringjax.ops.expert_shards import ExpertShards
 from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.ops.mask import Coords, Everything, Mask, SameSegment
-from ringjax.ops.softmax import wide_dtype
+from ringjax.ops.softmax import widened
 from ringjax.parallel import collectives
 from ringjax.parallel.call_sharding import AUTO
 from ringjax.parallel.layout import Contiguous, Layout, Uneven
@@ -290,15 +290,11 @@ class ShardingContext:
     summed over these axes once, in float32. A compiler may do either in each
     step.
     """
-    spec = P() if self.mesh is None else self.spec(x)
-    names = _names(spec)
-    if not names or x.shape[1] <= self.block * self.size:
+    if not self._token_axes(x) or x.shape[1] <= self.block * self.size:
       return self.rowwise(layer.row, x)
 
     def local(layer: Any, x: jax.Array) -> jax.Array:
-      float32_layer = collectives.vary(
-        jax.tree.map(_widened, layer), collectives.varying_axes(x)
-      )
+      float32_layer = widened(layer, x)
 
       def row(x: jax.Array) -> jax.Array:
         cast_layer = jax.tree.map(
@@ -308,13 +304,27 @@ class ShardingContext:
 
       return blockwise_feedforward(row, x, self.block)
 
+    return self._on_shards(local, layer, x)
+
+  def _token_axes(self, x: Shaped[Array, "B T *d"]) -> set[str]:
+    """Mesh axes that shard rows and tokens of x."""
+    return set() if self.mesh is None else _names(self.spec(x))
+
+  def _on_shards(
+    self, f: Callable[[Any, Array], Any], weights: PyTree, x: Array
+  ) -> Any:
+    """f(weights, x) on each shard's own tokens of x, [B, T, D]."""
+    names = self._token_axes(x)
+    if not names:
+      return f(weights, x)
+    spec = self.spec(x)
     return jax.shard_map(
-      local,
+      f,
       mesh=self.mesh,
       in_specs=(P(), spec),
       out_specs=spec,
       axis_names=names,
-    )(layer, x)
+    )(weights, x)
 
   def per_shard(
     self,
@@ -333,17 +343,7 @@ class ShardingContext:
       weights = collectives.vary(weights, collectives.varying_axes(x))
       return _by_row(f(weights, x.reshape(-1, x.shape[-1])), x)
 
-    spec = self.spec(x) if self.mesh is not None else P()
-    names = _names(spec)
-    if not names:
-      return local(weights, x)
-    return jax.shard_map(
-      local,
-      mesh=self.mesh,
-      in_specs=(P(), spec),
-      out_specs=spec,
-      axis_names=names,
-    )(weights, x)
+    return self._on_shards(local, weights, x)
 
   def per_expert_shard(
     self,
@@ -407,12 +407,6 @@ def _attention(
   if up is None:
     return dot_product_attention(q, k, v, **options)
   return latent_attention(q, k[:, :, 0], up, **options)
-
-
-def _widened(x: jax.Array) -> jax.Array:
-  """Floats of at least 32 bits."""
-  floats = jnp.issubdtype(x.dtype, jnp.floating)
-  return x.astype(wide_dtype(x.dtype)) if floats else x
 
 
 def _by_row(results: PyTree, x: jax.Array) -> Any:

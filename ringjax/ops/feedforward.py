@@ -38,6 +38,7 @@ from ringjax.errors import (
   OptionError,
   ShapeError,
 )
+from ringjax.ops.softmax import widened
 
 
 def blockwise_feedforward(
@@ -246,18 +247,13 @@ def _hoisted(
   costs nothing forward: a bfloat16 sum of a thousand terms stops growing.
   """
   pure, weights = jax.closure_convert(f, x)
-  wide_weights = [_widened(w) for w in weights]
+  wide_weights = widened(weights)
 
   def narrow(x: Array) -> Any:
     pairs = zip(wide_weights, weights, strict=True)
     return pure(x, *(a.astype(w.dtype) for a, w in pairs))
 
   return _remat(narrow, axis, policy, looped)
-
-
-def _widened(w: Array) -> Array:
-  narrow = jnp.issubdtype(w.dtype, jnp.floating) and w.dtype.itemsize < 4
-  return w.astype(jnp.float32) if narrow else w
 
 
 def _split(x: Array, axis: int, sizes: tuple[int, ...]) -> Array:

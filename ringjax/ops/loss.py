@@ -48,7 +48,7 @@ from ringjax.ops.feedforward import (
   shards_of,
   spec_of,
 )
-from ringjax.ops.softmax import wide_dtype
+from ringjax.ops.softmax import wide_dtype, widened
 from ringjax.parallel import collectives
 
 # The usual label of tokens without one.
@@ -131,7 +131,7 @@ def _vary_alike(h: Array, w: Array, code: Array) -> tuple[Array, Array, Array]:
   """
   axes = collectives.varying_axes(h, w, code)
   if axes - collectives.varying_axes(w):
-    w = collectives.vary(w.astype(wide_dtype(w.dtype)), axes)
+    w = widened(w, h, w, code)
   h, code = collectives.vary((h, code), axes)
   return _on_one_mesh(h, w, code)
 

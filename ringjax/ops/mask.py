@@ -397,13 +397,16 @@ class BlockCausal(Mask):
     return k0 <= q1, k1 <= q0
 
 
-@_mask
-class And(Mask):
-  """Both masks allow the pair."""
-
+@dataclasses.dataclass(frozen=True)
+class _MaskPair(Mask):
   # Any: transformations put placeholders here while they rebuild the tree.
   left: Mask = dataclasses.field(metadata={"data": True})
   right: Mask = dataclasses.field(metadata={"data": True})
+
+
+@_mask
+class And(_MaskPair):
+  """Both masks allow the pair."""
 
   @property
   def reach(self) -> tuple[int | None, int | None]:
@@ -428,12 +431,8 @@ class And(Mask):
 
 
 @_mask
-class Or(Mask):
+class Or(_MaskPair):
   """One of the masks allows the pair."""
-
-  # Any: transformations put placeholders here while they rebuild the tree.
-  left: Mask = dataclasses.field(metadata={"data": True})
-  right: Mask = dataclasses.field(metadata={"data": True})
 
   @property
   def reach(self) -> tuple[int | None, int | None]:

@@ -32,6 +32,22 @@ def wide_dtype(dtype: DTypeLike) -> DTypeLike:
   return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
+def widened(weights: PyTree, *like: PyTree) -> PyTree:
+  """Convert weights to float32 before a loop, and back inside of it.
+
+  Their gradients are then summed over the steps in float32, and over the shards
+  once: the types vary over the manual axes of `like`, and the transpose of that
+  cast is a sum.
+  """
+
+  def widen(x: jax.Array) -> jax.Array:
+    floats = jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(wide_dtype(x.dtype)) if floats else x
+
+  weights = jax.tree.map(widen, weights)
+  return collectives.vary(weights, collectives.varying_axes(*like))
+
+
 class Partial(NamedTuple):
   """Unnormalised attention over some keys.
 

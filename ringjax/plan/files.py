@@ -6,16 +6,15 @@ a file states its format and its version.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from ringjax.errors import CheckpointFormatError, OptionError, RingjaxError
 from ringjax.json_text import json_text
+from ringjax.regular_files import replacing
 
 T = TypeVar("T")
 _LARGEST_BYTES = 16 << 20
@@ -37,16 +36,10 @@ def write_text(path: str, text: str) -> None:
   Raises:
     OptionError: If the folder cannot be written to.
   """
-  folder = os.path.dirname(os.path.abspath(path))
-  temporary = None
   try:
-    os.makedirs(folder, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-      file.write(text)
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(temporary, path)
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with replacing(path) as file:
+      file.write(text.encode())
   except OSError as error:
     raise OptionError(
       "file",
@@ -54,10 +47,6 @@ def write_text(path: str, text: str) -> None:
       "a path to write to",
       "pass a writable path",
     ) from None
-  finally:
-    if temporary is not None:
-      with contextlib.suppress(OSError):
-        os.unlink(temporary)
 
 
 def read(path: str, format: str) -> dict[str, Any]:

@@ -177,8 +177,9 @@ def each_token_cached(
   places = tokens_of(
     model, attend, batch.tokens.shape, batch.positions, batch.segments, length
   )
-  cache = cache.allocate(places.at, replicated=False, sees=True)
-  cache = cache.mark(batch.tokens, places.at)
+  cache = cache.allocate(
+    places.at, replicated=False, sees=True, tokens=batch.tokens
+  )
   h, cache = model.hidden(batch.tokens, places, cache, attend)
   return _head_losses(model, batch, h, attend, _BLOCK, 0.0), cache
 

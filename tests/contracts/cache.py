@@ -698,3 +698,22 @@ LAWS = (
   evicting_twice_is_evicting_once,
   rows_without_new_tokens_stay,
 )
+
+
+def answers_as_one_device(kind):
+  """Meshes of three axes and of one, which also gathers its cache."""
+  config = {**SMALL, "model_type": "qwen3", "head_dim": 16}
+  config |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+  config |= {"initializer_range": 0.2}
+  draw = np.random.default_rng(5)
+  prompts = [draw.integers(1, 64, n).astype(np.int32) for n in (45, 17, 60, 33)]
+  ask = lambda model, **options: rj.infer.generate(
+    model, prompts, max_new_tokens=20, cache_kind=kind, **options
+  ).tokens.tolist()
+  want = ask(rj.models.create(config, seed=1))
+  cube = rj.make_mesh((2, 2, 2), ("data", "seq", "model"))
+  assert ask(rj.models.create(config, seed=1, mesh=cube)) == want
+  line = rj.make_mesh((4,), ("seq",))
+  sharded = rj.models.create(config, seed=1, mesh=line)
+  assert ask(sharded) == want
+  assert ask(sharded, keep="last") == want

@@ -419,10 +419,6 @@ PHASES: Mapping[str, Phase] = {
     large=step_of_loss,
     trains=True,
   ),
-}
-
-PHASES = {
-  **PHASES,
   **{
     f"serve_{what}": Phase(
       builder=program_calls.engine_call,
@@ -439,21 +435,16 @@ PHASES = {
       ("trees", 1 + program_calls.DRAFTED, served_trees),
     )
   },
-}
-# Calls over caches of all kinds.
-PHASES = {
-  **PHASES,
+  # Calls over caches of all kinds.
   **{
-    f"cached_{what}": dataclasses.replace(
-      PHASES[phase],
+    f"cached_{what}": Phase(
       builder=program_calls.cached_call,
       options={"what": what} | ({"chunk": CHUNK} if what == "chunk" else {}),
+      tokens=tokens,
+      sends=chunk if what == "chunk" else few_tokens,
+      large=segments if what == "chunk" else None,
     )
-    for what, phase in zip(
-      program_calls.CACHED,
-      ("decode", "chunk", "verify", "verify_tree"),
-      strict=True,
-    )
+    for what, tokens in zip(program_calls.CACHED, (1, CHUNK, 5, 5), strict=True)
   },
 }
 

@@ -36,6 +36,17 @@ CALLS = ("prompts", "answers", "drafts", "trees")
 CACHED = ("decode", "chunk", "verify", "tree")
 
 
+def _placed(devices, tokens, batch, options):
+  """Options, shapes and sharding of a model whose calls read a cache."""
+  program = steps.ModelOptions(
+    devices=devices, tokens=tokens, batch=batch, strategy="resident", block=1,
+    **options,
+  )  # fmt: skip
+  mesh, axis = program.placed()
+  model = program.form(mesh, program.dtype)
+  return program, model, CachedAttention(mesh=mesh, axis=axis)
+
+
 def engine_call(
   devices: Any,
   *,
@@ -55,13 +66,8 @@ def engine_call(
     cache: Kind of the cache.
     options: Options of `steps.ModelOptions`.
   """
-  program = steps.ModelOptions(
-    devices=devices, tokens=tokens, batch=batch, strategy="resident", block=1,
-    **options,
-  )  # fmt: skip
-  mesh, axis = program.placed()
-  model = program.form(mesh, program.dtype)
-  attend = CachedAttention(mesh=mesh, axis=axis)
+  program, model, attend = _placed(devices, tokens, batch, options)
+  mesh, axis = attend.mesh, attend.axis
   config = EngineConfig(
     rows=batch, pieces=batch, piece=PIECE, longest=tokens,
     capacity=batch * tokens, cache_kind=cache,
@@ -114,13 +120,8 @@ def cached_call(
     chunk: Tokens of a chunk of a prompt.
     options: Options of `steps.ModelOptions`.
   """
-  program = steps.ModelOptions(
-    devices=devices, tokens=tokens, batch=batch, strategy="resident", block=1,
-    **options,
-  )  # fmt: skip
-  mesh, axis = program.placed()
-  model = program.form(mesh, program.dtype)
-  attend = CachedAttention(mesh=mesh, axis=axis)
+  program, model, attend = _placed(devices, tokens, batch, options)
+  mesh, axis = attend.mesh, attend.axis
   kind = kind_text.parse(cache)
   slots = model.init_cache_spec(batch, tokens, sharding=attend, kind=kind)
   ids = functools.partial(_on_all, mesh, dtype=jnp.int32)

@@ -24,14 +24,21 @@ KINDS = {
 }
 
 
-def source(kind: str, length: int = 1024, **options):
-  cls, own = KINDS[kind]
-  return cls(tokenizer=Bytes(), filler=FILLER, length=length, **own | options)
+def makers(kinds):
+  """Functions that make a source of a kind, and draw an example of it."""
+
+  def source(kind: str, length: int = 1024, **options):
+    cls, own = kinds[kind]
+    return cls(tokenizer=Bytes(), filler=FILLER, length=length, **own | options)
+
+  def draw(kind: str, seed: int = 0, **options):
+    ids, weights = source(kind, **options).example(np.random.default_rng(seed))
+    return np.asarray(ids), weights
+
+  return source, draw
 
 
-def draw(kind: str, seed: int = 0, **options):
-  ids, weights = source(kind, **options).example(np.random.default_rng(seed))
-  return np.asarray(ids), weights
+source, draw = makers(KINDS)
 
 
 def text_of(ids: np.ndarray) -> str:

@@ -7,8 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from ringjax.data import Bytes, Loader
-from ringjax.data.tasks.filler import Lines
+from ringjax.data import Loader
 from ringjax.data.tasks.needle import NEEDLE, MultiValue, VariableTracking
 from ringjax.data.tasks.recall_tasks import (
   KEEPER,
@@ -20,10 +19,8 @@ from ringjax.data.tasks.recall_tasks import (
   Values,
 )
 from ringjax.errors import OptionError
+from tests.data.test_recall import makers
 
-FILLER = Lines(
-  text="".join(f"def run_{i}(self, value):\n  return {i}\n" for i in range(99))
-)
 KINDS = {
   "values": (Values, {"values": 3}),
   "chains": (Chains, {"hops": 3}),
@@ -31,16 +28,7 @@ KINDS = {
   "quotes": (Quotes, {"longest": 90}),
   "records": (Records, {"preamble": 90}),
 }
-
-
-def source(kind: str, length: int = 1024, **options):
-  cls, own = KINDS[kind]
-  return cls(tokenizer=Bytes(), filler=FILLER, length=length, **own | options)
-
-
-def draw(kind: str, seed: int = 0, **options):
-  ids, weights = source(kind, **options).example(np.random.default_rng(seed))
-  return np.asarray(ids), weights
+source, draw = makers(KINDS)
 
 
 def text_of(ids: np.ndarray) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from jax import lax
 
 import ringjax as rj
 from launch import evaluate
-from launch.shared import common
 from ringjax import eval as evaluation
 from ringjax import models
 from ringjax.data import Tokenizer
@@ -25,7 +23,9 @@ from ringjax.kv.base import KV, FreshLayer, NoCache
 from ringjax.models import small, tiny
 from ringjax.models.transformer import forward
 from tests import checkpoints
-from tests.helpers import SMALL, make_mesh, refused
+from tests.helpers import SMALL, make_mesh, refused, script
+
+run = functools.partial(script, evaluate)
 
 T = 23
 
@@ -383,13 +383,6 @@ def test_a_shared_prefix_helps_a_model_that_looks_at_it():
 # ---------------------------------------------------------------------------
 # The script
 # ---------------------------------------------------------------------------
-
-
-def run(*argv: str) -> tuple[int, str, str]:
-  out, err = io.StringIO(), io.StringIO()
-  values, words = common.parse_words("evaluate", evaluate.define, argv)
-  status = evaluate.run(values, words, stdout=out, stderr=err)
-  return status, out.getvalue(), err.getvalue()
 
 
 @pytest.mark.long

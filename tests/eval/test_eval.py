@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import io
 import itertools
 import json
 import math
@@ -19,7 +18,7 @@ import pytest
 
 import ringjax as rj
 from launch import evaluate
-from launch.shared import common, console
+from launch.shared import console
 from ringjax.data import Bytes, Tokenizer
 from ringjax.data.tasks import documents
 from ringjax.data.tasks.needle import CommonWords, MultiKey, Passkey
@@ -41,7 +40,9 @@ from ringjax.eval import (
 )
 from ringjax.eval.needle import mean, table
 from ringjax.models import checkpoint, tiny
-from tests.helpers import poisoned
+from tests.helpers import poisoned, script
+
+run = functools.partial(script, evaluate)
 
 CONFIG = {
   "architectures": ["LlamaForCausalLM"],
@@ -363,13 +364,6 @@ def test_too_few_texts():
 # ---------------------------------------------------------------------------
 # The script
 # ---------------------------------------------------------------------------
-
-
-def run(*argv: str) -> tuple[int, str, str]:
-  out, err = io.StringIO(), io.StringIO()
-  values, words = common.parse_words("evaluate", evaluate.define, argv)
-  status = evaluate.run(values, words, stdout=out, stderr=err)
-  return status, out.getvalue(), err.getvalue()
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ costs, and writes what it found to FOLDER/RANK.json.
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -63,6 +64,22 @@ def reference(model, ids: np.ndarray) -> tuple:
   rows = np.array([[TOKENS - 1]], np.int32)
   logits = np.asarray(model(ids[None], rows=rows)[:, 0])
   return logits, session.cache.slots, new[0]
+
+
+def in_threads(count: int, run) -> list:
+  """The results of run(rank, peers), in a thread for each rank."""
+  from ringjax.parallel.peers import Peers
+
+  group = Peers.in_threads(count, timeout_s=300.0)
+  with concurrent.futures.ThreadPoolExecutor(count) as threads:
+    results = [
+      threads.submit(run, rank, peers) for rank, peers in enumerate(group)
+    ]
+    try:
+      return [x.result(600) for x in results]
+    finally:
+      for peers in group:
+        peers.close()
 
 
 def far(got, want) -> float:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
 
-from ringjax import infer
 from ringjax.errors import OptionError, PeerError, RingjaxError
 from ringjax.infer.kv_runahead import kvr
 from ringjax.infer.mooncake import chunk_pipeline
 from ringjax.infer.mooncake.chunk_pipeline import ChunkPipeline
 from ringjax.parallel.peers import Peers
 from tests.helpers import refused
+from tests.infer.ranks import far
+from tests.infer.ranks import in_threads as ranks_in_threads
 
 TOKENS, NEW, TILE = 41, 12, 8
 PATIENCE_S = 600
@@ -33,59 +33,17 @@ def in_threads(model, ids, chunks, ranks, *, each=None, **read):
     each: called with a rank and its group, returns a pause.
     **read: options.
   """
-  group = Peers.in_threads(ranks, timeout_s=300.0)
-  found: list = [None] * ranks
 
-  def run(rank: int) -> None:
+  def run(rank: int, peers: Peers) -> object:
     try:
-      stage = ChunkPipeline(model, group[rank], tile=TILE)
-      more = {} if each is None else {"pause": each(rank, group[rank])}
+      stage = ChunkPipeline(model, peers, tile=TILE)
+      more = {} if each is None else {"pause": each(rank, peers)}
       own = chunks[rank] if isinstance(chunks, dict) else chunks
-      found[rank] = stage.read(ids, own, new_tokens=NEW, **read, **more)
+      return stage.read(ids, own, new_tokens=NEW, **read, **more)
     except (RingjaxError, ArithmeticError) as error:
-      found[rank] = error
+      return error
 
-  threads = [
-    threading.Thread(target=run, args=(rank,), daemon=True)
-    for rank in range(ranks)
-  ]
-  try:
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join(PATIENCE_S)
-      assert not thread.is_alive()
-  finally:
-    for one in group:
-      one.close()
-  return found
-
-
-@pytest.fixture(scope="module")
-def alone(loaded):
-  """One device's prompt, logits, session and greedy tokens, by model."""
-  known: dict = {}
-
-  def read(name: str) -> tuple:
-    if name not in known:
-      model, _ = loaded(name)
-      draw = np.random.default_rng(11)
-      ids = draw.integers(0, model.config.vocab, TOKENS).astype(np.int32)
-      session = infer.Session(model, TOKENS + NEW)
-      new = infer.generate(
-        model, [ids], max_new_tokens=NEW, prefill="dense", cache=session
-      )
-      rows = np.array([[TOKENS - 1]], np.int32)
-      logits = np.asarray(model(ids[None], rows=rows)[:, 0])
-      known[name] = ids, logits, new[0].tolist()
-    return known[name]
-
-  return read
-
-
-def far(got, want) -> float:
-  got, want = np.asarray(got), np.asarray(want)
-  return float(np.abs(got - want).max() / np.abs(want).max())
+  return ranks_in_threads(ranks, run)
 
 
 @pytest.mark.long
@@ -104,7 +62,7 @@ def test_the_last_rank_has_what_one_device_has(
   loaded, alone, name, ranks, chunks
 ):
   model, _ = loaded(name)
-  ids, logits, new = alone(name)
+  ids, logits, _, new = alone(name)
   readings = in_threads(model, ids, chunks, ranks)
   assert not [x for x in readings if isinstance(x, Exception)], readings
   *_, reading = readings
@@ -132,7 +90,7 @@ def test_the_last_rank_has_what_one_device_has(
 def test_blocks_stream_while_the_next_layer_waits(loaded, alone, monkeypatch):
   """The last rank has pulled a layer's block before the next layer begins."""
   model, _ = loaded("llama3")
-  ids, logits, new = alone("llama3")
+  ids, logits, _, new = alone("llama3")
   assert len(model.config.layers) == 2
   pulled, waited = threading.Event(), []
   real = chunk_pipeline.pull
@@ -172,7 +130,7 @@ def test_blocks_stream_while_the_next_layer_waits(loaded, alone, monkeypatch):
 @pytest.mark.slow
 def test_stages_keep_what_they_have(loaded, alone):
   model, _ = loaded("llama3")
-  ids, logits, _ = alone("llama3")
+  ids, logits, *_ = alone("llama3")
   first, last = in_threads(model, ids, (20, 21), 2, keep="stages")
   assert first.logits is None and first.session is last.session is None
   assert far(last.logits, logits) < 5e-6

@@ -8,7 +8,6 @@ that runs ahead) is in test_kvr_processes.py.
 from __future__ import annotations
 
 import itertools
-import threading
 
 import jax
 import numpy as np
@@ -20,6 +19,8 @@ from ringjax.infer.kv_runahead import kvr
 from ringjax.kv import KINDS, CacheConfig
 from ringjax.parallel.peers import Peers
 from ringjax.plan import cost
+from tests.infer.ranks import far
+from tests.infer.ranks import in_threads as ranks_in_threads
 
 TOKENS, NEW, TILE = 41, 32, 8
 # Heads that all have keys of their own, groups, one for all, a window.
@@ -40,64 +41,21 @@ CASES = [
     if case not in QUICK
   ),
 ]
-# Nothing here takes long; what hangs ends.
-PATIENCE_S = 600
 
 
 def in_threads(model, ids, partition, ranks: int, **options) -> list:
   """Each rank's reading."""
-  group = Peers.in_threads(ranks, timeout_s=300.0)
-  found: list = [None] * ranks
 
-  def run(rank: int) -> None:
+  def run(_: int, peers: Peers) -> object:
     try:
-      chain = kvr.Runahead(model, group[rank], tile=TILE, **options)
-      found[rank] = chain.read(ids, partition, new_tokens=NEW)
+      chain = kvr.Runahead(model, peers, tile=TILE, **options)
+      return chain.read(ids, partition, new_tokens=NEW)
     except PeerError as error:
-      found[rank] = error
+      return error
 
-  threads = [
-    threading.Thread(target=run, args=(rank,), daemon=True)
-    for rank in range(ranks)
-  ]
-  try:
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join(PATIENCE_S)
-      assert not thread.is_alive()
-  finally:
-    for one in group:
-      one.close()
+  found = ranks_in_threads(ranks, run)
   assert not [x for x in found if isinstance(x, PeerError)]
   return found
-
-
-@pytest.fixture(scope="module")
-def alone(loaded):
-  """One device's prompt, logits, cache and greedy tokens, by model."""
-  known: dict = {}
-
-  def read(name: str) -> tuple:
-    if name not in known:
-      model, _ = loaded(name)
-      draw = np.random.default_rng(11)
-      ids = draw.integers(0, model.config.vocab, TOKENS).astype(np.int32)
-      session = infer.Session(model, TOKENS + NEW)
-      new = infer.generate(
-        model, [ids], max_new_tokens=NEW, prefill="dense", cache=session
-      )
-      rows = np.array([[TOKENS - 1]], np.int32)
-      logits = np.asarray(model(ids[None], rows=rows)[:, 0])
-      known[name] = ids, logits, session.cache, new[0].tolist()
-    return known[name]
-
-  return read
-
-
-def far(got, want) -> float:
-  got, want = np.asarray(got), np.asarray(want)
-  return float(np.abs(got - want).max() / np.abs(want).max())
 
 
 def assert_same_keys(layers, got, want) -> None:

@@ -13,8 +13,8 @@ import ringjax as rj
 from ringjax.errors import CheckpointFormatError, OptionError, ShapeError
 from ringjax.eval import compare_caches
 from ringjax.kv import kind_text
-from ringjax.kv.allocation import choose
 from ringjax.kv.base import CacheSpec, bytes_each
+from ringjax.kv.bits.allocation_units import choose
 from ringjax.kv.cache_kind import KINDS
 from ringjax.models.checkpoint import abstract
 from tests import checkpoints

@@ -16,7 +16,8 @@ from ringjax.kv import (
   LayoutConfig,
   TierConfig,
 )
-from ringjax.kv.cache_kind import _REFUSED, cache_kind
+from ringjax.kv.cache_kind import cache_kind
+from ringjax.kv.kind_parts import REFUSED
 from tests.helpers import refused
 
 _GROUPS = rj.kv.Codec(
@@ -88,10 +89,10 @@ def test_names_of_the_version_before():
   assert (kind.windowed, kind.slack, kind.device) == (True, 128, 32)
 
 
-@pytest.mark.parametrize("number", range(len(_REFUSED)))
+@pytest.mark.parametrize("number", range(len(REFUSED)))
 def test_every_row_refuses_what_it_says(number):
-  assert len(_EXAMPLES) == len(_REFUSED)
-  row, options = _REFUSED[number], _EXAMPLES[number]
+  assert len(_EXAMPLES) == len(REFUSED)
+  row, options = REFUSED[number], _EXAMPLES[number]
   call = lambda: CacheConfig(**options)
   refused(OptionError, call, f"{row.option}: got", row.want)
 

@@ -15,13 +15,16 @@ import pytest
 
 import ringjax as rj
 from ringjax import tree
-from ringjax.errors import OptionError
+from ringjax.errors import OptionError, PromptError
 from ringjax.infer.generate_config import present_options
 from ringjax.kv import cache_specs
 from ringjax.kv.base import zeros
 from ringjax.kv.cache import KVCache
+from ringjax.kv.composed.context_cache import ContextCache
 from ringjax.kv.composed.open_cache import WithOpenCache
 from ringjax.kv.composed.row_groups import RowGroups
+from ringjax.kv.eviction.peak_attention import Repeated
+from ringjax.ops.mask import Coords
 from tests.contracts import cache as contract
 from tests.helpers import SMALL, refused
 
@@ -64,15 +67,12 @@ class CacheWithIds(WithOpenCache):
     opened = self.open.allocated(files)
     return dataclasses.replace(self, open=opened, ids=zeros(self.ids))
 
-  @property
-  def at(self):
-    return self.open.at
-
-  def mark(self, tokens, at):
+  def allocate(self, at, *, tokens=None, **call):
+    cache = super().allocate(at, tokens=tokens, **call)
     rows = jnp.arange(self.batch)[:, None]
     into = jnp.where(at.seg > 0, at.pos, self.limit)
     ids = self.ids.at[rows, into].set(tokens, mode="drop")
-    return dataclasses.replace(self, ids=ids)
+    return dataclasses.replace(cache, ids=ids)
 
   def changed(self, change):
     cache = super().changed(change)
@@ -202,6 +202,48 @@ def test_marks_of_row_groups_are_checked(model):
   for cache in (empty(3), RowGroups.of(3, 2, empty)):
     call = lambda cache=cache: model(tokens, segment_ids=documents, cache=cache)
     refused(OptionError, call, "document 2 of a row", "punctuation=")
+
+
+def test_scores_of_a_repetition_need_a_policy_that_repeats(model):
+  """Other caches could not use them, and each group of rows needs its own."""
+  empty = lambda rows: model.init_cache(rows, 64)
+  scores = Repeated({}, np.ones(3, bool))
+  for cache in (empty(3), RowGroups.of(3, 2, empty)):
+    refused(OptionError, lambda c=cache: c.evict(scores), "repeated", "kvzip")
+  repeating = lambda rows: model.init_cache(rows, 64, kind="kvzip")
+  groups = RowGroups.of(3, 2, repeating)
+  refused(OptionError, lambda: groups.evict(scores), "one group of rows")
+
+
+def test_a_call_that_does_not_see_contexts_is_refused(model):
+  """Under a trace too, where the number of their tokens is unknown."""
+  tokens = np.arange(1, 9, dtype=np.int32)[None]
+  _, contexts = model(tokens, cache=model.init_cache(1, 8))
+  opened = model.init_cache(1, 16)
+  cache = ContextCache(
+    open=opened, kind=opened.kind, limit=24, contexts=contexts
+  )
+  attend = rj.models.ContextParallel()
+  call = lambda cache: model(tokens, cache=cache, attend=attend)
+  refused(OptionError, lambda: call(cache), "after 8 tokens", "attend=Cached")
+  refused(OptionError, lambda: jax.jit(call)(cache), "after contexts")
+
+
+def test_a_policy_that_looks_at_ids_gets_them(model):
+  cache = model.init_cache(1, 32, kind="fastgen:punctuation=5")
+  at = Coords(jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32))
+  call = lambda: cache.allocate(at, replicated=True, sees=True)
+  refused(OptionError, call, "without token ids", "punctuation=")
+
+
+@pytest.mark.parametrize("kind", ["snapkv", "dense:device=8,room=8"])
+def test_a_part_that_is_full_is_said_to_need_room(model, kind):
+  """A larger cache would not help: the part on the devices is full."""
+  cache = model.init_cache(1, 256, kind=kind)
+  tokens = cache.open.capacity + 1
+  call = lambda c: c.check(1, tokens, replicated=True, sees=True)
+  refused(PromptError, lambda: call(cache), f"with_room({tokens})")
+  call(cache.with_room(tokens))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import ringjax as rj
 from ringjax.errors import OptionError
 from ringjax.kv import kind_text
 from tests import checkpoints
+from tests.contracts import cache as contract
 from tests.helpers import SMALL, make_mesh
 
 FAMILY = "mistral"
@@ -339,24 +340,11 @@ def test_generated_tokens_are_marked_too(models, shards, options):
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_mesh_of_three_axes_marks_the_same_tokens():
-  config = {**SMALL, "model_type": "qwen3", "head_dim": 16}
-  config |= {"num_attention_heads": 8, "num_key_value_heads": 4}
-  config |= {"initializer_range": 0.2}
-  draw = np.random.default_rng(5)
-  prompts = [draw.integers(1, 64, n).astype(np.int32) for n in (45, 17, 60, 33)]
   policy = rj.kv.FastGen(
     punctuation=IDS[:8], recovered=0.6, budget=0.1, local=4, window=16
   )
   kind = rj.kv.CacheConfig(policy=policy, page=8, room=8, first=2, recent=8)
-  ask = lambda model, **options: rj.infer.generate(
-    model, prompts, max_new_tokens=20, cache_kind=kind, **options
-  ).tokens.tolist()
-  want = ask(rj.models.create(config, seed=1))
-  cube = rj.make_mesh((2, 2, 2), ("data", "seq", "model"))
-  assert ask(rj.models.create(config, seed=1, mesh=cube)) == want
-  line = rj.make_mesh((4,), ("seq",))
-  sharded = rj.models.create(config, seed=1, mesh=line)
-  assert ask(sharded, keep="last") == want
+  contract.answers_as_one_device(kind)
 
 
 # ---------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
+import json
 import os
 import pathlib
 import socket
@@ -17,8 +17,8 @@ import pytest
 
 import ringjax as rj
 from launch import convert, generate
-from launch.shared import common
 from ringjax.data import Bytes
+from tests.helpers import script
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = {
@@ -52,15 +52,13 @@ class Ran:
   out: str
   err: str
 
+  @property
+  def json(self):
+    return json.loads(self.out)
 
-def _script(module, name: str) -> Callable[..., Ran]:
-  def run(*argv: str, stream: io.StringIO | None = None) -> Ran:
-    out, err = io.StringIO(), stream or io.StringIO()
-    values = common.parse(name, module.define, argv)
-    status = module.run(values, stdout=out, stderr=err)
-    return Ran(status, out.getvalue(), err.getvalue())
 
-  return run
+def _script(module) -> Callable[..., Ran]:
+  return lambda *argv, **options: Ran(*script(module, *argv, **options))
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -72,13 +70,13 @@ def _all_devices_are_there() -> None:
 @pytest.fixture(scope="session")
 def ask() -> Callable[..., Ran]:
   """launch.generate in this process."""
-  return _script(generate, "generate")
+  return _script(generate)
 
 
 @pytest.fixture(scope="session")
 def turn() -> Callable[..., Ran]:
   """launch.convert in this process."""
-  return _script(convert, "convert")
+  return _script(convert)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import functools
 import json
 import socket
 import subprocess
@@ -13,19 +13,14 @@ import pytest
 
 import ringjax as rj
 from launch import beside
-from launch.shared import common
 from ringjax.data import Tokenizer
 from ringjax.models import tiny
+from tests.helpers import script
 from tests.launch.conftest import ROOT, environment
 
+run = functools.partial(script, beside)
+
 TEXTS = ("the passkey is 1234", "import os", "def f(x):", "a", "if x is None")
-
-
-def run(*argv: str) -> tuple[int, str, str]:
-  out, err = io.StringIO(), io.StringIO()
-  values, words = common.parse_words("beside", beside.define, argv)
-  status = beside.run(values, words, stdout=out, stderr=err)
-  return status, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture

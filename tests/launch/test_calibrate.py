@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import functools
 import json
 import shutil
 
@@ -12,19 +12,14 @@ import safetensors.numpy
 
 import ringjax as rj
 from launch import calibrate
-from launch.shared import common
 from ringjax.models import tiny
 from ringjax.models.weights.calibration import FILE
 from tests import checkpoints
+from tests.helpers import script
+
+run = functools.partial(script, calibrate)
 
 QUICK = ("--rows=2", "--length=32", "--mesh=seq:1")
-
-
-def run(*argv: str) -> tuple[int, str, str]:
-  out, err = io.StringIO(), io.StringIO()
-  values, words = common.parse_words("calibrate", calibrate.define, argv)
-  status = calibrate.run(values, words, stdout=out, stderr=err)
-  return status, out.getvalue(), err.getvalue()
 
 
 @pytest.mark.slow

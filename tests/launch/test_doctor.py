@@ -16,7 +16,6 @@ import pytest
 
 import ringjax as rj
 from launch import doctor
-from launch.shared import common
 from ringjax.bench import machine
 from ringjax.bench.doctor import (
   checkup,
@@ -42,15 +41,10 @@ from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.kernels.auto_kernel import Loops
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
+from tests.helpers import script
 from tests.launch.conftest import PATIENCE_S
 
-
-def run(*argv):
-  """(exit status, stdout, stderr) of launch.doctor in this process."""
-  out, err = io.StringIO(), io.StringIO()
-  values = common.parse("doctor", doctor.define, argv)
-  status = doctor.run(values, stdout=out, stderr=err)
-  return status, out.getvalue(), err.getvalue()
+run = functools.partial(script, doctor)
 
 
 @pytest.fixture

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import io
+import functools
 import json
 
 import pytest
 
 from launch import instances
-from launch.shared import common
+from tests.helpers import script
+
+run = functools.partial(script, instances)
 
 TEXTS = ("the passkey is 1234 and the grass is green", "import os", "a")
-
-
-def run(*argv: str) -> tuple[int, str, str]:
-  out, err = io.StringIO(), io.StringIO()
-  values, words = common.parse_words("instances", instances.define, argv)
-  status = instances.run(values, words, stdout=out, stderr=err)
-  return status, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture

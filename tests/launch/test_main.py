@@ -14,7 +14,7 @@ from absl import flags
 
 import launch
 import ringjax
-from launch import plan
+from launch import evaluate, plan
 from launch.__main__ import scripts
 from launch.shared.flag_helpers import FlagHelper
 from ringjax.infer import GenerateConfig
@@ -77,6 +77,15 @@ def test_a_sub_command_of_plan_is_found_by_its_name(command):
     assert hint is None
   else:
     assert right in hint.split(" or ")
+
+
+@pytest.mark.parametrize("command", evaluate._COMMANDS)
+def test_a_sub_command_of_evaluate_is_found_and_has_its_flags(command):
+  right = f"python -m launch.evaluate {command}"
+  assert right in (launch._hint(f"launch.{command}") or "").split(" or ")
+  assert (command in evaluate._OWN_FLAGS) != (command in evaluate._COMMON)
+  assert evaluate._uses(command, "out", False)
+  assert not evaluate._uses("another", "model", False)
 
 
 def test_files_of_sub_commands_name_them_in_their_first_line():

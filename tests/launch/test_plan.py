@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import subprocess
@@ -12,11 +11,11 @@ import pytest
 
 from launch import plan
 from launch.planning import elastic, plan_flags, serving_systems
-from launch.shared import common
 from ringjax.plan.fit import TimedCall
 from ringjax.plan.kv_runahead import published
 from ringjax.serve.cluster import ROUTING_POLICIES, Goodput, needs_costs
-from tests.launch.conftest import PATIENCE_S, ROOT, environment
+from tests.helpers import script
+from tests.launch.conftest import PATIENCE_S, ROOT, Ran, environment
 
 MAIN = (
   "--profile=llama7b-a100",
@@ -31,22 +30,8 @@ def home(tmp_path, monkeypatch):
   monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
 
 
-@dataclasses.dataclass(frozen=True)
-class Ran:
-  status: int
-  out: str
-  err: str
-
-  @property
-  def json(self):
-    return json.loads(self.out)
-
-
 def ask(*argv: str) -> Ran:
-  out, err = io.StringIO(), io.StringIO()
-  values, words = common.parse_words("plan", plan.define, argv)
-  status = plan.run(values, words, stdout=out, stderr=err)
-  return Ran(status, out.getvalue(), err.getvalue())
+  return Ran(*script(plan, *argv))
 
 
 def methods(ran: Ran) -> dict:

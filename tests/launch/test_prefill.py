@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import functools
 import json
 import signal
 import socket
@@ -13,21 +13,16 @@ import pytest
 
 import ringjax as rj
 from launch import prefill
-from launch.shared import common
 from launch.shared.group import FAILED
 from ringjax import plan
 from ringjax.data import Tokenizer
 from ringjax.data.tasks import documents
 from ringjax.plan import profiles
+from tests.helpers import script
+
+read = functools.partial(script, prefill)
 
 PATIENCE_S = 600
-
-
-def read(*argv: str) -> tuple[int, str, str]:
-  out, err = io.StringIO(), io.StringIO()
-  values = common.parse("prefill", prefill.define, argv)
-  status = prefill.run(values, stdout=out, stderr=err)
-  return status, out.getvalue(), err.getvalue()
 
 
 @pytest.mark.parametrize(

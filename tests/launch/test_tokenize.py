@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import io
+import functools
 import json
 
 import numpy as np
 import pytest
 
 from launch import tokenize
-from launch.shared import common, console
+from launch.shared import console
 from ringjax.data import Bytes, Corpus, Loader
 from ringjax.models import tiny
+from tests.helpers import script
+
+run = functools.partial(script, tokenize)
 
 
 @pytest.fixture
@@ -26,13 +29,6 @@ def folder(tmp_path):
     "\n".join(json.dumps(line) for line in lines)
   )
   return root
-
-
-def run(*argv: str) -> tuple[int, str, str]:
-  out, err = io.StringIO(), io.StringIO()
-  values, words = common.parse_words("tokenize", tokenize.define, argv)
-  status = tokenize.run(values, words, stdout=out, stderr=err)
-  return status, out.getvalue(), err.getvalue()
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", str(tiny.path())])

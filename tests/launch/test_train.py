@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import io
+import functools
 import json
 import pathlib
 import re
@@ -30,7 +30,10 @@ from ringjax.train.checkpoints.checkpoint import Checkpoints
 from ringjax.train.extend import RopeScaling, scaled_config
 from ringjax.train.methods.induction import InductionHeads
 from ringjax.train.methods.lora import Lora
+from tests.helpers import script
 from tests.launch.conftest import PATIENCE_S, ROOT
+
+run = functools.partial(script, train)
 
 # How ml_collections reads a file.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module")
@@ -72,13 +75,6 @@ def small(tmp_path) -> str:
   path = tmp_path / "small.py"
   path.write_text(SMALL)
   return str(path)
-
-
-def run(*argv: str) -> tuple[int, str, str]:
-  out, err = io.StringIO(), io.StringIO()
-  values = common.parse("train", train.define, argv)
-  status = train.run(values, stdout=out, stderr=err)
-  return status, out.getvalue(), err.getvalue()
 
 
 def lines(folder: pathlib.Path) -> list[dict]:

@@ -58,7 +58,10 @@ def test_every_family_has_a_fixture():
   families = {
     models.read_config(checkpoints.config(name))[1].name for name in NAMES
   }
-  assert families == set(models.list())
+  assert families == set(models.list()), (
+    "make the fixture with tests/fixtures/make.py NAME, then run defaults.py "
+    "NAME and known_keys.py there"
+  )
   assert len(types) == len(families)
 
 

@@ -12,7 +12,7 @@ from ringjax.infer.layerwise import LayerPrograms
 from ringjax.models.partition.tensor_shares import SharedModel
 from ringjax.train.extend import RopeScaling, extend_context
 from tests import checkpoints
-from tests.helpers import make_mesh
+from tests.helpers import check_unequal_rows
 
 TABLE = 64
 
@@ -137,16 +137,4 @@ def test_a_value_that_cannot_be(name, key, value):
   [("gpt2", "dense"), pytest.param("opt", "int8", marks=pytest.mark.slow)],
 )
 def test_rows_of_unequal_lengths_over_shards(tmp_path, name, kind):
-  """Each row continues as if it were alone, on one device."""
-  folder, mesh = checkpoints.write(name, tmp_path), make_mesh(4, "auto")
-  over, alone = rj.models.load(folder, mesh=mesh), rj.models.load(folder)
-  expected = checkpoints.expected(name)
-  prompts = [expected.prompt[0], expected.prompt[1][:7]]
-  new = lambda model, prompts, **how: rj.infer.generate(
-    model, prompts, max_new_tokens=5, cache_kind=kind, **how
-  )
-  found = new(over, prompts, prefill="striped", mesh=mesh)
-  for row, prompt in zip(found, prompts, strict=True):
-    np.testing.assert_array_equal(row, new(alone, [prompt])[0])
-  if kind == "dense":
-    np.testing.assert_array_equal(found[0], expected.greedy[0, :5])
+  check_unequal_rows(tmp_path, name, cache_kind=kind, prefill="striped")

@@ -18,7 +18,7 @@ from ringjax.nn.layer_inputs import LayerInputs
 from ringjax.nn.linear import Norm
 from ringjax.ops.rope import Proportional, Rope
 from tests import checkpoints
-from tests.helpers import make_mesh
+from tests.helpers import check_unequal_rows
 
 NAMES = ("gemma3n", "gemma4")
 OTHERS = {
@@ -173,19 +173,7 @@ def test_layers_that_read_in_a_loop(tmp_path):
   ],
 )
 def test_rows_of_unequal_lengths_over_shards(tmp_path, name, kind):
-  """Each row continues as if it were alone, on one device."""
-  folder, mesh = checkpoints.write(name, tmp_path), make_mesh(4, "auto")
-  over, alone = rj.models.load(folder, mesh=mesh), rj.models.load(folder)
-  expected = checkpoints.expected(name)
-  prompts = [expected.prompt[0], expected.prompt[1][:7]]
-  new = lambda model, prompts, **how: rj.infer.generate(
-    model, prompts, max_new_tokens=5, cache_kind=kind, **how
-  )
-  found = new(over, prompts, prefill="ring", mesh=mesh)
-  for row, prompt in zip(found, prompts, strict=True):
-    np.testing.assert_array_equal(row, new(alone, [prompt])[0])
-  if kind == "dense":
-    np.testing.assert_array_equal(found[0], expected.greedy[0, :5])
+  check_unequal_rows(tmp_path, name, cache_kind=kind, prefill="ring")
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import io
 import pathlib
 
 import numpy as np
@@ -11,23 +11,17 @@ import pytest
 
 import ringjax as rj
 from launch import plan
-from launch.shared import common
 from ringjax.data.batches.placement import place
 from ringjax.errors import OptionError, ShapeError
 from ringjax.plan import draw, pictures
+from tests.helpers import script
+
+call = functools.partial(script, plan)
 
 LOCAL, TILE = pictures.LOCAL, pictures.TILE
 DRAWS = pytest.mark.skipif(
   importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib"
 )
-
-
-def call(*argv):
-  """The exit status, and what is printed."""
-  out, err = io.StringIO(), io.StringIO()
-  values, words = common.parse_words("plan", plan.define, argv)
-  status = plan.run(values, words, stdout=out, stderr=err)
-  return status, out.getvalue(), err.getvalue()
 
 
 def counts(layout, strategy):

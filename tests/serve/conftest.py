@@ -13,6 +13,18 @@ from tests.infer.conftest import loaded
 
 __all__ = ["loaded"]
 
+# Config of a model of bytes.
+BYTES_MODEL = dict(
+  model_type="llama",
+  vocab_size=262,
+  hidden_size=32,
+  intermediate_size=64,
+  num_hidden_layers=2,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  max_position_embeddings=256,
+)
+
 
 @pytest.fixture(scope="package")
 def talking():
@@ -20,19 +32,7 @@ def talking():
 
   Its adapter "tuned" is random too.
   """
-  model = rj.models.create(
-    dict(
-      model_type="llama",
-      vocab_size=262,
-      hidden_size=32,
-      intermediate_size=64,
-      num_hidden_layers=2,
-      num_attention_heads=4,
-      num_key_value_heads=2,
-      max_position_embeddings=256,
-    ),
-    seed=0,
-  )
+  model = rj.models.create(BYTES_MODEL, seed=0)
   rng, how = np.random.default_rng(0), rj.train.Lora(rank=2, alpha=4.0)
   fill = lambda x: rng.standard_normal(x.shape).astype(np.float32) * 0.3
   params = {

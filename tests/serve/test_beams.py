@@ -27,6 +27,7 @@ from ringjax.serve import (
 )
 from ringjax.serve.request import Answer
 from tests.helpers import refused, swept
+from tests.serve.conftest import BYTES_MODEL
 from tests.serve.test_scheduler import PAGE as SMALL
 from tests.serve.test_scheduler import Memory
 
@@ -556,19 +557,9 @@ def test_what_is_refused(tiny):
 @pytest.fixture(scope="module")
 def tiny():
   """A model of bytes."""
-  return rj.models.create(
-    dict(
-      model_type="llama",
-      vocab_size=262,
-      hidden_size=32,
-      intermediate_size=64,
-      num_hidden_layers=1,
-      num_attention_heads=2,
-      num_key_value_heads=1,
-      max_position_embeddings=256,
-    ),
-    seed=0,
-  )
+  heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+  config = BYTES_MODEL | {"num_hidden_layers": 1} | heads
+  return rj.models.create(config, seed=0)
 
 
 # ---------------------------------------------------------------------------

@@ -783,6 +783,18 @@ def test_what_no_context_holds_is_not_encoded(engine, monkeypatch):
   assert found["code"] == "context_length_exceeded"
 
 
+def test_the_limit_of_an_engine_that_a_request_exceeds_is_named(
+  engine, monkeypatch
+):
+  def limited(*_, **__):
+    raise rj.PromptError("prompt", "2 tokens", "1 of a row at most", "ask less")
+
+  monkeypatch.setattr(engine, "submit", limited)
+  refusal = complete(app(engine), prompt=[1, 2], max_tokens=5)
+  found = error(refusal, 400, "2 tokens and 5 new ones; wanted 1 of a row")
+  assert found["code"] == "context_length_exceeded"
+
+
 def test_bodies_are_read_beside_the_loop(engine, monkeypatch):
   seen = []
 

@@ -13,6 +13,7 @@ from ringjax.errors import NotFiniteLogitsError
 from ringjax.infer import speculate
 from ringjax.serve import Engine, Request, RowSampling
 from tests.helpers import poisoned, refused
+from tests.serve.conftest import BYTES_MODEL
 from tests.serve.test_http import ask, complete, error
 
 # A byte that stands for what goes wrong.
@@ -22,20 +23,8 @@ PROMPT = "def f(x):\n  return x + "
 
 @pytest.fixture(scope="module")
 def sound():
-  return rj.models.create(
-    dict(
-      model_type="llama",
-      vocab_size=262,
-      hidden_size=32,
-      intermediate_size=64,
-      num_hidden_layers=2,
-      num_attention_heads=4,
-      num_key_value_heads=2,
-      max_position_embeddings=256,
-      tie_word_embeddings=False,
-    ),
-    seed=0,
-  )
+  config = BYTES_MODEL | {"tie_word_embeddings": False}
+  return rj.models.create(config, seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -47,20 +47,26 @@ def recipe(**options):
   return rj.train.Recipe(**given | options)
 
 
+def trained_gradients(method, model, batch):
+  """Gradients of what a method trains; those of the frozen weights are 0."""
+
+  def loss(params, frozen):
+    joined = method.model(params, frozen)
+    return Objective().sums(joined, batch, ContextParallel()).loss
+
+  trained, frozen = jax.jit(jax.grad(loss, argnums=(0, 1)))(
+    method.start(model), model
+  )
+  assert all(not np.any(x) for x in jax.tree.leaves(frozen))
+  return trained
+
+
 @pytest.mark.long
 def test_the_target_has_gradients_of_zero_and_the_block_others():
   method, mine = DraftTraining(longest=256), draft()
   batch = batches.place(method.rows(rows(), 0), ContextParallel())
   batch = jax.tree.map(lambda x: x[0], batch)
-
-  def loss(params, frozen):
-    made = method.model(params, frozen)
-    return Objective().sums(made, batch, ContextParallel()).loss
-
-  trained, frozen = jax.jit(jax.grad(loss, argnums=(0, 1)))(
-    method.start(mine), mine
-  )
-  assert all(not np.any(x) for x in jax.tree.leaves(frozen))
+  trained = trained_gradients(method, mine, batch)
   for path, x in jax.tree_util.tree_leaves_with_path(trained):
     # A softmax does not see what a bias adds to all of its keys.
     name = jax.tree_util.keystr(path, simple=True, separator=".")

@@ -18,6 +18,7 @@ from ringjax.train.methods.induction import CrossInductionHeads
 from ringjax.train.step import Objective
 from tests import checkpoints
 from tests.helpers import refused
+from tests.train.test_draft_training import trained_gradients
 
 LONG, MORE = pytest.mark.long, ("qwen3", "gemma2")
 ENCODER = cepe.Encoder(layers=1, width=16, heads=2, hidden=24, chunk=8)
@@ -65,15 +66,7 @@ def recipe(**options):
 def test_frozen_weights_have_gradients_of_zero_and_no_others(name):
   method, mine = EncoderTraining(), model(name)
   batch = jax.tree.map(lambda x: x[0], batches.place(rows(), ContextParallel()))
-
-  def loss(params, frozen):
-    made = method.model(params, frozen)
-    return Objective().sums(made, batch, ContextParallel()).loss
-
-  trained, frozen = jax.jit(jax.grad(loss, argnums=(0, 1)))(
-    method.start(mine), mine
-  )
-  assert all(not np.any(x) for x in jax.tree.leaves(frozen))
+  trained = trained_gradients(method, mine, batch)
   for path, x in jax.tree_util.tree_leaves_with_path(trained):
     assert np.any(x), jax.tree_util.keystr(path)
 

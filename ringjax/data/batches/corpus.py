@@ -21,7 +21,6 @@ import hashlib
 import json
 import os
 import pathlib
-import secrets
 import sys
 import zlib
 from collections.abc import Callable, Iterable
@@ -35,6 +34,7 @@ from ringjax.data.batches.packing import as_document
 from ringjax.data.text.tokenizer import AnyTokenizer
 from ringjax.errors import DataError, OptionError
 from ringjax.json_text import json_text
+from ringjax.regular_files import replacing
 
 _FORMAT, _VERSION = "ringjax-tokens", 1
 _HEADER_BYTES = 4096
@@ -77,19 +77,11 @@ def write(
       "pass ringjax.data.fingerprint(tokenizer)",
     )
   target = pathlib.Path(path)
-  new = target.parent / f".{target.name}.{secrets.token_hex(4)}.new"
-  try:
-    with open(new, "xb") as file:
-      header = _write_body(file, documents, vocab, progress)
-      header["tokenizer"] = tokenizer_fingerprint
-      file.seek(0)
-      file.write(json_text(header).encode().ljust(_HEADER_BYTES - 1) + b"\n")
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(new, target)
-  except BaseException:
-    new.unlink(missing_ok=True)
-    raise
+  with replacing(target) as file:
+    header = _write_body(file, documents, vocab, progress)
+    header["tokenizer"] = tokenizer_fingerprint
+    file.seek(0)
+    file.write(json_text(header).encode().ljust(_HEADER_BYTES - 1) + b"\n")
   _sync_folder(target.parent)
 
 

@@ -198,8 +198,9 @@ def read_pair(
     call_tokens = tokens_of(
       model, attend, call.tokens.shape, None, call.seg, call.length
     )
-    call_cache = cache.allocate(call_tokens.at, replicated=False, sees=False)
-    call_cache = call_cache.mark(call.tokens, call_tokens.at)
+    call_cache = cache.allocate(
+      call_tokens.at, replicated=False, sees=False, tokens=call.tokens
+    )
     stack_inputs.append(
       (
         attend.constrain(model.embedded(call.tokens, call_tokens)),
@@ -449,8 +450,9 @@ def step_beside(
   stack_inputs = []
   for (ids, positions, seg, length), cache in zip(calls, caches, strict=True):
     call_tokens = tokens_of(model, attend, ids.shape, positions, seg, length)
-    call_cache = cache.allocate(call_tokens.at, replicated=True, sees=True)
-    call_cache = call_cache.mark(ids, call_tokens.at)
+    call_cache = cache.allocate(
+      call_tokens.at, replicated=True, sees=True, tokens=ids
+    )
     stack_inputs.append(
       (
         attend.constrain(model.embedded(ids, call_tokens)),

@@ -26,16 +26,10 @@ from jaxtyping import Array, Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import OptionError
-from ringjax.kv.base import donated
 from ringjax.kv.cache import KVCache
 from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.layer_spec import filled_constants
-from ringjax.kv.storage.changes import (
-  CacheChange,
-  InsertRows,
-  ResetRows,
-  TakeRows,
-)
+from ringjax.kv.storage import changes
 from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.kv.storage.pages import few_sizes
 from ringjax.kv.storage.refusals import refused
@@ -81,24 +75,19 @@ class ContextCache(WithOpenCache):
   older: ClassVar[str] = "contexts"
   described: ClassVar[str] = "a cache after contexts"
   instead: ClassVar[str] = "a cache that holds its own tokens alone"
+  remake: ClassVar[str] = "place the contexts again"
   # Contexts differ in size from row to row, and stay on their shards.
   refuses: ClassVar[Mapping[type, tuple[str, str]]] = {
-    InsertRows: ("insert", "place the contexts of all rows together")
+    changes.InsertRows: ("insert", "place the contexts of all rows together")
   }
   # To ask the contexts another question.
   changing: ClassVar[tuple[str, ...]] = ("open",)
 
-  @property
-  def asks_whole(self) -> bool:
-    return isinstance(self.weigh, SelectedView) and self.weigh.together
-
-  def check(
-    self, batch: int, tokens: int, *, replicated: bool, sees: bool
-  ) -> None:
-    """Check that tokens fit; see `ModelCache.check`.
+  def allocate(self, at: Coords, *, sees: bool, **call: Any) -> ContextCache:
+    """Allocate slots for a call's tokens; see `CallCache.allocate`.
 
     Raises:
-      OptionError: If the call would not see the contexts, or as `KVCache`.
+      OptionError: If the call would not see the contexts.
     """
     if not sees:
       raise OptionError(
@@ -107,14 +96,7 @@ class ContextCache(WithOpenCache):
         "CachedAttention(), which sees them",
         "pass attend=CachedAttention(), or leave it out",
       )
-    if donated(self.contexts):
-      raise OptionError(
-        "cache",
-        "one whose buffers were donated to an earlier call",
-        "the cache that the last call returned",
-        "pass that one, or place the contexts again",
-      )
-    super().check(batch, tokens, replicated=replicated, sees=sees)
+    return super().allocate(at, sees=sees, **call)
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> ContextLayer:
     return ContextLayer(self, self.open.layer(kind, slots, index), kind, index)
@@ -123,12 +105,12 @@ class ContextCache(WithOpenCache):
   # Between calls
   # -------------------------------------------------------------------------
 
-  def changed(self, change: CacheChange) -> ContextCache:
+  def changed(self, change: changes.CacheChange) -> ContextCache:
     cache, weigh = super().changed(change), cast(Any, self.weigh)
-    if not isinstance(change, ResetRows | TakeRows):
+    if not isinstance(change, changes.ResetRows | changes.TakeRows):
       return cache
     owner = getattr(weigh, "owner", None)
-    if isinstance(change, TakeRows) and owner is not None:
+    if isinstance(change, changes.TakeRows) and owner is not None:
       owner = jnp.take(owner, jnp.asarray(change.rows), 0)
       weigh = dataclasses.replace(weigh, owner=owner)
     contexts = self.contexts.changed(change)

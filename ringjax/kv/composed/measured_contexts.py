@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ class MeasuredContexts(ContextCache):
   found: tuple[Any, ...]
   sinks: tuple[Any, ...]
   before: int
+  layer_fields: ClassVar[tuple[str, ...]] = ("found",)
 
   @classmethod
   def of(
@@ -79,20 +80,10 @@ class MeasuredContexts(ContextCache):
       before=before,
     )
 
-  @property
-  def slots(self) -> tuple[Any, ...]:
-    return tuple(zip(self.open.slots, self.found, strict=True))
-
   def layer(self, kind: int, slots: PyTree, index: Index) -> MeasuredLayer:
     stored, statistics = slots
     inner = self.open.layer(kind, stored, index)
     return MeasuredLayer(self, inner, kind, index, statistics)
-
-  def updated(self, slots: tuple[Any, ...]) -> MeasuredContexts:
-    stored, statistics = (tuple(x) for x in zip(*slots, strict=True))
-    return dataclasses.replace(
-      self, open=self.open.updated(stored), found=statistics
-    )
 
   def by_layer(self) -> tuple[AttentionStatistics | None, ...]:
     """Statistics of each layer of the model; None for layers without keys."""

@@ -12,13 +12,14 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Shaped
 
 from ringjax.errors import OptionError
 from ringjax.kv.base import KV, CallLayer
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.model_cache import ModelCache
+from ringjax.kv.storage import changes
 from ringjax.kv.storage.pages import few_sizes
 from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.mask import Coords
@@ -39,30 +40,23 @@ class WithOpenCache(ModelCache):
   kind: CacheConfig
   limit: int
   part_field: ClassVar[str] = "open"
-  # Field with the cache, or the slot table, of older tokens; "" for none.
-  older: ClassVar[str] = ""
 
   @property
   def slots(self) -> tuple[Any, ...]:
-    return self.open.slots
-
-  @property
-  def capacity(self) -> int:
-    return self.limit
+    by_field = (getattr(self, name) for name in self.layer_fields)
+    slots = self.open.slots
+    if not self.layer_fields:
+      return slots
+    return tuple(zip(slots, *by_field, strict=True))
 
   @property
   def at(self) -> Coords:
     """Coordinates of all slots, [B, S]: of the older tokens, then the open."""
-    if not self.older:
+    # Pages, where heads have different tokens, are not among them.
+    if not self.older or self.kind.evicting:
       return self.open.at
     pairs = zip(getattr(self, self.older).at, self.open.at, strict=True)
     return Coords(*(jnp.concatenate(pair, 1) for pair in pairs))
-
-  @property
-  def length(self) -> Int[Array, " B"]:
-    if not self.older:
-      return self.open.length
-    return jnp.maximum(self.open.length, getattr(self, self.older).length)
 
   def tile_trips(self, platform: str) -> float:
     """Trip count of each of the two loops over the open cache's tiles.
@@ -76,35 +70,18 @@ class WithOpenCache(ModelCache):
 class ResizableCache(WithOpenCache):
   """Base class of caches whose open cache changes its size between calls."""
 
-  def steps(self) -> int:
-    """Number of tokens that can be appended before `evict` is due."""
+  resizes: ClassVar[bool] = True
+
+  def changed(self, change: changes.CacheChange) -> Any:
+    if not isinstance(change, changes.MakeRoom):
+      return super().changed(change)
+    new_slots: Any = change.slots
     free = self.open.free()
     assert free is not None
-    fitting, most = int(free.sum(1).min()), self.kind.most_steps
-    # Capped: the number of slots alone depends on the mesh.
-    return fitting if most is None else min(fitting, most)
-
-  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> Any:
-    """Make room in the open cache by `evict`.
-
-    Applies to all rows: moving tokens does not change them.
-    """
-    del rows
-    return self.evict()
-
-  def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> Any:
-    """Grow the open cache so that a call fits; older tokens do not change.
-
-    Args:
-      taken: Number of slots that the call takes on each shard, int [B, R]; an
-        int for tokens that are the same on all shards.
-    """
-    free = self.open.free()
-    assert free is not None
-    if np.ndim(taken):
-      missing = int((taken - free).max())
+    if np.ndim(new_slots):
+      missing = int((new_slots - free).max())
     else:
-      missing = math.ceil(int((taken - free.sum(1)).max()) / self.shards)
+      missing = math.ceil(int((new_slots - free.sum(1)).max()) / self.shards)
     if missing <= 0:
       return self
     return self._sized(few_sizes(self.open.held.local + missing))

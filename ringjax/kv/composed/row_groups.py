@@ -19,7 +19,7 @@ from jaxtyping import Bool
 from ringjax import tree
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.model_cache import ModelCache
-from ringjax.kv.storage.changes import InsertRows, ResetRows, TakeRows
+from ringjax.kv.storage import changes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,9 @@ class RowGroups(ModelCache):
   described: ClassVar[str] = "a cache of row groups"
   instead: ClassVar[str] = "a cache of one group"
   refuses: ClassVar[Mapping[type, tuple[str, str]]] = {
-    TakeRows: ("take", "leave rows_at_once out"),
-    InsertRows: ("insert", "leave rows_at_once out"),
-    ResetRows: ("reset", "leave rows_at_once out"),
+    changes.TakeRows: ("take", "leave rows_at_once out"),
+    changes.InsertRows: ("insert", "leave rows_at_once out"),
+    changes.ResetRows: ("reset", "leave rows_at_once out"),
   }
 
   @classmethod
@@ -66,10 +66,6 @@ class RowGroups(ModelCache):
       caches=tuple(make(size) for size in sizes),
       hosted=hosted if any(hosted) else (),
     )
-
-  @property
-  def row_groups(self) -> RowGroups:
-    return self
 
   def regrouped(self, caches: Iterable[Any]) -> RowGroups:
     """Cache with other caches of the groups."""

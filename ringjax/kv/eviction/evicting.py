@@ -54,17 +54,8 @@ from ringjax.kv.layer_spec import (
 )
 from ringjax.kv.offload.cache_files import CacheFiles
 from ringjax.kv.policies import Policy
-from ringjax.kv.storage.changes import (
-  CacheChange,
-  InsertRows,
-  KeepFirst,
-  KeepTokens,
-  ResetRows,
-  TakeRows,
-  Truncate,
-)
+from ringjax.kv.storage import changes
 from ringjax.kv.storage.pages import Pages, Places, host
-from ringjax.kv.storage.refusals import refuse_unseen
 from ringjax.ops.mask import Coords
 from ringjax.parallel.local_arrays import move
 from ringjax.typing import ArrayLeaf, Index
@@ -124,6 +115,9 @@ class EvictingCache(ResizableCache):
   constants: tuple[Any, ...]
   marks: Bool[ArrayLeaf, "B P"] | None
   places: Places
+  older: ClassVar[str] = "ends"
+  layer_fields: ClassVar[tuple[str, ...]] = ("noted",)
+  tables: ClassVar[tuple[str, ...]] = ("watch",)
   call_fields: ClassVar[tuple[str, ...]] = ("noted", "watch", "marks")
   # Pages aside, which rows share.
   row_axes: ClassVar[Mapping[str, int]] = {
@@ -213,15 +207,6 @@ class EvictingCache(ResizableCache):
   # Size and contents
   # -------------------------------------------------------------------------
 
-  @property
-  def slots(self) -> tuple[Any, ...]:
-    return tuple(zip(self.open.slots, self.noted, strict=True))
-
-  @property
-  def length(self) -> Int[Array, " B"]:
-    """int32 [B], the position after each row's last token; 0 if empty."""
-    return jnp.maximum(self.open.length, self.ends)
-
   def positions(self, row: int) -> list[list[Int[np.ndarray, " _"]] | None]:
     """Positions of a row's tokens that each head of each layer holds.
 
@@ -290,19 +275,17 @@ class EvictingCache(ResizableCache):
     remaining = self.limit - host(row_state.lengths(self))
     return np.repeat(remaining[:, None] // self.shards, self.shards, 1)
 
-  def check(
-    self, batch: int, tokens: int, *, replicated: bool, sees: bool
-  ) -> None:
-    if not isinstance(self.ends, jax.core.Tracer):
-      refuse_unseen(sees, int(host(self.ends).max(initial=0)))
-    super().check(batch, tokens, replicated=replicated, sees=sees)
-
   # -------------------------------------------------------------------------
   # A call
   # -------------------------------------------------------------------------
 
   def allocate(
-    self, at: Coords, *, replicated: bool, sees: bool
+    self,
+    at: Coords,
+    *,
+    replicated: bool,
+    sees: bool,
+    tokens: Int[Array, "B T"] | None = None,
   ) -> EvictingCache:
     open_cache = self.open.allocate(at, replicated=replicated, sees=sees)
     sums = self._sums_prompts and not replicated
@@ -330,9 +313,12 @@ class EvictingCache(ResizableCache):
       pages=pages,
       ends=ends,
       stayed=stayed,
+      marks=self._marked(tokens, at),
     )
 
-  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> EvictingCache:
+  def _marked(
+    self, tokens: Int[Array, "B T"] | None, at: Coords
+  ) -> Bool[Array, "B P"] | None:
     """Mark the positions of a call's tokens whose ids the policy uses.
 
     A position has one token: packed documents in a row and drafted trees are
@@ -340,7 +326,14 @@ class EvictingCache(ResizableCache):
     unmarked.
     """
     if self.marks is None:
-      return self
+      return None
+    if tokens is None:
+      raise OptionError(
+        "cache",
+        f"a call without token ids, with the policy {self.kind.policy}",
+        "a policy that looks at no ids",
+        "leave punctuation= out",
+      )
     assert self.kind.policy is not None
     ids = self.kind.policy.marks
     marked_ids = np.zeros(max(ids) + 2, bool)
@@ -351,21 +344,12 @@ class EvictingCache(ResizableCache):
     into = jnp.where(seg > 0, pos, self.limit)
     rows = jnp.arange(self.batch, dtype=jnp.int32)[:, None]
     marks = self.marks.at[rows, into].set(marked, mode="drop")
-    return dataclasses.replace(self, marks=self.open.held._everywhere(marks))
+    return self.open.held._everywhere(marks)
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> EvictingLayer:
     inner, noted = slots
     return EvictingLayer(
       self, self.open.layer(kind, inner, index), noted, index, kind
-    )
-
-  def updated(self, slots: tuple[Any, ...]) -> EvictingCache:
-    inner, noted = zip(*slots, strict=True)
-    return dataclasses.replace(
-      self,
-      open=self.open.updated(inner),
-      noted=noted,
-      watch=self.watch.ended(),
     )
 
   # -------------------------------------------------------------------------
@@ -381,32 +365,13 @@ class EvictingCache(ResizableCache):
     marks = jnp.pad(self.marks[:, :limit], ((0, 0), (0, added)))
     return self._placed(dataclasses.replace(cache, marks=marks))
 
-  def evict(
+  def _evicted(
     self,
-    repeated: Repeated | None = None,
-    rows: Bool[np.ndarray, " B"] | None = None,
-    ended: Bool[np.ndarray, " B"] | None = None,
+    repeated: Repeated | None,
+    rows: Bool[np.ndarray, " B"] | None,
+    ended: Bool[np.ndarray, " B"] | None,
   ) -> EvictingCache:
-    """Drop the tokens that the policy does not keep; move others into pages.
-
-    Call it between calls of the model, outside of jit. Rows without new tokens
-    since their last eviction do not change.
-
-    Args:
-      repeated: Scores by a repetition of the context, for policies that need
-        it; `rj.infer.evict_by_repetition` computes them and evicts.
-      rows: Rows to evict from, bool [B]; the others do not change.
-        Default: all.
-      ended: Rows whose prompt has been read, bool [B]: of a policy with choices
-        (`FastGen`) their heads keep what they choose now, if all queries that
-        the policy looks at are recorded. Default: none.
-
-    Raises:
-      OptionError: If called under a trace, where memory can't shrink; or if
-        the policy needs `repeated` and it is None.
-      NotFiniteError: If scores are NaN, or -inf for all tokens of a head; no
-        token is dropped.
-    """
+    """Drop the tokens that the policy does not keep; see `ModelCache.evict`."""
     if self.kind.repeats and repeated is None:
       raise OptionError(
         "repeated",
@@ -416,14 +381,6 @@ class EvictingCache(ResizableCache):
         "rj.infer.generate does so by itself",
       )
     cache, eviction = self._choose(self.kind.policy, repeated, rows, ended)
-    return cache.apply(eviction)
-
-  def flush(self, rows: Bool[np.ndarray, " B"] | None = None) -> EvictingCache:
-    """Make room in the open cache by `evict`.
-
-    With a policy that repeats the context, all tokens are kept.
-    """
-    cache, eviction = self.choose(rows)
     return cache.apply(eviction)
 
   def choose(
@@ -553,7 +510,7 @@ class EvictingCache(ResizableCache):
   # Between calls
   # -------------------------------------------------------------------------
 
-  def changed(self, change: CacheChange) -> EvictingCache:
+  def changed(self, change: changes.CacheChange) -> EvictingCache:
     """Return the cache after a change between calls; see `ModelCache.changed`.
 
     Evicted tokens do not come back. Queries of dropped tokens are dropped;
@@ -565,39 +522,40 @@ class EvictingCache(ResizableCache):
       OptionError: If rows of a sharded batch are taken: pages stay on the
         devices of their rows.
     """
-    if isinstance(change, InsertRows):
+    if isinstance(change, changes.InsertRows):
       this, that = evicting_changes.of_one_size(self, change.source)
       changed = super(EvictingCache, this).changed(
-        InsertRows(change.rows, that)
+        changes.InsertRows(change.rows, that)
       )
       return evicting_changes.inserted(this, changed, change.rows, that)
+    match change:
+      case changes.Evict(repeated, rows, ended):
+        return self._evicted(repeated, rows, ended)
+      case changes.Flush(rows):
+        cache, eviction = self.choose(rows)
+        return cache.apply(eviction)
+      case changes.RecordMore(queries):
+        window = self._window
+        if window is None or self._noted_now == window + queries:
+          return self
+        return row_state.noting(self, window + queries)
+      case changes.LoadBlocks(_, blocks, _):
+        self._refuse_unmarked()
+        roomy = self.with_room(blocks.at.pos.shape[0])
+        return super(EvictingCache, roomy).changed(change)
     cache = super().changed(change)
     match change:
-      case Truncate(end, _):
+      case changes.Truncate(end, _):
         return evicting_changes.truncated(self, cache.open, end)
-      case KeepTokens() | KeepFirst():
+      case changes.KeepTokens() | changes.KeepFirst():
         watch = self.watch.kept(change.keep_mask)
         return dataclasses.replace(cache, watch=watch)
-      case ResetRows(rows):
+      case changes.ResetRows(rows):
         return evicting_changes.emptied(self, cache.open, rows)
-      case TakeRows(rows):
+      case changes.TakeRows(rows):
         pages = evicting_changes.taken_pages(self, rows)
         return dataclasses.replace(cache, pages=pages)
-
-  @property
-  def irreversible(self) -> bool:
-    return self.open.irreversible or self.watch.count is not None
-
-  def with_slack(self, tokens: int) -> EvictingCache:
-    """Record `tokens` more queries than the policy looks at.
-
-    Then up to that many tokens of a call can be taken back without a trace;
-    `flush` and `evict` drop the additional records.
-    """
-    window = self._window
-    if window is None or self._noted_now == window + tokens:
-      return self
-    return row_state.noting(self, window + tokens)
+    return cache
 
   def _settled(self) -> EvictingCache:
     """Sort the recorded queries into the order in which they came."""
@@ -663,25 +621,6 @@ class EvictingCache(ResizableCache):
       )
     return super().export(row, start, stop)
 
-  def load(
-    self, row: int, blocks: PyTree, at: Coords | None = None
-  ) -> EvictingCache:
-    """Append exported tokens to a row; see `ModelCache.load`.
-
-    Raises:
-      OptionError: If the policy uses token ids, which blocks lack, or as
-        `ModelCache.load` does.
-    """
-    if self.marks is not None:
-      raise OptionError(
-        "cache",
-        f"load into one with the policy {self.kind.policy}",
-        "a policy that looks at no ids: exported tokens have none",
-        "read the tokens by a call of the model, or leave punctuation= out",
-      )
-    cache = self.with_room(int(blocks.at.pos.shape[0]))
-    return super(EvictingCache, cache).load(row, blocks, at)
-
   def gathered(self, device: jax.Device) -> EvictingCache:
     """Copy the cache to one device."""
     to_device = lambda x: jax.tree.map(lambda y: move(y, device), x)
@@ -699,6 +638,16 @@ class EvictingCache(ResizableCache):
       marks=to_device(self.marks),
       places=Places(),
     )
+
+  def _refuse_unmarked(self) -> None:
+    """Refuse exported tokens, which have no ids, if the policy uses ids."""
+    if self.marks is not None:
+      raise OptionError(
+        "cache",
+        f"load into one with the policy {self.kind.policy}",
+        "a policy that looks at no ids: exported tokens have none",
+        "read the tokens by a call of the model, or leave punctuation= out",
+      )
 
   def _placed(self, made: EvictingCache) -> EvictingCache:
     """Put coordinates and recorded queries on the shardings of the old ones."""

@@ -202,7 +202,7 @@ class QueryWatch:
       watch, at=newest, source=jnp.where(newest.seg > 0, order, -1)
     )
 
-  def ended(self) -> QueryWatch:
+  def committed(self) -> QueryWatch:
     """Drop the state that exists only during a call."""
     return dataclasses.replace(self, call=None, sharded=False)
 

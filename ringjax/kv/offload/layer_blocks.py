@@ -10,13 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from ringjax import tree
-from ringjax.kv.base import DEVICE, DISK, IN_HOST
+from ringjax.kv.base import DEVICE, DISK, IN_HOST, DistantSlots
 from ringjax.kv.layer_spec import LayerKV
-from ringjax.kv.offload.cache_files import read_blocks, write_block
+from ringjax.kv.offload.cache_files import (
+  CacheFiles,
+  read_blocks,
+  write_block,
+)
+from ringjax.kv.offload.host_memory import default_device, host_zeros
 from ringjax.kv.storage.pages import Places
 from ringjax.ops.attention.cached.code_format import token_axis
 from ringjax.typing import Index
@@ -47,7 +53,7 @@ class OffloadLayout:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OffloadedKV:
+class OffloadedKV(DistantSlots):
   """Keys and values of the layers of one kind.
 
   Attributes:
@@ -66,9 +72,48 @@ class OffloadedKV:
   layout: OffloadLayout
   stored: tuple[jax.ShapeDtypeStruct, ...]
 
+  @property
+  def _stored_bytes(self) -> int:
+    """Bytes of one layer."""
+    return sum(x.size * x.dtype.itemsize for x in self.stored)
+
+  @property
+  def disk_bytes(self) -> int:
+    """Bytes of the layers on disk."""
+    return self.layout.tiers.count(DISK) * self._stored_bytes
+
+  @property
+  def layer_bytes(self) -> int:
+    """Bytes of a layer that is copied to the devices; 0 if all are there."""
+    return 0 if set(self.layout.tiers) == {DEVICE} else self._stored_bytes
+
+  def fetch(
+    self, index: Index, after: Shaped[Array, " ..."]
+  ) -> tuple[Shaped[Array, "N B K *P"], ...]:
+    return fetched_blocks(self, jnp.asarray(index, jnp.int32), after)
+
+  def allocated(self, files: CacheFiles | None, mesh: Mesh | None) -> Any:
+    """Allocate the arrays of these specs, on a mesh or on one device."""
+    filed = ()
+    if self.filed != ():
+      assert files is not None
+      count = self.layout.tiers.count(DISK) * self.layout.blocks
+      numbers = [
+        files.allocate((count, *x.shape[1:]), x.dtype) for x in self.stored
+      ]
+      filed = jnp.asarray([0, *numbers, *[0] * (2 - len(numbers))], jnp.int32)
+      if mesh is None:
+        filed = jax.device_put(filed, default_device())
+    return dataclasses.replace(
+      self,
+      resident=jax.tree.map(host_zeros, self.resident),
+      hosted=jax.tree.map(host_zeros, self.hosted),
+      filed=filed,
+    )
+
 
 tree.register(
-  OffloadedKV, ("resident", "hosted", "filed"), ("layout", "stored")
+  OffloadedKV, ("resident", "hosted", "filed", "fetched"), ("layout", "stored")
 )
 
 

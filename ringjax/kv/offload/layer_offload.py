@@ -28,19 +28,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import PyTree
 
 from ringjax import tree
 from ringjax.errors import OptionError
-from ringjax.kv.base import (
-  DEVICE,
-  DISK,
-  HOST,
-  IN_HOST,
-  CacheSpec,
-  LayerCache,
-  StateCache,
-)
+from ringjax.kv.base import DEVICE, DISK, HOST, IN_HOST, CacheSpec
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Allocated, PerHead
@@ -48,26 +40,16 @@ from ringjax.kv.composed.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.kv_layer import KVLayer
 from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
 from ringjax.kv.offload.cache_files import CacheFiles
-from ringjax.kv.offload.host_memory import (
-  check_host_memory,
-  default_device,
-  host_zeros,
-)
+from ringjax.kv.offload.host_memory import check_host_memory, default_device
 from ringjax.kv.offload.layer_blocks import (
   MOST_SLOTS,
   OffloadedKV,
   OffloadLayout,
-  fetched_blocks,
   merged_blocks,
   put_blocks,
 )
 from ringjax.kv.state import StateLayer
-from ringjax.kv.storage.changes import (
-  InsertRows,
-  KeepFirst,
-  KeepTokens,
-  TakeRows,
-)
+from ringjax.kv.storage import changes
 from ringjax.kv.storage.pages import Places
 from ringjax.typing import Index
 
@@ -77,21 +59,23 @@ class OffloadedCache(WithOpenCache):
   """A `KVCache` with keys and values of each layer in the memory of its tier.
 
   Attributes:
-    open: Slot tables, and the kinds of layers that stay on the devices.
+    open: Slot tables and keys, of which some kinds of layers have
+      `OffloadedKV`.
     kind: Storage format of keys and values.
     limit: Number of tokens that fit in a row.
-    layers: For each kind of layer its keys and values; None if `open` has them.
   """
 
-  layers: tuple[OffloadedKV | None, ...]
   described: ClassVar[str] = (
     "a cache whose layers are in host memory or on disk"
   )
   refuses: ClassVar[Mapping[type, tuple[str, str]]] = {
-    KeepTokens: ("keep, of drafted tokens", "leave speculate= out"),
-    KeepFirst: ("keep_first, of drafted tokens", "leave speculate= out"),
-    TakeRows: ("take", "leave the placement of the cache out"),
-    InsertRows: ("insert", "leave the placement of the cache out"),
+    changes.KeepTokens: ("keep, of drafted tokens", "leave speculate= out"),
+    changes.KeepFirst: (
+      "keep_first, of drafted tokens",
+      "leave speculate= out",
+    ),
+    changes.TakeRows: ("take", "leave the placement of the cache out"),
+    changes.InsertRows: ("insert", "leave the placement of the cache out"),
   }
 
   # -------------------------------------------------------------------------
@@ -148,25 +132,22 @@ class OffloadedCache(WithOpenCache):
       shapes, batch, capacity, dtype, kind=kind, **where
     )
     room = CacheSpec.of(batch, capacity, dtype, kind.codec, **where)
-    layers = tuple(
+    slots = tuple(
       _spec_of(shape, room, tuple(tiers[n] for n in shape.which))
       if isinstance(shape, LayerCacheSpec) and full_cache._ring(number) is None
-      else None
-      for number, shape in enumerate(shapes)
+      else on_device
+      for number, (shape, on_device) in enumerate(
+        zip(shapes, full_cache.slots, strict=True)
+      )
     )
-    if mesh is None and any(x is not None and x.hosted for x in layers):
+    hosted = any(isinstance(x, OffloadedKV) and x.hosted for x in slots)
+    if mesh is None and hosted:
       check_host_memory(
         default_device(), "cache_placement", "host memory",
         "place these layers on disk",
       )  # fmt: skip
-    open_cache = KVCache.spec(
-      _emptied(shapes, layers), batch, capacity, dtype, kind=kind, **where
-    )
-    # Shapes and codec constants of all layers.
-    open_cache = dataclasses.replace(
-      open_cache, shapes=full_cache.shapes, constants=full_cache.constants
-    )
-    return cls(open=open_cache, kind=kind, limit=capacity, layers=layers)
+    open_cache = dataclasses.replace(full_cache, slots=slots)
+    return cls(open=open_cache, kind=kind, limit=capacity)
 
   def allocated(self, files: CacheFiles | None = None) -> OffloadedCache:
     """Create the arrays of an empty cache from its specs.
@@ -177,53 +158,33 @@ class OffloadedCache(WithOpenCache):
     Raises:
       OptionError: If layers are on disk without `files`.
     """
-    tiers = {t for x in self.layers if x is not None for t in x.layout.tiers}
-    if files is None and DISK in tiers:
+    if files is None and any(x and x.filed != () for x in self.layers):
       raise OptionError(
         "disk",
         "None, with layers of the cache on disk",
         "a folder for its files",
         "pass disk=DIR, or place them in host memory",
       )
-
-    def allocate_arrays(x: OffloadedKV | None) -> OffloadedKV | None:
-      if x is None:
-        return None
-      filed = ()
-      if x.filed != ():
-        assert files is not None
-        count = x.layout.tiers.count(DISK) * x.layout.blocks
-        numbers = [
-          files.allocate((count, *s.shape[1:]), s.dtype) for s in x.stored
-        ]
-        filed = jnp.asarray([0, *numbers, *[0] * (2 - len(numbers))], jnp.int32)
-        if self.mesh is None:
-          filed = jax.device_put(filed, default_device())
-      return dataclasses.replace(
-        x,
-        resident=jax.tree.map(host_zeros, x.resident),
-        hosted=jax.tree.map(host_zeros, x.hosted),
-        filed=filed,
-      )
-
-    open_cache = self.open.allocated()
+    pairs = zip(self.layers, self.slots, strict=True)
+    slots = tuple(slots if x is None else () for x, slots in pairs)
+    open_cache = dataclasses.replace(self.open, slots=slots).allocated()
     if self.mesh is None:
       open_cache = jax.device_put(open_cache, default_device())
-    layers = tuple(map(allocate_arrays, self.layers))
-    return dataclasses.replace(self, open=open_cache, layers=layers)
+    slots = tuple(
+      on_device if x is None else x.allocated(files, self.mesh)
+      for x, on_device in zip(self.layers, open_cache.slots, strict=True)
+    )
+    open_cache = dataclasses.replace(open_cache, slots=slots)
+    return dataclasses.replace(self, open=open_cache)
 
   # -------------------------------------------------------------------------
   # Size and contents
   # -------------------------------------------------------------------------
 
   @property
-  def slots(self) -> tuple[Any, ...]:
-    pairs = zip(self.open.slots, self.layers, strict=True)
-    return tuple(slots if x is None else x for slots, x in pairs)
-
-  @property
-  def offloaded(self) -> bool:
-    return True
+  def layers(self) -> tuple[OffloadedKV | None, ...]:
+    """For each kind of layer its keys and values; None if on the devices."""
+    return tuple(x if isinstance(x, OffloadedKV) else None for x in self.slots)
 
   def tile_trips(self, platform: str) -> float:
     """Trip count of each of the two loops over a full cache's tiles.
@@ -243,87 +204,35 @@ class OffloadedCache(WithOpenCache):
 
   def bytes_by_memory(self) -> dict[str, int]:
     """Total bytes of all shards, by memory of `kv.base.TIERS`."""
-    sizes = {DEVICE: sum(x.nbytes for x in jax.tree.leaves(self.open))}
-    sizes |= {IN_HOST: 0, DISK: self.disk_bytes}
+    sizes = {DEVICE: self.nbytes(), IN_HOST: 0, DISK: self.disk_bytes}
     for x in self.layers:
-      if x is None:
-        continue
-      sizes[DEVICE] += sum(a.nbytes for a in x.resident)
-      sizes[IN_HOST] += sum(a.nbytes for a in x.hosted)
+      if x is not None:
+        hosted = sum(array.nbytes for array in x.hosted)
+        filed = sum(array.nbytes for array in jax.tree.leaves(x.filed))
+        sizes[IN_HOST] += hosted
+        sizes[DEVICE] -= hosted + filed
     return sizes
-
-  @property
-  def disk_bytes(self) -> int:
-    return sum(
-      x.layout.tiers.count(DISK)
-      * sum(s.size * s.dtype.itemsize for s in x.stored)
-      for x in self.layers
-      if x is not None
-    )
-
-  @property
-  def passing_bytes(self) -> int:
-    return 3 * max(
-      (
-        sum(s.size * s.dtype.itemsize for s in x.stored)
-        for x in self.layers
-        if x is not None and set(x.layout.tiers) != {DEVICE}
-      ),
-      default=0,
-    )
 
   # -------------------------------------------------------------------------
   # A call
   # -------------------------------------------------------------------------
 
-  def fetch(
-    self,
-    kind: int,
-    slots: PyTree,
-    index: Index,
-    after: Shaped[Array, " ..."],
-  ) -> tuple[jax.Array, ...]:
-    """Start to copy the blocks of a layer to the devices: keys and values."""
-    del kind
-    if not isinstance(slots, OffloadedKV):
-      return ()
-    return fetched_blocks(slots, jnp.asarray(index, jnp.int32), after)
-
   def layer(
     self, kind: int, slots: PyTree, index: Index
   ) -> KVLayer | OffloadedLayer | StateLayer:
-    fetched = self.fetch(kind, slots, index, jnp.zeros((1,), jnp.float32))
-    return self.fetched_layer(kind, slots, index, fetched)
-
-  def fetched_layer(
-    self, kind: int, slots: PyTree, index: Index, fetched: PyTree
-  ) -> KVLayer | OffloadedLayer | StateLayer:
     if not isinstance(slots, OffloadedKV):
       return self.open.layer(kind, slots, index)
+    fetched = slots.fetched
+    if fetched == ():
+      fetched = slots.fetch(index, jnp.zeros((1,), jnp.float32))
     merged = LayerKV(*merged_blocks(slots, fetched))
     cut = lambda x: lax.dynamic_index_in_dim(x, index, 0)
     constants = list(self.open.constants)
     constants[kind] = jax.tree.map(cut, constants[kind])
     open_cache = dataclasses.replace(self.open, constants=tuple(constants))
     inner = open_cache.layer(kind, merged, jnp.int32(0))
-    return OffloadedLayer(self, inner, slots, jnp.asarray(index, jnp.int32))
-
-  def behind(
-    self, layer: LayerCache | StateCache, after: PyTree
-  ) -> LayerCache | OffloadedLayer | StateCache:
-    if not isinstance(layer, OffloadedLayer):
-      return layer
-    return dataclasses.replace(layer, after=after)
-
-  def updated(self, slots: tuple[Any, ...]) -> OffloadedCache:
-    open_slots = tuple(
-      old if isinstance(new, OffloadedKV) else new
-      for old, new in zip(self.open.slots, slots, strict=True)
-    )
-    layers = tuple(x if isinstance(x, OffloadedKV) else None for x in slots)
-    return dataclasses.replace(
-      self, open=self.open.updated(open_slots), layers=layers
-    )
+    stored = dataclasses.replace(slots, fetched=())
+    return OffloadedLayer(self, inner, stored, jnp.asarray(index, jnp.int32))
 
   # -------------------------------------------------------------------------
   # Between calls
@@ -342,7 +251,7 @@ class OffloadedCache(WithOpenCache):
   }  # fmt: skip
 
 
-tree.register(OffloadedCache, ("open", "layers"), ("kind", "limit"))
+tree.register(OffloadedCache, ("open",), ("kind", "limit"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,6 +270,9 @@ class OffloadedLayer(WithOpenLayer):
   stored: OffloadedKV
   index: Index
   after: PyTree = ()
+
+  def written_after(self, fetched: PyTree) -> OffloadedLayer:
+    return dataclasses.replace(self, after=fetched)
 
   @property
   def slots(self) -> OffloadedKV:
@@ -430,14 +342,4 @@ def _spec_of(
     filed=filed,
     layout=layout,
     stored=stored,
-  )
-
-
-def _emptied(
-  shapes: tuple[Any, ...], layers: tuple[OffloadedKV | None, ...]
-) -> tuple[Any, ...]:
-  """Shapes with zero layers for the kinds that are stored in `layers`."""
-  return tuple(
-    shape if x is None else dataclasses.replace(shape, layers=0)
-    for shape, x in zip(shapes, layers, strict=True)
   )

@@ -45,23 +45,9 @@ from ringjax.kv.offload.host_memory import (
   host_zeros,
 )
 from ringjax.kv.offload.moved_blocks import moved_blocks, noted_blocks, shifted
-from ringjax.kv.storage.changes import (
-  CacheChange,
-  InsertRows,
-  KeepFirst,
-  KeepTokens,
-  ResetRows,
-  TakeRows,
-  Truncate,
-)
+from ringjax.kv.storage import changes
 from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.kv.storage.pages import Places, host
-from ringjax.kv.storage.refusals import (
-  fitting,
-  refuse_full,
-  refuse_lost,
-  refuse_unseen,
-)
 from ringjax.kv.storage.slots import ContiguousSlots
 from ringjax.ops.attention.cached.code_format import token_axis
 from ringjax.ops.attention.cached.streamed import HostView
@@ -212,49 +198,12 @@ class TieredCache(ResizableCache):
     used_slots = host(self.open.held.used) + host(self.held.used)
     return self.limit // self.shards - used_slots
 
-  def check(
-    self, batch: int, tokens: int, *, replicated: bool, sees: bool
-  ) -> None:
-    """Check that tokens fit; see `ModelCache.check`.
-
-    Raises:
-      PromptError: If they do not fit, in the open cache either: `evict` and
-        `with_room` make room.
-      OptionError: If `evict` was called on this cache.
-    """
-    refuse_lost(self, "an earlier call or to evict", "this")
-    free = self.free()
-    if free is None or batch != self.batch:
-      self.open.check(batch, tokens, replicated=replicated, sees=sees)
-      return
-    refuse_unseen(sees, int(host(self.held.used).max(initial=0)))
-    refuse_full(
-      tokens,
-      fitting(free, replicated=replicated),
-      self.limit,
-      "make a larger one, with model.init_cache(batch, capacity)",
-    )
-    open_free = self.open.free()
-    assert open_free is not None
-    open_fitting = fitting(open_free, replicated=replicated)
-    if tokens > open_fitting:
-      raise PromptError(
-        "cache",
-        f"{tokens} more tokens, where the part on the devices has "
-        f"{self.open.capacity} slots",
-        f"at most {open_fitting} now",
-        f"call cache.evict().with_room({tokens}) before, outside of jit",
-      )
-    self.open.check(batch, tokens, replicated=replicated, sees=sees)
-
   # -------------------------------------------------------------------------
   # A call
   # -------------------------------------------------------------------------
 
-  def allocate(
-    self, at: Coords, *, replicated: bool, sees: bool
-  ) -> TieredCache:
-    cache = super().allocate(at, replicated=replicated, sees=sees)
+  def allocate(self, at: Coords, *, sees: bool, **call: Any) -> TieredCache:
+    cache = super().allocate(at, sees=sees, **call)
     if sees:
       return cache
     return dataclasses.replace(cache, held=self.held.emptied(slice(None)))
@@ -269,16 +218,8 @@ class TieredCache(ResizableCache):
   # Moving tokens to the host
   # -------------------------------------------------------------------------
 
-  def evict(self) -> TieredCache:
-    """Move older tokens to the blocks and shrink the open cache.
-
-    Call it between calls of the model, outside of jit. Blocks are written in
-    place: do not use this cache again, nor others that share its blocks;
-    `take` returns a cache with copied blocks.
-
-    Raises:
-      OptionError: If called under a trace.
-    """
+  def _evicted(self) -> TieredCache:
+    """Move older tokens to the blocks and shrink the open cache."""
     self._refuse_trace("evict")
     size, block = self.shards, self.kind.tier.block
     min_slots = min(_open_slots(self.kind, size), self.limit // size)
@@ -332,7 +273,7 @@ class TieredCache(ResizableCache):
   # Between calls
   # -------------------------------------------------------------------------
 
-  def changed(self, change: CacheChange) -> TieredCache:
+  def changed(self, change: changes.CacheChange) -> TieredCache:
     """Return the cache after a change between calls; see `ModelCache.changed`.
 
     A block that becomes partly empty is not refilled.
@@ -344,20 +285,25 @@ class TieredCache(ResizableCache):
         are on other hosts.
     """
     match change:
-      case Truncate(end, _):
+      case changes.Truncate(end, _):
         cache = super().changed(change)
         return dataclasses.replace(cache, held=self._truncated_table(end))
-      case KeepTokens() | KeepFirst():
+      case changes.KeepTokens() | changes.KeepFirst():
         self._refuse_moved()
-      case ResetRows(rows):
+      case changes.ResetRows(rows):
         block_table = placed_as(self.held.emptied(rows), self.held)
         return dataclasses.replace(super().changed(change), held=block_table)
-      case TakeRows(rows):
+      case changes.TakeRows(rows):
         self._refuse_trace("take", rows)
-      case InsertRows(rows, other):
+      case changes.InsertRows(rows, other):
         self._refuse_trace("insert")
         this, that = self._same_size(other)
-        return super(TieredCache, this).changed(InsertRows(rows, that))
+        return super(TieredCache, this).changed(changes.InsertRows(rows, that))
+      case changes.LoadBlocks(row, blocks, at):
+        return self._loaded(row, blocks, at)
+      case changes.Evict() | changes.Flush():
+        # Of all rows: moving tokens does not change them.
+        return self._evicted()
     return super().changed(change)
 
   def _truncated_table(self, end: Int[Array, " B"]) -> ContiguousSlots:
@@ -415,21 +361,14 @@ class TieredCache(ResizableCache):
     at = Coords(*(jnp.asarray(host(x)[row][located_slots]) for x in self.at))
     return Blocks(at, parts, self.open.kind)
 
-  def load(
-    self, row: int, blocks: Blocks, at: Coords | None = None
-  ) -> TieredCache:
-    """Append exported tokens to a row, bit for bit; see `ModelCache.load`.
+  def _loaded(self, row: int, blocks: Blocks, at: Coords) -> TieredCache:
+    """Append exported tokens to a row; see `ModelCache.load`.
 
     They pass through the open cache in steps of a block, or all at once if
     layers have ring buffers. As after `evict`, do not use this cache again.
-
-    Raises:
-      PromptError: If there are too few free slots.
-      OptionError: If kind or model differ, or rotated keys would move.
     """
     self._refuse_trace("load")
     row = int(row_indices([row], self.batch)[0])
-    at = blocks.at if at is None else at
     count = at.pos.shape[0]
     free = self.free()
     assert free is not None

@@ -1,4 +1,4 @@
-"""Changes of a cache between two calls: of tokens of its rows, or of rows.
+"""Changes of a cache between two calls: of its tokens, rows or room.
 
 `ModelCache` has a public method for each change, which checks the arguments.
 A kind of storage carries it out in `changed`.
@@ -13,7 +13,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 if TYPE_CHECKING:
+  from ringjax.kv.eviction.peak_attention import Repeated
   from ringjax.kv.model_cache import ModelCache
+  from ringjax.kv.storage.exported_blocks import Blocks
+  from ringjax.ops.mask import Coords
 
 
 class Truncate(NamedTuple):
@@ -88,6 +91,41 @@ class InsertRows(NamedTuple):
   source: ModelCache
 
 
-TokenChange = Truncate | KeepTokens | KeepFirst
+class LoadBlocks(NamedTuple):
+  """Append exported tokens to a row; see `ModelCache.load`."""
+
+  row: int
+  blocks: Blocks
+  at: Coords
+
+
+class MakeRoom(NamedTuple):
+  """Enlarge the arrays so that a call fits; see `ModelCache.with_room`."""
+
+  slots: Int[np.ndarray, "B R"] | int
+
+
+class Evict(NamedTuple):
+  """Move or drop tokens by the kind's policy; see `ModelCache.evict`."""
+
+  repeated: Repeated | None = None
+  rows: Bool[np.ndarray, " B"] | None = None
+  ended: Bool[np.ndarray, " B"] | None = None
+
+
+class Flush(NamedTuple):
+  """Free slots for the next calls' tokens; see `ModelCache.flush`."""
+
+  rows: Bool[np.ndarray, " B"] | None
+
+
+class RecordMore(NamedTuple):
+  """Record more queries than are used; see `ModelCache.with_slack`."""
+
+  queries: int
+
+
+TokenChange = Truncate | KeepTokens | KeepFirst | LoadBlocks
 RowChange = ResetRows | TakeRows | InsertRows
-CacheChange = TokenChange | RowChange
+RoomChange = MakeRoom | Evict | Flush | RecordMore
+CacheChange = TokenChange | RowChange | RoomChange

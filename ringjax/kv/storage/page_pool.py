@@ -18,12 +18,11 @@ Ref: Kwon et al. 2023, PagedAttention, arXiv 2309.06180.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +46,15 @@ from ringjax.kv.layer_spec import (
 )
 from ringjax.kv.state import State
 from ringjax.kv.storage.call_tiles import CallTiles
+from ringjax.kv.storage.layer_pages import (
+  LayerPages,
+  PageWrites,
+  chosen_layers,
+  layer_range,
+  merged_arrays,
+  taken_pages,
+  written_pages,
+)
 from ringjax.kv.storage.pooled_cache import PooledCache, PooledRows
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.attention.cached.code_format import row_major, token_axis
@@ -54,20 +62,6 @@ from ringjax.ops.attention.cached.pooled import SharedTiles
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
 from ringjax.typing import ArrayLeaf, Index
-
-
-class PageWrites(NamedTuple):
-  """Destination of a call's tokens in the pages of a group of layers.
-
-  Fields:
-    pages: Pages of each shard to write, distinct, int32 [R, W]; those out of
-      range are skipped.
-    source: Index of the call's token for each slot, int32 [R, W, P]; -1 keeps
-      the slot.
-  """
-
-  pages: Int[ArrayLeaf, "R W"]
-  source: Int[ArrayLeaf, "R W P"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -341,15 +335,15 @@ class PagePool:
       layers, however the model groups them.
     """
     arrays = self._arrays(group)
-    cuts = tuple(_range(x.layers, layers) for x in arrays)
+    cuts = tuple(layer_range(x.layers, layers) for x in arrays)
     if not any(cuts):
       return ()
-    taken = self._each(group, functools.partial(_take_pages, cuts), pages)
+    taken = self._each(group, functools.partial(taken_pages, cuts), pages)
     parts = dict(
       zip((n for n, cut in enumerate(cuts) if cut), taken, strict=True)
     )
     joined = []
-    for merged in _merged(arrays):
+    for merged in merged_arrays(arrays):
       kept = [n for n in merged if n in parts]
       if not kept:
         continue
@@ -371,7 +365,7 @@ class PagePool:
         arrays[merged[0]].part,
         tuple(sorted(n for part in merged for n in arrays[part].layers)),
       )
-      for merged in _merged(arrays)
+      for merged in merged_arrays(arrays)
     )
 
   def layer_ranges(
@@ -387,7 +381,7 @@ class PagePool:
       A range for each array of `read_pages` of all layers.
     """
     return tuple(
-      _range(numbers, layers) for _, numbers in self.page_layers(group)
+      layer_range(numbers, layers) for _, numbers in self.page_layers(group)
     )
 
   def write_pages(
@@ -405,15 +399,15 @@ class PagePool:
     """
     arrays = self._arrays(group)
     parts: list[Any] = [None] * len(arrays)
-    for merged, x in zip(_merged(arrays), held, strict=True):
+    for merged, x in zip(merged_arrays(arrays), held, strict=True):
       numbers = np.concatenate([arrays[n].layers for n in merged])
       rank, first = np.argsort(np.argsort(numbers, kind="stable")), 0
       for n in merged:
         count = len(arrays[n].layers)
         whole = count == numbers.size
-        parts[n] = x if whole else _layers_of(x, rank[first : first + count])
+        parts[n] = x if whole else chosen_layers(x, rank[first : first + count])
         first += count
-    written = iter(self._each(group, _put_pages, pages, tuple(parts)))
+    written = iter(self._each(group, written_pages, pages, tuple(parts)))
     slots = list(self.slots)
     for kind in self.groups[group].kinds:
       arrays = (next(written) if x.size else x for x in slots[kind])
@@ -433,11 +427,11 @@ class PagePool:
     """Write back to a row the states that `read_states` returned."""
     new_states = iter(held)
     put = lambda x, new: x.at[:, row].set(new)
-    slots = tuple(
-      jax.tree.map(put, x, next(new_states)) if isinstance(x, State) else x
-      for x in self.slots
-    )
-    return dataclasses.replace(self, slots=slots)
+    return self._each_state(lambda x: jax.tree.map(put, x, next(new_states)))
+
+  def _each_state(self, f: Callable[[State], State]) -> PagePool:
+    slots = (f(x) if isinstance(x, State) else x for x in self.slots)
+    return dataclasses.replace(self, slots=tuple(slots))
 
   def moved(
     self,
@@ -635,10 +629,7 @@ class PagePool:
       states = jnp.take(x, source, 1, mode="clip")
       return x.at[:, target].set(states, mode="drop")
 
-    slots = tuple(
-      jax.tree.map(copied, x) if isinstance(x, State) else x for x in self.slots
-    )
-    return dataclasses.replace(self, slots=slots)
+    return self._each_state(lambda x: jax.tree.map(copied, x))
 
   def page_shapes(self, group: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """Shape [L, ...] of one page and dtype, for each array of `read_pages`."""
@@ -648,7 +639,7 @@ class PagePool:
         (sum(len(arrays[n].layers) for n in merged), *x.shape[2:]),
         np.dtype(x.dtype),
       )
-      for merged in _merged(arrays)
+      for merged in merged_arrays(arrays)
       for x in (arrays[merged[0]].pages,)
     )
 
@@ -656,7 +647,8 @@ class PagePool:
     """Token axis of one page, for each array of `read_pages`."""
     arrays = self._arrays(group)
     return tuple(
-      token_axis(arrays[merged[0]].pages) - 1 for merged in _merged(arrays)
+      token_axis(arrays[merged[0]].pages) - 1
+      for merged in merged_arrays(arrays)
     )
 
   def layers(self, group: int) -> tuple[int, ...]:
@@ -664,9 +656,9 @@ class PagePool:
     kinds = self.groups[group].kinds
     return tuple(sorted(n for kind in kinds for n in self.shapes[kind].which))
 
-  def _arrays(self, group: int) -> tuple[_Pages, ...]:
+  def _arrays(self, group: int) -> tuple[LayerPages, ...]:
     return tuple(
-      _Pages(x, part, tuple(self.shapes[kind].which))
+      LayerPages(x, part, tuple(self.shapes[kind].which))
       for kind in self.groups[group].kinds
       for part, x in enumerate(self.slots[kind])
       if x.size
@@ -699,67 +691,6 @@ class PagePool:
     real = (pos < ends[:, None, None, None]) & (table >= 0)[..., None]
     flat = lambda x: x.reshape(b, -1)
     return Coords(flat(pos), flat(real).astype(jnp.int32))
-
-
-class _Pages(NamedTuple):
-  """Pages of one kind of layer.
-
-  Fields:
-    pages: The pages, [L, ...].
-    part: Index of the array in its kind.
-    layers: Numbers of the layers.
-  """
-
-  pages: Any
-  part: int
-  layers: tuple[int, ...]
-
-
-def _merged(arrays: tuple[_Pages, ...]) -> list[list[int]]:
-  """Indices of arrays that differ only in their layers, in order."""
-  by_form: dict[Any, list[int]] = {}
-  for n, x in enumerate(arrays):
-    form = x.part, x.pages.shape[1:], jnp.dtype(x.pages.dtype)
-    by_form.setdefault(form, []).append(n)
-  return list(by_form.values())
-
-
-def _range(numbers: Sequence[int], layers: tuple[int, int] | None) -> range:
-  """Indices of the layers from the first to the end; None for all."""
-  if layers is None:
-    return range(len(numbers))
-  return range(*(bisect.bisect_left(numbers, n) for n in layers))
-
-
-def _layers_of(x: jax.Array, ranks: np.ndarray) -> jax.Array:
-  first = int(ranks[0])
-  if np.array_equal(ranks, first + np.arange(ranks.size)):
-    return x[first : first + ranks.size]
-  return x[ranks]
-
-
-def _take_pages(
-  cuts: tuple[range, ...], arrays: tuple[Any, ...], pages: jax.Array
-) -> tuple[Any, ...]:
-  def take_layers(x: jax.Array, cut: range) -> jax.Array:
-    if len(cut) == x.shape[0]:
-      return jnp.take(x, pages[0], 1, mode="clip")
-    # One gather: slicing the layers first would copy part of the pool.
-    layer = np.arange(cut.start, cut.stop, dtype=np.int32)[:, None]
-    return x.at[layer, pages[0][None]].get(mode="clip")
-
-  return tuple(
-    take_layers(x, cut) for x, cut in zip(arrays, cuts, strict=True) if cut
-  )
-
-
-def _put_pages(
-  arrays: tuple[Any, ...], pages: jax.Array, held: tuple[Any, ...]
-) -> tuple[Any, ...]:
-  return tuple(
-    x.at[:, pages[0]].set(new, mode="drop")
-    for x, new in zip(arrays, held, strict=True)
-  )
 
 
 tree.register(

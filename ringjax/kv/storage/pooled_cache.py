@@ -20,7 +20,8 @@ from ringjax.kv.state import State, StateLayer
 from ringjax.kv.storage.call_tiles import CacheTile, CallTiles
 
 if TYPE_CHECKING:
-  from ringjax.kv.storage.page_pool import PagePool, PageWrites
+  from ringjax.kv.storage.layer_pages import PageWrites
+  from ringjax.kv.storage.page_pool import PagePool
 from ringjax.ops.ancestors import MOST_DRAFTED, tree_coords
 from ringjax.ops.attention.cached.pooled import PooledView, SharedTiles
 from ringjax.ops.attention.cached.views import KVView
@@ -120,13 +121,19 @@ class PooledCache(CallCache):
     return self.ends
 
   def allocate(
-    self, at: Coords, *, replicated: bool, sees: bool
+    self,
+    at: Coords,
+    *,
+    replicated: bool,
+    sees: bool,
+    tokens: Int[Array, "B T"] | None = None,
   ) -> PooledCache:
     """Assign slots to the call's tokens with coordinates [B, T].
 
     Raises:
       OptionError: If the tokens are sharded: all devices need all of them.
     """
+    del tokens
     if not replicated or not sees:
       raise OptionError(
         "attend",

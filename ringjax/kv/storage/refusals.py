@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
 
-from ringjax.errors import OptionError, PromptError
+from ringjax.errors import OptionError, PromptError, ShapeError
 from ringjax.kv.base import CallCoords
 from ringjax.kv.cache_kind import CacheConfig
+from ringjax.kv.storage.pages import host
 from ringjax.ops.mask import SameSegment
 
 if TYPE_CHECKING:
@@ -30,57 +30,85 @@ def refused(doing: str, remedy: str) -> Callable[..., Any]:
   return refuse
 
 
-def refuse_lost(cache: ModelCache, calls: str, result: str) -> None:
-  """Refuse a cache whose buffers were donated.
+def refuse_beyond_slack(cache: ModelCache, option: str, tokens: int) -> None:
+  """Refuse to take back tokens of a call that overwrote others in a ring.
 
   Args:
-    cache: Cache of a call.
-    calls: Calls to which they may have been donated.
-    result: Name of the cache to pass.
+    cache: Cache of the call, with or without ring buffers.
+    option: Name of the argument, for the error.
+    tokens: Number of tokens of the call, T.
 
   Raises:
-    OptionError: If they were.
+    OptionError: If the slack of ring buffers is smaller.
   """
+  slack = cache.kind.layout.slack
+  if cache.rings and tokens > slack:
+    raise OptionError(
+      option,
+      f"{tokens} tokens, with windowed layers",
+      f"at most {slack}, of which these can take some back",
+      "make the cache with kind='dense', or with a larger slack",
+    )
+
+
+def check_call(
+  cache: ModelCache, batch: int, tokens: int, *, replicated: bool, sees: bool
+) -> None:
+  """Check that tokens [B, T] fit; see `ModelCache.check`."""
+  size = cache.shards
+  if batch != cache.batch:
+    raise ShapeError(
+      "cache",
+      f"{batch} example(s) for a cache of {cache.batch}",
+      "as many examples as the cache was made for",
+      f"make one with model.init_cache({batch}, {cache.capacity})",
+    )
+  if not replicated and tokens % size:
+    raise ShapeError(
+      "tokens",
+      f"{tokens} tokens over {size} shards",
+      f"a multiple of {size}",
+      "fill them up with tokens whose segment_ids are 0",
+    )
   if cache.lost:
     raise OptionError(
       "cache",
-      f"one whose buffers were donated to {calls}",
-      f"the cache that {result} returned",
-      "pass that one, or make a new one with model.init_cache",
+      "one whose buffers were donated to an earlier call or to evict",
+      "the cache that this returned",
+      f"pass that one, or {cache.remake}",
     )
-
-
-def fitting(free: Int[np.ndarray, "B R"], *, replicated: bool) -> int:
-  """Number of tokens of a call that fit in all rows.
-
-  Args:
-    free: Free slots of each row and shard.
-    replicated: Whether the tokens are the same on all shards.
-  """
-  shards = free.shape[1]
-  return int(free.sum(1).min() if replicated else shards * free.min())
-
-
-def refuse_full(tokens: int, free: int, capacity: int, remedy: str) -> None:
-  """Refuse more tokens than fit.
-
-  Args:
-    tokens: Number of tokens of the call, T.
-    free: Number of tokens that fit in all rows.
-    capacity: Number of slots of a row.
-    remedy: Call that makes room, or a larger cache.
-
-  Raises:
-    PromptError: If they do not fit.
-  """
-  if tokens > free:
-    raise PromptError(
-      "cache",
-      f"{tokens} more tokens for a cache of {capacity} slots, of which "
-      f"{capacity - free} are taken",
-      f"at most {free}",
-      remedy,
-    )
+  older = None if sees else cache.older_ends
+  if older is not None and not isinstance(older, jax.core.Tracer):
+    refuse_unseen(sees, int(host(older).max(initial=0)))
+  if cache.parts and not cache.resizes:
+    for part in cache.parts:
+      part.check(part.batch, tokens, replicated=replicated, sees=sees)
+    return
+  front, growth = cache.front, cache.growth
+  # How a policy keeps to its limit is its own matter.
+  remaining, free = None if cache.kind.evicting else cache.free(), front.free()
+  if free is None:
+    free = np.full((batch, size), front.capacity // size)
+  refuse_unseen(sees, int(front.capacity - free.sum(1).min()))
+  limit = cache.capacity if growth is None else growth.limit
+  larger = "make a larger one, with model.init_cache(batch, capacity)"
+  evict = f"call cache.evict().with_room({tokens}) before, outside of jit"
+  grows = cache.resizes or growth is not None
+  for slots, capacity, remedy in (
+    (remaining, limit, larger),
+    (free, front.capacity, evict if grows else larger),
+  ):
+    if slots is None:
+      continue
+    num_fitting = int(slots.sum(1).min() if replicated else size * slots.min())
+    if tokens > num_fitting:
+      raise PromptError(
+        "cache",
+        f"{tokens} more tokens for a cache of {capacity} slots, of which "
+        f"{capacity - num_fitting} are taken",
+        f"at most {num_fitting}",
+        remedy,
+      )
 
 
 def refuse_unseen(sees: bool, tokens: int) -> None:

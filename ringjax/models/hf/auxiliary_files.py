@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import pathlib
-import secrets
 import shutil
 import stat
 
 from ringjax.errors import OptionError
 from ringjax.models.hf import safe_files
+from ringjax.regular_files import replacing
 
 # Only files of these names are copied.
 NAMES = (
@@ -72,11 +72,5 @@ def copy_file(folder: pathlib.Path, name: str, to: pathlib.Path) -> None:
       raise OptionError(
         name, f"{status.st_size:,} bytes", f"at most {_BYTES:,}", "remove it"
       )
-    new = to / f".{name}.{secrets.token_hex(4)}.new"
-    try:
-      with open(new, "xb") as target:
-        shutil.copyfileobj(source, target)
-      # os.replace also replaces an old file.
-      os.replace(new, to / name)
-    finally:
-      new.unlink(missing_ok=True)
+    with replacing(to / name) as target:
+      shutil.copyfileobj(source, target)

@@ -21,7 +21,7 @@ from jaxtyping import Shaped
 from safetensors.numpy import save
 
 from ringjax.errors import CheckpointFormatError, OptionError
-from ringjax.kv.allocation import Allocation
+from ringjax.kv.bits.allocation import Allocation
 from ringjax.kv.codecs import page_outliers
 from ringjax.kv.codecs.calibration import (
   CALIBRATION_FILE,
@@ -31,6 +31,7 @@ from ringjax.kv.codecs.calibration import (
 )
 from ringjax.models.fingerprint import fingerprint
 from ringjax.models.grouping import kind_rows
+from ringjax.regular_files import replacing
 
 if TYPE_CHECKING:
   from ringjax.models.transformer import Transformer
@@ -90,18 +91,9 @@ def write_tensors(
   metadata: Mapping[str, str],
 ) -> None:
   """Writes a safetensors file, which replaces an older one in one step."""
-  place = pathlib.Path(path)
   data = save(dict(arrays), dict(metadata))
-  partial = place.with_name(f".{place.name}.{os.getpid()}")
-  try:
-    with open(partial, "wb") as file:
-      file.write(data)
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(partial, place)
-  except BaseException:
-    partial.unlink(missing_ok=True)
-    raise
+  with replacing(path) as file:
+    file.write(data)
 
 
 def read_tensors(

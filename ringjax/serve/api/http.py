@@ -26,6 +26,7 @@ import functools
 import hashlib
 import importlib.metadata
 import logging
+import re
 from collections.abc import (
   Awaitable,
   Callable,
@@ -557,12 +558,14 @@ class OpenAIApp:
       await self._thread(submit)
     except RejectedError as error:
       raise rejected(error) from None
-    except PromptError:
+    except PromptError as error:
+      # The engine's limit, without its remedies for who made the engine.
+      limit = re.search(r"; wanted (.*?);", str(error))
       raise refused(
         "messages" if call.chat else "prompt",
         f"{max(len(request.prompt) for request in call.requests):,} tokens and "
         f"{call.requests[0].max_new_tokens:,} new ones",
-        "what this server has room for",
+        limit[1] if limit else "what this server has room for",
         "shorten it or ask for fewer",
         code="context_length_exceeded",
       ) from None

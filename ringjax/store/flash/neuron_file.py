@@ -48,7 +48,7 @@ from ringjax.errors import (
   CheckpointWriteError,
 )
 from ringjax.json_text import json_text
-from ringjax.regular_files import open_regular
+from ringjax.regular_files import open_regular, replacing
 
 MAGIC = b"RJNEUR\x00\x01"
 _HEAD, _ALIGN = 16, 4096
@@ -127,9 +127,8 @@ def write_neuron_file(
   while start != (next_start := _aligned(_HEAD + len(text(start)) + tables)):
     start = next_start
   header = text(start)
-  partial = place.with_name(f".{place.name}.{os.getpid()}")
   try:
-    with open(partial, "wb") as file:
+    with replacing(place) as file:
       file.seek(start)
       sums = b"".join(
         _write_layer(file.write, layer, arrays(layer.number), dtype, bundled)
@@ -139,11 +138,7 @@ def write_neuron_file(
       check = zlib.crc32(sums, zlib.crc32(header))
       file.write(MAGIC + len(header).to_bytes(4, "little"))
       file.write(check.to_bytes(4, "little") + header + sums)
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(partial, place)
   except OSError as error:
-    partial.unlink(missing_ok=True)
     raise CheckpointWriteError(
       f"{place}",
       f"{error.strerror}",
@@ -151,9 +146,6 @@ def write_neuron_file(
       "free space, or choose another folder",
       file=f"{place}",
     ) from error
-  except BaseException:
-    partial.unlink(missing_ok=True)
-    raise
   return place
 
 

@@ -15,10 +15,8 @@ allocation for an arbitrary set of quantizers".
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import pathlib
@@ -26,32 +24,34 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Int
 
-from ringjax import tree
-from ringjax.checks import number, one_of
+from ringjax.checks import one_of
 from ringjax.errors import (
   CheckpointFormatError,
-  ConfigError,
   MeshError,
   OptionError,
   ShapeError,
 )
-from ringjax.json_text import json_text
 from ringjax.kv import kind_text
-from ringjax.kv.base import FreshLayer, NoCache
+from ringjax.kv.bits.allocation_units import (
+  Unit,
+  attention_layers,
+  budget_bytes,
+  choose,
+  unit_bytes,
+  units_of,
+)
+from ringjax.kv.bits.measured_losses import (
+  PARTIAL_FILE,
+  Losses,
+  write_json,
+)
 from ringjax.kv.cache_kind import CacheConfig, LayoutConfig, cache_kind
 from ringjax.kv.codecs import Calibrated, Calibration, Codec, PerHead
-from ringjax.kv.codecs.codec import VectorCodec, through
 from ringjax.kv.codecs.head_codecs import BITS_FILE
 from ringjax.kv.layer_spec import LayerCacheSpec, model_layers
-from ringjax.ops.attention.cached.code_format import stored_codes
-from ringjax.ops.rope import Rotation
-from ringjax.parallel.programs import bounded
-from ringjax.typing import Index
 
 if TYPE_CHECKING:
   from ringjax.models.transformer import Transformer
@@ -60,7 +60,6 @@ CANDIDATES = ("hadamard4", "hadamard3", "hadamard2")
 BY = ("layer", "head", "part")
 MEASURES = ("loss", "kl")
 _FORMAT = "ringjax-kv-bits-1"
-_PARTIAL = ".kv_bits.partial.json"
 _REMEDY = "allocate again: python -m launch.calibrate --model=DIR --bits=3.2"
 
 # For each layer of the model the numbers of its KV heads' candidates.
@@ -198,7 +197,7 @@ class Allocation:
     file = pathlib.Path(path)
     if file.suffix != ".json":
       file = file / BITS_FILE
-    _write(file, self.record())
+    write_json(file, self.record())
     return file
 
   @classmethod
@@ -247,7 +246,7 @@ class Allocation:
       # Check that the tables fit the candidates and the model.
       codec = allocation.kind.codec
       assert isinstance(codec, PerHead)
-      for shape in _attention(model):
+      for shape in attention_layers(model):
         codec.table(shape)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
       if isinstance(error, OptionError) and "calibration" in str(error):
@@ -320,14 +319,14 @@ def allocate_bits(
   if by == "part":
     for n in range(len(codecs)):
       _paired(codecs, n, 0)
-  shapes = _attention(model)
-  units = _units(shapes, by)
-  sizes = [[_bytes(u, codec, shapes) for codec in codecs] for u in units]
-  budget = _budget(bits, bytes_per_token, shapes, sizes, names)
+  shapes = attention_layers(model)
+  units = units_of(shapes, by)
+  sizes = [[unit_bytes(u, codec, shapes) for codec in codecs] for u in units]
+  budget = budget_bytes(bits, bytes_per_token, shapes, sizes, names)
   inputs = hashlib.sha256(np.ascontiguousarray(ids, np.int32).tobytes())
   fingerprint = (model.digest, ids.shape, names, calibrations, by, measure)
   inputs.update(f"{fingerprint}".encode())
-  meter = _Losses(model, ids, kinds, measure, inputs.hexdigest()[:16], folder)
+  meter = Losses(model, ids, kinds, measure, inputs.hexdigest()[:16], folder)
   meter.total = (len(units) * len(codecs) + len(codecs) + 2) * len(ids)
   meter.progress = progress
 
@@ -376,159 +375,13 @@ def allocate_bits(
     allocation = dataclasses.replace(
       allocation, source=str(allocation.save(folder))
     )
-    (pathlib.Path(folder) / _PARTIAL).unlink(missing_ok=True)
+    (pathlib.Path(folder) / PARTIAL_FILE).unlink(missing_ok=True)
   return allocation
 
 
-def choose(
-  sizes: Sequence[Sequence[int]],
-  losses: Sequence[Sequence[float]],
-  budget: int | float,
-) -> list[int]:
-  """Choose a candidate for each unit, with the sum of sizes in the budget.
-
-  Args:
-    sizes: Bytes, [units][candidates].
-    losses: Losses, [units][candidates].
-    budget: Maximum sum of sizes, at least the sum of the smallest.
-
-  Returns:
-    Index of the candidate of each unit. Steps along the lower convex hulls are
-    taken from the steepest on; those that do not fit are skipped. The remaining
-    budget goes to single exchanges, also for candidates not on a hull.
-  """
-  hulls = [_hull(s, x) for s, x in zip(sizes, losses, strict=True)]
-  chosen = [0] * len(hulls)
-  remaining = budget - sum(
-    size[hull[0]] for size, hull in zip(sizes, hulls, strict=True)
-  )
-  steps = []
-  for unit, hull in enumerate(hulls):
-    for n, (a, b) in enumerate(itertools.pairwise(hull), 1):
-      extra_bytes = sizes[unit][b] - sizes[unit][a]
-      saved = losses[unit][a] - losses[unit][b]
-      steps.append((-saved / extra_bytes, unit, n, extra_bytes))
-  for _, unit, n, extra_bytes in sorted(steps):
-    if n == chosen[unit] + 1 and extra_bytes <= remaining:
-      chosen[unit], remaining = n, remaining - extra_bytes
-  choice = [hull[n] for hull, n in zip(hulls, chosen, strict=True)]
-  while True:
-    exchanges = [
-      ((loss[n] - loss[old]) / max(1, size[n] - size[old]), unit, n)
-      for unit, (old, size, loss) in enumerate(
-        zip(choice, sizes, losses, strict=True)
-      )
-      for n in range(len(size))
-      if loss[n] < loss[old] and size[n] - size[old] <= remaining
-    ]
-    if not exchanges:
-      return choice
-    _, unit, n = min(exchanges)
-    remaining -= sizes[unit][n] - sizes[unit][choice[unit]]
-    choice[unit] = n
-
-
-def _hull(sizes: Sequence[int], losses: Sequence[float]) -> list[int]:
-  """Candidates on the lower convex hull, by decreasing loss."""
-  order = sorted(range(len(sizes)), key=lambda n: (sizes[n], losses[n]))
-  hull: list[int] = []
-  for n in order:
-    if hull and losses[n] >= losses[hull[-1]]:
-      continue
-    while len(hull) > 1:
-      a, b = hull[-2:]
-      cross = (losses[a] - losses[b]) * (sizes[n] - sizes[b])
-      if cross > (losses[b] - losses[n]) * (sizes[b] - sizes[a]):
-        break
-      hull.pop()
-    hull.append(n)
-  return hull
-
-
 # ---------------------------------------------------------------------------
-# Units and candidates
+# Candidates
 # ---------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Unit:
-  """Unit that gets one codec: keys, values or both of heads of a layer."""
-
-  layer: int
-  heads: tuple[int, ...]
-  parts: tuple[str, ...]
-
-
-def _attention(model: Transformer) -> list[LayerCacheSpec]:
-  """Kinds of layers that have keys."""
-  specs = [x for x in model.kinds if isinstance(x, LayerCacheSpec)]
-  if not specs:
-    raise ConfigError(
-      "model",
-      f"{model.config.family}, without keys and values",
-      "attention in some layer",
-      "its states need no codec",
-    )
-  return specs
-
-
-def _units(shapes: Sequence[LayerCacheSpec], by: str) -> tuple[_Unit, ...]:
-  """List the units, in order of layers, heads and parts."""
-  units = []
-  for shape in shapes:
-    all_parts = ("keys", "values") if shape.value else ("keys",)
-    parts = [(part,) for part in all_parts] if by == "part" else [all_parts]
-    heads = [(n,) for n in range(shape.heads)]
-    if by == "layer":
-      heads = [tuple(range(shape.heads))]
-    for layer in shape.which:
-      units += [_Unit(layer, h, part) for h in heads for part in parts]
-  return tuple(sorted(units, key=lambda u: (u.layer, u.heads, u.parts)))
-
-
-def _bytes(unit: _Unit, codec: Codec, shapes: Sequence[LayerCacheSpec]) -> int:
-  """Bytes of a unit's token, as stored on the default platform."""
-  (shape,) = (s for s in shapes if unit.layer in s.which)
-
-  def part_bytes(part: str) -> int:
-    vectors: VectorCodec = getattr(codec, part)
-    width = vectors.width(shape.key if part == "keys" else shape.value)
-    lead, _ = stored_codes((), 1, width, jax.default_backend())
-    return int(np.prod(lead)) * len(unit.heads)
-
-  return sum(map(part_bytes, unit.parts))
-
-
-def _budget(
-  bits: int | float | None,
-  nbytes: int | float | None,
-  shapes: Sequence[LayerCacheSpec],
-  sizes: Sequence[Sequence[int]],
-  names: Sequence[str],
-) -> float:
-  """Budget in bytes per token."""
-  if (bits is None) == (nbytes is None):
-    raise OptionError(
-      "bits, bytes_per_token",
-      f"{bits!r}, {nbytes!r}",
-      "one of them",
-      "pass bits=3.2, for instance",
-    )
-  numbers = sum(shape.numbers() for shape in shapes)
-  if nbytes is None:
-    budget = number("bits", bits, above=0) * numbers / 8
-  else:
-    budget = number("bytes_per_token", nbytes, above=0)
-  floor = sum(map(min, sizes))
-  if budget < floor:
-    raise OptionError(
-      "bits" if nbytes is None else "bytes_per_token",
-      f"{bits if nbytes is None else nbytes}",
-      f"at least {8 * floor / numbers:.3f} bits a number, {floor:,} bytes a "
-      f"token, which the cheapest of {', '.join(names)} take",
-      "allow more bytes, or add a cheaper candidate",
-    )
-  return budget
 
 
 def _candidates(
@@ -632,7 +485,7 @@ def _paired(codecs: Sequence[Codec], keys: int, values: int) -> Codec:
 def _tables(
   model: Transformer,
   shapes: Sequence[LayerCacheSpec],
-  pairs: Sequence[tuple[_Unit, int]],
+  pairs: Sequence[tuple[Unit, int]],
 ) -> tuple[Table, Table]:
   """Candidates of each layer's heads, for keys and for values."""
   layers = model_layers(model.kinds)
@@ -655,185 +508,6 @@ def _tables(
   return keys, values
 
 
-# ---------------------------------------------------------------------------
-# Measuring
-# ---------------------------------------------------------------------------
-
-
-class _Losses:
-  """Measures losses of choices, and resumes from those measured before.
-
-  Attributes:
-    total: Number of model calls of the whole run.
-    progress: Callback, see `allocate_bits`.
-  """
-
-  total: int = 0
-  progress: Callable[[int, int], Any] | None = None
-
-  def __init__(
-    self,
-    model: Transformer,
-    ids: np.ndarray,
-    kinds: tuple[CacheConfig, ...],
-    measure: str,
-    inputs: str,
-    folder: str | os.PathLike[str] | None,
-  ):
-    self.model, self.ids, self.measure = model, ids, measure
-    self.inputs, self.done = inputs, 0
-    self.cache = _Choices.create(model, kinds)
-    self.path = None if folder is None else pathlib.Path(folder) / _PARTIAL
-    self.known: list[list[float]] = []
-    if self.path is not None and self.path.exists():
-      # Ignore a file that is corrupt or of other inputs.
-      with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        body = json.loads(self.path.read_text("utf-8"))
-        if body["inputs"] == inputs:
-          self.known = [[float(x), float(y)] for x, y in body["found"]]
-    self.found: list[list[float]] = []
-
-  def loss(self, pairs: Sequence[tuple[_Unit, int]]) -> list[float]:
-    """Loss (nats per token) and divergence with these choices."""
-    number = len(self.found)
-    if number < len(self.known):
-      self.found.append(self.known[number])
-      self.done += len(self.ids)
-      return self.found[-1]
-    cache, sums = self.cache.chosen(pairs), np.zeros(2)
-    for row in self.ids:
-      text = jnp.asarray(row[None], jnp.int32)
-      part = _sums(self.model, text, cache, self.measure == "kl")
-      sums += np.asarray(part, np.float64)
-      self.done += 1
-      if self.progress is not None:
-        self.progress(self.done, self.total)
-    count = self.ids.shape[0] * (self.ids.shape[1] - 1)
-    self.found.append([float(x) for x in sums / count])
-    if self.path is not None and self.done < self.total:
-      body = {"inputs": self.inputs, "found": self.found}
-      _write(self.path, body)
-    return self.found[-1]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Choices(NoCache):
-  """A cache that stores nothing and applies codecs chosen by traced data.
-
-  Attributes:
-    keys: Candidate of each head's keys in each layer of the model, int32
-      [layers, heads]; -1 leaves them exact.
-    values: Candidate of each head's values, likewise.
-    constants: Codec constants, for each kind of layer and candidate.
-    codecs: Codecs of the candidates.
-    unrotated: Whether keys are encoded before their rotation.
-    shapes: For each kind of layer, the shape of one token's cached vectors.
-  """
-
-  keys: Int[Array | np.ndarray, "layers heads"]
-  values: Int[Array | np.ndarray, "layers heads"]
-  constants: tuple[Any, ...]
-  codecs: tuple[Codec, ...]
-  unrotated: bool
-  shapes: tuple[Any, ...]
-
-  @classmethod
-  def create(
-    cls, model: Transformer, kinds: tuple[CacheConfig, ...]
-  ) -> _Choices:
-    codecs: tuple[Any, ...] = tuple(kind.codec for kind in kinds)
-    constants = tuple(
-      tuple(codec.constants(n, shape) for codec in codecs)
-      if isinstance(shape, LayerCacheSpec)
-      else ()
-      for n, shape in enumerate(model.kinds)
-    )
-    layers = model_layers(model.kinds)
-    heads = max(shape.heads for shape in _attention(model))
-    exact = np.full((layers, heads), -1, np.int32)
-    device_constants = jax.tree.map(jnp.asarray, constants)
-    return cls(
-      exact,
-      exact,
-      device_constants,
-      codecs,
-      kinds[0].layout.unrotated,
-      model.kinds,
-    )
-
-  def chosen(self, pairs: Sequence[tuple[_Unit, int]]) -> _Choices:
-    """Cache with these candidates for these units, all others exact."""
-    choices = {"keys": self.keys.copy(), "values": self.values.copy()}
-    for unit, n in pairs:
-      for part in unit.parts:
-        choices[part][unit.layer, list(unit.heads)] = n
-    arrays = {part: jnp.asarray(x) for part, x in choices.items()}
-    return dataclasses.replace(self, **arrays)
-
-  @property
-  def slots(self) -> tuple[Any, ...]:
-    return ((),) * len(self.shapes)
-
-  def layer(self, kind: int, slots: PyTree, index: Index) -> FreshLayer:
-    del slots
-    shape = self.shapes[kind]
-    if not isinstance(shape, LayerCacheSpec):
-      return FreshLayer()
-    layer = jnp.asarray(shape.which, jnp.int32)[index]
-    of_layer = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
-    constants = jax.tree.map(of_layer, self.constants[kind])
-
-    def with_codec(
-      n: int, part: str, x: jax.Array, in_codec: jax.Array
-    ) -> jax.Array:
-      vectors, codec_constants = getattr(self.codecs[n], part), constants[n]
-      put = lambda x: jnp.where(
-        in_codec[None, :, None, None],
-        through(vectors, x, codec_constants[part == "values"]),
-        x,
-      )
-      # Skip the work for layers that stay exact: most, in most calls.
-      return lax.cond(jnp.any(in_codec), put, lambda x: x, x)
-
-    def encode_heads(part: str, x: jax.Array) -> jax.Array:
-      if not x.shape[-1]:
-        return x
-      chosen = getattr(self, part)[layer, : shape.heads]
-      for n in range(len(self.codecs)):
-        x = with_codec(n, part, x, chosen == n)
-      return x
-
-    def change(
-      k: jax.Array, v: jax.Array, rotation: Rotation
-    ) -> tuple[jax.Array, jax.Array, tuple[()]]:
-      k = encode_heads("keys", k if self.unrotated else rotation.own(k))
-      k = rotation.own(k) if self.unrotated else k
-      return k, encode_heads("values", v), ()
-
-    return FreshLayer(change=change)
-
-
-tree.register(
-  _Choices, ("keys", "values", "constants"), ("codecs", "unrotated", "shapes")
-)
-
-
-@bounded
-@jax.jit(static_argnums=3)
-def _sums(
-  model: Transformer, tokens: Int[Array, "1 T"], cache: _Choices, compared: bool
-) -> Float[Array, " 2"]:
-  """Sum over predictions the loss and, if `compared`, the divergence."""
-  last = (slice(None), slice(0, -1))
-  log_probs = lambda x: jax.nn.log_softmax(x[last], -1)
-  q = log_probs(model(tokens, cache=cache)[0])
-  loss = -jnp.sum(jnp.take_along_axis(q, tokens[:, 1:, None], -1))
-  if not compared:
-    return jnp.stack([loss, jnp.zeros_like(loss)])
-  p = log_probs(model(tokens))
-  return jnp.stack([loss, jnp.sum(jnp.exp(p) * (p - q))])
-
-
 def _checked(tokens: np.ndarray) -> np.ndarray:
   ids = np.asarray(tokens)
   integers = ids.ndim == 2 and np.issubdtype(ids.dtype, np.integer)
@@ -850,17 +524,6 @@ def _checked(tokens: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------------------
 # Files
 # ---------------------------------------------------------------------------
-
-
-def _write(path: pathlib.Path, body: dict[str, Any]) -> None:
-  """Write a file atomically, replacing an old one."""
-  partial = path.with_name(f".{path.name}.{os.getpid()}")
-  try:
-    partial.write_text(json_text(body) + "\n", "utf-8")
-    os.replace(partial, path)
-  except BaseException:
-    partial.unlink(missing_ok=True)
-    raise
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
