@@ -65,6 +65,7 @@ def define(values: flags.FlagValues) -> None:
   """Defines the flags of this script."""
   new = FlagHelper(values)
   new.checkpoint()
+  new.rope_scaling()
   new.text(
     "dtype",
     None,

@@ -2,6 +2,8 @@
 
   python -m launch.convert --model=DIR --check
       Whether ringjax can load it: config.json, names, shapes and numbers.
+  python -m launch.convert --model=DIR --out=DIR2 --rope_scaling=yarn:factor=4
+      The same weights, with a config.json of a longer context.
   python -m launch.convert --model=DIR --out=DIR2 --dtype=bfloat16
       The same model in another dtype, in files of --max_shard_bytes. Weights
       of 4 or 8 bits become floats (without --dtype bfloat16, and float32 those
@@ -42,7 +44,7 @@ from ringjax.models.checkpoint import (
   check_unpacked,
   stored_dtype,
 )
-from ringjax.models.contents import Contents, contents, read_source
+from ringjax.models.contents import Contents, contents
 from ringjax.models.gguf.gguf_folder import GgufFolder, open_model
 from ringjax.models.hf import save
 from ringjax.models.hf.folder import Folder
@@ -50,6 +52,7 @@ from ringjax.models.hf.packed import Packed
 from ringjax.models.hf.packings import packing
 from ringjax.models.hf.tensors import CheckpointTensor, parameters
 from ringjax.models.origin import Origin, origin_of
+from ringjax.models.rope_scaling import read_extended
 
 NAME = "convert"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -60,6 +63,7 @@ def define(values: flags.FlagValues) -> None:
   new = FlagHelper(values)
   new.model("model", None, "Folder to read.")
   new.strict()
+  new.rope_scaling()
   new.path("out", None, "Folder to make.")
   new.boolean("check", False, "Only look, and write nothing.")
   flags.DEFINE_enum(
@@ -114,7 +118,7 @@ def run(
     interrupted="interrupted; nothing was written",
   ) as run:
     _check(values)
-    conversion = _conversion(values.model, values.dtype, values.strict)
+    conversion = _conversion(values)
     if values.check:
       for _ in _tensors(conversion, screen):
         pass
@@ -142,10 +146,13 @@ def _check(values: flags.FlagValues) -> None:
     )
 
 
-def _conversion(path: str, dtype: str | None, strict: bool) -> Conversion:
+def _conversion(values: flags.FlagValues) -> Conversion:
   """Opens a folder and compares it with the model of its config."""
-  folder = open_model(path)
-  _, source, family = read_source(folder.config, strict=strict)
+  dtype = values.dtype
+  folder = open_model(values.model)
+  _, source, family = read_extended(
+    folder.config, values.rope_scaling, strict=values.strict
+  )
   empty = models.abstract(source, dtype=dtype or jnp.float32)
   model_contents = contents(folder, family, empty, source)
   params = parameters(empty)

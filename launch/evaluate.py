@@ -126,6 +126,7 @@ def define(values: flags.FlagValues) -> None:
   """Defines the flags of this script."""
   new = FlagHelper(values)
   new.checkpoint()
+  new.rope_scaling()
   new.path("adapter", None, "Low-rank adapter to add: a folder of PEFT.")
   new.text(
     "dtype",
@@ -390,6 +391,11 @@ class _Evaluation:
       "model": str(values.model or default_model),
       "text": values.folder or "held-out files of Python's library",
       **({} if values.adapter is None else {"adapter": str(values.adapter)}),
+      **(
+        {}
+        if values.rope_scaling is None
+        else {"rope_scaling": values.rope_scaling}
+      ),
     }
 
   def _known_cells(

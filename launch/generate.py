@@ -70,6 +70,7 @@ from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
 from ringjax.models.gguf.gguf_folder import open_model
 from ringjax.models.hf import tensors
+from ringjax.models.rope_scaling import read_extended
 from ringjax.models.transformer import Transformer
 from ringjax.plan.flexgen.offload_costs import OffloadPolicy
 from ringjax.plan.flexgen.offload_tiers import TIERS
@@ -235,7 +236,7 @@ class _Work:
     encoded = None
     if values.memory is not None and values.contexts is None:
       # The number of tokens determines the memory that is left for weights.
-      encoded = self._encoded(folder, _positions(folder, strict=values.strict))
+      encoded = self._encoded(folder, _positions(folder, values))
     tokens = None if encoded is None else len(encoded[2])
     model, about = self._load(folder, mesh, tokens)
     tokenizer, chat, ids = encoded or self._encoded(
@@ -672,10 +673,12 @@ class _Work:
       self._out.flush()
 
 
-def _positions(folder: pathlib.Path, *, strict: bool) -> int:
+def _positions(folder: pathlib.Path, values: flags.FlagValues) -> int:
   """The longest context that the config of a folder's model allows."""
-  source = open_model(folder).config
-  return rj.models.read_config(source, strict=strict)[0].max_positions
+  config, _, _ = read_extended(
+    open_model(folder).config, values.rope_scaling, strict=values.strict
+  )
+  return config.max_positions
 
 
 def _policy(values: flags.FlagValues) -> dict[str, Any] | None:

@@ -77,6 +77,7 @@ def define(values: flags.FlagValues) -> None:
   """Defines the flags of this script."""
   new = FlagHelper(values)
   new.checkpoint()
+  new.rope_scaling()
   new.text("model_name", None, "Its name in the API; default: the folder's.")
   new.text("host", "127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
   new.whole("port", 8000, "Port; 0 takes a free one.", 0, 65535)

@@ -217,18 +217,16 @@ def _pool(
   shape = tiles.PoolShape(**options)
   rows: list[dict[str, Any]] = []
   for name in names:
-    instructions: dict[str, int] = {}
+    kernels: list[cycles.KernelTile] = []
     for builder, extra in (("pool", {}), ("ragged", {"queries_per_block": 1})):
       screen.say(f"{builder}, for {name}")
-      for tile in cycles.count(
+      kernels += cycles.count(
         f"ringjax.bench.tiles:{builder}",
         SLICES[name],
         options | extra,
         timeout_s=values.timeout,
-      ):
-        kernel = tile.kernel.partition(".")[0]
-        instructions[kernel] = sum(block.cycles for block in tile.blocks)
-    rows.append({"chip": name, **tiles.pool_cycles(name, shape, instructions)})
+      )
+    rows.append({"chip": name, **tiles.pool_cycles(name, shape, kernels)})
   record = {**dataclasses.asdict(shape), "rows": rows, "note": POOL_NOTE}
   lines = [
     f"{shape.rows} rows, {shape.shared:,} shared keys and {shape.own} own, "

@@ -19,6 +19,7 @@ from launch.shared.flag_helpers import FlagHelper
 from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.json_text import json_text
+from ringjax.models.rope_scaling import read_extended
 from ringjax.parallel.chips import Link, number_bytes
 from ringjax.plan import machines
 from ringjax.serve import cluster
@@ -301,7 +302,9 @@ def router(
   values: flags.FlagValues, folder: pathlib.Path, tokenizer: rj.data.Tokenizer
 ) -> cluster.ClusterRouter:
   """Creates the router of the flags for a model, without loading weights."""
-  config, _ = rj.models.read_config(_config(folder), strict=values.strict)
+  config, _, _ = read_extended(
+    _config(folder), values.rope_scaling, strict=values.strict
+  )
   longest = values.longest or min(config.longest or 16384, 16384)
   costs = roles = None
   if _predicts(values):

@@ -42,7 +42,7 @@ _ALONE = frozenset({"important"})
 _INSTANCE = {"layer_parts"}
 _DEVICES = {"devices", "distributed", "mesh"}
 _PROCESSES = {"coordinator", "num_processes", "process_id", "init_timeout"}
-_MODEL = {"model", "strict", "dtype", "longest"}
+_MODEL = {"model", "strict", "dtype", "longest", "rope_scaling"}
 _SERVER = frozenset(
   {
     "admin",

@@ -28,7 +28,8 @@ def load(
   """Loads a model for inference, with fast defaults on one CPU device.
 
   Args:
-    values: Flags of the script, --model and --dtype among them.
+    values: Flags of the script, --model, --dtype and --rope_scaling among
+      them.
     folder: Folder of the model.
     mesh: Devices of the weights; None for the first one.
     codes: Whether weights may become 8-bit codes, if they don't fit in float32
@@ -47,7 +48,12 @@ def load(
       # The returned line reports it.
       warnings.filterwarnings("ignore", "weights stay in", RuntimeWarning)
     model = rj.models.load(
-      folder, mesh=mesh, dtype=values.dtype, strict=values.strict, **options
+      folder,
+      mesh=mesh,
+      dtype=values.dtype,
+      strict=values.strict,
+      rope_scaling=values.rope_scaling,
+      **options,
     )
   if not chosen:
     return model, None

@@ -72,6 +72,20 @@ class _Model(_Path):
     return os.fspath(fetched_models.resolve(path, "--model"))
 
 
+class _RopeScaling(flags.ArgumentParser):
+  """Parser of a scaling, which is refused before a model is loaded."""
+
+  def parse(self, argument: str) -> str:
+    # Imported on use: scripts that load no model have no flax.
+    from ringjax.models.rope_scaling import context_extension
+
+    context_extension(argument, "--rope_scaling")
+    return argument
+
+  def flag_type(self) -> str:
+    return "string"
+
+
 class FlagHelper:
   """Defines flags among `values`, each with a default and a help text.
 
@@ -193,6 +207,18 @@ class FlagHelper:
       True,
       "Refuse keys of config.json that nothing reads and that may change the "
       "computation; else a warning names them.",
+    )
+
+  def rope_scaling(self) -> None:
+    """Defines --rope_scaling: a longer context without training."""
+    self._define(
+      flags.DEFINE,
+      _RopeScaling(),
+      "rope_scaling",
+      None,
+      "A longer context than the model was trained for, by a scaling of its "
+      "rotary embedding: yarn:factor=4, or linear, ntk, dynamic, llama3 or "
+      "longrope. Default: as config.json says.",
     )
 
   def texts(self, name: str, default: list[str] | None, text: str) -> None:

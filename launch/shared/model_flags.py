@@ -84,6 +84,7 @@ def define(
   """
   new = FlagHelper(values)
   new.checkpoint(default)
+  new.rope_scaling()
   new.text("system", None, "A system message; needs a chat template.")
   new.options(GenerateConfig, (*_OPTIONS, *more), says)
   machines.define(

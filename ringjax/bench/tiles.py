@@ -54,6 +54,7 @@ from ringjax.ops.rope import Rope, Rotation
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import chips
 from ringjax.plan.compiler.aot import Built
+from ringjax.plan.compiler.cycles import KernelTile
 from ringjax.typing import Index
 
 WHAT = ("forward", "backward")
@@ -648,7 +649,7 @@ def _over_pages(
 
 
 def pool_cycles(
-  chip: str, of: PoolShape, instructions: Mapping[str, int]
+  chip: str, of: PoolShape, kernels: Sequence[KernelTile]
 ) -> dict[str, int | float]:
   """Predicts cycles of a core to decode a step of all rows.
 
@@ -659,10 +660,11 @@ def pool_cycles(
   Args:
     chip: Name of a chip for `chips.core`.
     of: Rows and pages that are read.
-    instructions: Instructions of a step of each kernel, by its name.
+    kernels: Tiles of the kernels of `pool` and of `ragged`.
 
   Returns:
-    Cycles as "together", "apart" and "ragged", and the cycles of their steps.
+    Cycles as "together", "apart" and "ragged", and the cycles of their steps,
+    those of a row's own pages for full tiles and for its last one.
   """
   core = chips.core(chip)
   bandwidth = chips.MACHINES[core.name].chip.hbm_bandwidth
@@ -675,27 +677,26 @@ def pool_cycles(
   full, last = divmod(own_pages, tile // of.page)
   reading = tile // of.page * of.page_bytes / rate
   ending = last * of.page_bytes / rate
-  shared_step, own_step, ragged_step = (
-    instructions[name]
-    for name in (
-      "ringjax_decode_shared",
-      "ringjax_decode_own",
-      "ragged_paged_attention_kernel",
-    )
-  )
+  by_name = {tile.kernel.partition(".")[0]: tile for tile in kernels}
+  all_blocks = lambda name: sum(x.cycles for x in by_name[name].blocks)
+  shared_step = all_blocks("ringjax_decode_shared")
+  ragged_step = all_blocks("ragged_paged_attention_kernel")
+  own_step, last_own_step = by_name["ringjax_decode_own"].step_cycles
 
-  def rows(step: int, whole: int) -> float:
-    last_step = max(step, ending) if last else 0.0
-    return float(of.rows * (whole * max(step, reading) + last_step))
+  def rows(step: int, last_step: int, whole: int) -> float:
+    end = max(last_step, ending) if last else 0.0
+    return float(of.rows * (whole * max(step, reading) + end))
 
   return {
     "reading": reading,
     "shared_step": shared_step,
     "own_step": own_step,
+    "last_own_step": last_own_step,
     "ragged_step": ragged_step,
-    "together": common * max(shared_step, reading) + rows(own_step, full),
-    "apart": rows(own_step, common + full),
-    "ragged": rows(ragged_step, common + full),
+    "together": common * max(shared_step, reading)
+    + rows(own_step, last_own_step, full),
+    "apart": rows(own_step, last_own_step, common + full),
+    "ragged": rows(ragged_step, ragged_step, common + full),
   }
 
 

@@ -135,7 +135,7 @@ def within_context(config: TransformerConfig, total: int, came: str) -> None:
       "tokens",
       came,
       f"at most {limit:,} in all, the model's context by its {config.bound}",
-      "ask for fewer"
-      if config.positions is not None
-      else "ask for fewer, or extend the model (rj.train.extended)",
+      " or pass ".join(
+        filter(None, ("ask for fewer", config.longer_context_remedy(total)))
+      ),
     )

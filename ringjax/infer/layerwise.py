@@ -102,7 +102,7 @@ def check_layers(config: TransformerConfig) -> None:
       "read it with rj.infer.generate",
     )
   for number, spec in enumerate(config.layers):
-    if not isinstance(spec.attention, Attention):
+    if type(spec.attention) is not Attention:
       raise ConfigError(
         "model",
         f"{config.family}, whose layer {number} is "

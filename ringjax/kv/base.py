@@ -389,6 +389,23 @@ class CallCache:
     raise NotImplementedError
 
   @property
+  def present(self) -> Int[Array, ""] | None:
+    """1, or 0 for a call that computes nothing; None: it always computes."""
+    return None
+
+  @property
+  def borrows(self) -> bool:
+    """Whether its keys are in the arrays of the call before it in a program.
+
+    Its `slots` then have None in their places.
+    """
+    return False
+
+  def onto(self: CallCacheT, before: PyTree) -> CallCacheT:
+    """Cache that borrows, with what the call before it returned."""
+    raise NotImplementedError
+
+  @property
   def row_groups(self) -> RowGroups | None:
     """Groups of rows whose layers run one after another; None: all together."""
     return None

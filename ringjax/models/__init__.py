@@ -13,6 +13,15 @@ from ringjax.models.families import FAMILIES
 from ringjax.models.more_tokens import with_more_tokens
 from ringjax.models.partition.layer_range import LayerRange, load_layers
 from ringjax.models.presets import PRESETS
+from ringjax.models.rope_scaling import (
+  ContextExtension,
+  DynamicExtension,
+  LinearExtension,
+  Llama3Extension,
+  LongRopeExtension,
+  NtkExtension,
+  YarnExtension,
+)
 from ringjax.models.transformer import Transformer, TransformerConfig
 from ringjax.models.weights.coded_weights import with_coded_weights
 from ringjax.models.weights.neuron_predictors import NeuronPredictors
@@ -36,15 +45,22 @@ def list() -> tuple[str, ...]:
 __all__ = [
   "PRESETS",
   "CachedAttention",
+  "ContextExtension",
   "ContextParallel",
+  "DynamicExtension",
   "LayerRange",
+  "LinearExtension",
+  "Llama3Extension",
+  "LongRopeExtension",
   "NeuronPredictors",
   "NeuronReport",
+  "NtkExtension",
   "Placement",
   "PlacementReport",
   "Rules",
   "Transformer",
   "TransformerConfig",
+  "YarnExtension",
   "abstract",
   "cepe",
   "create",

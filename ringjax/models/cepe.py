@@ -277,7 +277,7 @@ def _check_decoder(decoder: Any) -> None:
       "pass model.decoder",
     )
   layers = [layer.attention for layer in decoder.config.layers]
-  kinds = [type(x).__name__ for x in layers if not isinstance(x, Attention)]
+  kinds = [type(x).__name__ for x in layers if type(x) is not Attention]
   if kinds:
     raise OptionError(
       "decoder",

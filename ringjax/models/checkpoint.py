@@ -54,6 +54,7 @@ from ringjax.models.hf.tensors import (
   parameters,
 )
 from ringjax.models.origin import origin_of
+from ringjax.models.rope_scaling import ContextExtension, read_extended
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.coded_weights import refuse_codes
 from ringjax.models.weights.expert_loading import (
@@ -265,6 +266,7 @@ def load(
   memory: int | str | None = None,
   beside: Callable[..., Mapping[str, Mapping[str, int]]] | None = None,
   weights: str | None = None,
+  rope_scaling: ContextExtension | str | None = None,
 ) -> Transformer:
   """Reads a Hugging Face folder, or a GGUF file, into sharded arrays.
 
@@ -310,12 +312,17 @@ def load(
       memory is checked, too.
     weights: "stored" keeps linear maps of a GGUF file as the codes of the
       file, which have the same values; None: they become floats.
+    rope_scaling: Scaling of the rotary embedding for a longer context than the
+      model was trained for, a `ContextExtension` or a text such as
+      "yarn:factor=4"; see `ringjax.models.rope_scaling`. `save` writes it.
 
   Returns:
     The model.
 
   Raises:
-    ConfigError: If the architecture is unknown, or the config contradictory.
+    ConfigError: If the architecture is unknown, the config contradictory, or
+      `rope_scaling` of another kind than the model's own, or for a model
+      without RoPE.
     CheckpointFormatError: If a file is broken.
     CheckpointMismatchError: If tensors are missing, too many, of a wrong
       shape or not finite, or a tied head differs from the embedding.
@@ -324,7 +331,7 @@ def load(
       or not next to the call; before any of them is read.
     OptionError: If rules come without a mesh; if the placement is unknown or
       the folder has an encoder; if stored weights are asked of a folder or file
-      that is not a quantised GGUF file.
+      that is not a quantised GGUF file; if `rope_scaling` is unknown.
     MeshError: If a rule names an axis that the mesh does not have.
   """
   path = fetched_models.resolve(path)
@@ -347,7 +354,9 @@ def load(
   # A file that one process lacks is an error of all processes.
   with joint_outcome.failing_together(ranks):
     folder = open_model(path)
-    config, source, family = read_source(folder.config, strict=strict)
+    config, source, family = read_extended(
+      folder.config, rope_scaling, strict=strict
+    )
     stored = stored_dtype(folder, source) if dtype is None else dtype
     shapes_in = lambda dtype: _with_axes(
       jax.eval_shape(

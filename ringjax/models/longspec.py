@@ -152,9 +152,9 @@ def check_target(target: Transformer) -> Attention:
       "make one with rj.models.load",
     )
   last = target.config.layers[-1].attention
-  if not isinstance(last, Attention) or last.reach is not None:
+  if type(last) is not Attention or last.reach is not None:
     kind = type(last).__name__
-    if isinstance(last, Attention):
+    if type(last) is Attention:
       kind = f"attention that looks back {last.reach} tokens"
     raise OptionError(
       "target",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from ringjax.errors import (
 from ringjax.kv.base import CallCache, CallCoords, NoCache
 from ringjax.kv.cache_kind import CacheConfig, cache_kind
 from ringjax.kv.cache_specs import cache_spec
+from ringjax.kv.codecs.calibration import Calibrated
 from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
 from ringjax.kv.state import StateShape
@@ -45,6 +46,7 @@ from ringjax.models.weights.weight_placement import (
   set_waiting,
   transfer_events,
 )
+from ringjax.nn.attention_layers.folded_attention import refuse_folded
 from ringjax.nn.block import Layer
 from ringjax.nn.layer_inputs import LayerInputs
 from ringjax.nn.linear import (
@@ -65,7 +67,7 @@ from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.placed_layers import naming_faults
 from ringjax.ops.ancestors import MOST_DRAFTED, ancestor_matrix, tree_coords
 from ringjax.ops.mask import Coords
-from ringjax.ops.rope import Dynamic, Linear, Rope, Yarn
+from ringjax.ops.rope import Dynamic, Linear, Rope, Unscaled, Yarn
 from ringjax.parallel import collectives
 from ringjax.parallel.call_sharding import (
   AUTO,
@@ -150,6 +152,27 @@ class TransformerConfig:
         stated = scaling.original or self.max_positions
         longest = max(longest, int(stated * scaling.factor))
     return longest
+
+  def longer_context_remedy(self, total: int) -> str:
+    """Advice for a text of `total` tokens beyond `longest`, for errors."""
+    if self.bound == "dual_chunk_attention_config":
+      return (
+        "the model's dual chunk attention (--rope_scaling=dual_chunk, or "
+        "rj.models.load(..., rope_scaling='dual_chunk'))"
+      )
+    full = [x for x in self.layers if x.attention.reach is None]
+    if self.longest is None or not any(x.attention.ropes for x in full):
+      return ""
+    if any(type(rope.scaling) is not Unscaled for rope in self.ropes):
+      return (
+        "a larger factor of the model's own scaling (--rope_scaling, or "
+        "rj.models.load(..., rope_scaling=))"
+      )
+    factor = max(2, -(-total // self.longest))
+    return (
+      f"a longer context without training (--rope_scaling=yarn:factor={factor}"
+      f", or rj.models.load(..., rope_scaling='yarn:factor={factor}'))"
+    )
 
 
 class Transformer(nnx.Module):
@@ -538,10 +561,23 @@ class Transformer(nnx.Module):
     """A cache kind by its name or as it is, calibrated for this model.
 
     Raises:
-      OptionError: If the kind is unknown, or calibrated for another model.
+      OptionError: If the kind is unknown, or calibrated for another model; if
+        it scores or rotates keys, and the model folds positions.
       CheckpointFormatError: If the kind's calibration file is missing or bad.
     """
-    return cache_kind(kind).for_model(lambda path: load_measured(path, self))
+    resolved = cache_kind(kind)
+    if (
+      resolved.policy is not None
+      or resolved.layout.unrotated
+      or isinstance(resolved.codec, Calibrated)
+    ):
+      refuse_folded(
+        self.config.layers,
+        "kind",
+        str(resolved),
+        "use a kind that keeps all keys, rotated: dense, int8 or int4",
+      )
+    return resolved.for_model(lambda path: load_measured(path, self))
 
   def hidden(
     self,
@@ -706,6 +742,54 @@ def forward_layers(
   places = tokens_of(model, attend, tokens.shape, pos, seg, length)
   call_cache = _begun(cache, attend, tokens, places)
   return model.through_layers(tokens, places, call_cache, attend, x)
+
+
+class JointCall(NamedTuple):
+  """A call of several in one program, see `forward_calls`.
+
+  Fields:
+    tokens: Token ids, int32 [B, T].
+    pos: Positions of the tokens, int32 [B, T].
+    seg: Documents of the tokens, int32 [B, T].
+    cache: Cache of the call; that of a later call borrows the arrays of the
+      first.
+    rows: Index of the token of each row whose output is returned, int32 [B].
+    length: Tokens of the context of each row, int32 [B], or None.
+    adapters: Adapter of each row, int32 [B], or None.
+  """
+
+  tokens: Int[Array, "B T"]
+  pos: Int[Array, "B T"]
+  seg: Int[Array, "B T"]
+  cache: CallCache
+  rows: Int[Array, " B"]
+  length: Lengths | None
+  adapters: Int[Array, " B"] | None
+
+
+def forward_calls(
+  model: Transformer, attend: ShardingContext, calls: Sequence[JointCall]
+) -> tuple[list[Float[Array, "B *_ D"]], Any]:
+  """Runs the layers for several calls, one call after another in each layer.
+
+  Returns:
+    (output of the last layer for a token of each row of each call, new cache).
+  """
+  inputs = []
+  for call in calls:
+    shape = call.tokens.shape
+    places = tokens_of(model, attend, shape, call.pos, call.seg, call.length)
+    places.adapters = call.adapters
+    cache = _begun(call.cache, attend, call.tokens, places)
+    x = attend.constrain(model.embedded(call.tokens, places))
+    inputs.append((x, places, cache))
+  context: Any = attend
+  results = model.stack.together(inputs, context)
+  outputs = []
+  for call, (x, _) in zip(calls, results, strict=True):
+    index = call.rows.reshape(-1, *(1,) * (x.ndim - 1))
+    outputs.append(jnp.take_along_axis(x, index, 1)[:, 0])
+  return outputs, results[-1][1]
 
 
 def _begun(

@@ -34,7 +34,7 @@ from ringjax.ops.attention.cached.selection import (
   KeySelection,
   by_chunks,
 )
-from ringjax.ops.attention.cached.views import KVView
+from ringjax.ops.attention.cached.views import ApartView, KVView
 from ringjax.ops.attention.cost.select import Auto
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.scores import Scores, Terms
@@ -68,6 +68,8 @@ class Extras:
     sinks: Sink logits of the heads, [N].
     slopes: ALiBi slopes of the heads, [N].
     selection: Chooses the keys that each query reads; None: it reads all.
+    residual: Whether to return the log-sum-exp, too, float32 [B, T, N], of keys
+      with a mask of this layer alone; not with sinks.
     up: Up-projection [C, N, P + J], where the keys of a call are rows of
       latent attention: one head of C + R numbers, whose values have none.
   """
@@ -78,6 +80,7 @@ class Extras:
   slopes: Float[Array, " N"] | None = None
   selection: KeySelection | None = None
   up: Float[Array, "C N Y"] | None = None
+  residual: bool = False
 
 
 @runtime_checkable
@@ -402,7 +405,7 @@ def _attention(
   k: Float[Array, "B S K _"],
   v: Float[Array, "B S K J"],
   **options: Any,
-) -> Float[Array, "B T N _"]:
+) -> Any:
   """Attend to keys and values, or with `up` to rows in the place of keys."""
   if up is None:
     return dot_product_attention(q, k, v, **options)
@@ -455,6 +458,8 @@ class ContextParallel(ShardingContext):
   resident = False
   # Whether keys may be rows of latent attention, see `Extras.up`.
   takes_rows = True
+  # Whether it supports `Extras.residual`.
+  takes_classes = True
 
   def __call__(
     self,
@@ -463,8 +468,8 @@ class ContextParallel(ShardingContext):
     cache: LayerCache,
     mask: Mask,
     extras: Extras,
-  ) -> Float[Array, "B T N J"]:
-    """[B, T, N, J] from queries [B, T, N, H]."""
+  ) -> Any:
+    """[B, T, N, J] from queries [B, T, N, H]; see `Extras.residual`."""
     assert cache.fresh is not None
     k, v, _ = cache.fresh
     if extras.selection is not None:
@@ -489,6 +494,7 @@ class ContextParallel(ShardingContext):
       logits_soft_cap=extras.soft_cap,
       sinks=extras.sinks,
       alibi_slopes=extras.slopes,
+      return_residual=extras.residual,
     )
 
   def _selective(
@@ -700,6 +706,7 @@ class CachedAttention(ShardingContext):
   resident = True
   # Whether a call's rows are sharded over `axis`, see `MultiMaster`.
   masters = False
+  takes_classes = True
 
   @property
   def sharded(self) -> bool:
@@ -717,10 +724,18 @@ class CachedAttention(ShardingContext):
     cache: LayerCache,
     mask: Mask,
     extras: Extras,
-  ) -> Float[Array, "B T N J"]:
-    """[B, T, N, J] from queries [B, T, N, H]."""
+  ) -> Any:
+    """[B, T, N, J] from queries [B, T, N, H]; see `Extras.residual`."""
     draft_coords = tokens.tree
     views = cache.views(apart=draft_coords is not None)
+    if extras.residual and any(map(_reads_otherwise, views)):
+      raise OptionError(
+        "cache",
+        "keys with coordinates or a mask of their own, such as contexts that "
+        "were encoded apart, for layers with folded positions",
+        "keys of one text",
+        "read the contexts as one prompt",
+      )
     full_mask = mask
     if tokens.segmented:
       full_mask = mask & self.segments
@@ -757,7 +772,7 @@ class CachedAttention(ShardingContext):
     at: Coords,
     mask: Mask,
     extras: Extras,
-  ) -> Float[Array, "B T N J"]:
+  ) -> Any:
     """[B, T, N, J]: queries see keys of views, merged as partial results.
 
     Args:
@@ -781,6 +796,7 @@ class CachedAttention(ShardingContext):
       query_axes=query_axes,
       sharded=self.sharded,
       masters=self.masters,
+      residual=extras.residual,
       local=self.local,
     )
     out = run(
@@ -792,6 +808,10 @@ class CachedAttention(ShardingContext):
       mask,
       extras.selection,
     )
+    lse = None
+    if extras.residual:
+      out, lse = out
+      lse = jnp.transpose(lse, (0, 3, 1, 2)).reshape(b, t, n)
     out = jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
     if query_axes and n % self.model_size == 0:
       # As the output projection's heads are sharded: the compiler would gather
@@ -801,7 +821,7 @@ class CachedAttention(ShardingContext):
       by_query = (*collectives.names(over_tokens), *query_axes)
       out = self.constrained(out, P(batch, by_query))
       out = self.constrained(out, P(batch, over_tokens, query_axes))
-    return out
+    return out if lse is None else (out, lse)
 
   def _query_axes(
     self, tokens: int, views: tuple[KVView, ...]
@@ -837,6 +857,12 @@ class MultiMaster(CachedAttention):
 
   def spec(self, x: Shaped[Array | jax.ShapeDtypeStruct, " ..."]) -> P:
     return P(self.of_mesh)
+
+
+def _reads_otherwise(view: KVView) -> bool:
+  """Whether a view's keys are not seen by the call's coordinates and mask."""
+  differs = view.mask is not None or view.queries is not None
+  return differs or isinstance(view, ApartView)
 
 
 # Attention of a model; at run time also a wrapper of one of these, for

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from ringjax.kv.base import CallCache
 from ringjax.nn.block import Block, Layer
 from ringjax.nn.sharding_context import Attend
-from ringjax.nn.tiled_layer import over_tiles
+from ringjax.nn.tiled_layer import over_tiles, where_present
 from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.layer_array import (
   LayerArray,
@@ -298,6 +298,9 @@ class Stack(nnx.Module):
   ) -> list[tuple[Float[Array, "_ _ ..."], Any]]:
     """Run several calls through the stack; each layer's weights are read once.
 
+    A call whose cache borrows has its keys in the arrays of the call before it,
+    and passes each layer after that call.
+
     While a group or layer runs, the keys of the next one are fetched if they
     are not on the devices; likewise a layer's weights in the host's memory, if
     the calls have caches.
@@ -401,7 +404,11 @@ class Stack(nnx.Module):
           _, call_tokens, cache = calls[call]
           tokens = call_tokens.of_layer()
           mixer: Any = run.layers[position].attention
-          layer_slots = zip(kinds[position], slots[call][position], strict=True)
+          layer_slots = zip(
+            kinds[position],
+            _joint_slots(slots, call, position, cache.borrows),
+            strict=True,
+          )
           if not keeps(run.layers[position]):
             parts = (shared[call][mixer.group],)
           else:
@@ -432,6 +439,8 @@ class Stack(nnx.Module):
 
           if cache.tiles:
             x, parts = over_tiles(run_layer, x, tokens, parts, cache)
+          elif cache.present is not None:
+            x, parts = where_present(run_layer, x, tokens, parts, cache.present)
           else:
             x, parts = run_layer(x, tokens, parts)
           if any(next_keys):
@@ -441,7 +450,8 @@ class Stack(nnx.Module):
             routed[call].append(tokens.record.sums)
           xs[call] = to_host(call, x)
           if keeps(run.layers[position]):
-            slots[call][position] = tuple(part.slots for part in parts)
+            new_layer_slots = tuple(part.slots for part in parts)
+            _put_slots(slots, call, position, cache.borrows, new_layer_slots)
           if _owns(run.layers[position]):
             (shared[call][mixer.group],) = parts
         next_weights = next_weights if fetched_early[0] else None
@@ -507,10 +517,13 @@ class Stack(nnx.Module):
     for (_, tokens, _), call_routing in zip(calls, routing, strict=True):
       if tokens.records_routing:
         tokens.routing = tuple(call_routing)
-    return [
-      (to_device(m, x), calls[m][2].updated(tuple(output_slots)))
-      for m, (x, output_slots) in enumerate(zip(xs, outputs, strict=True))
-    ]
+    results: list[tuple[jax.Array, Any]] = []
+    for m, (x, output_slots) in enumerate(zip(xs, outputs, strict=True)):
+      cache = calls[m][2]
+      if cache.borrows:
+        cache = cache.onto(results[-1][1])
+      results.append((to_device(m, x), cache.updated(tuple(output_slots))))
+    return results
 
 
 def _rematerialised(
@@ -554,6 +567,38 @@ def _split_by_layer(
 ) -> tuple[Any, ...]:
   """Take the next items, one for each mixer of each layer."""
   return tuple(tuple(next(items) for _ in layer.mixers) for layer in layers)
+
+
+def _joint_slots(
+  slots: Sequence[Sequence[Any]], call: int, position: int, borrows: bool
+) -> tuple[Any, ...]:
+  """A layer's arrays of a call, with those that it borrows."""
+  call_slots = slots[call][position]
+  if not borrows:
+    return call_slots
+  lent = slots[call - 1][position]
+  return tuple(
+    b if a is None else a for a, b in zip(call_slots, lent, strict=True)
+  )
+
+
+def _put_slots(
+  slots: Sequence[list[Any]],
+  call: int,
+  position: int,
+  borrows: bool,
+  new: tuple[Any, ...],
+) -> None:
+  """Replace a layer's arrays of a call, and those that it borrows."""
+  if not borrows:
+    slots[call][position] = new
+    return
+  is_borrowed = [a is None for a in slots[call][position]]
+  choose = lambda old, lent: tuple(
+    n if b == lent else o for o, n, b in zip(old, new, is_borrowed, strict=True)
+  )
+  slots[call - 1][position] = choose(slots[call - 1][position], True)
+  slots[call][position] = choose(slots[call][position], False)
 
 
 def keeps(layer: Layer) -> bool:

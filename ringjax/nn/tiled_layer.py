@@ -2,8 +2,9 @@
 
 Guarantees: a tile sees the keys and the states that the tiles of its row before
 it have written, as in one call over all tokens.
-Cost: the layer once for each tile that holds tokens; forward only, as a loop
-whose length is data has no gradient.
+Cost: the layer once for each tile that holds tokens, and once or not at all for
+a call that may compute nothing; forward only, as a loop whose length is data
+has no gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ringjax.kv.base import CallCache
 from ringjax.nn.tokens import Tokens
@@ -40,15 +41,12 @@ def over_tiles(
     parts: Parts of the layer's mixers in the cache.
     cache: Cache of the call, which has tiles.
   """
-  adapters = current_adapter_rows()
+  adapters = _adapters(tokens)
 
   def step(level: int, n: Index, carry: Any) -> Any:
     x, slots = carry
     tile = cache.tile(level, n)
-    whole = [
-      dataclasses.replace(part, slots=part_slots)
-      for part, part_slots in zip(parts, slots, strict=True)
-    ]
+    whole = _with_slots(parts, slots)
     tile_adapters = None if adapters is None else tile.take_row(adapters)
     with adapter_rows(tile_adapters):
       y, new = layer(
@@ -68,7 +66,48 @@ def over_tiles(
     count = jnp.asarray(tiles.count)
     carry = loop(count, functools.partial(step, level), carry)
   x, slots = carry
-  return x, tuple(
+  return x, _with_slots(parts, slots)
+
+
+def where_present(
+  layer: Callable[..., tuple[Any, tuple[Any, ...]]],
+  x: Float[Array, "B T *D"],
+  tokens: Tokens,
+  parts: tuple[Any, ...],
+  present: Int[Array, ""],
+) -> tuple[Float[Array, "B T *D"], tuple[Any, ...]]:
+  """Output of a layer, and its parts of the cache, if the call computes.
+
+  Args:
+    layer: Function of (x, tokens, parts) that returns its output and its parts.
+    x: Input of the layer, which is returned if the call does not compute.
+    tokens: Coordinates and rotations of the call's tokens.
+    parts: Parts of the layer's mixers in the cache.
+    present: 1 if the call computes, else 0.
+  """
+  adapters = _adapters(tokens)
+
+  def step(_: Index, carry: Any) -> Any:
+    x, slots = carry
+    with adapter_rows(adapters):
+      y, new = layer(x, tokens, _with_slots(parts, slots))
+    return y.astype(x.dtype), tuple(part.slots for part in new)
+
+  # A loop writes to the arrays in place, of which a branch would make copies.
+  x, slots = loop(present, step, (x, tuple(part.slots for part in parts)))
+  return x, _with_slots(parts, slots)
+
+
+def _adapters(tokens: Tokens) -> Int[Array, " B"] | None:
+  """Adapter of each row of a call, or None."""
+  return current_adapter_rows() if tokens.adapters is None else tokens.adapters
+
+
+def _with_slots(
+  parts: tuple[Any, ...], slots: tuple[Any, ...]
+) -> tuple[Any, ...]:
+  """Parts of a layer's mixers in the cache, with these arrays."""
+  return tuple(
     dataclasses.replace(part, slots=part_slots)
     for part, part_slots in zip(parts, slots, strict=True)
   )

@@ -36,6 +36,8 @@ class Tokens:
     routing: Sums of each run's layers, a tuple of those of its positions,
       [repeats, ...], None for a layer without a router; set by the stack.
     record: Receiver of the routing of the layer that reads these tokens.
+    adapters: Adapter of each row, int32 [B], where several calls with different
+      ones are in a program; None: that of `adapted.adapter_rows`.
   """
 
   def __init__(
@@ -56,6 +58,7 @@ class Tokens:
     self.records_routing = False
     self.routing: tuple[tuple[RouterSums | None, ...], ...] = ()
     self.record: RouterRecord | None = None
+    self.adapters: Int[Array, " B"] | None = None
     self._tables = {rope: rope.tables(pos, length) for rope in ropes}
 
   @property

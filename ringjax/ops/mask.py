@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax import tree
-from ringjax.checks import positive_int
+from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
 
 M = TypeVar("M")
@@ -395,6 +395,76 @@ class BlockCausal(Mask):
     q0, q1 = (_chunk(x, self.size) for x in (q.first, q.last))
     k0, k1 = (_chunk(x, self.size) for x in (k.first, k.last))
     return k0 <= q1, k1 <= q0
+
+
+@_mask
+class ChunksBack(Mask):
+  """A query sees the keys of chunks that are `first` to `last` chunks earlier.
+
+  `last` is None for all earlier ones. `ChunksBack(4, 1, 1)` sees the chunk of 4
+  positions before its own.
+  """
+
+  size: int
+  first: int = 0
+  last: int | None = None
+
+  def __post_init__(self) -> None:
+    integer("ChunksBack size", self.size, least=2)
+    for name in ("first", "last"):
+      value = getattr(self, name)
+      if value is not None or name == "first":
+        integer(f"ChunksBack {name}", value, least=0)
+
+  @property
+  def reach(self) -> tuple[int | None, int | None]:
+    back = None
+    if self.last is not None:
+      back = min((self.last + 1) * self.size - 1, _MOST)
+    return back, 0 if self.first else min(self.size - 1, _MOST)
+
+  def _within(self, nearest: jax.Array, farthest: jax.Array) -> jax.Array:
+    allowed = farthest >= self.first
+    return allowed if self.last is None else allowed & (nearest <= self.last)
+
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
+    back = _chunk(q.pos, self.size) - _chunk(k.pos, self.size)
+    return self._within(back, back)
+
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
+    q0, q1 = (_chunk(x, self.size) for x in (q.first, q.last))
+    k0, k1 = (_chunk(x, self.size) for x in (k.first, k.last))
+    nearest, farthest = q0 - k1, q1 - k0
+    any_allowed = self._within(nearest, farthest)
+    return any_allowed, self._within(farthest, nearest)
+
+
+@_mask
+class Beyond(Mask):
+  """A query sees the keys `size` or more positions before it."""
+
+  size: int
+
+  def __post_init__(self) -> None:
+    positive_int("Beyond size", self.size)
+
+  @property
+  def reach(self) -> tuple[int | None, int | None]:
+    return None, 0
+
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
+    # Shifted positions are clipped: no key is before the first one of int32.
+    return k.pos < moved(q.pos, 1 - self.size)
+
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
+    return (
+      k.first < moved(q.last, 1 - self.size),
+      k.last < moved(q.first, 1 - self.size),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

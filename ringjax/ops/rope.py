@@ -123,8 +123,7 @@ class Dynamic(Unscaled):
   def reaches(
     self, length: Lengths, positions: Int[Array, "#B T"]
   ) -> Int[Array, "#B T"]:
-    tokens_so_far = jnp.minimum(positions, 2**31 - 2) + 1
-    return jnp.maximum(jnp.asarray(length)[:, None], tokens_so_far)
+    return _longer(length, positions)
 
   def alike(self, length: int) -> int:
     return max(length, self.original)
@@ -250,6 +249,49 @@ class LongRope(Unscaled):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LengthScaled(Unscaled):
+  """No scaling of rotations, but of keys, by 0.1 ln(length / original) + 1.
+
+  The length is that of the row's prompt, or up to the token if it is later; the
+  factor is at least 1. It is the form of Qwen2.5-1M's dual chunk attention.
+  """
+
+  original: int
+
+  by_length = True
+
+  def reaches(
+    self, length: Lengths, positions: Int[Array, "#B T"]
+  ) -> Int[Array, "#B T"]:
+    return _longer(length, positions)
+
+  def alike(self, length: int) -> int:
+    return max(length, self.original)
+
+  def frequencies(
+    self, inverse: np.ndarray, theta: float, length: Lengths | None
+  ) -> Frequencies:
+    axes = 0 if length is None else np.ndim(length)
+    return Frequencies.of(self.scale(inverse, theta)).with_axes(axes)
+
+  def factor(
+    self, length: Lengths, positions: Int[Array, "#B T"]
+  ) -> Float[Array, "#B T"]:
+    """Factor of the key of each token, for row lengths [B] or one length."""
+    tokens = self.reaches(jnp.atleast_1d(length), positions)
+    stretch = tokens.astype(jnp.float32) / self.original
+    return 0.1 * jnp.log(jnp.maximum(stretch, 1.0)) + 1.0
+
+
+def _longer(
+  length: Lengths, positions: Int[Array, "#B T"]
+) -> Int[Array, "#B T"]:
+  """The larger one of a row's length and the tokens up to each position."""
+  tokens_so_far = jnp.minimum(positions, 2**31 - 2) + 1
+  return jnp.maximum(jnp.asarray(length)[:, None], tokens_so_far)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
   """A rotary embedding.
 
@@ -337,6 +379,49 @@ class Rope:
       if unrotated.shape[-1]
       else rotated
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PositionFold:
+  """Positions in place of a token's own: min((p % modulo) // divisor + shift).
+
+  Attributes:
+    modulo: Number of positions after which they begin again; None: never.
+    divisor: Number of positions that become one.
+    shift: Number that is added.
+    largest: Largest position; None: no limit.
+  """
+
+  modulo: int | None = None
+  divisor: int = 1
+  shift: int = 0
+  largest: int | None = None
+
+  def __call__(self, positions: Int[Array, "#B T"]) -> Int[Array, "#B T"]:
+    if self.modulo is not None:
+      positions = positions % self.modulo
+    positions = positions // self.divisor + self.shift
+    return (
+      positions
+      if self.largest is None
+      else jnp.minimum(positions, self.largest)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FoldedRope(Rope):
+  """A rotary embedding by folded positions.
+
+  Attributes:
+    fold: Positions in place of a token's own.
+  """
+
+  fold: PositionFold
+
+  def tables(
+    self, positions: Int[Array, "#B T"], length: Lengths | None
+  ) -> tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]]:
+    return super().tables(self.fold(positions), length)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

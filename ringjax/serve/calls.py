@@ -1,8 +1,9 @@
 """The two calls of an engine: their arguments, and what they compute.
 
-Guarantees: a call has the same shape for any work, so that each of the two is
-compiled once (that of prompts once for each part of the layers), and so are the
-copies of forked rows; the result of a row depends on no other row.
+Guarantees: a call has the same shape for any work, so that `compute_step`,
+which is both, is compiled once, or each of the two (that of prompts once for
+each part of the layers), and so are the copies of forked rows; the result of a
+row depends on no other row.
 Cost: the host writes a few numbers for each row; tiles that rows share are
 recomputed only when they have changed. A call for prompts that is cut into
 tiles takes the time of the tiles that it holds, another the time of its room.
@@ -10,6 +11,7 @@ tiles takes the time of the tiles that it holds, another the time of its room.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.infer.finite import NOT_FINITE
@@ -27,7 +30,13 @@ from ringjax.kv.storage.pooled_cache import (
   PooledCache,
   PooledRows,
 )
-from ringjax.models.transformer import Transformer, forward, forward_layers
+from ringjax.models.transformer import (
+  JointCall,
+  Transformer,
+  forward,
+  forward_calls,
+  forward_layers,
+)
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.nn.weights.adapted import adapter_rows
 from ringjax.ops.ancestors import ancestor_matrix
@@ -144,14 +153,100 @@ def compute(
   # All devices have the call: the compiler would shard its rows as those of
   # the model, then the board's, [R, V] numbers, and gather the board.
   call = attend.everywhere(call)
-  rows = board.last.shape[0]
-  inside = jnp.minimum(call.slots, rows - 1)
-  last_tokens = board.last[inside][:, None]
-  tokens = jnp.where(call.tokens < 0, last_tokens, call.tokens)
-  last = call.last[:, None]
+  tokens, last = _with_last(board, call), call.last[:, None]
   logits, pool = _read(model, attend, pool, call, tokens, last, x)
-  logits = logits[:, 0]
-  choice = choose(
+  choice = _chosen(board, call, logits[:, 0], allowed)
+  board = _with_choice(board, call, choice)
+  return attend.everywhere(choice), pool, attend.everywhere(board)
+
+
+@bounded
+@functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(2, 3))
+def compute_step(
+  model: Transformer,
+  attend: CachedAttention,
+  pool: PagePool,
+  board: RowBoard,
+  calls: tuple[CallArrays, CallArrays],
+  allowed: tuple[Bool[Array, "R V"], Bool[Array, "B V"]],
+) -> tuple[tuple[Any, Any], PagePool, RowBoard]:
+  """Computes a step's call for answers and its call for prompts.
+
+  Each layer computes the answers, then the prompts' tiles: its weights are read
+  once for both. A call without tokens costs next to nothing, and the head runs
+  only for a call in which a token is chosen.
+
+  Args:
+    model: The whole model.
+    attend: Attention over cached keys.
+    pool: Pool of pages, donated.
+    board: State of the rows, donated.
+    calls: Call for answers, of a token of each row, and call for prompts, which
+      has tiles.
+    allowed: Allowed next tokens of the rows of each call.
+  """
+  # As in `compute`.
+  calls = attend.everywhere(calls)
+  answers, prompts = calls
+  present = jnp.any(answers.seg > 0).astype(jnp.int32)
+  caches = (
+    dataclasses.replace(_pooled(pool, answers), present=present),
+    _pooled(pool, prompts).borrowing(),
+  )
+  model_calls = [
+    JointCall(
+      _with_last(board, call),
+      call.pos,
+      call.seg,
+      cache,
+      call.last,
+      call.prompts,
+      call.adapter,
+    )
+    for call, cache in zip(calls, caches, strict=True)
+  ]
+  outputs, pool = forward_calls(model, attend, model_calls)
+  choices = []
+  for call, x, mask in zip(calls, outputs, allowed, strict=True):
+
+    def choice_of(
+      call: CallArrays = call,
+      x: jax.Array = x,
+      mask: jax.Array = mask,
+      board: RowBoard = board,
+    ) -> Choice:
+      with adapter_rows(call.adapter):
+        logits = attend.over_vocab(model.logits(model.behind(x[:, None])))
+      logits = attend.everywhere(logits)[:, 0]
+      return _chosen(board, call, logits, mask)
+
+    nothing = jax.tree.map(
+      lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(choice_of)
+    )
+    choice = lax.cond(
+      jnp.any(call.chooses), choice_of, lambda nothing=nothing: nothing
+    )
+    board = _with_choice(board, call, choice)
+    choices.append(attend.everywhere(choice))
+  return (choices[0], choices[1]), pool, attend.everywhere(board)
+
+
+def _with_last(board: RowBoard, call: CallArrays) -> Int[Array, "B T"]:
+  """Token ids of a call, of which -1 stands for the one chosen last."""
+  inside = jnp.minimum(call.slots, board.last.shape[0] - 1)
+  last_tokens = board.last[inside][:, None]
+  return jnp.where(call.tokens < 0, last_tokens, call.tokens)
+
+
+def _chosen(
+  board: RowBoard,
+  call: CallArrays,
+  logits: Float[Array, "B V"],
+  allowed: Bool[Array, "B V"],
+) -> Choice:
+  """Next token of each row of a call."""
+  inside = jnp.minimum(call.slots, board.last.shape[0] - 1)
+  return choose(
     logits,
     call.sampling,
     call.ends,
@@ -159,15 +254,18 @@ def compute(
     board.counts[inside],
     allowed,
   )
+
+
+def _with_choice(board: RowBoard, call: CallArrays, choice: Choice) -> RowBoard:
+  """Board with the tokens of the rows that choose one."""
   # A row whose logits are not finite ends, so its state is not updated.
   chooses = call.chooses & (choice.token != NOT_FINITE)
-  into = jnp.where(chooses, call.slots, rows)
-  board = RowBoard(
+  into = jnp.where(chooses, call.slots, board.last.shape[0])
+  return RowBoard(
     board.last.at[into].set(choice.token, mode="drop"),
     board.seen.at[into, choice.token].set(True, mode="drop"),
     board.counts.at[into, choice.token].add(1, mode="drop"),
   )
-  return attend.everywhere(choice), pool, attend.everywhere(board)
 
 
 def _pooled(pool: PagePool, call: CallArrays) -> PooledCache:

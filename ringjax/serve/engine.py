@@ -9,8 +9,10 @@ drafts a key is where its tree has it, and drafts that pause make steps without
 drafts another program, unless adapt=False: all three give that up, to
 rounding.) An error that one request raises ends that request alone, as do
 logits that are not finite, whose keys no later prompt finds.
-Cost: a step is at most one call for answers and one for prompts, each of which
-is compiled once (that of prompts as `layer_parts` programs). The host plans a
+Cost: a step is one program for answers and prompts, which reads the weights
+once, or, for the reason in `calls_apart`, at most one call for answers and one
+for prompts; each is compiled once (that of prompts as `layer_parts` programs).
+A program takes the time of what it holds. The host plans a
 step while the device computes the one before; a mask, a beam search or drafts,
 where they do not pause, make it wait.
 Memory: the pool; it does not grow. Of reserved rows only the part in use.
@@ -28,7 +30,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -83,6 +85,7 @@ from ringjax.serve.calls import (
   check_drafts,
   compute,
   compute_layers,
+  compute_step,
   forked,
   marked,
 )
@@ -102,7 +105,7 @@ from ringjax.serve.scheduler import (
   StepLimits,
   StepPlan,
 )
-from ringjax.serve.tiling import prompt_tiles
+from ringjax.serve.tiling import prompt_tiles, reason_for_two_calls
 from ringjax.serve.vattention.contiguous_rows import (
   ContiguousRows,
   check_dense_rows,
@@ -255,6 +258,8 @@ class Engine:
     layer_parts: First layer and end of each part of the layers.
     reads_apart: Reason for which each row reads the pages that it shares with
       others for itself; "" where they are read once for all rows.
+    calls_apart: Reason for which answers and prompts are computed in two calls,
+      each of which reads the weights; "" where one program computes both.
     important: Part of prefixes in the store that is read, an `ImportantShare`,
       or None for all.
   """
@@ -527,6 +532,10 @@ class Engine:
       reuse=config.sharing != "nothing" and not self._recurrent,
       keeps=self._swap.keeps,
     )
+    tiles = prompt_tiles(
+      self.model, config, self._attend, sizes.platform, self._function
+    )
+    self.calls_apart = reason_for_two_calls(config, tiles, sizes.platform)
     self._calls = CallBuilder(
       self.scheduler,
       self.vocab,
@@ -537,10 +546,12 @@ class Engine:
       drafted=drafted,
       trees=self._drafts is not None and self._drafts.trees,
       place=self._rows.place if self._rows is not None else None,
-      prompt_tiles=prompt_tiles(
-        self.model, config, self._attend, sizes.platform, self._function
-      ),
+      prompt_tiles=tiles,
     )
+    # What a step passes for the kind of row that it does not have.
+    self._no_calls: tuple[CallArrays, CallArrays] | None = None
+    if not self.calls_apart:
+      self._no_calls = self._calls.answer_call(()), self._calls.pieces(())
 
   def _reason_to_read_apart(self, sizes: EngineSizes) -> str:
     """Reason for which rows read common pages apart, or ""."""
@@ -602,17 +613,26 @@ class Engine:
   def _exact(self, rows: int, page: int, platform: str, queries: int) -> bool:
     """Whether rows get the same bits if they read shared pages together."""
     pool = self._pool
+    # Kinds of layers of different shapes.
     shapes = {
-      (rows, s.heads, s.reading.groups, s.key, s.value or s.key)
-      for s in pool.shapes
+      (rows, s.heads, s.reading.groups, s.key, s.value or s.key): n
+      for n, s in enumerate(pool.shapes)
       if isinstance(s, LayerCacheSpec) and s.reading is not None
     }
     # The kernel of this chip, if there is one, decides.
     kind = jax.devices(platform)[0].device_kind
     local = AutoKernel(platform=platform, chip=chips.machine_name(kind))
     return all(
-      sharing_is_exact(s, page, pool.dtype, platform, local.decode, queries)
-      for s in shapes
+      sharing_is_exact(
+        s,
+        page,
+        pool.dtype,
+        platform,
+        local.decode,
+        queries,
+        functools.partial(pool.encoded_view, n),
+      )
+      for s, n in shapes.items()
     )
 
   # -------------------------------------------------------------------------
@@ -970,6 +990,9 @@ class Engine:
     if self._drafts is not None:
       self._drafts.warm_up(self._calls.settings, self._board, self._held)
     drafted = 0 if self._drafts is None else self._drafts.count
+    if self._no_calls is not None:
+      jax.device_get(self._step_choices(*self._no_calls))
+      return
     for end in self._reaches or (0,):
       for width in sorted(self._widths(drafted)):
         # Calls of padding alone, as long as a row of this reach.
@@ -1222,11 +1245,15 @@ class Engine:
       counters.keys_seen += keys
       counters.keys_read += keys - calls.saved
       counters.plans = calls.plans
-      rows = [(turn.slot, turn.row) for turn in plan.turns if turn.chooses]
-      decode = self._computed(decode, rows, check_drafts if checks else compute)
       self._count_steps(checks)
+    rows = [(turn.slot, turn.row) for turn in plan.turns if turn.chooses]
+    ends = [(n, x.row) for n, x in enumerate(plan.pieces) if x.chooses]
+    if self._no_calls is not None:
+      choices = self._step_choices(decode, pieces, rows, ends)
+      return _Flight(plan, checks, None, *choices)
+    if decode is not None:
+      decode = self._computed(decode, rows, check_drafts if checks else compute)
     if pieces is not None:
-      ends = [(n, x.row) for n, x in enumerate(plan.pieces) if x.chooses]
       x = self._before_last(pieces, plan.pieces)
       last = functools.partial(compute, x=x)
       pieces = self._computed(pieces, ends, last, self._parts[-1])
@@ -1260,6 +1287,38 @@ class Engine:
       if self.on_layers is not None and pieces is not None:
         self.on_layers(n, pieces, self._pool)
     return x
+
+  def _step_choices(
+    self,
+    answers: CallArrays | None,
+    prompts: CallArrays | None,
+    rows: Sequence[tuple[int, ServedRow]] = (),
+    ends: Sequence[tuple[int, ServedRow]] = (),
+  ) -> tuple[Any, Any]:
+    """Dispatch the program of a step; the choices of its two calls.
+
+    Args:
+      answers: Call for answers, or None.
+      prompts: Call for prompts, or None.
+      rows: Rows of the answers that choose tokens.
+      ends: Rows of the prompts that choose tokens.
+    """
+    assert self._no_calls is not None
+    calls = (
+      self._no_calls[0] if answers is None else answers,
+      self._no_calls[1] if prompts is None else prompts,
+    )
+    allowed = (
+      self._allowed(calls[0].slots.size, rows),
+      self._allowed(calls[1].slots.size, ends),
+    )
+    choices, self._pool, self._board = compute_step(
+      self.model, self._attend, self._pool, self._board, calls, allowed
+    )
+    return (
+      None if answers is None else choices[0],
+      None if prompts is None else choices[1],
+    )
 
   def _computed(
     self,
@@ -1296,7 +1355,7 @@ class Engine:
       stride=self._rows.space.each if fixed else None,
     )
 
-  def _allowed(self, batch: int, rows: list[tuple[int, ServedRow]]) -> Any:
+  def _allowed(self, batch: int, rows: Sequence[tuple[int, ServedRow]]) -> Any:
     """Mask of allowed next tokens, bool [B, V]."""
     allowed = None
     for n, row in rows:

@@ -325,9 +325,11 @@ def _longest(model: Transformer, longest: int | None) -> int:
       "longest",
       longest,
       f"at most the model's context, {context:,}",
-      "leave it out"
-      if model.config.positions is not None
-      else "leave it out, or extend the model (rj.train.extended)",
+      " or pass ".join(
+        filter(
+          None, ("leave it out", model.config.longer_context_remedy(longest))
+        )
+      ),
     )
   return longest
 

@@ -1,4 +1,4 @@
-"""Sizes of the tiles in which an engine's calls pass through the layers.
+"""Sizes of the tiles of an engine's calls, and whether a step is one program.
 
 Guarantees: a size follows from the engine's model, options and devices, never
 from its requests, so that a request's numbers are the same whatever else a call
@@ -46,6 +46,32 @@ def prompt_tiles(
       "leave prompt_tile out",
     )
   return tile_sizes(requested, config.piece) if requested else ()
+
+
+def reason_for_two_calls(
+  config: EngineConfig, tiles: tuple[int, ...], platform: str
+) -> str:
+  """Reason for which a step's answers and prompts are two calls, or "".
+
+  Args:
+    config: Options of the engine.
+    tiles: Sizes of the tiles of prompts.
+    platform: Platform of the devices.
+  """
+  if platform != "cpu":
+    # Both loops read the copy: four passes over the weights in place of two,
+    # and three in place of one for a step of answers alone.
+    return (
+      f"a {platform}, whose compiler copies a layer's weights before a loop "
+      "that may skip the layer"
+    )
+  if not tiles:
+    return "a call for prompts of one tile, which takes the time of its room"
+  if config.layer_parts > 1:
+    return "layer_parts, which makes several programs of a call for prompts"
+  if config.speculate is not None:
+    return "speculate, whose calls for answers check drafts"
+  return ""
 
 
 def _reason_for_one_tile(

@@ -28,12 +28,25 @@ from ringjax.checks import number, one_of, positive_int
 from ringjax.errors import ConfigError, OptionError
 from ringjax.models.checkpoint import create
 from ringjax.models.contents import read_config
+from ringjax.models.rope_scaling import (
+  ContextExtension,
+  LinearExtension,
+  NtkExtension,
+  YarnExtension,
+  extended_config,
+  full_rope,
+  rope_entry,
+  set_base,
+)
 from ringjax.models.transformer import Transformer, TransformerConfig
-from ringjax.ops.rope import Linear, Rope, Unscaled, Yarn
+from ringjax.ops.rope import Unscaled
 
-METHODS = ("theta", "ntk", "linear", "yarn")
-_FULL = "full_attention"
-_SCALED: dict[str, type[Unscaled]] = {"linear": Linear, "yarn": Yarn}
+_EXTENSIONS: dict[str, type[ContextExtension]] = {
+  "ntk": NtkExtension,
+  "linear": LinearExtension,
+  "yarn": YarnExtension,
+}
+METHODS = ("theta", *_EXTENSIONS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,52 +88,31 @@ def scaled_config(
   """
   config = copy.deepcopy(config)
   old, _ = read_config(config)
-  if old.positions is not None:
-    raise ConfigError(
-      "config.json",
-      f"{old.family}, which has learned {old.positions.count} positions",
-      "a model whose positions are computed",
-      "choose another model: what it has not learned cannot be stretched",
-    )
-  if scaling.method is not None:
-    rope = _rope(old)
-    holder, key = _entry(config)
-    entry = dict(holder.get(key) or {})
-    if scaling.method in ("theta", "ntk"):
-      theta = scaling.theta
-      if theta is None:
-        growth = scaling.context / old.max_positions
-        theta = rope.theta * growth ** (rope.dims / (rope.dims - 2))
-      if key != "rope_scaling":
-        holder[key] = entry | {"rope_theta": theta}
-      else:
-        # A file with the base at the top level keeps its scaling.
-        top_level_key = "rotary_emb_base"
-        config[top_level_key if top_level_key in config else "rope_theta"] = (
-          theta
-        )
-    else:
-      original = _original(rope, scaling.method, old.max_positions)
-      factor = scaling.context / original
-      if factor < 1:
-        raise ConfigError(
-          "context",
-          scaling.context,
-          f"at least the {original} of the original model",
-          f"pass context={original} or more",
-        )
-      kept_keys = ("rope_theta", "partial_rotary_factor")
-      holder[key] = {k: v for k, v in entry.items() if k in kept_keys} | {
-        "rope_type": scaling.method,
-        "factor": float(factor),
-      }
-      if scaling.method == "yarn":
-        # Without it a reader would take the new context for the original one. A
-        # reader of "linear" divides the new context by the factor.
-        holder[key]["original_max_position_embeddings"] = original
-  config["max_position_embeddings"] = scaling.context
   # Dual chunk attention was for the old context.
   config.pop("dual_chunk_attention_config", None)
+  if scaling.method is None or scaling.method == "theta":
+    if old.positions is not None or scaling.method is not None:
+      full_rope(old)
+    if scaling.theta is not None:
+      set_base(config, *rope_entry(config), scaling.theta)
+    config["max_position_embeddings"] = scaling.context
+  else:
+    kind = _EXTENSIONS[scaling.method]
+    original = _original(old, scaling.method)
+    if scaling.context < original:
+      raise ConfigError(
+        "context",
+        scaling.context,
+        f"at least the {original} of the original model",
+        f"pass context={original} or more",
+      )
+    config = extended_config(
+      config,
+      kind(
+        factor=scaling.context / original,
+        original_max_position_embeddings=original,
+      ),
+    )
   new, _ = read_config(config)
   if scaling.method is None and _scalings(new) != _scalings(old):
     raise ConfigError(
@@ -130,12 +122,12 @@ def scaled_config(
       f"{old.max_positions}, which it has",
       "pass method='theta', with its own base or another",
     )
-  if scaling.method is not None and _rope(new) == _rope(old):
+  if scaling.method == "theta" and full_rope(new) == full_rope(old):
     raise ConfigError(
       "config.json",
       f"{old.family}, whose rotary embedding did not change",
       "a file whose rotary embedding this method changes",
-      "pass method='theta', or edit the file",
+      "pass another theta, or edit the file",
     )
   return config
 
@@ -162,51 +154,26 @@ def extend_context(model: Transformer, scaling: RopeScaling) -> Transformer:
   return extended
 
 
-def _rope(config: TransformerConfig) -> Rope:
-  """The rotary embedding of the layers with full attention, else of all."""
-  full = [a for a in (x.attention for x in config.layers) if a.reach is None]
-  ropes = {r for a in full for r in a.ropes}
-  if not full:
-    ropes = {r for x in config.layers for r in x.attention.ropes}
-  if len(ropes) != 1:
-    raise ConfigError(
-      "config.json",
-      f"{len(ropes)} rotary embeddings of layers with full attention",
-      "one",
-      "pass no method: nothing has to be stretched",
-    )
-  return ropes.pop()
-
-
 def _scalings(config: TransformerConfig) -> list[str]:
   """The scaling of each rotary embedding."""
   return [str(rope.scaling) for rope in config.ropes]
 
 
-def _entry(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
-  """The dict, and its key, with the RoPE settings of full attention."""
-  new = config.get("rope_parameters")
-  if new is None:
-    return config, "rope_scaling"
-  nested = new and all(isinstance(v, dict | None) for v in new.values())
-  return (new, _FULL) if nested else (config, "rope_parameters")
-
-
-def _original(rope: Rope, method: str, context: int) -> int:
-  """The context of the original model in tokens.
+def _original(config: TransformerConfig, method: str) -> int:
+  """The context in tokens that a stage's context is compared with.
 
   Raises:
     ConfigError: If the model has another scaling already.
   """
-  scaling = rope.scaling
-  kind = type(scaling)
-  if kind not in (Unscaled, _SCALED[method]):
+  scaling, kind = full_rope(config).scaling, _EXTENSIONS[method].scaling
+  if kind is None or type(scaling) is Unscaled:
+    return config.max_positions
+  if type(scaling) is not kind:
     raise ConfigError(
       "method",
-      f"{method!r} for a model with {kind.__name__} scaling",
+      f"{method!r} for a model with {type(scaling).__name__} scaling",
       f"one without, or with {method}",
       "pass method='theta' or None",
     )
-  if isinstance(scaling, Linear):
-    return scaling.original or round(context / scaling.factor)
-  return scaling.original if isinstance(scaling, Yarn) else context
+  scaled: Any = scaling
+  return scaled.original or round(config.max_positions / scaled.factor)

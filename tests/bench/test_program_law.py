@@ -103,6 +103,9 @@ def cases():
   for phase, kinds in CACHED.items():
     for kind in kinds:
       yield Case(phase, "dense", "data_seq_model", kind, capacity=1 << 18)
+  # One program for answers and prompts, where no axis shards the rows.
+  for mesh in ("seq", "model", "seq_model"):
+    yield Case("serve_step", mesh=mesh, cache="windowed")
   # Rows that a mesh axis does not divide.
   yield Case("decode", mesh="data_seq", rows=3)
   for phase, family, mesh in itertools.product(

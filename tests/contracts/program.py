@@ -425,7 +425,7 @@ PHASES: Mapping[str, Phase] = {
       options={"what": what},
       tokens=tokens,
       sends=sends,
-      large=pages if what == "prompts" else None,
+      large=pages if what in ("prompts", "step") else None,
       copies_states=True,
     )
     for what, tokens, sends in (
@@ -433,6 +433,8 @@ PHASES: Mapping[str, Phase] = {
       ("answers", 1, served),
       ("drafts", 1 + program_calls.DRAFTED, served),
       ("trees", 1 + program_calls.DRAFTED, served_trees),
+      # Tiles of all tokens of a call for prompts, and a call for answers.
+      ("step", 1 + program_calls.PIECE, served),
     )
   },
   # Calls over caches of all kinds.

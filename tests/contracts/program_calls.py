@@ -1,8 +1,9 @@
 """Builds calls from shapes that `ringjax.bench.steps` has no builder for.
 
 Those of an engine, as it dispatches them on an accelerator, with all tokens of
-a chunk in one tile; and those over caches whose contents depend on the text, as
-an eviction's, for which a plan can't state its reads.
+a chunk in one tile, and on a CPU, as one program with tiles; and those over
+caches whose contents depend on the text, as an eviction's, for which a plan
+can't state its reads.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ringjax.infer import Greedy, decode, prefill
 from ringjax.infer.speculate import rounds
 from ringjax.infer.speculate.drafter import Draft
 from ringjax.kv import kind_text
+from ringjax.kv.storage.call_tiles import tiles_of
 from ringjax.kv.storage.page_pool import PagePool
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.plan.compiler.aot import Built
@@ -31,7 +33,7 @@ from ringjax.serve.row_sampler import RowNumbers
 
 # Tokens of a chunk of a prompt, and drafted tokens of a row.
 PIECE, DRAFTED = 64, 4
-CALLS = ("prompts", "answers", "drafts", "trees")
+CALLS = ("prompts", "answers", "drafts", "trees", "step")
 # Calls over a session's cache.
 CACHED = ("decode", "chunk", "verify", "tree")
 
@@ -93,8 +95,17 @@ def engine_call(
   function = calls.compute
   if what in ("drafts", "trees"):
     function = calls.check_drafts
-  call = _arrays(what, batch, vocab, sizes, len(pool.groups))
-  allowed = _on_all(mesh, (batch, vocab), jnp.bool_)
+  arrays = functools.partial(
+    _arrays, batch=batch, vocab=vocab, sizes=sizes, groups=len(pool.groups)
+  )
+  allowed: Any = _on_all(mesh, (batch, vocab), jnp.bool_)
+  call: Any
+  if what == "step":
+    function = calls.compute_step
+    call = arrays("answers"), arrays("prompts", tile=16)
+    allowed = allowed, allowed
+  else:
+    call = arrays(what)
   arguments = (model, attend, pool, board, call, allowed)
   return program.built(mesh, function, arguments, 0.0, 1.0, what=what)
 
@@ -156,10 +167,15 @@ def cached_call(
 
 
 def _arrays(
-  what: str, batch: int, vocab: int, sizes: EngineSizes, groups: int
+  what: str,
+  batch: int,
+  vocab: int,
+  sizes: EngineSizes,
+  groups: int,
+  tile: int = 0,
 ) -> calls.CallArrays:
-  """Arguments of a call as the host makes them."""
-  width = {"prompts": PIECE, "answers": 1}.get(what, 1 + DRAFTED)
+  """Arguments of a call as the host makes them, with tiles of `tile` tokens."""
+  width = {"prompts": PIECE + tile, "answers": 1}.get(what, 1 + DRAFTED)
   zeros = lambda *shape: np.zeros(shape, np.int32)
   num_pages = sizes.blocks // sizes.shards
   tables = tuple(zeros(batch, sizes.shards, num_pages) for _ in range(groups))
@@ -184,6 +200,9 @@ def _arrays(
     shared=shared,
     parents=zeros(batch, width) if what == "trees" else None,
     prompts=zeros(batch),
+    tiles=tiles_of([0] * batch, [PIECE] * batch, PIECE, (tile,))
+    if tile
+    else (),
   )
 
 

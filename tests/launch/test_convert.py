@@ -93,6 +93,15 @@ def test_the_same_model_in_one_file(turn, llama, tmp_path):
   assert files(out.parent) == {"out"}
 
 
+def test_a_longer_context_is_in_the_new_config(turn, llama, tmp_path):
+  out = tmp_path / "long"
+  ran = turn(f"--model={llama}", f"--out={out}", "--rope_scaling=ntk:factor=2")
+  assert ran.status == 0, ran.err
+  longer, plain = rj.models.load(out), rj.models.load(llama)
+  assert longer.config.longest == 2 * plain.config.longest
+  same(longer, rj.models.load(llama, rope_scaling="ntk:factor=2"))
+
+
 def test_another_dtype_and_small_files(turn, llama, tmp_path):
   out = tmp_path / "out"
   out.mkdir()

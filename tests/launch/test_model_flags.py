@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
+import absl.flags
 import pytest
 
 import ringjax as rj
-from launch import chat, evaluate, generate, serve
-from launch.shared import common, model_flags
+from launch import calibrate, chat, convert, evaluate, generate, serve
+from launch.shared import common, model_flags, tensor_ranks
 from ringjax.errors import ConfigError
 from tests import checkpoints
 
@@ -98,3 +99,32 @@ def test_files_that_a_flag_names_are_there_before_a_model_is_loaded(
     inputs = (rest,) if script is evaluate else ()
     assert script.run(values, *inputs) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_longer_context_by_a_flag(tmp_path):
+  folder = tmp_path / "model"
+  checkpoints.write("llama2", folder)
+  flags = [f"--model={folder}", "--rope_scaling=yarn:factor=4"]
+  values = common.parse(generate.NAME, generate.define, flags)
+  model = model_flags.load(values, folder, None, print)
+  assert model.config.longest == 4 * 128
+  assert generate._positions(folder, values) == model.config.longest
+
+
+@pytest.mark.parametrize(
+  "script", [calibrate, chat, convert, evaluate, generate, serve]
+)
+def test_scalings_are_checked_where_flags_are_read(script):
+  values = common.parse(
+    script.NAME, script.define, ["--rope_scaling=linear:factor=2"]
+  )
+  assert values.rope_scaling == "linear:factor=2"
+  with pytest.raises(absl.flags.Error, match="'yarn' without a factor"):
+    common.parse(script.NAME, script.define, ["--rope_scaling=yarn"])
+
+
+def test_a_scaling_is_not_ignored_where_processes_share_layers():
+  flags = ["--window=2", "--rope_scaling=yarn:factor=2"]
+  values = common.parse(generate.NAME, generate.define, flags)
+  with pytest.raises(rj.errors.OptionError, match="--rope_scaling with"):
+    tensor_ranks._check(values)

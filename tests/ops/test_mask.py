@@ -10,9 +10,11 @@ import ringjax as rj
 from ringjax.ops import mask as masks
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.mask import (
+  Beyond,
   BlockCausal,
   Causal,
   Chunked,
+  ChunksBack,
   Coords,
   Prefix,
   Window,
@@ -41,6 +43,14 @@ SEES = {
   "wide chunks": (Chunked(2**40), lambda q, k: q // 2**40 == k // 2**40),
   "blocks": (BlockCausal(5), lambda q, k: k // 5 <= q // 5),
   "wide blocks": (BlockCausal(2**31), lambda q, k: k // 2**31 <= q // 2**31),
+  "chunks before": (
+    ChunksBack(3, 1, 2),
+    lambda q, k: 1 <= q // 3 - k // 3 <= 2,
+  ),
+  "own chunk": (ChunksBack(2, 0, 0), lambda q, k: q // 2 == k // 2),
+  "all chunks before": (ChunksBack(5, 2), lambda q, k: q // 5 - k // 5 >= 2),
+  "beyond": (Beyond(3), lambda q, k: q - k >= 3),
+  "far beyond": (Beyond(2**33), lambda q, k: q - k >= 2**33),
   "prefix": (Prefix(LAST), lambda q, k: k < LAST),
 }
 

@@ -40,6 +40,7 @@ from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
 from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.models.grouping import kind_rows
 from ringjax.models.transformer import Transformer
+from ringjax.nn.attention_layers.folded_attention import refuse_folded
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.nn.stack import runs
 from ringjax.ops.mask import Coords
@@ -149,6 +150,12 @@ class ContextLibrary:
         model has recurrent layers.
     """
     positive_int("rows", rows)
+    refuse_folded(
+      model.config.layers,
+      "model",
+      "contexts that are encoded apart",
+      "read them as one prompt",
+    )
     self.model, self.kind = model, context_kind(model, cache_kind)
     self.prefix = tuple(int(n) for n in prefix)
     if self.prefix:

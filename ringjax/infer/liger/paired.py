@@ -502,7 +502,7 @@ def check_pair(
   for layer in model.config.layers:
     mixer, feedforward = layer.attention, layer.feedforward
     fault = None
-    if not isinstance(mixer, Attention):
+    if type(mixer) is not Attention:
       fault = f"a layer with {type(mixer).__name__}"
     elif not isinstance(feedforward, Plain | Gated):
       fault = f"a layer with {type(feedforward).__name__}"

@@ -121,6 +121,7 @@ class RetainingParallel(ContextParallel):
   local: Any = AutoKernel()
 
   takes_rows = False
+  takes_classes = False
 
   def __call__(
     self,

@@ -42,7 +42,9 @@ from ringjax.kv.layer_spec import (
   LayerCacheSpec,
   LayerKV,
   constants_spec,
+  encoded,
   filled_constants,
+  of_layer,
 )
 from ringjax.kv.state import State
 from ringjax.kv.storage.call_tiles import CallTiles
@@ -58,7 +60,7 @@ from ringjax.kv.storage.layer_pages import (
 from ringjax.kv.storage.pooled_cache import PooledCache, PooledRows
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.attention.cached.code_format import row_major, token_axis
-from ringjax.ops.attention.cached.pooled import SharedTiles
+from ringjax.ops.attention.cached.pooled import PooledView, SharedTiles
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
 from ringjax.typing import ArrayLeaf, Index
@@ -310,6 +312,28 @@ class PagePool:
       ends: Number of tokens of each row.
     """
     return PooledRows(pool=self, tables=tables, ends=ends)
+
+  def encoded_view(self, kind: int, view: PooledView) -> PooledView:
+    """View of one layer's pages of numbers, encoded as a kind's are stored.
+
+    Pages of numbers stay as they are, and of codecs that differ by layer or
+    have constants on a mesh: for a view on one device.
+    """
+    codec, shape = self.kind.codec, self.shapes[kind]
+    if not isinstance(codec, Codec) or not isinstance(shape, LayerCacheSpec):
+      return view
+    constants = of_layer(self.constants[kind], 0)
+    if self.mesh is not None and jax.tree.leaves(constants):
+      return view
+    tokens, slots = LayerKV(view.k[0], view.v[0]), self.slots[kind]
+    codes = encoded(codec, tokens, constants, slots, self.dtype)
+    return dataclasses.replace(
+      view,
+      k=codes.k[None],
+      v=codes.v[None],
+      constants=constants,
+      decoders=shape.decoders(codec, self.dtype),
+    )
 
   def _group(self, kind: int) -> int:
     """Index of the group of a kind of layer."""

@@ -87,6 +87,9 @@ class PooledCache(CallCache):
     writes: For each group, the destination of the call's tokens; in tiles
       those of all tiles of a size, for each size.
     tiles: Tiles of the call's tokens.
+    present: 1, or 0 for a call that computes nothing; None: it always computes.
+    borrows: Whether `slots` has None in place of the pool's arrays, which are
+      those of the call before it in the same program.
   """
 
   pool: PagePool
@@ -100,6 +103,8 @@ class PooledCache(CallCache):
   parents: Int[Array, "B T"] | None = None
   writes: tuple[Any, ...] = ()
   tiles: tuple[CallTiles, ...] = ()
+  present: Int[Array, ""] | None = None
+  borrows: bool = False
   # A pool has no encoder states for cross-attention.
   states = None
 
@@ -228,8 +233,21 @@ class PooledCache(CallCache):
       return slots.layer(self, index)
     return PooledLayer(self, slots, index, kind, self.pool._group(kind))
 
+  def borrowing(self) -> PooledCache:
+    """Cache for the second call of a program, see `borrows`."""
+    slots = tuple(x if isinstance(x, State) else None for x in self.slots)
+    return dataclasses.replace(self, slots=slots, borrows=True)
+
+  def onto(self, before: PagePool) -> PooledCache:
+    return dataclasses.replace(self, pool=before)
+
   def updated(self, slots: tuple[Any, ...]) -> PagePool:
     """Return the pool with the arrays after the layers."""
+    if self.borrows:
+      slots = tuple(
+        old if new is None else new
+        for old, new in zip(self.pool.slots, slots, strict=True)
+      )
 
     def put(old: PyTree, new: PyTree) -> PyTree:
       return old.at[:, self.rows].set(new.astype(old.dtype), mode="drop")

@@ -11,11 +11,16 @@ from ringjax.models.hf.names import LLAMA, TensorNames
 from ringjax.models.hf.unknown_keys import UnknownKeys
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention_layers.attention import Attention
+from ringjax.nn.attention_layers.folded_attention import (
+  DualChunk,
+  FoldedAttention,
+  SelfExtend,
+)
 from ringjax.nn.block import Feedforward, Layer, Mixer
 from ringjax.nn.feedforward import Experts, Gated, Grouped, Sigmoid, Softmax
 from ringjax.nn.linear import Norm
 from ringjax.ops.mask import Causal, Mask, Window
-from ringjax.ops.rope import Rope
+from ringjax.ops.rope import LengthScaled, Rope, Unscaled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,17 +216,86 @@ def experts(
   )
 
 
+def _folding(r: ConfigReader) -> tuple[DualChunk | SelfExtend | None, int]:
+  """Read the folding of positions, and the original context of keys' scale.
+
+  The key `position_folding` is this package's own, see `models.rope_scaling`;
+  the sizes of dual chunk attention are in the published one.
+
+  Returns:
+    The folding, or None; and the original context, 0 for keys without a scale.
+  """
+  folding = r.value("position_folding", default=None)
+  if folding is None:
+    return None, 0
+  part = r.part("position_folding", folding, closed=True)
+  kind = part.text("type")
+  if kind == "self_extend":
+    positions = SelfExtend(
+      group=part.whole("group"), window=part.whole("window")
+    )
+    part.finish()
+    return positions, 0
+  part.finish()
+  key = "dual_chunk_attention_config"
+  if kind != "dual_chunk":
+    raise part.error("type", kind, "dual_chunk or self_extend")
+  chunks = r.part(key, r.value(key))
+  size = chunks.whole("chunk_size", least=2)
+  positions = DualChunk(
+    chunk_size=size,
+    local_size=chunks.whole("local_size", least=0, most=size - 2, default=0),
+  )
+  return positions, chunks.whole(
+    "original_max_position_embeddings", default=None
+  ) or 0
+
+
+def _folded(r: ConfigReader, layers: Sequence[Layer]) -> tuple[Layer, ...]:
+  """Folds the positions of the layers with full attention, if the config says.
+
+  Raises:
+    ConfigError: If a layer's positions cannot be folded, or none has any.
+  """
+  positions, original = _folding(r)
+  if positions is None:
+    return tuple(layers)
+  folded: list[Layer] = []
+  for layer in layers:
+    mixer: Any = layer.attention
+    if mixer.ropes and mixer.reach is None:
+      rope = getattr(mixer, "rope", None)
+      if rope is not None and type(rope.scaling) is not Unscaled:
+        raise r.error(
+          "position_folding", positions, "a model without another scaling"
+        )
+      if original and rope is not None:
+        rope = dataclasses.replace(
+          rope, scaling=LengthScaled(original=original)
+        )
+        mixer = dataclasses.replace(mixer, rope=rope)
+      mixer = FoldedAttention.of(mixer, positions)
+    folded.append(dataclasses.replace(layer, attention=mixer))
+  if folded == list(layers):
+    raise r.error(
+      "position_folding", positions, "layers with full attention that rotate"
+    )
+  return tuple(folded)
+
+
 def _context(r: ConfigReader) -> tuple[int, str | None]:
   """The longest context that is computed as trained, and its key.
 
   Dual chunk attention (An et al. 2024, arXiv 2402.17463) folds the distances
-  of longer texts; it is plain attention up to a chunk.
+  of longer texts; it is plain attention up to a chunk, which is all that is
+  computed unless `position_folding` says more.
   """
   keys = ("max_seq_len", "model_max_length", "max_position_embeddings")
   limit_key = next((key for key in keys if r.has(key)), keys[-1])
   context = r.whole(limit_key, default=2048)
   chunks = r.value("dual_chunk_attention_config", default=None)
-  if chunks is None:
+  if chunks is None or r.has("position_folding"):
+    r.ignore("dual_chunk_attention_config")
     return context, limit_key if r.has(limit_key) else None
   part = r.part("dual_chunk_attention_config", chunks)
   exact_lengths = (
@@ -283,7 +357,7 @@ def model(
     family=family,
     vocab=r.whole("vocab_size"),
     embed=r.whole("hidden_size", "n_embed", "d_model", "n_embd"),
-    layers=tuple(layers),
+    layers=_folded(r, layers),
     norm=norm,
     tied=r.flag("tie_word_embeddings", default=tied),
     max_positions=max_positions,

@@ -372,7 +372,8 @@ class ConfigReader:
     max_positions = self.whole("max_position_embeddings", **without)
     key = "original_max_position_embeddings"
     inner = part.whole(key, default=max_positions)
-    original = self.whole(key, default=None) or inner
+    outer = self.whole(key, default=None)
+    original = outer or inner
     # "finetuned" is about training.
     part.ignore("type", "finetuned")
     match kind:
@@ -385,7 +386,7 @@ class ConfigReader:
       case "linear":
         scaling = Linear(
           factor=part.positive("factor"),
-          original=inner if part.has(key) else None,
+          original=original if outer or part.has(key) else None,
         )
       case "proportional":
         rotating = int(partial * dims // 2)

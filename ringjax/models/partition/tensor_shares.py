@@ -548,7 +548,7 @@ def _check_layer(family: str, number: int, layer: Layer) -> None:
   """Refuses a layer that is not a sum over heads and columns."""
   mix, feed = layer.attention, layer.feedforward
   fault = None
-  if not isinstance(mix, Attention):
+  if type(mix) is not Attention:
     fault = f"is {type(mix).__name__}, not attention with keys of its own heads"
   elif mix.qk_norm is not None and mix.qk_norm_whole:
     fault = "norms queries and keys over all heads together"

@@ -53,7 +53,7 @@ def check_function(function: object, layers: tuple[Layer, ...]) -> None:
     mixer = layer.attention
     if isinstance(mixer, Beside):
       mixer = mixer.attention
-    if isinstance(mixer, Attention):
+    if type(mixer) is Attention:
       refused = [
         name
         for name in ("soft_cap", "sinks", "alibi")
@@ -85,6 +85,8 @@ class FunctionAttention(CachedAttention):
     stride: Number of pages of a row of the pool, where row n of the call is
       row n there; None where tables say in which page each row begins.
   """
+
+  takes_classes = False
 
   function: DenseFunction
   reach: int = 0

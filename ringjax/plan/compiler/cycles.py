@@ -74,6 +74,17 @@ class KernelTile:
   work: BasicBlock
   blocks: tuple[BasicBlock, ...]
 
+  @property
+  def step_cycles(self) -> tuple[int, int]:
+    """Cycles of a step that runs one of two branches: the fewest, the most.
+
+    Each branch is a block that multiplies, such as for a full tile and for a
+    tile with a mask; all other blocks belong to both.
+    """
+    branches = [block.cycles for block in self.blocks if block.matrix_cycles]
+    common = sum(b.cycles for b in self.blocks if not b.matrix_cycles)
+    return common + min(branches), common + max(branches)
+
   def record(self) -> dict[str, Any]:
     """Fields of the tile as a dict for JSON."""
     return {

@@ -97,7 +97,7 @@ def whole_digest(whole: Transformer, parts: Sequence[Mapping[str, Any]]) -> str:
     totals.append(sums if path.startswith(_BLOCKS) else sums[0])
     for _, data in values[:EDGE]:
       corners.update(bytes.fromhex(data))
-  return digest_of_sums(corners.hexdigest()[:16], totals)
+  return digest_of_sums(corners.hexdigest()[:16], totals, whole.config.ropes)
 
 
 def check_pages(config: TransformerConfig, kind: CacheConfig) -> None:

@@ -34,6 +34,7 @@ from ringjax.kv.storage.page_pool import PagePool
 from ringjax.models.fingerprint import fingerprint
 from ringjax.models.grouping import STACK, looped, regrouped
 from ringjax.models.transformer import Transformer
+from ringjax.ops.rope import Rope
 from ringjax.parallel.programs import bounded
 from ringjax.serve.prefix.prefix_tree import PrefixBlock, next_digest
 from ringjax.serve.scheduler import Scheduler, ServedRow, StoredPrefix
@@ -427,22 +428,28 @@ def _unpack(payload: Any, held: list[np.ndarray], n: int) -> None:
 
 
 def weights_digest(model: Transformer) -> str:
-  """Digest of all weights of a model that are on the devices.
+  """Digest of a model's rotations, and of its weights on the devices.
 
   Weights elsewhere enter only with a sample (`fingerprint`).
   """
-  return digest_of_sums(fingerprint(model), _by_layer(model, _checksums))
+  return digest_of_sums(
+    fingerprint(model), _by_layer(model, _checksums), model.config.ropes
+  )
 
 
-def digest_of_sums(corners: str, sums: Sequence[int | list[int]]) -> str:
-  """Digest of weights.
+def digest_of_sums(
+  corners: str, sums: Sequence[int | list[int]], ropes: tuple[Rope, ...]
+) -> str:
+  """Digest of weights and rotations.
 
   Args:
     corners: Digest of a corner of each weight (`fingerprint`).
     sums: Checksum of each weight (`checksums`); of weights of layers that are
       alike, those of each layer.
+    ropes: Rotations of the layers: keys of the same weights differ by them.
   """
-  return hashlib.sha256(repr((corners, [*sums])).encode()).hexdigest()
+  facts = corners, [*sums], ropes
+  return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:

@@ -78,6 +78,7 @@ class ShardedDecode:
     sharded: Whether the queries are sharded over `axis` too.
     masters: Whether the queries' rows are sharded over it, in equal parts; rows
       after the cache's rows are empty.
+    residual: Whether to return the log-sum-exp, too, float32 [B, K, G, T].
     few: Largest number of queries that read the keys tile by tile in place.
     local: Local algorithm of a shard; few queries use its `decode`, or XLA's
       loops where it has none.
@@ -90,6 +91,7 @@ class ShardedDecode:
   query_axes: tuple[str, ...] = ()
   sharded: bool = False
   masters: bool = False
+  residual: bool = False
   few: int = 16
   local: Any = AutoKernel()
 
@@ -102,7 +104,7 @@ class ShardedDecode:
     q_at: Coords,
     mask: Mask,
     selection: KeySelection | None = None,
-  ) -> Float[Array, "B K G T J"]:
+  ) -> Any:
     """Attend: [B, K, G, T, J] in q's dtype from queries [B, K, G, T, H].
 
     With a `selection` they read the keys of one head that it chooses.
@@ -132,7 +134,7 @@ class ShardedDecode:
       partial = visit(
         q=q, at=q_at, terms=terms_without_sinks, mask=mask, selection=selection
       ).over(views)
-      return _finish(partial, q, terms)
+      return _finish(partial, q, terms, self.residual)
     head_specs = (heads, ()) if q.shape[1] > 1 else ((), heads)
     query_axes = self.query_axes
     sharding_axes = collectives.names(self.axis if self.sharded else None)
@@ -156,7 +158,7 @@ class ShardedDecode:
       terms: Terms,
       mask: Mask,
       selection: KeySelection | None,
-    ) -> jax.Array:
+    ) -> Any:
       sinks = Terms(sinks=terms.sinks)
       q, arrays, q_at, slopes, mask, selection = collectives.vary(
         (q, arrays, q_at, terms.slopes, mask, selection), varying_axes
@@ -183,7 +185,8 @@ class ShardedDecode:
         spare=spare,
         selection=selection,
       )
-      return _finish(local_visit.over(rebuild(arrays)), q, sinks)
+      partial = local_visit.over(rebuild(arrays))
+      return _finish(partial, q, sinks, self.residual)
 
     def per_example(x: jax.Array) -> P:
       has_batch = jnp.ndim(x) > 0 and x.shape[0] == q.shape[0]
@@ -362,10 +365,15 @@ class CacheVisit:
     return Partial(packed[..., :-1], m, packed[..., -1])
 
 
-def _finish(partial: Partial, q: jax.Array, terms: Terms) -> jax.Array:
+def _finish(
+  partial: Partial, q: jax.Array, terms: Terms, residual: bool
+) -> Any:
+  """The output, or with `residual` that and the log-sum-exp."""
   if terms.sinks is not None:
     partial = add_sink(partial, terms.sinks[None, :, :, None])
-  return finalize(partial)[0].astype(q.dtype)
+  out, lse = finalize(partial)
+  out = out.astype(q.dtype)
+  return (out, lse) if residual else out
 
 
 def _by_segments(

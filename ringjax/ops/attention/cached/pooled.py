@@ -379,6 +379,7 @@ def sharing_is_exact(
   platform: str,
   decode: Callable[..., Partial] | None = None,
   queries: int = 1,
+  stored: Callable[[PooledView], PooledView] | None = None,
 ) -> bool:
   """Whether a view's partial is bitwise the same with and without sharing.
 
@@ -393,6 +394,8 @@ def sharing_is_exact(
     decode: Function that reads the view, called as `decode_pool`, e.g. a
       kernel; None: `decode_pool` for the platform.
     queries: Tokens of a row in a call.
+    stored: Function that encodes the pages of a view as a pool stores them;
+      None: they are numbers.
   """
   if decode is None:
     decode = functools.partial(decode_pool, platform=platform)
@@ -424,7 +427,10 @@ def sharing_is_exact(
     q: jax.Array, k: jax.Array, v: jax.Array, shared: SharedTiles
   ) -> Partial:
     view = PooledView(k, v, at, table, jnp.int32(0), shared=shared)
-    return decode(q, view, args)
+    if stored is None:
+      return decode(q, view, args)
+    view, queries, *_ = stored(view).aligned(q)
+    return decode(queries, view, args)
 
   def plan(count: int) -> SharedTiles:
     ints = lambda *shape: jnp.zeros(shape, jnp.int32)

@@ -284,11 +284,14 @@ class _PoolCall:
     context = self.args.context
     q_at = Coords(*(jnp.broadcast_to(x, (b, t))[:, :, None] for x in context.q))
     k_at = Coords(*(self.at[:, :, n].reshape(b, 1, -1) for n in (0, 1)))
-    visible_slots = jnp.any(visible(context.mask, q_at, k_at), 1)
-    needed = jnp.any(visible_slots.reshape(b, columns, self.block), 2)
+    pairs = visible(context.mask, q_at, k_at)
+    pairs = jnp.broadcast_to(pairs, (b, t, columns * self.block))
+    pairs = pairs.reshape(b, t, columns, self.block)
+    needed, full = jnp.any(pairs, (1, 3)), jnp.all(pairs, (1, 3))
     tile_index = jnp.arange(columns, dtype=jnp.int32)[None]
     needed = needed & (tile_index >= plan.shared_counts[0][:, None])
-    steps = tile_ops.TileSteps.of(needed.astype(jnp.int8))
+    kinds = jnp.where(needed, jnp.where(full, 2, 1), 0).astype(jnp.int8)
+    steps = tile_ops.TileSteps.of(kinds)
     words = steps.words
     row, column = tile_ops.row_of(words), tile_ops.column_of(words)
     offsets = jnp.arange(self.pages_per_tile, dtype=jnp.int32)[None]
@@ -371,17 +374,36 @@ def _fold(
   pages: Sequence[Any],
   pages_per_tile: int,
   sums: tuple[Any, ...],
-  allowed: Bool[Array, "n s"],
+  allowed: Bool[Array, "#n s"] | None,
+  seen: Bool[Array, "s 1"] | None = None,
 ) -> None:
-  """Fold a tile into the sums, references [heads, n, ...]."""
+  """Fold a tile into the sums, references [heads, n, ...].
+
+  Finite numbers have the same bits whatever the masks are.
+
+  Args:
+    scores: Score function.
+    q_ref: Queries of each head.
+    pages: Pages of keys and of values.
+    pages_per_tile: Number of pages of a tile.
+    sums: References to the sums.
+    allowed: Slots that each query sees, or None for all.
+    seen: Slots that all queries see, where they see the same; others have
+      values that may be no numbers.
+  """
   acc_ref, m_ref, l_ref = sums
   for head in range(acc_ref.shape[0]):
     q = q_ref[head]
     k, v = decoder_tpu.join_pages(pages, pages_per_tile, head, q.dtype)
     dot = tile_ops.dot(q, k, tile_ops.NT)
     s, c = tile_ops.power(scores, dot, None, decoder_tpu.no_distances)
-    v, nan_flags = tile_ops.cleaned(v)
-    s = jnp.where(allowed, s + nan_flags, -jnp.inf)
+    if seen is not None:
+      assert allowed is not None
+      v = jnp.where(seen, v, jnp.zeros_like(v))
+      s = jnp.where(allowed, s, -jnp.inf)
+    elif allowed is not None:
+      v, nan_flags = tile_ops.cleaned(v)
+      s = jnp.where(allowed, s + nan_flags, -jnp.inf)
     old_m = m_ref[head, :, 0:1]
     m = jnp.maximum(old_m, jnp.max(s, axis=1, keepdims=True) * c)
     safe = finite_max(m)
@@ -449,23 +471,24 @@ def _row_kernel(
     for ref, value in zip(sums, carry, strict=True):
       ref[...] = value[...]
 
+  row_sums = tuple(ref.at[0] for ref in sums)
+  fold_row = functools.partial(
+    _fold, scores, q_ref.at[0], pages, pages_per_tile, row_sums
+  )
+
   @pl.when(word & tile_ops.MASKED != 0)
   def _() -> None:
-    if one_position:
-      row, column_shape = tile_ops.row_of(word), (q_ref.shape[2], 1)
-      rows = Coords(
-        jnp.full(column_shape, pos[row]), jnp.full(column_shape, seg[row])
-      )
-    else:
-      rows = Coords(q_at[0, :, 0:1], q_at[0, :, 1:2])
     columns = Coords(k_at[0, 0, 0:1, :], k_at[0, 0, 1:2, :])
-    allowed = visible(_mask(structure, leaves), rows, columns)
-    row_sums = tuple(ref.at[0] for ref in sums)
-    _fold(
-      scores,
-      q_ref.at[0],
-      pages,
-      pages_per_tile,
-      row_sums,
-      allowed,
-    )
+    if not one_position:
+      rows = Coords(q_at[0, :, 0:1], q_at[0, :, 1:2])
+      fold_row(visible(_mask(structure, leaves), rows, columns))
+      return
+    row = tile_ops.row_of(word)
+    queries = Coords(jnp.full((1, 1), pos[row]), jnp.full((1, 1), seg[row]))
+    allowed = visible(_mask(structure, leaves), queries, columns)
+    seen = tile_ops.column(allowed.astype(jnp.float32)) > 0
+    fold_row(allowed, seen)
+
+  @pl.when(word & tile_ops.FULL != 0)
+  def _() -> None:
+    fold_row(None)

@@ -5,7 +5,9 @@ where it does not), up to rounding; forward only. A query's sums are folded in
 the order of slots, tile by tile, by instructions that do not depend on the
 other queries and rows of the call.
 Cost: each tile of queries reads the pages that one of its queries sees, in
-place by their numbers; pages that none of them sees are not read.
+place by their numbers; pages that none of them sees are not read. Tiles of a
+plan (`pooled.SharedTiles`) are read once for the queries of all rows, where a
+row has no more than a tile of them.
 Memory: VMEM only: two tiles of pages, and the sums of a tile of queries.
 Ref: Kwon et al. 2023, PagedAttention, arXiv 2309.06180; Dao et al. 2022,
 FlashAttention, arXiv 2205.14135.
@@ -31,7 +33,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from ringjax.ops.attention.blockwise import pad_axis, tile_kinds
 from ringjax.ops.attention.cached.code_format import CodeFormat
-from ringjax.ops.attention.cached.pooled import PooledView
+from ringjax.ops.attention.cached.pooled import PooledView, SharedTiles
 from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.attention.kernels import (
   code_tiles,
@@ -41,10 +43,12 @@ from ringjax.ops.attention.kernels import (
 )
 from ringjax.ops.attention.kernels.code_tiles import CodeTile
 from ringjax.ops.attention.kernels.decoder_tpu import PoolDecoderTPU
+from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import ScoreArgs, Scores
 from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives
+from ringjax.typing import Index
 
 # Most queries of a tile, those of all heads of a group together.
 _QUERIES = 512
@@ -103,22 +107,44 @@ class PrefillPoolTPU(PoolDecoderTPU):
     """Attention partial of q [B, K, G, T, H] over the keys of a view."""
     declined.check(self, q, keys, args)
     assert isinstance(keys, PooledView)
-    call = _PromptCall.of(self, q, keys, args)
-    b, kv, g, t, _ = q.shape
-    acc, m, total = call.sums(q)
+    carry, first = None, None
+    if self._shares(q, keys):
+      carry, first = self._shared_sums(q, keys, args), keys.shared
+    call = _PromptCall.of(self, q, keys, args, after=first)
+    acc, m, total = call.by_head(q, call.sums(q, carry))
+    return Partial(acc, m * (1 / tile_ops.LOG2_E), total)
 
-    def by_head(x: jax.Array, *last: int) -> jax.Array:
-      """[B * n, K, G * queries, ...] -> [B, K, G, T, ...]."""
-      x = x[:, :, : g * call.queries]
-      x = x.reshape(b, call.count, kv, g, call.queries, *last)
-      x = jnp.moveaxis(x, 1, 3).reshape(b, kv, g, -1, *last)
-      return x[:, :, :, :t]
+  def _shares(self, q: Float[Array, "B K G T H"], keys: PooledView) -> bool:
+    """Whether tiles that rows share are read once for all of them."""
+    if keys.shared is None or self.tile(q, keys)[2] < q.shape[3]:
+      return False
+    b, _, g, t, _ = q.shape
+    tiles = -(-b * t // max(1, _QUERIES // g)) * keys.shared.row.shape[1]
+    return tiles <= tile_ops.MOST_STEPS
 
-    return Partial(
-      by_head(acc, acc.shape[-1]),
-      by_head(m[:, :, 0]) * (1 / tile_ops.LOG2_E),
-      by_head(total[:, :, 0]),
+  def _shared_sums(
+    self, q: Float[Array, "B K G T H"], keys: PooledView, args: ScoreArgs
+  ) -> tuple[jax.Array, ...]:
+    """Sums of the shared tiles, as `_PromptCall.by_head` orders them.
+
+    The queries of all rows are those of one row, whose tiles are the shared
+    ones.
+    """
+    plan, (b, kv, g, t, h) = keys.shared, q.shape
+    assert plan is not None
+    flat_at = lambda x: jnp.broadcast_to(x, (b, t)).reshape(1, b * t)
+    all_rows = args._replace(
+      context=args.context._replace(q=Coords(*map(flat_at, args.context.q)))
     )
+    queries = jnp.moveaxis(q, 0, 2).reshape(1, kv, g, b * t, h)
+    call = _PromptCall.of(self, queries, keys, all_rows, of_plan=plan)
+    sums = call.by_head(queries, call.sums(queries))
+
+    def by_row(x: jax.Array) -> jax.Array:
+      x = x[0].reshape(kv, g, b, t, *x.shape[4:])
+      return jnp.moveaxis(x, 2, 0)
+
+    return tuple(map(by_row, sums))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +162,9 @@ class _PromptCall:
     at_q: Coordinates of the queries, int32 [B * n, 2, lanes].
     at_k: Coordinates of the slots, int32 [B, tiles, 2, block].
     steps: Tiles of queries and of slots that count.
+    cover: Queries that each tile of slots is for, int32 [rows, n, 1, lanes],
+      or None for all.
+    places: Row and column of each tile of a plan, int32 [n] each, or None.
   """
 
   kernel: PrefillPoolTPU
@@ -148,6 +177,8 @@ class _PromptCall:
   at_q: Int[Array, "rows 2 lanes"]
   at_k: Int[Array, "B tiles 2 block"]
   steps: tile_ops.TileSteps
+  cover: Int[Array, "rows n 1 lanes"] | None = None
+  places: tuple[Int[Array, " n"], Int[Array, " n"]] | None = None
 
   @classmethod
   def of(
@@ -156,26 +187,58 @@ class _PromptCall:
     q: Float[Array, "B K G T H"],
     keys: PooledView,
     args: ScoreArgs,
+    *,
+    of_plan: SharedTiles | None = None,
+    after: SharedTiles | None = None,
   ) -> _PromptCall:
+    """Make the operands of a call.
+
+    Args:
+      kernel: The kernel's options.
+      q: Queries.
+      keys: View of the pages.
+      args: Score function and its arrays.
+      of_plan: Tiles of which the call reads each once, for the queries of all
+        rows one after another; None: each row reads its own.
+      after: Tiles that are left out, as their sums are carried in, or None.
+    """
     heads, block, queries = kernel.tile(q, keys)
-    (b, _, g, t, _), slots = q.shape, keys.shape[2]
+    (b, _, g, t, _), (rows_of_keys, _, slots, *_) = q.shape, keys.shape
     count, columns = -(-t // queries), -(-slots // block)
     # Coordinates that are added have segment 0, which sees and is seen by none.
-    padded = lambda at, n: Coords(
+    padded = lambda at, b, n: Coords(
       *(pad_axis(jnp.broadcast_to(x, (b, x.shape[1])), 1, n) for x in at)
     )
-    at_q = padded(args.context.q, count * queries)
-    at_k = padded(args.context.k, columns * block)
-    by_example = lambda x: jax.tree.map(lambda a: a[:, None], x)
-    kinds = jax.vmap(
-      lambda q, k: tile_kinds(args.context.mask, q, k, queries, block)
-    )(by_example(at_q), by_example(at_k))
-    kinds = kinds.reshape(b * count, columns)
-    # A tile whose queries see nothing has a step, which writes empty sums.
+    at_q = padded(args.context.q, b, count * queries)
+    at_k = padded(args.context.k, rows_of_keys, columns * block)
+    lanes = tile_ops.lanes(g * queries)
+    cover = None
+    if of_plan is None:
+      by_example = lambda x: jax.tree.map(lambda a: a[:, None], x)
+      kinds = jax.vmap(
+        lambda q, k: tile_kinds(args.context.mask, q, k, queries, block)
+      )(by_example(at_q), by_example(at_k))
+      kinds = kinds.reshape(b * count, columns)
+    else:
+      covered = jnp.repeat(of_plan.cover[0], t // rows_of_keys, 1)
+      in_use = jnp.arange(covered.shape[0], dtype=jnp.int32)
+      covered = covered & (in_use < of_plan.count[0])[:, None]
+      covered = pad_axis(covered, 1, count * queries)
+      covered = covered.reshape(-1, count, queries)
+      covered = jnp.swapaxes(covered, 0, 1).astype(jnp.int32)
+      kinds = jnp.max(covered, 2)
+      cover = pad_axis(jnp.tile(covered, (1, 1, g)), 2, lanes)[:, :, None]
+    if after is not None:
+      index = jnp.arange(columns, dtype=jnp.int32)[None]
+      unshared = index >= jnp.repeat(after.shared_counts[0], count)[:, None]
+      kinds = jnp.where(unshared, kinds, 0)
+    # A tile whose queries see nothing has a step that computes nothing, and
+    # writes the sums that it began with.
     nothing = ~jnp.any(kinds != 0, 1)
-    kinds = kinds.at[:, 0].set(jnp.where(nothing, 1, kinds[:, 0]))
+    kinds = kinds.at[:, 0].set(jnp.where(nothing, 3, kinds[:, 0]))
+    kinds = kinds.astype(jnp.int8)
     rows = jnp.stack([x.reshape(b * count, queries) for x in at_q], 1)
-    rows = pad_axis(jnp.tile(rows, (1, 1, g)), 2, tile_ops.lanes(g * queries))
+    rows = pad_axis(jnp.tile(rows, (1, 1, g)), 2, lanes)
     return cls(
       kernel,
       keys,
@@ -185,17 +248,56 @@ class _PromptCall:
       queries,
       count,
       rows,
-      jnp.stack([x.reshape(b, columns, block) for x in at_k], 2),
+      jnp.stack([x.reshape(-1, columns, block) for x in at_k], 2),
       tile_ops.TileSteps.of(kinds),
+      cover,
+      None if of_plan is None else (of_plan.row[0], of_plan.tile[0]),
     )
+
+  def by_head(
+    self, q: Float[Array, "B K G T H"], sums: tuple[jax.Array, ...]
+  ) -> tuple[jax.Array, ...]:
+    """Sums [B, K, G, T, ...] of those of tiles of queries, see `sums`."""
+    b, kv, g, t, _ = q.shape
+
+    def ordered(x: jax.Array, *last: int) -> jax.Array:
+      """[B * n, K, G * queries, ...] -> [B, K, G, T, ...]."""
+      x = x[:, :, : g * self.queries]
+      x = x.reshape(b, self.count, kv, g, self.queries, *last)
+      x = jnp.moveaxis(x, 1, 3).reshape(b, kv, g, -1, *last)
+      return x[:, :, :, :t]
+
+    acc, m, total = sums
+    return (
+      ordered(acc, acc.shape[-1]),
+      ordered(m[:, :, 0]),
+      ordered(total[:, :, 0]),
+    )
+
+  def _carried(
+    self, q: Float[Array, "B K G T H"], carry: tuple[jax.Array, ...]
+  ) -> list[jax.Array]:
+    """Sums as `by_head` orders them, of rows of one tile, as operands."""
+    (b, kv, g, t, _), lanes = q.shape, self.at_q.shape[2]
+    acc, m, total = (x.reshape(b, kv, g * t, *x.shape[4:]) for x in carry)
+    flat = (pad_axis(x, 2, lanes)[:, :, None] for x in (m, total))
+    return [pad_axis(acc, 2, lanes), *flat]
 
   @property
   def pages_per_tile(self) -> int:
     """Number of pages of a tile."""
     return self.block // self.keys.page
 
-  def sums(self, q: Float[Array, "B K G T H"]) -> tuple[jax.Array, ...]:
+  def sums(
+    self,
+    q: Float[Array, "B K G T H"],
+    carry: tuple[jax.Array, ...] | None = None,
+  ) -> tuple[jax.Array, ...]:
     """Sums of the tiles of queries.
+
+    Args:
+      q: Queries.
+      carry: Sums of earlier tiles, as `by_head` orders them, or None.
 
     Returns:
       Weighted values [B * n, K, lanes, J], the largest scores to base 2 and the
@@ -203,6 +305,7 @@ class _PromptCall:
     """
     keys, context = self.keys, self.args.context
     coded = keys.decoders is not None
+    carried = [] if carry is None else self._carried(q, carry)
     if not coded:
       q = pad_axis(q, 4, keys.k.shape[4])
     b, kv, g, _, h = q.shape
@@ -228,10 +331,33 @@ class _PromptCall:
       table,
       self.steps.words,
       *(jnp.asarray(x, jnp.int32).reshape(1) for x in leaves),
+      *(self.places or ()),
     )
+    of_plan = self.places is not None
     row = lambda i, words: tile_ops.row_of(words[i])
-    example = lambda i, words: row(i, words) // count
     column = lambda i, words: tile_ops.column_of(words[i])
+
+    def slots_at(
+      i: Index, words: Ref, rest: tuple[Ref, ...]
+    ) -> tuple[Any, Any]:
+      """(row, column) of a step's tile of slots."""
+      if not of_plan:
+        return row(i, words) // count, column(i, words)
+      plan_rows, plan_columns = rest[len(leaves) : len(leaves) + 2]
+      return plan_rows[column(i, words)], plan_columns[column(i, words)]
+
+    def page_at(
+      n: int,
+      ki: Index,
+      i: Index,
+      layer: Ref,
+      table: Ref,
+      words: Ref,
+      *rest: Ref,
+    ) -> tuple[Any, ...]:
+      example, tile = slots_at(i, words, rest)
+      return layer[0], table[(example * columns + tile) * tile_pages + n], ki
+
     of_queries = lambda ki, i, layer, table, words, *_: (
       row(i, words),
       ki,
@@ -243,18 +369,16 @@ class _PromptCall:
       keys,
       self.heads,
       self.block,
-      lambda n, ki, i, layer, table, words, *_: (
-        layer[0],
-        table[
-          (example(i, words) * columns + column(i, words)) * tile_pages + n
-        ],
-        ki,
-      ),
+      page_at,
     )
     out_type = lambda *shape: collectives.out_type(
       (b * count, kv, *shape), jnp.float32, q, keys, self.args.terms, context
     )
     need = _vmem(q, keys, self.heads, self.block, self.queries)
+    sums_specs = [
+      pl.BlockSpec((1, self.heads, lanes, j), of_queries),
+      *[pl.BlockSpec((1, self.heads, 1, lanes), of_queries)] * 2,
+    ]
     return tuple(
       pl.pallas_call(
         functools.partial(
@@ -264,6 +388,8 @@ class _PromptCall:
           tile_pages,
           code_tiles.formats(keys),
           tuple(x is not None for x in tables),
+          self.cover is not None,
+          bool(carried),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=len(scalars),
@@ -276,20 +402,29 @@ class _PromptCall:
             ),
             pl.BlockSpec(
               (1, 1, 2, self.block),
-              lambda ki, i, layer, table, words, *_: (
-                example(i, words),
-                column(i, words),
+              lambda ki, i, layer, table, words, *rest: (
+                *slots_at(i, words, rest),
                 0,
                 0,
               ),
             ),
+            *[
+              pl.BlockSpec(
+                (1, 1, 1, lanes),
+                lambda ki, i, layer, table, words, *_: (
+                  row(i, words),
+                  column(i, words),
+                  0,
+                  0,
+                ),
+              )
+            ]
+            * (self.cover is not None),
+            *(sums_specs if carried else ()),
             *specs,
             *(self._table_spec(x) for x in table_operands),
           ],
-          out_specs=[
-            pl.BlockSpec((1, self.heads, lanes, j), of_queries),
-            *[pl.BlockSpec((1, self.heads, 1, lanes), of_queries)] * 2,
-          ],
+          out_specs=sums_specs,
           scratch_shapes=[
             pltpu.VMEM((self.heads, j, lanes), jnp.float32),
             pltpu.VMEM((self.heads, 1, lanes), jnp.float32),
@@ -306,6 +441,8 @@ class _PromptCall:
         tiles,
         self.at_q,
         self.at_k,
+        *(() if self.cover is None else (self.cover,)),
+        *carried,
         *pages,
         *table_operands,
       )
@@ -349,6 +486,9 @@ def _vmem(
   slot = decoder_tpu.slot_bytes(keys)
   # Inputs and outputs are double-buffered for the next step.
   in_flight = heads * (block * slot + lanes * (h * q.dtype.itemsize + 4 * j))
+  if keys.shared is not None:
+    # Sums of shared tiles.
+    in_flight += 4 * heads * lanes * (j + 2 * 8)
   scratch = 4 * heads * lanes * (j + 2 * 8)
   if keys.decoders is not None:
     # A head's codes and numbers, 4 bytes each.
@@ -362,11 +502,15 @@ def _kernel(
   pages_per_tile: int,
   formats: tuple[CodeFormat, ...],
   looked_up: tuple[bool, ...],
+  covers: bool,
+  carries: bool,
   *refs: Any,
 ) -> None:
-  first = 3 + structure.num_leaves
-  words, leaves = refs[2], refs[3:first]
+  first = 3 + structure.num_leaves + 2 * covers
+  words, leaves = refs[2], refs[3 : 3 + structure.num_leaves]
   q_ref, q_at, k_at, *pages = refs[first:-6]
+  cover = pages.pop(0) if covers else None
+  carry, pages = pages[: 3 * carries], pages[3 * carries :]
   table_refs = [pages.pop() for present in looked_up if present][::-1]
   tables = [table_refs.pop(0) if present else None for present in looked_up]
   acc_out, m_out, l_out, acc, m_ref, l_ref = refs[-6:]
@@ -374,6 +518,12 @@ def _kernel(
 
   @pl.when(word & tile_ops.FIRST != 0)
   def _() -> None:
+    if carries:
+      acc_in, m_in, l_in = carry
+      for head in range(acc.shape[0]):
+        acc[head] = acc_in[0, head].T
+      m_ref[...], l_ref[...] = m_in[0], l_in[0]
+      return
     acc[...] = jnp.zeros_like(acc)
     m_ref[...] = jnp.full_like(m_ref, -jnp.inf)
     l_ref[...] = jnp.zeros_like(l_ref)
@@ -387,6 +537,8 @@ def _kernel(
         *(tile_ops.column(k_at[0, 0, n : n + 1, :]) for n in (0, 1))
       )
       allowed = visible(mask, queries, slots)
+      if cover is not None:
+        allowed = allowed & (cover[0, 0] > 0)
     decoded_tiles = [
       CodeTile.of(
         pages[n * pages_per_tile : (n + 1) * pages_per_tile],

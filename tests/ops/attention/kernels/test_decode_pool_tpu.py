@@ -153,6 +153,29 @@ def test_what_is_not_seen_does_not_matter():
   pool_kernel.check_unseen(call, KERNEL)
 
 
+@pytest.mark.long_cases(1)
+@pytest.mark.parametrize(
+  "queries", [1, pytest.param(5, marks=pytest.mark.long)]
+)
+def test_no_number_after_a_row_s_end_and_in_a_full_tile(queries):
+  """The first matters to no row, the second to its own."""
+  q, view, args = call("nothing", queries=queries)
+  decode = jax.jit(lambda view: KERNEL.decode(q, view, args))
+  want = decode(view)
+  lengths, _ = SHARING["nothing"]
+  page, slot = divmod(lengths[0], PAGE)
+  last, first = int(view.table[0, page]), int(view.table[2, 0])
+  spoil = lambda x: x.at[:, last, :, slot:].set(jnp.nan)
+  spoilt_view = dataclasses.replace(view, k=spoil(view.k), v=spoil(view.v))
+  for a, b in zip(decode(spoilt_view), want, strict=True):
+    np.testing.assert_array_equal(a, b)
+  for value in (jnp.nan, jnp.inf):
+    seen = dataclasses.replace(view, v=view.v.at[:, first].set(value))
+    results = decode(seen).acc
+    assert not np.isfinite(results[2]).any()
+    np.testing.assert_array_equal(results[:2], want.acc[:2])
+
+
 DECLINED = pool_kernel.declined(DecodePoolTPU) | {
   "pages of codes": dict(
     view=lambda x: dataclasses.replace(

@@ -15,7 +15,7 @@ from ringjax.kv.codecs import ChannelGroups
 from ringjax.ops.attention.cached.code_format import as_stored, stored_codes
 from ringjax.ops.attention.cached.pooled import PooledView, decode_pool
 from ringjax.ops.attention.cached.views import Decoder, decode_attention
-from ringjax.ops.attention.kernels import code_tiles
+from ringjax.ops.attention.kernels import code_tiles, prefill_pool_tpu
 from ringjax.ops.attention.kernels.prefill_pool_tpu import PrefillPoolTPU
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.mask import Causal, Coords, SameSegment, Window, visible
@@ -283,9 +283,13 @@ def drafts(pages, **options):
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize("pages", ["numbers", "codes"])
-def test_drafts_with_a_plan_of_shared_tiles(pages):
-  """Each row reads its pages itself, with the same bits as without a plan."""
+@pytest.mark.parametrize(
+  ("pages", "lanes"), [("numbers", 512), ("codes", 512), ("numbers", 24)]
+)
+def test_drafts_with_a_plan_of_shared_tiles(pages, lanes, monkeypatch):
+  """Rows read shared pages together, with the same bits as without a plan."""
+  # Of 24 lanes a tile holds eight queries of three heads: two tiles of all.
+  monkeypatch.setattr(prefill_pool_tpu, "_QUERIES", lanes)
   args = with_plan(drafts(pages))
   assert int(args[1].shared.count[0]) > 0
   got = check_exactly(args)
@@ -293,6 +297,23 @@ def test_drafts_with_a_plan_of_shared_tiles(pages):
   alone = decoded(KERNEL.decode, with_plan(drafts(pages), alone=True))
   for a, b in zip(got, alone, strict=True):
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.long
+def test_a_shared_tile_is_read_through_one_row():
+  q, view, rest = with_plan(drafts("numbers"))
+  plan, each = view.shared, TILE // PAGE
+  row, covered = int(plan.row[0, 0]), np.flatnonzero(plan.cover[0, 0])
+  assert covered.tolist() == [1, 3]
+  other_row = next(n for n in covered if n != row)
+  unused = np.setdiff1d(np.arange(view.k.shape[1]), np.asarray(view.table))
+  # The other row's numbers of these pages are not looked at.
+  table = view.table.at[other_row, :each].set(int(unused[0]))
+  results = [
+    KERNEL.decode(q, dataclasses.replace(view, table=x), rest).acc
+    for x in (view.table, table)
+  ]
+  np.testing.assert_array_equal(*results)
 
 
 @pytest.mark.parametrize(
