@@ -55,9 +55,19 @@ from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.sparse.given import GivenBlocks
-from ringjax.ops.attention.sparse.sparse_api import sparse_attention
+from ringjax.ops.attention.sparse.index_loss import index_loss
+from ringjax.ops.attention.sparse.native_sparse import (
+  NativeSparse,
+  native_sparse_attention,
+)
+from ringjax.ops.attention.sparse.sparse_api import (
+  sparse_attention,
+  sparse_latent_attention,
+)
+from ringjax.ops.attention.sparse.strided_blocks import strided_blocks
 from ringjax.ops.attention.sparse.top_blocks import TopBlocks
 from ringjax.ops.attention.sparse.top_tokens import TopTokens
+from ringjax.ops.attention.sparse.top_tokens_of_blocks import TopTokensOfBlocks
 from ringjax.ops.attention.statistics import AttentionStatistics
 from ringjax.ops.attention.strategies.chain import Chain
 from ringjax.ops.attention.strategies.gather import Gather
@@ -126,6 +136,7 @@ __all__ = [
   "Mask",
   "MemoryEstimateError",
   "MeshError",
+  "NativeSparse",
   "NotFiniteError",
   "NotFiniteLogitsError",
   "OptionError",
@@ -146,6 +157,7 @@ __all__ = [
   "TokenizerError",
   "TopBlocks",
   "TopTokens",
+  "TopTokensOfBlocks",
   "Ulysses",
   "Uneven",
   "UnsafeFormatError",
@@ -164,12 +176,16 @@ __all__ = [
   "finalize",
   "flax_attention",
   "gated_delta_rule",
+  "index_loss",
   "latent_attention",
   "linear_recurrence",
   "make_mesh",
   "merge",
+  "native_sparse_attention",
   "ring_attention",
   "sparse_attention",
+  "sparse_latent_attention",
+  "strided_blocks",
   "striped_attention",
   "tile_counts",
   "tile_schedule",

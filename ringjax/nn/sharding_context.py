@@ -33,18 +33,19 @@ from ringjax.ops.attention.cached.cached_attention import ShardedDecode
 from ringjax.ops.attention.cached.selection import (
   KeySelection,
   by_chunks,
-  chosen_pairs,
 )
 from ringjax.ops.attention.cached.views import ApartView, KVView
 from ringjax.ops.attention.cost.select import Auto
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.scores import Scores, Terms
+from ringjax.ops.attention.sparse.sparse_api import sparse_latent_attention
+from ringjax.ops.attention.sparse.top_tokens import TopTokens
 from ringjax.ops.attention.strategies.chain import Chain
 from ringjax.ops.attention.strategies.ring import Ring
 from ringjax.ops.attention.strategies.strategy import Strategy
 from ringjax.ops.experts.expert_shards import ExpertShards
 from ringjax.ops.feedforward import blockwise_feedforward
-from ringjax.ops.mask import Causal, Coords, Everything, Mask, SameSegment
+from ringjax.ops.mask import Coords, Everything, Mask, SameSegment
 from ringjax.ops.softmax import widened
 from ringjax.parallel import collectives
 from ringjax.parallel.call_sharding import AUTO
@@ -53,9 +54,8 @@ from ringjax.parallel.mesh import automatic
 
 _BATCH_AXES = ("replica", "data")
 _HEADS = "model"
-# Maximum pairs of queries and keys on a device whose selection mask is held at
-# once, a byte each.
-_PAIRS = 1 << 30
+# Most numbers of queries that are projected to rows on a device at once.
+_ROW_QUERIES = 1 << 29
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -518,63 +518,51 @@ class ContextParallel(ShardingContext):
     mask: Mask,
     extras: Extras,
   ) -> jax.Array:
-    """[B, T, N, J] from queries that read the keys they choose.
+    """[B, T, N, J] from queries that read the rows they choose.
 
-    The index's keys go to all shards; then the strategy moves all other keys,
-    in long contexts several times, each time for some queries.
+    Rows and the index's keys go around the ring of shards, in long contexts
+    several times, each time for some queries.
     """
-    selection, around = extras.selection, self.around
+    selection, up = extras.selection, extras.up
     assert selection is not None and selection.keys is not None
-    full_mask = mask & self.segments if tokens.segmented else mask
-    at, shards = tokens.at, self.size
-    keys_and_coords = selection.keys, at
-    if around is not None:
-      keys_and_coords = collectives.gather(keys_and_coords, around, 1)
-    elif self.mesh is not None:
-      batch = self.batch_axes(q.shape[0]) or None
-
-      def batch_sharded(x: jax.Array) -> jax.Array:
-        spec = P(batch if x.shape[0] == q.shape[0] else None)
-        return self.constrained(x, spec)
-
-      keys_and_coords = jax.tree.map(batch_sharded, keys_and_coords)
-    keys, k_at = keys_and_coords
-    k, v = (jnp.swapaxes(x, 1, 2) for x in fresh[:2])
+    assert up is not None, "only rows of latent attention have an index"
+    index_keys, at = selection.keys.astype(selection.q.dtype), tokens.at
+    rows = fresh.k[:, 0]
     broadcast = lambda x: jnp.broadcast_to(x, q.shape[:2])
     inputs = q, selection.without_keys(), Coords(*map(broadcast, at))
-    pairs = q.shape[0] * (q.shape[1] // shards) * keys.shape[1]
-    parts = -(-pairs // _PAIRS)
+    numbers = math.prod(q.shape[:3]) * (rows.shape[2] + q.shape[3])
+    parts = -(-numbers // (self.size * self.model_size * _ROW_QUERIES))
 
     def attend_chunk(chunk: PyTree) -> jax.Array:
       q, selection, q_at = chunk
-      allow = self.constrain(
-        chosen_pairs(selection, q_at, keys, k_at, full_mask, shards)
-      )
-      derived = tokens.derived and q.shape[1] == k.shape[1]
-      return _attention(
-        extras.up,
+      derived = tokens.derived and q.shape[1] == rows.shape[1]
+      return sparse_latent_attention(
         q,
-        k,
-        v,
-        mask=allow[:, None],
-        # A mask of pairs, too, so that tiles can be skipped beforehand.
-        is_causal=isinstance(mask, Causal),
+        rows,
+        up,
+        TopTokens(
+          q=selection.q,
+          weights=selection.weights,
+          keys=index_keys,
+          count=selection.count,
+        ),
+        mask=mask & self.segments if tokens.segmented else mask,
         scale=extras.scale,
         mesh=self.mesh,
         axis=self.axis,
-        **self.shares(q.shape[0], q.shape[2], k.shape[2]),
+        **self.shares(q.shape[0], q.shape[2], 1),
         layout=self.layout,
-        strategy=self.strategy,
         q_positions=None if derived else q_at.pos,
         kv_positions=None if derived else at.pos,
+        q_segment_ids=q_at.seg if tokens.segmented else None,
+        kv_segment_ids=at.seg if tokens.segmented else None,
         logits_soft_cap=extras.soft_cap,
         sinks=extras.sinks,
-        alibi_slopes=extras.slopes,
       )
 
-    # Otherwise the backward pass would keep the masks of all parts.
+    # Otherwise the backward pass would keep the projected queries of all parts.
     run = attend_chunk if parts == 1 else jax.checkpoint(attend_chunk)
-    return by_chunks(run, inputs, parts, shards)
+    return by_chunks(run, inputs, parts, self.size)
 
   def across(
     self,

@@ -136,6 +136,7 @@ class Sizes(NamedTuple):
     expert: Shards of the experts.
     slots: Slots of a row's cache.
     index: Numbers of a token's index queries and their weights.
+    index_key: Numbers of a token's key of an index.
     chosen: Keys that an index chooses for a query; 0 without one.
     tied: Bytes of a device's embedding that is the head, too; else 0.
     by_query: Whether queries are sharded in the place of heads, which the
@@ -158,6 +159,7 @@ class Sizes(NamedTuple):
   expert: int = 1
   slots: int = 0
   index: int = 0
+  index_key: int = 0
   chosen: int = 0
   tied: int = 0
   by_query: bool = False
@@ -196,6 +198,8 @@ CHUNK = 1024
 LOSS_BLOCK = 1024
 # Tokens of a shard in a block of a feedforward.
 BLOCK = 2048
+# Most bytes of an index's scores that are held at once, for several queries.
+SCORES = 64 << 20
 # Slots of a cache that a chunk reads at once.
 SEGMENT = 8192
 # Bytes of tiles of keys, values and scores, and of a layer's copied weights.
@@ -224,10 +228,16 @@ def few_tokens(s: Sizes) -> dict[str, float]:
 
 
 def around(s: Sizes) -> dict[str, float]:
-  """A prompt: keys go around the ring, sums of heads over their shards."""
+  """A prompt: keys go around the ring, sums of heads over their shards.
+
+  Keys of an index go around it before them.
+  """
   tokens = 4 * s.rows * s.tokens // s.seq
-  # With two coordinates a token.
-  ring = tokens * (s.keys + 2) * (s.seq - 1)
+  # With two coordinates a token, and where keys are chosen its number.
+  numbers = s.keys + 2
+  if s.index_key:
+    numbers += 1 + s.index_key + 3
+  ring = tokens * numbers * (s.seq - 1)
   over_model = 2 * tokens * s.embed if s.model > 1 else 0
   ends = 2 * tokens * s.embed + 4 * s.rows * 2 * (s.vocab + s.embed)
   return {
@@ -336,12 +346,17 @@ def segments(s: Sizes) -> int:
 
 
 def index_scores(s: Sizes) -> int:
-  """More than the index's scores of a chunk's queries and a shard's keys.
+  """More than the index's scores of some queries and a shard's keys.
 
-  A finding that stands: a chunk's choice of keys sorts the scores of all pairs
-  at once, 4 T S bytes a row on each shard of the sequence, and their slots.
+  A chunk's queries choose keys 16 or more at a time, whose scores take at most
+  `SCORES` bytes, in whole tiles of keys a few more.
   """
-  return 9 * s.rows * s.tokens * s.slots
+  return max(segments(s), SCORES * 17 // 16, 68 * s.rows * s.slots) + 1
+
+
+def head_scores(s: Sizes) -> int:
+  """More than activations, and the index's scores of some queries."""
+  return max(activations(s), SCORES) + 1
 
 
 def step_of_loss(s: Sizes) -> int:
@@ -438,6 +453,7 @@ PHASES: Mapping[str, Phase] = {
 
 # Bytes from which an array is large, where it depends on the family.
 LARGE: Mapping[tuple[str, str], Callable[[Sizes], int]] = {
+  ("prefill", "indexed"): head_scores,
   ("chunk", "indexed"): index_scores,
   ("serve_prompts", "indexed"): index_scores,
 }
@@ -531,6 +547,7 @@ def read(case: Case) -> Reading:
     weights=bytes_each(model),
     index=config.get("index_n_heads", 0)
     * (config.get("index_head_dim", 0) + 1),
+    index_key=config.get("index_head_dim", 0),
     chosen=config.get("index_topk", 0),
     tied=4 * config["vocab_size"] * model.config.embed // share
     if model.head is None

@@ -17,6 +17,8 @@ import numpy as np
 import ringjax as rj
 
 B, N, K, H, J = 2, 4, 2, 8, 6
+# Largest errors of a float32 output and of a float32 gradient.
+OUTPUT, GRADIENT = 2e-6, 5e-6
 LAYOUTS: dict[str, rj.Layout] = {
   "contiguous": rj.Contiguous(),
   "striped": rj.Striped(),
@@ -98,6 +100,42 @@ def top_tokens(count: int, tied: bool = False) -> Case:
   return Case(arrays, lambda **x: rj.TopTokens(count=count, **x), allowed)
 
 
+def top_tokens_of_blocks(count: int, block: int, blocks: int) -> Case:
+  """Tokens by an index, of the best blocks by the means of its keys."""
+  case = top_tokens(count)
+
+  def allowed(x, q, k, visible, seg) -> np.ndarray:
+    del k
+    t = q.shape[1]
+    score = lambda b, i, keys: (
+      np.maximum(x["q"][b, i].astype(np.float64) @ keys.T, 0).T
+      @ x["weights"][b, i]
+    )
+    of_blocks = np.full((B, t, -(-t // block)), -np.inf)
+    of_tokens = np.full(visible.shape, -np.inf)
+    for b, i in np.ndindex(B, t):
+      of_tokens[b, i] = score(b, i, x["keys"][b])
+      for c in range(i // block + 1):
+        inside = np.arange(c * block, min(t, (c + 1) * block))
+        inside = inside[seg[b, inside] != 0]
+        if not len(inside) or seg[b, i] == 0:
+          continue
+        inside = inside[seg[b, inside] == seg[b, inside[-1]]]
+        if c == i // block:
+          of_blocks[b, i, c] = np.inf
+        elif visible[b, i, inside].any():
+          mean = x["keys"][b, inside].astype(np.float64).mean(0)
+          of_blocks[b, i, c] = score(b, i, mean)
+    kept = _of_blocks(best(of_blocks, blocks), block, t) & visible
+    marked = best(np.where(kept, of_tokens, -np.inf), count)
+    return np.repeat(marked[:, None], N, 1)
+
+  selection = lambda **x: rj.TopTokensOfBlocks(
+    count=count, block=block, blocks=blocks, **x
+  )
+  return Case(case.arrays, selection, allowed)
+
+
 def top_blocks(count: int, block: int, heads: str, pooling: str) -> Case:
   """Blocks by pooled keys, in causal calls."""
 
@@ -142,6 +180,7 @@ CASES = {
   "given-blocks-per-query-head": given_blocks(8, N, 2),
   "top-tokens": top_tokens(7),
   "top-tokens-tied": top_tokens(7, tied=True),
+  "top-tokens-of-blocks": top_tokens_of_blocks(5, 4, 3),
   "top-blocks": top_blocks(3, 4, "query", "mean"),
   "top-blocks-of-kv-heads": top_blocks(2, 8, "kv", "mean"),
   "top-blocks-by-bounds": top_blocks(3, 4, "kv", "bounds"),
@@ -196,7 +235,8 @@ def check(
 
   def loss(out, lse):
     finite = jnp.where(lse > -jnp.inf, lse, 0)
-    return jnp.sum(out * weights[0]) + jnp.sum(finite * weights[1])
+    of_out, of_lse = (jnp.asarray(x, out.dtype) for x in weights)
+    return jnp.sum(out * of_out) + jnp.sum(finite * of_lse)
 
   def truth(q, k, v, sink):
     out, lse = dense(allowed, q, k, v, sink, soft_cap)
@@ -224,12 +264,88 @@ def check(
     return loss(back(out), back(lse)), back(out)
 
   names = (0, 1, 2, 3) if sinks else (0, 1, 2)
-  (_, expected), expected_gradients = jax.value_and_grad(
-    truth, names, has_aux=True
-  )(q, k, v, sink)
+  with jax.enable_x64(True):
+    (_, expected), expected_gradients = jax.value_and_grad(
+      truth, names, has_aux=True
+    )(*(None if x is None else x.astype(np.float64) for x in (q, k, v, sink)))
   (_, out), gradients = jax.jit(
     jax.value_and_grad(sparse, names, has_aux=True)
   )(q, k, v, sink)
-  np.testing.assert_allclose(out, expected, atol=1e-5)
+  np.testing.assert_allclose(out, expected, rtol=0, atol=OUTPUT)
   for got, want in zip(gradients, expected_gradients, strict=True):
-    np.testing.assert_allclose(got, want, atol=2e-5)
+    np.testing.assert_allclose(got, want, rtol=0, atol=GRADIENT)
+
+
+def check_latents(
+  layout: rj.Layout, shards: int = 1, mesh: Any = None, *, t: int = 40
+) -> None:
+  """Attention to chosen rows equals that to the keys of all heads, chosen.
+
+  Tokens have positions of their own, 3 in the first row on, in any order in the
+  second.
+  """
+  r = np.random.default_rng(0)
+  draw = lambda *shape: r.normal(size=shape).astype(np.float32)
+  latent, shared, plain = 5, 2, 6
+  q, rows = draw(B, t, N, plain + shared), draw(B, t, latent + shared)
+  up = draw(latent, N, plain + J)
+  index = {"q": draw(B, t, 2, 4), "keys": draw(B, t, 4)}
+  index["weights"] = draw(B, t, 2)
+  pos = np.stack([np.arange(t) + 3, r.permutation(t)]).astype(np.int32)
+  weights = draw(B, t, N, J), draw(B, t, N)
+
+  visible = pos[:, None] <= pos[:, :, None]
+  dots = np.maximum(np.einsum("btie,bse->btis", index["q"], index["keys"]), 0)
+  scores = np.einsum("btis,bti->bts", dots, index["weights"])
+  # By position, the lowest of equals first.
+  order = np.argsort(pos, -1)[:, None].repeat(t, 1)
+  scores = np.where(visible, scores, -np.inf)
+  ordered = best(np.take_along_axis(scores, order, -1), 7)
+  allowed = np.zeros_like(visible)
+  np.put_along_axis(allowed, order, ordered, -1)
+  allowed = allowed[:, None]
+
+  def loss(out, lse):
+    of_out, of_lse = (jnp.asarray(x, out.dtype) for x in weights)
+    return jnp.sum(out * of_out) + jnp.sum(lse * of_lse)
+
+  def truth(q, rows, up):
+    kv = jnp.einsum("bsc,cny->bsny", rows[..., :latent], up)
+    of_heads = jnp.repeat(rows[:, :, None, latent:], N, 2)
+    k = jnp.concatenate([kv[..., :plain], of_heads], -1)
+    s = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[3] ** -0.5
+    s = jnp.where(allowed, s, -jnp.inf)
+    out = jnp.einsum("bnts,bsnj->btnj", jax.nn.softmax(s), kv[..., plain:])
+    return loss(out, jax.nn.logsumexp(s, -1).swapaxes(1, 2)), out
+
+  into = lambda x: layout.permute(jnp.asarray(x), shards=shards)
+  back = lambda x: layout.restore(x, shards=shards)
+  selection = rj.TopTokens(
+    count=7, **{name: into(x) for name, x in index.items()}
+  )
+
+  def sparse(q, rows, up):
+    out, lse = rj.sparse_latent_attention(
+      into(q),
+      into(rows),
+      up,
+      selection,
+      is_causal=True,
+      mesh=mesh,
+      axis=None if mesh is None else "seq",
+      head_axis="model" if mesh is not None and "model" in mesh.shape else None,
+      layout=layout,
+      q_positions=into(pos),
+      kv_positions=into(pos),
+      return_residual=True,
+    )
+    return loss(back(out), back(lse)), back(out)
+
+  gradient = lambda f: jax.value_and_grad(f, (0, 1, 2), has_aux=True)
+  with jax.enable_x64(True):
+    wide = (x.astype(np.float64) for x in (q, rows, up))
+    (_, expected), expected_gradients = gradient(truth)(*wide)
+  (_, out), gradients = jax.jit(gradient(sparse))(q, rows, up)
+  np.testing.assert_allclose(out, expected, rtol=0, atol=2 * OUTPUT)
+  for got, want in zip(gradients, expected_gradients, strict=True):
+    np.testing.assert_allclose(got, want, rtol=2e-6, atol=GRADIENT)

@@ -15,7 +15,7 @@ from ringjax.eval.entropy import attention_statistics
 from ringjax.infer.contexts.combine import APE
 from ringjax.nn import sharding_context
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
-from ringjax.ops.attention.cached import selection
+from ringjax.ops.attention.sparse import top_tokens
 from ringjax.parallel.layout import Striped, Zigzag
 from tests import checkpoints
 from tests.helpers import make_mesh, refused
@@ -74,9 +74,9 @@ def test_with_room_for_all_keys_it_is_v3(tmp_path):
    pytest.param(2, Zigzag(), marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_some_queries_at_a_time(load, shards, layout, monkeypatch):
-  """Contexts of which not all pairs are noted at once."""
-  monkeypatch.setattr(sharding_context, "_PAIRS", 2 * 40 * 40 // shards // 4)
-  monkeypatch.setattr(selection, "_HEAD_SCORES", 6 * 40 * 2)
+  """Contexts of which not all queries are projected to rows at once."""
+  monkeypatch.setattr(sharding_context, "_ROW_QUERIES", 3000)
+  monkeypatch.setattr(top_tokens, "_HEAD_SCORES", 6 * 40 * 2)
   model, mesh = load(shards)
   tokens, order = EXPECTED.tokens, np.arange(40)
   attend = ContextParallel()

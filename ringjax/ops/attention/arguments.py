@@ -47,7 +47,8 @@ from ringjax.parallel.layout import Contiguous, Layout, Slots, into_slots
 from ringjax.typing import Keys, Queries, Values
 
 # The leading dimensions of each array: A stands for the keys of all shards,
-# which no mesh axis shards; ? marks one that may be 1 to broadcast.
+# which no mesh axis shards, Z for other parts of the sequence, sharded without
+# padding; ? marks one that may be 1 to broadcast.
 _DIMENSIONS = {
   "q": ("B", "T", "N"),
   "k": ("B", "S", "K?"),
@@ -277,7 +278,7 @@ class AttentionArgs:
     """PartitionSpecs of the arrays on the mesh of a place."""
     batch, heads = place.batch or None, place.heads or None
     axes = {"B": batch, "N": heads, "K": heads, "T": place.axis}
-    axes["S"] = place.axis
+    axes["S"] = axes["Z"] = place.axis
 
     def spec(x: jax.Array, dimensions: tuple[str, ...]) -> P:
       return P(

@@ -31,6 +31,7 @@ from ringjax.ops.attention.kernels.auto_kernel import expected
 from ringjax.ops.attention.scores import Context, Terms
 from ringjax.ops.attention.sparse.attend_chosen import attend_chosen
 from ringjax.ops.attention.sparse.block_selection import ShardTokens
+from ringjax.ops.attention.sparse.index_training import IndexTraining
 from ringjax.ops.attention.strategies import nesting, registry
 from ringjax.ops.attention.strategies.gather import Gather
 from ringjax.ops.attention.strategies.latents import Absorbed, UpProjected
@@ -68,9 +69,12 @@ def _run_rows(
   return_residual: bool,
   machine: Machine | str | None,
 ) -> Any:
-  """Run latent attention in the form that the cost model chooses."""
-  form = "heads"
-  if place.size > 1:
+  """Run latent attention in the form that the cost model chooses.
+
+  Where queries choose rows, they attend to the rows themselves.
+  """
+  form = "heads" if x.selection is None else "absorbed"
+  if place.size > 1 and x.selection is None:
     call = _call_shape(x, place)
     found_machine = find_machine(machine, place.mesh)
     form = registry.latent_form(strategy, call, found_machine, x.layout)
@@ -82,7 +86,8 @@ def _run_rows(
   if form == "rows":
     return _run(x, place, around(UpProjected), return_residual)
   result = _run(x.absorbed(), place, around(Absorbed), return_residual)
-  attended, *residual = result if return_residual else (result,)
+  several = return_residual or x.selection is not None
+  attended, *others = result if several else (result,)
   up = x.up
   assert up is not None
   out = jnp.einsum(
@@ -91,7 +96,7 @@ def _run_rows(
     up[..., x.plain :],
     preferred_element_type=attended.dtype,
   )
-  return (out, *residual) if return_residual else out
+  return (out, *others) if several else out
 
 
 def _run(
@@ -262,10 +267,17 @@ def _per_shard(
       k=x.k,
       q_at=q_at,
       k_at=k_at,
+      number=natural[1][0],
       mask=x.mask,
       axis=place.axis,
       length=lengths[1],
     )
+    if isinstance(x.selection, IndexTraining):
+      loss = x.selection.loss(tokens, x.scores, place.heads)
+      # In the place of attention's results; no head has a value.
+      of_heads = jnp.broadcast_to(loss[..., None], x.q.shape[:3])
+      empty = jnp.zeros((*x.q.shape[:2], 1, 1), jnp.int32)
+      return x.q[..., :0], of_heads, empty
     return attend_chosen(x.selection, tokens, x.v, x.scores, x.sinks)
   group = x.q.shape[2] // x.kv_heads
   by_kv_head = lambda a: None if a is None else a.reshape(-1, group)

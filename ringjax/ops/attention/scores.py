@@ -70,6 +70,8 @@ class Context(NamedTuple):
     seed: Dropout seed, uint32 [B or 1], or None.
     chosen: Blocks of positions that each query reads, int32 [B, T, M, n],
       -1 for none, for sparse attention; else None.
+    number: Index of each local key in the whole sequence, int32 [S], for sparse
+      attention; else None.
   """
 
   q: Coords
@@ -79,6 +81,7 @@ class Context(NamedTuple):
   heads: jax.Array | None = None
   seed: jax.Array | None = None
   chosen: jax.Array | None = None
+  number: jax.Array | None = None
 
 
 class ScoreArgs(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 
 from ringjax.ops.attention.cached import selection, views
 from ringjax.ops.attention.cached.cached_attention import ShardedDecode
-from ringjax.ops.attention.cached.selection import KeySelection, chosen_pairs
+from ringjax.ops.attention.cached.selection import KeySelection
 from ringjax.ops.attention.cached.views import ContiguousView
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.mask import Causal, Coords, Everything
@@ -84,27 +84,6 @@ def selected(x, count, **more):
 
 
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("parts", [1, 5])
-def test_pairs(ties, parts, monkeypatch):
-  """Of equal scores the lowest positions, in whatever order keys are."""
-  rng = np.random.default_rng(0)
-  x = operands(rng, T, ties)
-  q_at, k_at = coordinates(rng, T)
-  many = B * T * 2 * S
-  monkeypatch.setattr(selection, "_HEAD_SCORES", -(-many // parts))
-  ones = np.ones_like(q_at)
-  got = chosen_pairs(
-    selected(x, 9),
-    Coords(jnp.asarray(q_at), jnp.asarray(ones)),
-    jnp.asarray(x["keys"][..., FIRST:]),
-    Coords(*map(jnp.asarray, k_at)),
-    Causal(),
-  )
-  np.testing.assert_array_equal(got, best(x, q_at, k_at, 9))
-  assert np.asarray(got).sum(-1).max() == 9
-
-
-@pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(
   ("shards", "queries", "cut"),
   [(1, 1, S), (4, 3, 40),
@@ -114,7 +93,7 @@ def test_pairs(ties, parts, monkeypatch):
 def test_reading_a_cache(shards, queries, cut, ties, monkeypatch):
   """One view or two over any number of shards, some queries at a time.
 
-  One query takes the keys that it reads out of the only view, where they are
+  Queries gather the keys that they read out of the only view, where these are
   at most half of a shard's slots.
   """
   rng = np.random.default_rng(1)

@@ -8,13 +8,12 @@ Guarantees: among the keys that its mask lets a query t see, it reads the
 and among equal ones those at the lowest positions; all of them if there are no
 more. The choice does not depend on layouts, shards, views or chunks of queries.
 No gradient flows through the choice.
-Cost: the index reads its part of every key and sorts the scores. One query per
-row then reads the chosen keys alone, out of a cache of plain numbers with twice
-as many slots on a shard or more. More queries, and those of other caches, read
-all keys again and mask those that were not chosen. Each shard sends the other
-shards its `count` best scores and their positions, 8 bytes each per query.
-Memory: float32 scores of some queries and all keys of a shard; the caller
-chooses the number of queries at a time.
+Cost: the index reads its part of every key. The chosen keys alone are then
+gathered out of a cache of plain numbers with twice as many slots on a shard
+as a query reads, or more. Queries of other caches read all keys again, masking
+those that were not chosen. Each shard sends the other shards its `count` best
+scores and their positions, 8 bytes each per query.
+Memory: float32 scores of some queries and all keys of a shard.
 
 Ref: DeepSeek-AI 2025, DeepSeek-V3.2-Exp (lightning indexer, DSA).
 """
@@ -45,14 +44,20 @@ from ringjax.ops.attention.cached.views import (
   tiled,
 )
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
+from ringjax.ops.attention.sparse.gathered import (
+  ChosenColumns,
+  fold_chosen,
+  piece_keys,
+)
+from ringjax.ops.attention.sparse.top_tokens import ranked
 from ringjax.ops.mask import Coords, Mask, visible
 from ringjax.ops.softmax import Partial, merge, wide_dtype
 from ringjax.parallel import collectives
 from ringjax.parallel.call_sharding import MeshAxes
 from ringjax.typing import Index
 
-# Most scores of single heads of an index that are in memory at once.
-_HEAD_SCORES = 1 << 27
+# Most scores of pairs that are in memory at once, for more than a few queries.
+_SCORES = 1 << 24
 # Most rows of a product with a tile of keys.
 _ROWS = 2048
 
@@ -118,96 +123,38 @@ class _Ranked(NamedTuple):
   """A shard's best keys for each query, best first.
 
   Fields:
-    worse: Their negated scores, [B, T, n].
+    score: Their scores, [B, T, n]; -inf for none.
     pos: Their positions, int32 [B, T, n].
     column: Their columns among the shard's keys, int32 [B, T, n].
   """
 
-  worse: jax.Array
+  score: jax.Array
   pos: jax.Array
   column: jax.Array
 
   @classmethod
   def of(
-    cls, scores: Float[Array, "B T S"], pos: Int[Array, "#B S"], count: int
+    cls, scores: Float[Array, "B T S"], pos: Int[Array, "B S"], count: int
   ) -> _Ranked:
     """Rank at most `count` keys; scores are -inf for invisible keys."""
-    along_queries = lambda x: jnp.broadcast_to(x[:, None], scores.shape)
-    column = along_queries(jnp.arange(scores.shape[2], dtype=jnp.int32)[None])
-    ranked = lax.sort((-scores, along_queries(pos), column), num_keys=2)
-    return cls(*(x[..., :count] for x in ranked))
+    # By position, so that `top_k` prefers lower positions among equals.
+    order = jnp.argsort(pos, -1).astype(jnp.int32)
+    scores = jnp.take_along_axis(scores, order[:, None], -1)
+    score, at = lax.top_k(scores, min(count, pos.shape[1]))
+    row = jnp.arange(pos.shape[0], dtype=jnp.int32)[:, None, None]
+    column = order[row, at]
+    return cls(score, pos[row, column], column)
 
   def last(self, count: int, axis: str | None = None) -> _Last:
     """Find the last of the best `count` keys of all shards of a manual axis."""
-    best = self.worse, self.pos
+    best = -self.score, self.pos
     if axis is not None:
       best = lax.sort(collectives.gather(best, axis, 2), num_keys=2)
-    score, pos = (x[..., count - 1 : count] for x in best)
-    return _Last(-score, pos)
-
-  def view_of_chosen(
-    self, view: ContiguousView, at: Coords, last: _Last, block: int
-  ) -> ContiguousView:
-    """View of the keys that one query of each row reads, in rank order.
-
-    Args:
-      view: View of all keys of one head.
-      at: Coordinates of all keys, by column.
-      last: Last key that is read.
-      block: Slots of a tile of the columns.
-    """
-    column = self.column[:, 0]
-    first = jnp.minimum(column // block * block, view.shape[2] - block)
-    row = jnp.arange(column.shape[0], dtype=jnp.int32)[:, None]
-    layer = jnp.asarray(view.layer, jnp.int32)
-    k = view.k[layer, row, 0, first + column % block][None, :, None]
-    seg = jnp.broadcast_to(at.seg, (column.shape[0], at.seg.shape[1]))
-    seg = jnp.take_along_axis(seg, column, 1)
-    read = last.reads(-self.worse, self.pos)[:, 0]
-    at = Coords(self.pos[:, 0], jnp.where(read, seg, 0))
-    chosen_view = dataclasses.replace(view, k=k, v=k, at=at, layer=jnp.int32(0))
-    return chosen_view.keys_alone()
-
-
-def chosen_pairs(
-  selection: KeySelection,
-  q_at: Coords,
-  keys: Float[Array, "B S E"],
-  k_at: Coords,
-  mask: Mask,
-  shards: int = 1,
-) -> Bool[Array, "B T S"]:
-  """Mark the pairs of queries and keys that are read, with all keys local.
-
-  Args:
-    selection: Index queries; T may be sharded in `shards` parts.
-    q_at: Coordinates of the queries.
-    keys: Keys of the index.
-    k_at: Coordinates of the keys.
-    mask: Pairs that are visible.
-    shards: Number of shards of T.
-  """
-  queries = selection.without_keys()
-  b, t, heads, _ = queries.q.shape
-
-  def read_pairs(chunk: PyTree) -> jax.Array:
-    queries, at = chunk
-    scores = queries.scores(keys)
-    place = lambda x, axis: jnp.expand_dims(x, axis)
-    allowed = visible(
-      mask,
-      Coords(*(place(x, 2) for x in at)),
-      Coords(*(place(x, 1) for x in k_at)),
-    )
-    scores = jnp.where(allowed, scores, -jnp.inf)
-    last = _Ranked.of(scores, k_at.pos, queries.count).last(queries.count)
-    return last.reads(scores, k_at.pos[:, None])
-
-  num_scores = b * (t // shards) * heads * keys.shape[1]
-  q_at = Coords(*(jnp.broadcast_to(x, (b, t)) for x in q_at))
-  return by_chunks(
-    read_pairs, (queries, q_at), -(-num_scores // _HEAD_SCORES), shards
-  )
+    at = min(count, best[0].shape[2])
+    worse, pos = (x[..., at - 1 : at] for x in best)
+    if at < count:
+      worse = jnp.full_like(worse, jnp.inf)
+    return _Last(-worse, pos)
 
 
 def by_chunks(
@@ -287,7 +234,9 @@ class SelectiveVisit:
   ) -> Partial:
     """Partial of this shard's keys, computed for some queries at a time."""
     b, heads, groups, t, _ = q.shape
-    size = min(t, max(16, _ROWS // (heads * groups)))
+    slots = b * sum(view.shape[2] for view in views)
+    most = min(_ROWS // (heads * groups), _SCORES // slots)
+    size = min(t, max(16, most))
     parts = -(-t // size)
     padding = parts * size - t
     with_batch = lambda x: jnp.broadcast_to(x, (b, *x.shape[1:]))
@@ -326,22 +275,18 @@ class SelectiveVisit:
       for view, at in zip(views, coords, strict=True)
     ]
     concat = lambda xs: jnp.concatenate([*xs], -1)
-    rows = max(at.pos.shape[0] for _, at in scored)
-    place = lambda x: jnp.broadcast_to(x, (rows, x.shape[1]))
+    place = lambda x: jnp.broadcast_to(x, (q.shape[0], x.shape[1]))
     count = selection.count
-    ranked = _Ranked.of(
+    keys = _Ranked.of(
       concat(view_scores for view_scores, _ in scored),
       concat(place(at.pos) for _, at in scored),
       count,
     )
-    last = ranked.last(count, self.axis)
+    last = keys.last(count, self.axis)
     plain_view = _gatherable_view(views, count)
-    if q.shape[3] == 1 and plain_view is not None:
-      block, (q_at,) = tile_slots(plain_view, self.platform), coords
-      view = ranked.view_of_chosen(plain_view, scored[0][1], last, block)
-      context = Context(q_at, view.at, view.mask or self.mask)
-      args = ScoreArgs(self.scores, self.terms, context)
-      return decode_attention(q, view, args, self.platform)
+    if plain_view is not None:
+      context = Context(coords[0], scored[0][1], plain_view.mask or self.mask)
+      return self._of_chosen(plain_view, q, keys, last, context)
     partials = []
     for view, q_at, (view_scores, k_at) in zip(
       views, coords, scored, strict=True
@@ -351,6 +296,39 @@ class SelectiveVisit:
       args = ScoreArgs(self.scores, self.terms, context)
       partials.append(decode_attention(q, view, args, self.platform))
     return functools.reduce(merge, partials)
+
+  def _of_chosen(
+    self,
+    view: ContiguousView,
+    q: Float[Array, "B 1 G t H"],
+    keys: _Ranked,
+    last: _Last,
+    context: Context,
+  ) -> Partial:
+    """Partial of the keys that each query reads, gathered out of a view."""
+    slots, width = view.shape[2], view.dims[0]
+    block = tile_slots(view, self.platform)
+    layer = jnp.asarray(view.layer, jnp.int32)
+    # Keys that are read are the first ones of a list.
+    read = last.reads(keys.score, keys.pos)
+    first = jnp.minimum(keys.column // block * block, slots - block)
+    slot = jnp.where(read, first + keys.column % block, slots)
+
+    def take(
+      row: jax.Array, head: jax.Array, column: jax.Array
+    ) -> tuple[jax.Array, None]:
+      k = view.k[layer, row, head, column][..., :width]
+      return k.astype(q.dtype), None
+
+    shards = 1 if self.axis is None else collectives.axis_size(self.axis)
+    piece = piece_keys(self.selection.count, shards)
+    columns = ChosenColumns.of(slot[:, :, None], slots, 1, piece)
+    queries = jnp.moveaxis(q, 3, 1)
+    dtype = wide_dtype(q.dtype)
+    empty = Partial.empty(queries.shape[:4], width, dtype, (q, view))
+    args = ScoreArgs(self.scores, self.terms, context)
+    partial = fold_chosen(queries, columns, take, args, empty)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 3), partial)
 
   def _scored(
     self,
@@ -386,4 +364,4 @@ class SelectiveVisit:
     if (pages := selecting(view)) is not None:
       # The index chooses among the keys of the pages that a query reads.
       allowed &= in_tiles(pages.chosen(q)[:, 0], block)
-    return jnp.where(allowed, scores, -jnp.inf), k_at
+    return ranked(scores, allowed), k_at

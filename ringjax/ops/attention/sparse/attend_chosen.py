@@ -25,9 +25,12 @@ def attend_chosen(
   scores: Scores,
   sinks: Float[Array, " N"] | None,
 ) -> tuple[
-  Float[Array, "B T N J"], Float[Array, "B T N"], Int[Array, "B T M n"]
+  Float[Array, "B T N _"], Float[Array, "B T N"], Int[Array, "B T M n"]
 ]:
-  """Return the output, the log-sum-exp and the blocks of each query."""
+  """Return the output, the log-sum-exp and the blocks of each query.
+
+  Values without numbers stand for the keys themselves.
+  """
   b, t, n, h = tokens.q.shape
   selection, q, k = lax.stop_gradient((selection, tokens.q, tokens.k))
   chosen = selection.choose(dataclasses.replace(tokens, q=q, k=k))
@@ -41,7 +44,13 @@ def attend_chosen(
     jnp.swapaxes(tokens.k, 1, 2),
     jnp.swapaxes(v, 1, 2),
   )
-  context = Context(tokens.q_at, tokens.k_at, tokens.mask, chosen=chosen)
+  context = Context(
+    tokens.q_at,
+    tokens.k_at,
+    tokens.mask,
+    chosen=chosen,
+    number=tokens.number,
+  )
   terms = Terms(sinks=None if sinks is None else sinks.reshape(heads, -1))
   algorithm = GatherChosen(tokens.length, selection.block_size, tokens.axis)
   out, lse = attend(algorithm, scores, local, terms, context)

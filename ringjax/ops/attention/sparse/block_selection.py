@@ -1,9 +1,11 @@
 """The contract of a selection: which keys each query reads.
 
-A selection chooses, for each query, blocks of `block` neighbouring positions;
-tokens are blocks of one. Block i holds the positions from i * block to
-(i + 1) * block - 1. Of a chosen block a query reads the keys that the call's
-mask shows. No gradient flows through a choice.
+A selection chooses, for each query, blocks of `block` neighbouring keys; tokens
+are blocks of one. A key's number is its index in the natural order of the
+sequence, and its position, too, where the call has no positions of keys. Block
+i holds the numbers from i * block to (i + 1) * block - 1. Of a chosen block a
+query reads the keys that the call's mask shows. No gradient flows through a
+choice.
 
 A new kind is a file with a subclass of `BlockSelection` and a case in
 `tests/contracts/sparse.py`.
@@ -31,7 +33,8 @@ class ShardTokens:
     q: Queries, [B, T, N, H].
     k: Keys, [B, S, K, H].
     q_at: Coordinates of the queries, [B or 1, T].
-    k_at: Coordinates of the keys, positions [1, S], segments [B or 1, S].
+    k_at: Coordinates of the keys, [B or 1, S].
+    number: Index of each key in the whole sequence, int32 [S].
     mask: Pairs that are visible.
     axis: Manual axis that shards T and S, or None.
     length: Number of keys of the whole sequence.
@@ -41,6 +44,7 @@ class ShardTokens:
   k: Float[Array, "B S K H"]
   q_at: Coords
   k_at: Coords
+  number: Int[Array, " S"]
   mask: Mask
   axis: str | tuple[str, ...] | None
   length: int
@@ -54,6 +58,11 @@ class BlockSelection(abc.ABC):
   """
 
   dimensions: ClassVar[dict[str, tuple[str, ...]]] = {}
+
+  @property
+  def by_position(self) -> bool:
+    """Whether blocks are of positions: keys have those of the layout."""
+    return True
 
   @property
   def sums_heads(self) -> bool:
@@ -89,10 +98,11 @@ class BlockSelection(abc.ABC):
   def map_arrays(
     self, f: Callable[[Any, tuple[str, ...]], Any]
   ) -> BlockSelection:
-    """Replace each array by f(array, its dimensions)."""
+    """Replace each array that is not None by f(array, its dimensions)."""
     arrays = {
       name: f(getattr(self, name), dimensions)
       for name, dimensions in self.dimensions.items()
+      if getattr(self, name) is not None
     }
     return tree.with_leaves(self, **arrays)
 

@@ -4,10 +4,11 @@ Guarantees: the result is attention under the mask that the choice stands for:
 a chosen key takes part if the call's mask shows it to the query. A query that
 has chosen no visible key gives 0 and a gradient of 0.
 Cost: products of T k pairs, in pieces of keys whose number is data; the longest
-list of a chunk of queries decides how many pieces are computed.
+list of a chunk of queries decides how many pieces are computed, so that on each
+hop chunks are made of queries with lists of about the same length.
 `executed_pairs` counts them. Keys and values go around the ring of shards once
 forward, and with their gradients once backward.
-Memory: a table of a shard's keys by position, int32 of the sequence's length,
+Memory: a table of a shard's keys by number, int32 of the sequence's length,
 and the chosen keys of one chunk of queries and one piece.
 
 Partials are added in the order in which keys arrive, so that the last bits
@@ -24,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax.ops.attention.blockwise import (
   Gradients,
@@ -63,8 +64,10 @@ def executed_pairs(
     count: Most keys that a query chooses.
     chunk: Number of queries of a chunk.
   """
-  piece = piece_keys(count, counts.shape[1])
-  longest = counts.reshape(-1, chunk, counts.shape[1]).max(1)
+  shards = counts.shape[1]
+  piece = piece_keys(count, shards)
+  by_length = np.sort(counts.reshape(shards, -1, shards), 1)
+  longest = by_length.reshape(-1, chunk, shards).max(1)
   return int((-(-longest // piece) * piece * chunk).sum())
 
 
@@ -95,40 +98,163 @@ def scan_queries(
   return carry, jax.tree.map(join, result)
 
 
-class _ShardKeys(NamedTuple):
+def scan_by_length(
+  f: Callable[[PyTree, PyTree, Bool[Array, "B q"]], tuple[PyTree, PyTree]],
+  sums: PyTree,
+  x: PyTree,
+  state: PyTree,
+  order: Int[Array, "B T"],
+  size: int,
+) -> tuple[PyTree, PyTree]:
+  """Scan f over chunks of `size` queries, in an order that each row has.
+
+  Args:
+    f: Function (sums, (x, state) of a chunk, which queries are real) -> (sums,
+      state of the chunk). The last chunk repeats a query that is not real.
+    sums: Initial sums.
+    x: Arrays of the queries, [B, T, ...].
+    state: Arrays of the queries, [B, T, ...], that f replaces in place.
+    order: Index of each query.
+    size: Number of queries of a chunk.
+  """
+  b, t = order.shape
+  parts = -(-t // size)
+  order = jnp.pad(order, ((0, 0), (0, parts * size - t)), constant_values=t)
+  row = jnp.arange(b)[:, None]
+
+  def step(carry: tuple, at: jax.Array) -> tuple[tuple, None]:
+    sums, state = carry
+    take = lambda a: a[row, jnp.minimum(at, t - 1)]
+    chunk = jax.tree.map(take, (x, state))
+    sums, chunk_state = f(sums, chunk, at < t)
+    put = lambda a, rows: a.at[row, at].set(rows, mode="drop")
+    return (sums, jax.tree.map(put, state, chunk_state)), None
+
+  chunks = jnp.moveaxis(order.reshape(b, parts, size), 1, 0)
+  return lax.scan(step, (sums, state), chunks)[0]
+
+
+# Function (row, kv head, column) -> keys and values there; None for values that
+# are their keys.
+Take = Callable[
+  [jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]
+]
+
+
+class ChosenColumns(NamedTuple):
+  """Columns of the keys that each query of a chunk reads.
+
+  Fields:
+    column: Columns, those of keys first, int32 [B, q, 1, c]; `size` for none.
+    pieces: Number of pieces in which the longest list of columns ends.
+    size: Number of columns that there are.
+    heads: Number of kv heads.
+    piece: Number of columns of a piece, which divides c.
+    lists: Number of rows, one after another, that a row of keys belongs to:
+      those of the heads that choose.
+  """
+
+  column: jax.Array
+  pieces: Index
+  size: int
+  heads: int
+  piece: int
+  lists: int = 1
+
+  @classmethod
+  def of(
+    cls,
+    column: Int[Array, "B q 1 c"],
+    size: int,
+    heads: int,
+    piece: int,
+    lists: int = 1,
+  ) -> ChosenColumns:
+    """Pad lists, in which columns of keys come first, to whole pieces."""
+    longest = jnp.max(jnp.sum(column < size, -1, dtype=jnp.int32))
+    widths = [(0, 0)] * 3 + [(0, -column.shape[3] % piece)]
+    column = jnp.pad(column, widths, constant_values=size)
+    pieces = (longest + piece - 1) // piece
+    return cls(column, pieces, size, heads, piece, lists)
+
+
+def fold_chosen(
+  q: Float[Array, "B q M G H"],
+  columns: ChosenColumns,
+  take: Take,
+  args: ScoreArgs,
+  partial: Partial,
+) -> Partial:
+  """Fold the keys at the columns of each query into its partial, [B, q, M, G].
+
+  Args:
+    q: Queries of a chunk, by heads that choose and their groups.
+    columns: Columns of the keys that they read.
+    take: Function that gathers keys and values.
+    args: Score function.
+    partial: Partial of keys before.
+  """
+
+  def add(i: Index, partial: Partial) -> Partial:
+    tile = ChosenPiece.of(columns, i, take, q.shape[2])
+    s, _ = tile.scores(q, args)
+    m = jnp.max(s, -1)
+    p = jnp.exp(s - finite_max(m)[..., None])
+    acc = product("bqmgp,bqmpj->bqmgj", p.astype(tile.v.dtype), tile.v)
+    return merge(partial, Partial(acc, m, jnp.sum(p, -1)))
+
+  return lax.fori_loop(0, columns.pieces, add, partial)
+
+
+class ShardKeys(NamedTuple):
   """Keys that travel.
 
   Fields:
     k: Keys, [B, K, S, H].
-    v: Values, [B, K, S, J].
-    pos: Positions, int32 [1, S].
+    v: Values, [B, K, S, J]; None: each key is its value, too.
+    pos: Positions, int32 [B or 1, S].
     seg: Segments, int32 [B or 1, S].
+    number: Index of each key in the whole sequence, int32 [S].
   """
 
   k: jax.Array
-  v: jax.Array
+  v: jax.Array | None
   pos: jax.Array
   seg: jax.Array
+  number: jax.Array
 
   @classmethod
-  def of(cls, x: Local, args: ScoreArgs) -> _ShardKeys:
-    return cls(x.k, x.v, *args.context.k)
+  def of(cls, x: Local, args: ScoreArgs) -> ShardKeys:
+    number = args.context.number
+    assert number is not None
+    v = x.v if x.v.shape[-1] else None
+    return cls(x.k, v, *args.context.k, number)
 
   def table(self, length: int) -> Int[Array, " length"]:
-    """Column of each position; the number of columns where it is not here."""
-    size = self.pos.shape[1]
-    empty = collectives.full((length,), size, jnp.int32, self.pos)
-    return empty.at[self.pos[0]].set(jnp.arange(size), mode="drop")
+    """Column of each number; the number of columns where it is not here."""
+    size = self.number.shape[0]
+    empty = collectives.full((length,), size, jnp.int32, self.number)
+    return empty.at[self.number].set(jnp.arange(size), mode="drop")
+
+  def take(
+    self,
+    row: Int[Array, "#B #q #M #p"],
+    head: Int[Array, "#B #q M #p"],
+    column: Int[Array, "B q M p"],
+  ) -> tuple[Float[Array, "B q M p _"], Float[Array, "B q M p _"] | None]:
+    """Gather keys and values."""
+    at = row, head, column
+    return self.k[at], None if self.v is None else self.v[at]
 
 
-class _ChoosingQueries(NamedTuple):
-  """Queries with a place for each token first.
+class ChoosingQueries(NamedTuple):
+  """Queries with a place for each token first; each row has one list of keys.
 
   Fields:
-    q: Queries, [B, T, M, G, H].
-    chosen: Blocks of positions that each query reads, int32 [B, T, 1 or M, n].
-    pos: Positions, int32 [B or 1, T].
-    seg: Segments, int32 [B or 1, T].
+    q: Queries, [B L, T, M / L, G, H], where L heads choose.
+    chosen: Blocks that each query reads, int32 [B L, T, 1, n].
+    pos: Positions, int32 [B L, T].
+    seg: Segments, int32 [B L, T].
   """
 
   q: jax.Array
@@ -137,14 +263,33 @@ class _ChoosingQueries(NamedTuple):
   seg: jax.Array
 
   @classmethod
-  def of(cls, x: Local, args: ScoreArgs) -> _ChoosingQueries:
-    assert args.context.chosen is not None
-    return cls(tokens_first(x.q), args.context.chosen, *args.context.q)
+  def of(cls, x: Local, args: ScoreArgs) -> ChoosingQueries:
+    chosen = args.context.chosen
+    assert chosen is not None
+    b, t, lists, n = chosen.shape
+    rows = lambda a: jnp.repeat(jnp.broadcast_to(a, (b, t)), lists, 0)
+    return cls(
+      by_list(x.q, lists),
+      jnp.swapaxes(chosen, 1, 2).reshape(b * lists, t, 1, n),
+      *map(rows, args.context.q),
+    )
 
 
-def tokens_first(x: Float[Array, "B M G T *H"]) -> Float[Array, "B T M G *H"]:
-  """Move the tokens of an array of a local algorithm beside the batch."""
+def by_list(
+  x: Float[Array, "B M G T *H"], lists: int
+) -> Float[Array, "_ T _ G *H"]:
+  """Arrange an array of a local algorithm in rows, one of each list of keys."""
+  b, heads = x.shape[:2]
+  x = x.reshape(b * lists, heads // lists, *x.shape[2:])
   return jnp.moveaxis(x, 3, 1)
+
+
+def by_head(
+  x: Float[Array, "_ T _ G *H"], lists: int
+) -> Float[Array, "B M G T *H"]:
+  """Undo `by_list`."""
+  x = jnp.moveaxis(x, 1, 3)
+  return x.reshape(-1, x.shape[1] * lists, *x.shape[2:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,30 +322,18 @@ class GatherChosen:
 
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """Fold the chosen keys of all shards into `carry`."""
-    queries = _ChoosingQueries.of(x, args)
+    queries = ChoosingQueries.of(x, args)
+    lists = queries.q.shape[0] // x.q.shape[0]
 
-    def hop(keys: _ShardKeys, partial: Partial) -> Partial:
-      table = keys.table(self.length)
-
-      def fold(_: tuple, chunk: tuple) -> tuple[tuple, Partial]:
+    def hop(keys: ShardKeys, partial: Partial) -> Partial:
+      def fold(_: tuple, chunk: tuple, columns: ChosenColumns) -> tuple:
         rows, partial = chunk
-        columns, pieces, piece = self._columns(keys, table, rows, args)
+        return (), fold_chosen(rows.q, columns, keys.take, args, partial)
 
-        def add(i: Index, partial: Partial) -> Partial:
-          tile = _ChosenPiece.of(keys, columns, i, piece, rows.q.shape[2])
-          s, _ = tile.scores(rows.q, args)
-          m = jnp.max(s, -1)
-          p = jnp.exp(s - finite_max(m)[..., None])
-          acc = product("bqmgp,bqmpj->bqmgj", p.astype(keys.v.dtype), tile.v)
-          return merge(partial, Partial(acc, m, jnp.sum(p, -1)))
+      return self._scan(fold, (), keys, (queries,), partial, args)[1]
 
-        return (), lax.fori_loop(0, pieces, add, partial)
-
-      size = self._chunk(x, queries)
-      return scan_queries(fold, (), (queries, partial), size)[1]
-
-    keys = _ShardKeys.of(x, args)
-    partial = hop(keys, jax.tree.map(tokens_first, carry))
+    keys = ShardKeys.of(x, args)
+    partial = hop(keys, jax.tree.map(lambda a: by_list(a, lists), carry))
     if self.axis is not None:
       axis = self.axis
 
@@ -210,49 +343,49 @@ class GatherChosen:
         return keys, hop(keys, partial)
 
       partial = lax.fori_loop(1, self.shards, step, (keys, partial))[1]
-    return jax.tree.map(lambda a: jnp.moveaxis(a, 1, 3), partial)
+    return jax.tree.map(lambda a: by_head(a, lists), partial)
 
   def backward(
     self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
     """Add the gradients of the chosen keys to `carry`."""
-    queries = _ChoosingQueries.of(x, args)
+    queries = ChoosingQueries.of(x, args)
+    lists = queries.q.shape[0] // x.q.shape[0]
     rows_of = tuple(
-      tokens_first(a) for a in (residuals.do, residuals.lse, residuals.delta)
+      by_list(a, lists) for a in (residuals.do, residuals.lse, residuals.delta)
     )
     dtype = residuals.lse.dtype
 
-    def hop(keys: _ShardKeys, dk: jax.Array, dv: jax.Array, dq: jax.Array):
-      table = keys.table(self.length)
-
-      def fold(sums: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
-        rows, (do, lse, delta), dq = chunk
-        columns, pieces, piece = self._columns(keys, table, rows, args)
+    def hop(keys: ShardKeys, dk: jax.Array, dv: Any, dq: jax.Array) -> tuple:
+      def fold(sums: tuple, chunk: tuple, columns: ChosenColumns) -> tuple:
+        (rows, (do, lse, delta)), dq = chunk
 
         def add(i: Index, state: tuple) -> tuple:
           dk, dv, dq = state
-          tile = _ChosenPiece.of(keys, columns, i, piece, rows.q.shape[2])
+          tile = ChosenPiece.of(columns, i, keys.take, rows.q.shape[2])
           s, slope = tile.scores(rows.q, args)
           p = jnp.exp(s - lse[..., None])
           dp = product("bqmgj,bqmpj->bqmgp", do, tile.v)
           ds = p * (dp - delta[..., None]) * slope
           low = lambda a: a.astype(rows.q.dtype)
           dq += product("bqmgp,bqmph->bqmgh", low(ds), tile.k)
-          dk = tile.add(dk, product("bqmgp,bqmgh->bqmph", low(ds), rows.q))
-          dv = tile.add(dv, product("bqmgp,bqmgj->bqmpj", low(p), do))
-          return dk, dv, dq
+          dk_rows = product("bqmgp,bqmgh->bqmph", low(ds), rows.q)
+          dv_rows = product("bqmgp,bqmgj->bqmpj", low(p), do)
+          if dv is None:
+            return tile.add(dk, dk_rows + dv_rows), None, dq
+          return tile.add(dk, dk_rows), tile.add(dv, dv_rows), dq
 
-        dk, dv, dq = lax.fori_loop(0, pieces, add, (*sums, dq))
+        dk, dv, dq = lax.fori_loop(0, columns.pieces, add, (*sums, dq))
         return (dk, dv), dq
 
-      inputs = queries, rows_of, dq
-      size = self._chunk(x, queries)
-      (dk, dv), dq = scan_queries(fold, (dk, dv), inputs, size)
+      inputs = queries, rows_of
+      (dk, dv), dq = self._scan(fold, (dk, dv), keys, inputs, dq, args)
       return dk, dv, dq
 
-    keys = _ShardKeys.of(x, args)
+    keys = ShardKeys.of(x, args)
     zeros = lambda a: collectives.zeros(a.shape, dtype, x)
-    state = hop(keys, zeros(x.k), zeros(x.v), zeros(queries.q))
+    dv = None if keys.v is None else zeros(x.v)
+    state = hop(keys, zeros(x.k), dv, zeros(queries.q))
     if self.axis is not None:
       axis = self.axis
 
@@ -265,59 +398,113 @@ class GatherChosen:
       # The gradients arrive at the shard of their keys.
       state = *collectives.rotate(tuple(state[:2]), axis, 1), state[2]
     dk, dv, dq = state
+    if dv is None:
+      dv = zeros(x.v)
     dq_sum, terms = carry
-    dq_sum = dq_sum + jnp.transpose(dq, (0, 2, 4, 3, 1))
+    dq_sum = dq_sum + jnp.moveaxis(by_head(dq, lists), 4, 2)
     return Gradients(dq_sum, dk, dv, terms)
 
-  def _chunk(self, x: Local, queries: _ChoosingQueries) -> int:
-    """Number of queries of a chunk."""
-    count = queries.chosen.shape[3] * self.block
-    numbers = x.k.shape[-1] + x.v.shape[-1]
-    rows = x.q.shape[0] * x.q.shape[1] * piece_keys(count, self.shards)
-    return max(1, min(_CHUNK, _GATHERED // (rows * numbers)))
-
-  def _columns(
+  def _scan(
     self,
-    keys: _ShardKeys,
-    table: Int[Array, " length"],
-    rows: _ChoosingQueries,
+    fold: Callable[[PyTree, PyTree, ChosenColumns], tuple[PyTree, PyTree]],
+    sums: PyTree,
+    keys: ShardKeys,
+    x: tuple,
+    state: PyTree,
     args: ScoreArgs,
-  ) -> tuple[Int[Array, "B q _ c"], Index, int]:
-    """Columns that queries read, first ones first, and the count of pieces."""
-    mask: Mask = args.context.mask
+  ) -> tuple[PyTree, PyTree]:
+    """Scan over chunks of queries with lists of about the same length.
+
+    Args:
+      fold: Function (sums, (x, state) of a chunk, columns) -> (sums, state).
+      sums: Initial sums.
+      keys: Keys of the hop.
+      x: Arrays of queries, `ChoosingQueries` first.
+      state: Arrays of queries that `fold` replaces.
+      args: Score function.
+    """
+    table, mask = keys.table(self.length), args.context.mask
+    queries: ChoosingQueries = x[0]
+    x = x if len(x) > 1 else x[0]
+    b, t, heads = queries.q.shape[:3]
+    count = queries.chosen.shape[3] * self.block
+    numbers = keys.k.shape[-1] + (0 if keys.v is None else keys.v.shape[-1])
+    gathered = b * heads * piece_keys(count, self.shards) * numbers
+    size = max(1, min(_CHUNK, _GATHERED // gathered))
+    if t <= size:
+      columns = self.columns(keys, table, queries, mask)
+      return fold(sums, (x, state), columns)
+
+    def lengths(_: tuple, rows: ChoosingQueries) -> tuple[tuple, jax.Array]:
+      column = self._found(keys, table, rows, mask)
+      present = column < keys.pos.shape[1]
+      return (), jnp.sum(present, (2, 3), dtype=jnp.int32)
+
+    # Queries themselves are not needed to find their keys.
+    unread = queries._replace(q=queries.seg)
+    order = jnp.argsort(scan_queries(lengths, (), unread, size)[1], 1)
+
+    def fold_rows(sums: PyTree, chunk: PyTree, real: jax.Array) -> tuple:
+      x = chunk[0]
+      rows = x if isinstance(x, ChoosingQueries) else x[0]
+      rows = rows._replace(seg=jnp.where(real, rows.seg, 0))
+      return fold(sums, chunk, self.columns(keys, table, rows, mask))
+
+    return scan_by_length(fold_rows, sums, x, state, order, size)
+
+  def columns(
+    self,
+    keys: ShardKeys,
+    table: Int[Array, " length"],
+    rows: ChoosingQueries,
+    mask: Mask,
+  ) -> ChosenColumns:
+    """Columns that queries read, first ones first."""
+    size, heads = keys.pos.shape[1], keys.k.shape[1]
+    column = jnp.sort(self._found(keys, table, rows, mask), -1)
+    piece = piece_keys(column.shape[3], self.shards)
+    lists = column.shape[0] // keys.k.shape[0]
+    return ChosenColumns.of(column, size, heads, piece, lists)
+
+  def _found(
+    self,
+    keys: ShardKeys,
+    table: Int[Array, " length"],
+    rows: ChoosingQueries,
+    mask: Mask,
+  ) -> Int[Array, "B q 1 c"]:
+    """Columns that queries read; the number of columns for none."""
     size = keys.pos.shape[1]
     b, t, heads, n = rows.chosen.shape
     offsets = jnp.arange(self.block, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
-    # The position of a number that is out of range could overflow into it.
+    # A key's number of a block that is out of range could overflow into it.
     chosen = rows.chosen[..., None]
     real = (chosen >= 0) & (chosen < -(-self.length // self.block))
-    pos = jnp.where(real, chosen * self.block + offsets, self.length)
-    pos = pos.reshape(b, t, heads, n * self.block)
-    in_range = pos < self.length
-    column = jnp.where(in_range, table[jnp.where(in_range, pos, 0)], size)
-    seg = jnp.broadcast_to(keys.seg, (b, size))
-    row = jnp.arange(b)[:, None, None, None]
-    seg = jnp.where(column < size, seg[row, jnp.minimum(column, size - 1)], 0)
+    number = jnp.where(real, chosen * self.block + offsets, self.length)
+    number = number.reshape(b, t, heads, n * self.block)
+    in_range = number < self.length
+    column = jnp.where(in_range, table[jnp.where(in_range, number, 0)], size)
+    at = jnp.minimum(column, size - 1)
+    key_rows = keys.k.shape[0]
+    row = jnp.arange(b)[:, None, None, None] // (b // key_rows)
+    pos, seg = (
+      jnp.broadcast_to(x, (key_rows, size))[row, at]
+      for x in (keys.pos, keys.seg)
+    )
+    k_at = Coords(pos, jnp.where(column < size, seg, 0))
     q_at = Coords(rows.pos[..., None, None], rows.seg[..., None, None])
-    column = jnp.where(visible(mask, q_at, Coords(pos, seg)), column, size)
-    column = jnp.sort(column, -1)
-    piece = piece_keys(n * self.block, self.shards)
-    longest = jnp.max(jnp.sum(column < size, -1, dtype=jnp.int32))
-    padding = -(n * self.block) % piece
-    widths = [(0, 0)] * 3 + [(0, padding)]
-    column = jnp.pad(column, widths, constant_values=size)
-    return column, (longest + piece - 1) // piece, piece
+    return jnp.where(visible(mask, q_at, k_at), column, size)
 
 
-class _ChosenPiece(NamedTuple):
+class ChosenPiece(NamedTuple):
   """Some chosen keys of each query of a chunk.
 
   Fields:
     k: Keys, [B, q, M, p, H]; 0 for no key.
     v: Values, [B, q, M, p, J]; 0 for no key.
     column: Column of each, int32 [B, q, M, p]; S for no key.
-    row: Row of the batch of each, [B, 1, 1, 1].
-    head: Kv head of each, [1, 1, M, 1].
+    row: Row of the keys of each, [B, 1, 1, 1].
+    head: Kv head of each, [B or 1, 1, M, 1].
     present: Whether the place has a key, [B, q, M, p].
   """
 
@@ -330,23 +517,23 @@ class _ChosenPiece(NamedTuple):
 
   @classmethod
   def of(
-    cls,
-    keys: _ShardKeys,
-    columns: Int[Array, "B q _ c"],
-    index: Index,
-    piece: int,
-    heads: int,
-  ) -> _ChosenPiece:
+    cls, columns: ChosenColumns, index: Index, take: Take, heads: int
+  ) -> ChosenPiece:
     """Gather piece `index` of the columns for `heads` heads."""
-    b, kv_heads, size, _ = keys.k.shape
-    column = lax.dynamic_slice_in_dim(columns, index * piece, piece, 3)
-    column = jnp.broadcast_to(column, (b, column.shape[1], heads, piece))
+    b, t, _, _ = columns.column.shape
+    piece = columns.piece
+    column = lax.dynamic_slice_in_dim(columns.column, index * piece, piece, 3)
+    column = jnp.broadcast_to(column, (b, t, heads, piece))
+    lists = columns.lists
     row = jnp.arange(b)[:, None, None, None]
-    head = jnp.arange(heads)[None, None, :, None] // (heads // kv_heads)
-    present = column < size
-    at = row, head, jnp.minimum(column, size - 1)
-    take = lambda x: jnp.where(present[..., None], x[at], 0)
-    return cls(take(keys.k), take(keys.v), column, row, head, present)
+    head = row % lists * heads + jnp.arange(heads)[None, None, :, None]
+    row, head = row // lists, head // (heads * lists // columns.heads)
+    present = column < columns.size
+    k, v = take(row, head, jnp.minimum(column, columns.size - 1))
+    only_present = lambda x: jnp.where(present[..., None], x, 0)
+    k = only_present(k)
+    v = k if v is None else only_present(v)
+    return cls(k, v, column, row, head, present)
 
   def scores(
     self, q: Float[Array, "B q M G H"], args: ScoreArgs
@@ -361,7 +548,7 @@ class _ChosenPiece(NamedTuple):
     return jnp.where(self.present[:, :, :, None], s, -jnp.inf), slope
 
   def add(
-    self, total: Float[Array, "B K S H"], x: Float[Array, "B q M p H"]
+    self, total: Float[Array, "B K S H"], x: Float[Array, "_ q M p H"]
   ) -> Float[Array, "B K S H"]:
     """Add rows of gradients to those of their keys."""
     x = x.astype(total.dtype)

@@ -40,6 +40,10 @@ class GivenBlocks(BlockSelection):
   dimensions = {"blocks": ("B", "T", "N?")}  # noqa: RUF012 - ClassVar of the base
 
   @property
+  def by_position(self) -> bool:
+    return False
+
+  @property
   def block_size(self) -> int:
     return self.block
 

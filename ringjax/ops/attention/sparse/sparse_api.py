@@ -1,4 +1,4 @@
-"""`sparse_attention`: attention over the keys that a selection chooses.
+"""Attention over the keys, or the rows of latents, that a selection chooses.
 
 Guarantees: the result is that of dense attention under the mask that the choice
 stands for, outputs and gradients, on any mesh and in any layout. Arguments are
@@ -38,6 +38,7 @@ _OPTIONS = (
   "q_segment_ids",
   "kv_segment_ids",
   "q_positions",
+  "kv_positions",
   "sinks",
   "logits_soft_cap",
 )
@@ -66,7 +67,7 @@ def sparse_attention(
 
   Args:
     query: Queries, [B, T, N, H], T over `axis`, in the order of `layout`.
-    key: Keys, [B, S, K, H]; their positions are those of the layout.
+    key: Keys, [B, S, K, H].
     value: Values, [B, S, K, J].
     selection: Choice of keys: `GivenBlocks`, `TopTokens` or `TopBlocks`.
     is_causal: Whether a query only sees keys at and before its position.
@@ -80,8 +81,9 @@ def sparse_attention(
       which another layer can read the same keys.
     **options: `mask` (a ringjax mask), `scale`, `query_seq_lengths`,
       `key_value_seq_lengths`, `local_window_size`, `q_segment_ids`,
-      `kv_segment_ids`, `q_positions`, `sinks` and `logits_soft_cap` of
-      `dot_product_attention`. A window narrows what a query may choose.
+      `kv_segment_ids`, `q_positions`, `kv_positions` (not with `TopBlocks`),
+      `sinks` and `logits_soft_cap` of `dot_product_attention`. A window narrows
+      what a query may choose.
 
   Returns:
     [B, T, N, J] in the query's dtype; with what is asked for a tuple of it, the
@@ -90,6 +92,84 @@ def sparse_attention(
   Raises:
     RingjaxError: If arguments do not fit, before anything is compiled.
   """
+  key_shards = shards_of(None if axis == AUTO else axis)
+  x = AttentionArgs.of(
+    query,
+    key,
+    value,
+    is_causal=is_causal,
+    layout=layout,
+    key_shards=key_shards,
+    **known_options(options),
+  )
+  place = {"axis": axis, "batch_axis": batch_axis, "head_axis": head_axis}
+  results = return_residual, return_selection
+  return _attend(x, selection, mesh, place, key_shards, results)
+
+
+def sparse_latent_attention(
+  query: Float[Array, "B T N H"],
+  rows: Float[Array, "B S X"],
+  up: Float[Array, "C N Y"],
+  selection: BlockSelection,
+  *,
+  is_causal: bool = False,
+  mesh: Mesh | AbstractMesh | None = None,
+  axis: str | tuple[str, ...] | None = AUTO,
+  batch_axis: str | tuple[str, ...] | None = None,
+  head_axis: str | tuple[str, ...] | None = None,
+  layout: Layout | None = None,
+  return_residual: bool = False,
+  return_selection: bool = False,
+  **options: Any,
+) -> Any:
+  """Attend to the rows of latents that each query chooses (DeepSeek-V3.2).
+
+  The result is that of `sparse_attention` over the keys and values to which
+  `up` projects the rows, see `latent_attention`. Queries are projected to rows
+  in their place, so that a chosen row is gathered once for all heads. All heads
+  choose together.
+
+  Args:
+    query: Queries, [B, T, N, H], whose last R dims meet the shared key dims.
+    rows: Latents and then the key dims that the heads share, [B, S, C + R].
+    up: Up-projection to the other P = H - R key dims and to the values.
+    selection: Choice of rows, the same for all heads.
+    is_causal: Whether a query only sees rows at and before its position.
+    mesh: Device mesh, as in `dot_product_attention`.
+    axis: Mesh axis that shards T and S, as in `dot_product_attention`.
+    batch_axis: Mesh axes that shard B, as in `dot_product_attention`.
+    head_axis: Mesh axes that shard N; rows are whole on each of its shards.
+    layout: Order of the tokens on the shards; default `Contiguous()`.
+    return_residual: Whether to return the log-sum-exp, too, float32 [B, T, N].
+    return_selection: Whether to return the choice, too, a `GivenBlocks`.
+    **options: Further arguments, those of `sparse_attention`.
+
+  Returns:
+    [B, T, N, J] in the query's dtype; with what is asked for a tuple of it, the
+    log-sum-exp and the choice.
+
+  Raises:
+    RingjaxError: If arguments do not fit, before anything is compiled.
+  """
+  key_shards = shards_of(None if axis == AUTO else axis)
+  x = AttentionArgs.of(
+    query,
+    rows,
+    rows,
+    is_causal=is_causal,
+    layout=layout,
+    key_shards=key_shards,
+    up=up,
+    **known_options(options),
+  )
+  place = {"axis": axis, "batch_axis": batch_axis, "head_axis": head_axis}
+  results = return_residual, return_selection
+  return _attend(x, selection, mesh, place, key_shards, results)
+
+
+def known_options(options: dict[str, Any]) -> dict[str, Any]:
+  """Options of a call; OptionError for those that sparse attention lacks."""
   for name in options:
     if name not in _OPTIONS:
       raise OptionError(
@@ -106,19 +186,30 @@ def sparse_attention(
       "a ringjax mask such as Causal()",
       "pass the keys to read as GivenBlocks",
     )
-  return_residual = boolean("return_residual", return_residual)
-  return_selection = boolean("return_selection", return_selection)
+  return options
+
+
+def _attend(
+  x: AttentionArgs,
+  selection: BlockSelection,
+  mesh: Mesh | AbstractMesh | None,
+  axes: dict[str, Any],
+  key_shards: int,
+  returns: tuple[bool, bool],
+) -> Any:
+  """Attend to what a selection chooses, after checks.
+
+  Args:
+    x: Arguments without the selection.
+    selection: Choice of keys.
+    mesh: Device mesh.
+    axes: Mesh axes of tokens, batch and heads, by the names of `locate`.
+    key_shards: Number of shards of the keys, of which the operands are one.
+    returns: Whether to return the log-sum-exp, and the choice.
+  """
+  return_residual = boolean("return_residual", returns[0])
+  return_selection = boolean("return_selection", returns[1])
   instance("selection", selection, BlockSelection)
-  key_shards = shards_of(None if axis == AUTO else axis)
-  x = AttentionArgs.of(
-    query,
-    key,
-    value,
-    is_causal=is_causal,
-    layout=layout,
-    key_shards=key_shards,
-    **options,
-  )
   if not x.batched:
     raise ShapeError(
       "query",
@@ -128,15 +219,21 @@ def sparse_attention(
     )
   b, s, kv_heads, h = x.k.shape
   selection.check(x.q.shape, (b, s * key_shards, kv_heads, h), x.mask)
-  place = locate(
-    x.operands,
-    mesh,
-    axis,
-    required=False,
-    batch_axis=batch_axis,
-    head_axis=head_axis,
-    by_name=False,
-  )
+  if x.k_pos is not None and selection.by_position:
+    raise OptionError(
+      "kv_positions",
+      f"positions of keys with a {type(selection).__name__}",
+      "keys at the positions of the layout: its blocks are of positions",
+      "leave out kv_positions, or choose tokens with TopTokens",
+    )
+  if x.up is not None and selection.choice_heads(x.q.shape[2], 1) != 1:
+    raise OptionError(
+      "selection",
+      f"a {type(selection).__name__} in which each head chooses",
+      "one choice for all heads, which share the rows",
+      "pass blocks [B, T, 1, n], or call rj.sparse_attention",
+    )
+  place = locate(x.operands, mesh, required=False, by_name=False, **axes)
   if selection.sums_heads and place.heads and place.mesh is not None:
     head_shards = math.prod(place.mesh.shape[a] for a in place.heads)
     if kv_heads % head_shards:
@@ -148,7 +245,7 @@ def sparse_attention(
         "together",
         "pass heads='query', or shard no heads",
       )
-  x = _with_selection(x, selection)
+  x = with_selection(x, selection)
   out, lse, blocks = run(x, place, Ring(Blockwise()), True)
   results = [out]
   if return_residual:
@@ -159,7 +256,7 @@ def sparse_attention(
   return results[0] if len(results) == 1 else tuple(results)
 
 
-def _with_selection(
+def with_selection(
   x: AttentionArgs, selection: BlockSelection
 ) -> AttentionArgs:
   """Add a selection whose arrays are JAX arrays of the call's lengths."""

@@ -26,7 +26,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax import tree
 from ringjax.checks import one_of, positive_int
@@ -38,7 +38,7 @@ from ringjax.ops.attention.sparse.block_selection import (
 )
 from ringjax.ops.attention.sparse.gathered import scan_queries
 from ringjax.ops.attention.sparse.top_tokens import check_count, ranked
-from ringjax.ops.mask import Everything, Extent, Mask, Window
+from ringjax.ops.mask import Coords, Everything, Extent, Mask, Window
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
 
@@ -81,7 +81,7 @@ class TopBlocks(BlockSelection):
     one_of("heads", self.heads, ("query", "kv"))
     one_of("pooling", self.pooling, ("mean", "bounds"))
     check_count(self.count, -(-k[1] // self.block), "blocks")
-    if not _is_causal(mask) and not isinstance(mask, Everything | Window):
+    if not is_causal(mask) and not isinstance(mask, Everything | Window):
       raise OptionError(
         "selection",
         f"TopBlocks with the mask {mask!r}, which may show a part of a block",
@@ -94,7 +94,7 @@ class TopBlocks(BlockSelection):
     kv_heads = tokens.k.shape[2]
     blocks = -(-tokens.length // self.block)
     low, high, extent = self._pooled(tokens, blocks)
-    causal = _is_causal(tokens.mask)
+    causal = is_causal(tokens.mask)
     number = jnp.arange(blocks, dtype=jnp.int32)[None, None, None]
     dtype = wide_dtype(tokens.q.dtype)
 
@@ -111,14 +111,12 @@ class TopBlocks(BlockSelection):
         scores = jnp.sum(scores, 3)
       scores = scores.reshape(b, t, -1, blocks)
       own_block = pos[..., None, None] // self.block == number
-      single = lambda x: x[..., None, None]
-      real = single(seg != 0)
-      pos_seg = single(pos), single(pos), single(seg), single(seg)
-      rows_extent = Extent(*pos_seg, real, real)
-      visible_to_some = tokens.mask.bound(rows_extent, extent)[0]
-      candidate = visible_to_some & extent.some & real
+      real = (seg != 0)[..., None, None]
+      q_at = Coords(pos[..., None], seg[..., None])
       if causal:
-        candidate &= number < pos[..., None, None] // self.block
+        candidate = causal_candidates(tokens.mask, q_at, extent, self.block)
+      else:
+        candidate = _candidates(tokens.mask, q_at, extent)
       scores = ranked(scores, candidate)
       scores = jnp.where(own_block & real, jnp.inf, scores)
       scores, chosen = lax.top_k(scores, self.count)
@@ -150,7 +148,7 @@ class TopBlocks(BlockSelection):
     is_last = (pos == last[block]) & (seg != 0)
     last_seg = largest(segment(jax.ops.segment_max, jnp.where(is_last, seg, 0)))
     last_seg = jnp.maximum(last_seg, 0)
-    if _is_causal(tokens.mask):
+    if is_causal(tokens.mask):
       pooled = (seg != 0) & (seg == last_seg[block])
     else:
       pooled = seg != 0
@@ -175,9 +173,37 @@ class TopBlocks(BlockSelection):
     return batch_first(low), batch_first(high), extent
 
 
-def _is_causal(mask: Mask) -> bool:
+def is_causal(mask: Mask) -> bool:
   """Whether no query sees a later key."""
   return mask.reach[1] == 0
+
+
+def causal_candidates(
+  mask: Mask, q_at: Coords, extent: Extent, block: int
+) -> Bool[Array, "*B c"]:
+  """Mark the blocks before each query's own that it may see.
+
+  Args:
+    mask: Pairs that are visible.
+    q_at: Coordinates of the queries, [*B].
+    extent: Coordinates of the blocks, which broadcast against [*B, c].
+    block: Number of positions of a block.
+  """
+  number = jnp.arange(extent.some.shape[-1], dtype=jnp.int32)
+  number = number.reshape((1,) * q_at.pos.ndim + (-1,))
+  return _candidates(mask, q_at, extent) & (
+    number < q_at.pos[..., None] // block
+  )
+
+
+def _candidates(
+  mask: Mask, q_at: Coords, extent: Extent
+) -> Bool[Array, "*B c"]:
+  """Mark the blocks of which each query may see a key."""
+  pos, seg = (x[..., None] for x in q_at)
+  real = seg != 0
+  rows = Extent(pos, pos, seg, seg, real, real)
+  return mask.bound(rows, extent)[0] & extent.some & real
 
 
 tree.register(TopBlocks, (), ("count", "block", "heads", "pooling"))

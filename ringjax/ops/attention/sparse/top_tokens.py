@@ -39,7 +39,7 @@ from ringjax.parallel import collectives
 from ringjax.typing import Index
 
 # Most scores of single heads of an index that are in memory at once.
-_HEAD_SCORES = 1 << 25
+_HEAD_SCORES = 1 << 24
 _LAST = 2**31 - 1
 
 
@@ -60,12 +60,12 @@ def ranked(
 ) -> Float[Array, " ..."]:
   """Scores for `top_k`: -inf where not allowed, the largest for NaN.
 
-  Otherwise `top_k` would rank NaN first and no comparison would find it.
+  Otherwise `top_k` would rank NaN first and no comparison would find it. It
+  also ranks 0 before -0, of which this makes equals.
   """
   best = jnp.finfo(scores.dtype).max
-  return jnp.where(
-    allowed, jnp.where(jnp.isnan(scores), best, scores), -jnp.inf
-  )
+  scores = jnp.where(jnp.isnan(scores), best, scores)
+  return jnp.where(allowed, jnp.where(scores == 0, 0, scores), -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,10 @@ class TopTokens(BlockSelection):
     "weights": ("B", "T"),
     "keys": ("B", "S"),
   }
+
+  @property
+  def by_position(self) -> bool:
+    return False
 
   @property
   def block_size(self) -> int:
@@ -133,17 +137,22 @@ class TopTokens(BlockSelection):
     best = (
       collectives.full(shape, jnp.inf, dtype, like),
       collectives.full(shape, _LAST, jnp.int32, like),
+      collectives.full(shape, -1, jnp.int32, like),
     )
     inputs = self.q, self.weights, *tokens.q_at
 
     def hop(state: tuple, best: tuple) -> tuple:
-      keys, pos, seg = state
+      keys, pos, seg, number = state
       # By position, so that `top_k` prefers lower positions among equals.
-      order = jnp.argsort(pos[0])
-      keys, pos, seg = keys[:, order], pos[:, order], seg[:, order]
+      order = jnp.argsort(pos, -1)
+      along = lambda x: jnp.take_along_axis(x, order, 1)
+      keys = jnp.take_along_axis(keys, order[..., None], 1)
+      pos, seg, number = along(pos), along(seg), number[order]
+      by_row = lambda x: jnp.broadcast_to(x, (b, size))
+      row = jnp.arange(b)[:, None, None]
 
       def fold(_: tuple, rows: tuple) -> tuple[tuple, tuple]:
-        (q, weights, q_pos, q_seg), (worse, best_pos) = rows
+        (q, weights, q_pos, q_seg), (worse, best_pos, best_number) = rows
         dots = product("btie,bse->btis", q, keys)
         weights = weights.astype(dots.dtype)
         scores = product("btis,bti->bts", jnp.maximum(dots, 0), weights)
@@ -152,10 +161,11 @@ class TopTokens(BlockSelection):
         scores, column = lax.top_k(
           ranked(scores, allowed), min(self.count, size)
         )
-        at = jnp.where(scores > -jnp.inf, pos[0][column], _LAST)
+        at = jnp.where(scores > -jnp.inf, by_row(pos)[row, column], _LAST)
         merged = (
           jnp.concatenate([worse, -scores], -1),
           jnp.concatenate([best_pos, at], -1),
+          jnp.concatenate([best_number, by_row(number)[row, column]], -1),
         )
         merged = lax.sort(merged, num_keys=2)
         return (), tuple(x[..., : self.count] for x in merged)
@@ -163,7 +173,8 @@ class TopTokens(BlockSelection):
       return scan_queries(fold, (), (inputs, best), chunk)[1]
 
     axes = collectives.varying_axes(like)
-    state = collectives.vary((self.keys, *tokens.k_at), axes)
+    state = self.keys, *tokens.k_at, tokens.number
+    state = collectives.vary(state, axes)
     inputs = collectives.vary(inputs, axes)
     best = hop(state, best)
     if tokens.axis is not None:
@@ -176,8 +187,8 @@ class TopTokens(BlockSelection):
 
       num_shards = collectives.axis_size(axis)
       best = lax.fori_loop(1, num_shards, step, (state, best))[1]
-    worse, pos = best
-    return jnp.where(worse < jnp.inf, pos, -1)[:, :, None]
+    worse, _, number = best
+    return jnp.where(worse < jnp.inf, number, -1)[:, :, None]
 
 
 tree.register(TopTokens, ("q", "weights", "keys"), ("count",))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +77,19 @@ def test_uneven_shards_and_explicit_meshes_give_the_same(kind):
   # 37 tokens do not divide over 4 shards.
   sparse.check(case, rj.Contiguous(), 4, t=37, mesh=mesh_of(4))
   sparse.check(case, rj.Contiguous(), 4, mesh=mesh_of(4, AxisType.Explicit))
+
+
+def test_chosen_rows_of_latents_give_what_keys_of_all_heads_give():
+  sparse.check_latents(rj.Contiguous())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+def test_chosen_rows_travel_between_shards_and_heads_stay(layout):
+  order = sparse.LAYOUTS[layout]
+  sparse.check_latents(order, 4, mesh_of(4))
+  mesh = rj.make_mesh((2, 2), ("seq", "model"), devices=jax.devices()[:4])
+  sparse.check_latents(order, 2, mesh)
 
 
 def test_a_choice_can_be_read_by_another_layer():
@@ -220,11 +236,44 @@ def test_index_keys_of_another_dtype_are_refused():
 
 def test_pairs_that_are_computed_are_few_more_than_those_chosen():
   r = np.random.default_rng(0)
-  shards, count = 8, 2048
+  t, shards, count, block = 131072, 8, 2048, 64
+  executed = lambda counts: (
+    gathered.executed_pairs(counts, count, 64) / counts.sum()
+  )
   # Each of 8,192 queries chooses 2,048 of 131,072 keys at random.
   counts = r.multinomial(count, [1 / shards] * shards, 8192)
-  pairs = gathered.executed_pairs(counts, count, 64)
-  assert 1 <= pairs / counts.sum() <= 1.3
+  assert 1 <= executed(counts) <= 1.2
+  # 32 blocks of 64 of these keys.
+  draw = lambda: r.choice(t // block, count // block, replace=False)
+  blocks = np.stack([draw() for _ in range(8192)])
+  keys = (blocks[..., None] * block + np.arange(block)).reshape(8192, -1)
+  by_shard = lambda shard: np.stack(
+    [(shard == i).sum(1) for i in range(shards)], 1
+  )
+  assert 1 <= executed(by_shard(keys // (t // shards))) <= 1.1
+  # A striped layout deals each block to all shards.
+  assert executed(by_shard(keys % shards)) == 1
+
+
+@pytest.mark.parametrize(
+  "kind", ["given-blocks", pytest.param("top-tokens", marks=pytest.mark.long)]
+)
+def test_queries_in_the_order_of_their_lists_give_the_same(kind, monkeypatch):
+  """Chunks of 7 of 40 queries, in an order of its own for each row and head."""
+  monkeypatch.setattr(gathered, "_CHUNK", 7)
+  jax.clear_caches()
+  sparse.check(sparse.CASES[kind])
+  jax.clear_caches()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["given-blocks-per-query-head", "top-tokens"])
+def test_chunks_in_the_order_of_lists_combine_on_shards(kind, monkeypatch):
+  monkeypatch.setattr(gathered, "_CHUNK", 3)
+  jax.clear_caches()
+  options = dict(packed=True, window=17, sinks=True, soft_cap=3.0)
+  sparse.check(sparse.CASES[kind], rj.Striped(), 4, mesh=mesh_of(4), **options)
+  jax.clear_caches()
 
 
 def test_the_compiled_program_has_no_array_of_all_pairs():
@@ -284,10 +333,29 @@ SELECTIONS = {
   "a bias": (
     lambda: rj.TopBlocks(count=2, block=4), dict(bias=jnp.zeros(())), "bias",
   ),
-  "positions of keys": (
+  "positions of keys where blocks are of positions": (
     lambda: rj.TopBlocks(count=2, block=4),
     dict(kv_positions=jnp.arange(32)),
     "kv_positions",
+  ),
+  "more tokens than the blocks have": (
+    lambda: rj.TopTokensOfBlocks(
+      q=jnp.ones((2, 32, 1, 4)), weights=jnp.ones((2, 32, 1)),
+      keys=jnp.ones((2, 32, 4)), count=9, block=4, blocks=2,
+    ),
+    {},
+    "at most 8",
+  ),
+  "blocks of a call that is not causal": (
+    lambda: rj.TopTokensOfBlocks(
+      q=jnp.ones((2, 32, 1, 4)), weights=jnp.ones((2, 32, 1)),
+      keys=jnp.ones((2, 32, 4)), count=8, block=4, blocks=2,
+    ),
+    dict(is_causal=False),
+    "no later keys",
+  ),
+  "an option of dense attention": (
+    lambda: rj.TopBlocks(count=2, block=4), dict(dropout_rate=0.1), "dropout",
   ),
   "an array of pairs": (
     lambda: rj.TopBlocks(count=2, block=4),
@@ -302,6 +370,66 @@ def test_what_does_not_fit_is_refused_by_name(name):
   make, options, words = SELECTIONS[name]
   with pytest.raises(RingjaxError, match=words):
     rj.sparse_attention(*operands(), make(), **{"is_causal": True, **options})
+
+
+def test_tokens_of_blocks_are_those_of_the_whole_index_where_blocks_suffice():
+  q, k, v = qkv()
+  index = {"q": q, "weights": -jnp.ones((1, 32, 1)), "keys": k[:, :, 0]}
+  read = lambda selection: np.sort(
+    rj.sparse_attention(
+      q, k, v, selection, is_causal=True, return_selection=True
+    )[1].blocks,
+    -1,
+  )
+  whole = read(rj.TopTokens(count=4, **index))
+  of_all = rj.TopTokensOfBlocks(count=4, block=4, blocks=8, **index)
+  np.testing.assert_array_equal(read(of_all), whole)
+  # Of fewer blocks, each token of the whole choice that is in one of them.
+  kept, blocks = read(dataclasses.replace(of_all, blocks=3)), 3
+  np.testing.assert_array_equal(kept[:, : 4 * blocks], whole[:, : 4 * blocks])
+  for got, want in zip(kept[0, :, 0], whole[0, :, 0], strict=True):
+    assert {x for x in want if x // 4 in got // 4} <= {*got}
+
+
+def products(jaxpr, times=1):
+  """Number of multiplications of a program's products; a `while` runs once."""
+  total = 0
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == "dot_general":
+      contracted = equation.params["dimension_numbers"][0][0]
+      sizes = [equation.invars[0].aval.shape[i] for i in contracted]
+      total += times * math.prod((*equation.outvars[0].aval.shape, *sizes))
+    runs = times * equation.params.get("length", 1)
+    for inner in jax.extend.core.jaxprs_in_params(equation.params):
+      total += products(inner, runs)
+  return total
+
+
+def test_an_index_in_two_stages_computes_few_products():
+  t, dims = 4096, 8
+  shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+
+  def count(kind, **options):
+    def attend(q, weights, keys):
+      selection = kind(q=q, weights=weights, keys=keys, count=32, **options)
+      k = keys[:, :, None]
+      return rj.sparse_attention(q, k, k, selection, is_causal=True)
+
+    x = shape(1, t, 4, dims), shape(1, t, 4), shape(1, t, dims)
+    return products(jax.make_jaxpr(attend)(*x).jaxpr)
+
+  one_stage = count(rj.TopTokens)
+  two_stages = count(rj.TopTokensOfBlocks, block=32, blocks=4)
+  assert one_stage > t * t * 4 * dims
+  # Of 128 means and of 4 * 32 tokens, with four heads and their weights.
+  assert two_stages < 1.2 * t * (128 + 128) * 4 * (dims + 1)
+
+
+def test_heads_that_choose_rows_for_themselves_are_refused():
+  q, k, _ = qkv(heads=2)
+  up, selection = jnp.ones((6, 2, 9)), rj.TopBlocks(count=2, block=4)
+  with pytest.raises(OptionError, match="one choice for all heads"):
+    rj.sparse_latent_attention(q, k[:, :, 0], up, selection, is_causal=True)
 
 
 def test_a_derivative_of_a_derivative_is_refused():
