@@ -92,7 +92,7 @@ def test_a_conversation_over_several_blocks(resident, tmp_path):
   # No name of a file is ever there, so that none is left after a crash.
   assert not os.listdir(tmp_path)
   held = mine.cache.bytes_by_memory()
-  arrays = mine.cache.layers[0].stored
+  arrays = mine.cache.offloaded_layers[0].stored
   layer = sum(x.size * x.dtype.itemsize for x in arrays)
   assert held["host"] == layer and held["disk"] == 2 * layer
   assert mine.files.nbytes == held["disk"]
@@ -120,7 +120,7 @@ def test_files_that_fail(resident, tmp_path):
     resident, 40, batch=3, cache_placement="disk", disk=tmp_path
   )
   want = tokens_of(resident, cache=session)
-  number = int(session.cache.layers[0].filed[1])
+  number = int(session.cache.offloaded_layers[0].filed[1])
   session.files.clear()
   refused(OptionError, lambda: read_blocks(number, 0, 1), "CacheFiles")
   with pytest.raises(Exception, match="CacheFiles"):

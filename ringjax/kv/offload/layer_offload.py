@@ -158,21 +158,25 @@ class OffloadedCache(WithOpenCache):
     Raises:
       OptionError: If layers are on disk without `files`.
     """
-    if files is None and any(x and x.filed != () for x in self.layers):
+    if files is None and any(
+      x and x.filed != () for x in self.offloaded_layers
+    ):
       raise OptionError(
         "disk",
         "None, with layers of the cache on disk",
         "a folder for its files",
         "pass disk=DIR, or place them in host memory",
       )
-    pairs = zip(self.layers, self.slots, strict=True)
+    pairs = zip(self.offloaded_layers, self.slots, strict=True)
     slots = tuple(slots if x is None else () for x, slots in pairs)
     open_cache = dataclasses.replace(self.open, slots=slots).allocated()
     if self.mesh is None:
       open_cache = jax.device_put(open_cache, default_device())
     slots = tuple(
       on_device if x is None else x.allocated(files, self.mesh)
-      for x, on_device in zip(self.layers, open_cache.slots, strict=True)
+      for x, on_device in zip(
+        self.offloaded_layers, open_cache.slots, strict=True
+      )
     )
     open_cache = dataclasses.replace(open_cache, slots=slots)
     return dataclasses.replace(self, open=open_cache)
@@ -182,7 +186,7 @@ class OffloadedCache(WithOpenCache):
   # -------------------------------------------------------------------------
 
   @property
-  def layers(self) -> tuple[OffloadedKV | None, ...]:
+  def offloaded_layers(self) -> tuple[OffloadedKV | None, ...]:
     """For each kind of layer its keys and values; None if on the devices."""
     return tuple(x if isinstance(x, OffloadedKV) else None for x in self.slots)
 

@@ -61,7 +61,7 @@ class BlockSelection(abc.ABC):
 
   @property
   def by_position(self) -> bool:
-    """Whether blocks are of positions: keys have those of the layout."""
+    """Whether blocks hold positions, which are those of the layout."""
     return True
 
   @property
