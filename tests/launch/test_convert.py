@@ -173,7 +173,12 @@ def test_a_file_of_codes_becomes_the_floats_that_it_says(
 
 def test_the_line_on_a_file_of_codes_claims_no_dtype_of_it(codes_file):
   values: Any = types.SimpleNamespace(
-    model=str(codes_file), dtype=None, strict=True, mesh=None, devices=None
+    model=str(codes_file),
+    dtype=None,
+    strict=True,
+    mesh=None,
+    devices=None,
+    rope_scaling=None,
   )
   _, line = answering.load(values, codes_file, None)
   assert line is not None and "as in the folder" not in line
@@ -352,7 +357,10 @@ def test_memory_is_that_of_a_file_and_a_tensor(llama, monkeypatch):
 
   monkeypatch.setattr(convert.Folder, "read", spy)
   monkeypatch.setattr(contents, "_BATCH_BYTES", 20_000)
-  found = convert._conversion(str(llama), None, True)
+  values: Any = types.SimpleNamespace(
+    model=str(llama), dtype=None, strict=True, rope_scaling=None
+  )
+  found = convert._conversion(values)
   screen = console.Screen("convert")
   screen.quiet = True
   names = [name for name, _ in convert._tensors(found, screen)]

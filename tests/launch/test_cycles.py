@@ -168,12 +168,18 @@ def test_pages_that_rows_share_beside_reading_them_apart(monkeypatch):
   def count(builder, topology, options, *, timeout_s):
     asked.append((builder.partition(":")[2], topology, options))
     work = cycles.BasicBlock(bundles=3000, matrix_cycles=10, spills=0)
+    full = cycles.BasicBlock(bundles=2000, matrix_cycles=10, spills=0)
     names = {
       "pool": ("ringjax_decode_own.1", "ringjax_decode_shared.1"),
       "ragged": ("ragged_paged_attention_kernel.1",),
     }
     return tuple(
-      cycles.KernelTile(kernel=name, work=work, blocks=(work, work))
+      cycles.KernelTile(
+        kernel=name,
+        work=work,
+        # A full tile runs one branch, a tile with a mask the other.
+        blocks=(full, work) if "own" in name else (work, work),
+      )
       for name in names[asked[-1][0]]
     )
 
@@ -183,7 +189,9 @@ def test_pages_that_rows_share_beside_reading_them_apart(monkeypatch):
   (row,) = json.loads(ran.out)["rows"]
   assert [name for name, *_ in asked] == ["pool", "ragged"]
   # Four tiles for all rows and one of each row; or five of each.
-  assert row["together"] == (4 + 32) * 6000
-  assert row["apart"] == row["ragged"] == 5 * 32 * 6000
+  assert row["together"] == 4 * 6000 + 32 * 3000
+  # A full tile computes for fewer cycles than its keys take to arrive.
+  assert row["apart"] == pytest.approx(32 * (4 * row["reading"] + 3000))
+  assert row["ragged"] == 5 * 32 * 6000
   assert 3500 < row["reading"] < 4000
   assert ask("cycles", "--what=shared", "--cache=int4").status == 2
