@@ -1,6 +1,7 @@
 """Pytrees of dataclasses: what tells two classes apart."""
 
 import dataclasses
+import inspect
 import itertools
 
 import jax
@@ -23,6 +24,7 @@ def kinds():
     if isinstance(kind, type)
     and issubclass(kind, masks.Mask)
     and dataclasses.is_dataclass(kind)
+    and not inspect.isabstract(kind)
   ]
   assert {rj.Causal, masks.Everything, rj.Window, rj.Prefix} <= set(found)
   return found
