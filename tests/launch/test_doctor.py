@@ -88,6 +88,7 @@ def test_a_wrong_kernel_is_found_and_can_be_switched_off(one_case, monkeypatch):
   assert "switched off by RINGJAX_OFF" in out
 
 
+@pytest.mark.long
 def test_products_of_experts_are_checked(one_case, monkeypatch):
   kinds = grouped_product_tpu.GROUPED_PRODUCTS
   monkeypatch.setattr(kernel_checks, "PRODUCTS", (kinds,))

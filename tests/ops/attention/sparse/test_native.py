@@ -22,6 +22,7 @@ def mesh_of(shards: int):
   )
 
 
+@pytest.mark.long
 def test_outputs_choices_and_gradients_are_those_of_the_equations():
   native_sparse.check(rj.Contiguous())
 
@@ -112,6 +113,7 @@ def test_strided_blocks_are_those_of_the_whole_sequence(layout):
   np.testing.assert_array_equal(blocks[0, ..., 0], want)
 
 
+@pytest.mark.long
 def test_only_compressed_keys_and_values_are_gathered():
   config, t, shards = rj.NativeSparse(count=4, window=128), 2048, 8
   mesh = mesh_of(shards)

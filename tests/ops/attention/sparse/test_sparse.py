@@ -255,6 +255,7 @@ def test_pairs_that_are_computed_are_few_more_than_those_chosen():
   assert executed(by_shard(keys % shards)) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "kind", ["given-blocks", pytest.param("top-tokens", marks=pytest.mark.long)]
 )
