@@ -256,9 +256,7 @@ def test_pairs_that_are_computed_are_few_more_than_those_chosen():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-  "kind", ["given-blocks", pytest.param("top-tokens", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("kind", ["given-blocks", "top-tokens"])
 def test_queries_in_the_order_of_their_lists_give_the_same(kind, monkeypatch):
   """Chunks of 7 of 40 queries, in an order of its own for each row and head."""
   monkeypatch.setattr(gathered, "_CHUNK", 7)
