@@ -218,7 +218,8 @@ class FlagHelper:
       None,
       "A longer context than the model was trained for, by a scaling of its "
       "rotary embedding: yarn:factor=4, or linear, ntk, dynamic, llama3 or "
-      "longrope. Default: as config.json says.",
+      "longrope; or with folded positions: dual_chunk:factor=4 or "
+      "self_extend:factor=4. Default: as config.json says.",
     )
 
   def texts(self, name: str, default: list[str] | None, text: str) -> None:

@@ -15,11 +15,13 @@ from ringjax.models.partition.layer_range import LayerRange, load_layers
 from ringjax.models.presets import PRESETS
 from ringjax.models.rope_scaling import (
   ContextExtension,
+  DualChunkExtension,
   DynamicExtension,
   LinearExtension,
   Llama3Extension,
   LongRopeExtension,
   NtkExtension,
+  SelfExtendExtension,
   YarnExtension,
 )
 from ringjax.models.transformer import Transformer, TransformerConfig
@@ -47,6 +49,7 @@ __all__ = [
   "CachedAttention",
   "ContextExtension",
   "ContextParallel",
+  "DualChunkExtension",
   "DynamicExtension",
   "LayerRange",
   "LinearExtension",
@@ -58,6 +61,7 @@ __all__ = [
   "Placement",
   "PlacementReport",
   "Rules",
+  "SelfExtendExtension",
   "Transformer",
   "TransformerConfig",
   "YarnExtension",

@@ -87,6 +87,13 @@ class ContextExtension:
   scaling: ClassVar[type[Unscaled] | None] = None
 
   def __post_init__(self) -> None:
+    if not self.name:
+      raise OptionError(
+        "rope_scaling",
+        f"a {type(self).__name__}, which is no scaling itself",
+        "one of its subclasses",
+        "pass YarnExtension(factor=4)",
+      )
     if self.factor is None and self.needs_factor:
       raise OptionError(
         "rope_scaling",
@@ -266,7 +273,18 @@ class DualChunkExtension(ContextExtension):
     )
     for key in ("chunk_size", "local_size", _ORIGINAL):
       if getattr(self, key) is not None:
-        chunks[key] = getattr(self, key)
+        chunks[key] = positive_int(key, getattr(self, key))
+    size, local = chunks["chunk_size"], chunks["local_size"]
+    trained = chunks.get(_ORIGINAL) or original
+    largest = min(2 * (size - local) - 1, size)
+    if not 0 < local < size or largest > trained:
+      raise OptionError(
+        "rope_scaling",
+        f"dual_chunk with chunk_size={size:,} and local_size={local:,}",
+        f"a local_size below chunk_size, and distances of at most the "
+        f"{trained:,} tokens of the original context",
+        f"pass chunk_size={trained * 3 // 4},local_size={trained // 16}",
+      )
     return {"type": self.name}, chunks
 
 
@@ -293,7 +311,7 @@ class SelfExtendExtension(ContextExtension):
       OptionError: If distances would exceed the original context.
     """
     window = original // 4 if self.window is None else self.window
-    positive_int("window", window)
+    window = positive_int("window", window)
     context = self.context(original)
     # A query at the last position sees the first key at this distance.
     within_original = lambda group: (
@@ -390,6 +408,9 @@ def extended_config(
     )
   rope = full_rope(old)
   holder, key = rope_entry(extended)
+  if (holder.get(key) or {}).get("alpha") is not None:
+    # A base that grew by alpha is a base.
+    set_base(extended, holder, key, rope.theta)
   entry = dict(holder.get(key) or {})
   _check_kind(extension, rope, entry)
   published = extended.get(_CHUNKS)
@@ -421,7 +442,7 @@ def extended_config(
       extended[_ORIGINAL] = original
     holder[key] = scaled
   _set_context(extended, extension.context(original))
-  new = _read(extended)
+  new = _read_scaled(extended, extension)
   if full_rope(new) == rope and type(rope.scaling) is Unscaled:
     raise ConfigError(
       "config.json",
@@ -454,8 +475,28 @@ def _folded_config(
       )
   if extension.factor is not None:
     _set_context(config, extension.context(original))
-  _read(config)
+  _read_scaled(config, extension)
   return config
+
+
+def _read_scaled(
+  config: Mapping[str, Any], extension: ContextExtension
+) -> TransformerConfig:
+  """Reads a config with a scaling, whose values may not fit the model.
+
+  Raises:
+    OptionError: If a value of the scaling is refused.
+  """
+  try:
+    return _read(config)
+  except ConfigError as error:
+    got, _, wanted = str(error).partition("; wanted ")
+    raise OptionError(
+      "rope_scaling",
+      f"{extension.name!r}, of which {got}",
+      wanted.partition("; ")[0] or "values that fit the model",
+      "pass other values of its options",
+    ) from None
 
 
 def _set_context(config: dict[str, Any], context: int) -> None:
@@ -480,15 +521,21 @@ def full_rope(config: TransformerConfig) -> Rope:
     )
   mixers = [layer.attention for layer in config.layers]
   full = [x for x in mixers if x.reach is None]
-  ropes = {rope for mixer in full or mixers for rope in mixer.ropes}
+  ropes = {
+    # Latent attention rotates pairs of dims in two places of a row.
+    dataclasses.replace(rope, copies=1)
+    for mixer in full or mixers
+    for rope in mixer.ropes
+  }
   if len(ropes) != 1:
     raise ConfigError(
       "config.json",
       f"{config.family}, with {len(ropes)} rotary embeddings of layers with "
       "full attention",
       "one",
-      "pass no scaling: nothing has to be stretched",
-    )
+      "pass no scaling: " + ("one would not fit all" if ropes else
+      "nothing has to be stretched"),
+    )  # fmt: skip
   return ropes.pop()
 
 
@@ -503,7 +550,7 @@ def rope_entry(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 def _plain(value: bool | int | float | tuple[int | float, ...]) -> Any:
   """A value as JSON: transformers wants floats."""
-  if isinstance(value, tuple):
+  if isinstance(value, tuple | list):
     return [float(x) for x in value]
   return value if isinstance(value, bool) else float(value)
 
@@ -532,11 +579,9 @@ def _check_kind(
   kind = type(rope.scaling)
   if isinstance(extension, NtkExtension) or kind is extension.scaling:
     return
-  if kind is not Unscaled or entry.get("alpha") is not None:
+  if kind is not Unscaled:
     got = entry.get("rope_type") or entry.get("type") or kind.__name__.lower()
-    remedy = (
-      f"{got}:factor=8" if got in _KINDS and "alpha" not in entry else None
-    )
+    remedy = f"{got}:factor=8" if got in _KINDS else None
     raise ConfigError(
       "rope_scaling",
       f"{extension.name!r} for a model that has {got!r} already",
@@ -554,7 +599,7 @@ def _original_context(
     ConfigError: If the config does not state it.
   """
   if extension.original_max_position_embeddings is not None:
-    return extension.original_max_position_embeddings
+    return int(extension.original_max_position_embeddings)
   if old.bound is None:
     raise ConfigError(
       "config.json",
@@ -563,6 +608,9 @@ def _original_context(
       f"pass {extension.name}:factor={extension.factor},{_ORIGINAL}=TOKENS",
     )
   scaling = rope.scaling
+  if extension.scaling is None and isinstance(scaling, Yarn):
+    # The config may state the context before that scaling.
+    return old.longest or old.max_positions
   if extension.scaling is None or type(scaling) is Unscaled:
     return old.max_positions
   if isinstance(scaling, Linear) and scaling.original is None:
@@ -595,6 +643,10 @@ def set_base(
     key: See `holder`.
     theta: The base.
   """
+  settings = holder.get(key)
+  if isinstance(settings, dict) and settings.get("alpha") is not None:
+    # The base is with the growth by alpha.
+    holder[key] = {"rope_type": "default"} if key != "rope_scaling" else None
   if key != "rope_scaling":
     holder[key] = dict(holder.get(key) or {}) | {"rope_theta": theta}
   else:

@@ -46,7 +46,10 @@ from ringjax.models.weights.weight_placement import (
   set_waiting,
   transfer_events,
 )
-from ringjax.nn.attention_layers.folded_attention import refuse_folded
+from ringjax.nn.attention_layers.folded_attention import (
+  FoldedAttention,
+  refuse_folded,
+)
 from ringjax.nn.block import Layer
 from ringjax.nn.layer_inputs import LayerInputs
 from ringjax.nn.linear import (
@@ -67,7 +70,15 @@ from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.placed_layers import naming_faults
 from ringjax.ops.ancestors import MOST_DRAFTED, ancestor_matrix, tree_coords
 from ringjax.ops.mask import Coords
-from ringjax.ops.rope import Dynamic, Linear, Rope, Unscaled, Yarn
+from ringjax.ops.rope import (
+  Dynamic,
+  Linear,
+  Llama3,
+  LongRope,
+  Rope,
+  Unscaled,
+  Yarn,
+)
 from ringjax.parallel import collectives
 from ringjax.parallel.call_sharding import (
   AUTO,
@@ -163,7 +174,15 @@ class TransformerConfig:
     full = [x for x in self.layers if x.attention.reach is None]
     if self.longest is None or not any(x.attention.ropes for x in full):
       return ""
-    if any(type(rope.scaling) is not Unscaled for rope in self.ropes):
+    if any(isinstance(x.attention, FoldedAttention) for x in full):
+      return (
+        "a larger factor for the folder without position_folding "
+        "(--rope_scaling, or rj.models.load(..., rope_scaling=))"
+      )
+    scalings = {type(rope.scaling) for rope in self.ropes} - {Unscaled}
+    if scalings - {Linear, Yarn, Llama3, LongRope}:
+      return ""
+    if scalings:
       return (
         "a larger factor of the model's own scaling (--rope_scaling, or "
         "rj.models.load(..., rope_scaling=))"

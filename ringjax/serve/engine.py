@@ -552,6 +552,7 @@ class Engine:
     self._no_calls: tuple[CallArrays, CallArrays] | None = None
     if not self.calls_apart:
       self._no_calls = self._calls.answer_call(()), self._calls.pieces(())
+      self._calls.plans = 0
 
   def _reason_to_read_apart(self, sizes: EngineSizes) -> str:
     """Reason for which rows read common pages apart, or ""."""

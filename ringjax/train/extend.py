@@ -87,6 +87,13 @@ def scaled_config(
       method does not apply to.
   """
   config = copy.deepcopy(config)
+  if config.get("position_folding") is not None:
+    raise ConfigError(
+      "config",
+      "a model whose positions are folded (position_folding)",
+      "a model whose distances are those of its tokens",
+      "extend the folder without that key",
+    )
   old, _ = read_config(config)
   # Dual chunk attention was for the old context.
   config.pop("dual_chunk_attention_config", None)

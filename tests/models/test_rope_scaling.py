@@ -12,12 +12,18 @@ import pytest
 import ringjax as rj
 from ringjax.errors import ConfigError, OptionError, PromptError
 from ringjax.models import tiny
+from ringjax.models.contents import read_source
 from ringjax.models.rope_scaling import (
+  ContextExtension,
+  LongRopeExtension,
+  SelfExtendExtension,
+  YarnExtension,
   context_extension,
   extended_config,
   full_rope,
   read_extended,
 )
+from ringjax.train import extend
 from tests import checkpoints
 
 FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures" / "rope_scaling.npz"
@@ -183,7 +189,6 @@ def test_a_scaling_replaces_one_of_its_kind():
   [
     ("llama3", "yarn:factor=4", "'llama3' already.*pass llama3:factor=8"),
     ("phi3_longrope", "linear:factor=2", "'longrope' already"),
-    ("hunyuan_v1_dense", "yarn:factor=2", "'dynamic' already.*ntk:factor=2"),
     ("gemma4", "yarn:factor=2", "'proportional' already"),
     ("gpt2", "yarn:factor=2", "learned 64 positions"),
     ("bloom", "yarn:factor=2", "0 rotary embeddings"),
@@ -209,6 +214,9 @@ def test_models_that_a_scaling_does_not_fit_are_refused(name, text, match):
     ("longrope:factor=2", "no numbers as long_factor"),
     ("longrope:factor=2,long_factor=(1,2)", "2 numbers as long_factor"),
     ("yarn:factor=2,original_max_position_embeddings=0", "original_max"),
+    ("yarn:factor=2,beta_fast=0", "'yarn', of which.*other values"),
+    ("dual_chunk:factor=4,chunk_size=1000,local_size=10", "at most the 64"),
+    ("dual_chunk:factor=4,chunk_size=32,local_size=40", "below chunk_size"),
   ],
 )
 def test_texts_that_describe_no_scaling_are_refused(text, match):
@@ -254,3 +262,56 @@ def test_models_whose_rotations_cannot_grow_are_not_told_to():
   assert not rj.models.read_config(config)[0].longer_context_remedy(10**6)
   config = json.loads((tiny.path() / "config.json").read_text())
   assert not rj.models.read_config(config)[0].longer_context_remedy(10**6)
+
+
+def test_ntk_multiplies_the_base_and_the_context_that_a_model_has():
+  """Also bases that grew by alpha, and contexts that YaRN has extended."""
+  config = checkpoints.config("hunyuan_v1_dense")
+  old, new = read_source(config)[0], read_extended(config, "ntk:factor=4")[0]
+  rope = full_rope(old)
+  base = rope.theta * 4 ** (rope.dims / (rope.dims - 2))
+  np.testing.assert_allclose(full_rope(new).theta, base, rtol=1e-6)
+  yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+  config = LLAMA | {"rope_scaling": yarn}
+  assert read_source(config)[0].longest == 256
+  assert read_extended(config, "ntk:factor=2")[0].longest == 512
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_values_of_extensions_made_in_python_are_converted():
+  folds = SelfExtendExtension(factor=4, window=np.int64(16))
+  for extension in (
+    YarnExtension(factor=4, original_max_position_embeddings=np.int64(64)),
+    LongRopeExtension(factor=4, long_factor=[2.0] * 4),
+    folds,
+  ):
+    _, source, _ = read_extended(LLAMA, extension)
+    assert read_source(json.loads(json.dumps(source)))[0].longest == 256
+  with pytest.raises(OptionError, match="one of its subclasses"):
+    ContextExtension(factor=4)
+
+
+@pytest.mark.parametrize("name", checkpoints.names())
+def test_what_an_error_advises_is_accepted(name):
+  config = checkpoints.config(name)
+  old = read_source(config)[0]
+  if old.longest is None:
+    return
+  advice = old.longer_context_remedy(3 * old.longest + 1)
+  if "yarn:factor=" in advice:
+    new = read_extended(config, "yarn:factor=4")[0]
+    assert new.longest > 3 * old.longest
+  elif "own scaling" in advice:
+    # A scaling of its kind replaces it; LongRoPE keeps its divisors.
+    kind = type(full_rope(old).scaling).__name__.lower()
+    read_extended(config, f"{kind}:factor=32")
+
+
+def test_folded_positions_are_not_extended_again():
+  config = read_extended(LLAMA, "self_extend:factor=4")[1]
+  with pytest.raises(ConfigError, match="folded already"):
+    read_extended(config, "yarn:factor=2")
+  with pytest.raises(ConfigError, match="positions are folded"):
+    extend.scaled_config(config, rj.train.RopeScaling(context=512))
+  advice = read_source(config)[0].longer_context_remedy(10**6)
+  assert "without position_folding" in advice

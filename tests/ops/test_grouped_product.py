@@ -346,6 +346,24 @@ def test_calls_that_are_declined_say_why(change, dtype, reason):
   assert reason in KERNEL.decline(jnp.dtype(dtype), (maps_of(**change),))
 
 
+@pytest.mark.parametrize(
+  "other",
+  ["8 bits", "bfloat16", (4, 32, "float32"), (8, 64, "float32"), "levels"],
+  ids=str,
+)
+def test_two_maps_of_different_kinds_are_declined(other):
+  """As files of GGUF have them, whose maps are coded one by one."""
+  first = maps_of((4, 64, "float32"))
+  second = (
+    dataclasses.replace(first, levels=tuple(range(16)))
+    if other == "levels"
+    else maps_of(other)
+  )
+  assert KERNEL.decline(jnp.bfloat16, (first, first)) is None
+  for maps in ((first, second), (second, first)):
+    assert "different kinds" in KERNEL.decline(jnp.bfloat16, maps)
+
+
 def test_maps_of_other_sizes_than_lanes_or_that_do_not_fit_are_declined():
   like = lambda *shape: ExpertMaps(
     stacked=jax.ShapeDtypeStruct(shape, jnp.bfloat16)

@@ -209,7 +209,7 @@ class OffloadedCache(WithOpenCache):
   def bytes_by_memory(self) -> dict[str, int]:
     """Total bytes of all shards, by memory of `kv.base.TIERS`."""
     sizes = {DEVICE: self.nbytes(), IN_HOST: 0, DISK: self.disk_bytes}
-    for x in self.layers:
+    for x in self.offloaded_layers:
       if x is not None:
         hosted = sum(array.nbytes for array in x.hosted)
         filed = sum(array.nbytes for array in jax.tree.leaves(x.filed))

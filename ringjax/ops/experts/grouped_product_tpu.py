@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -87,6 +87,15 @@ class ExpertMaps:
   def group(self) -> int:
     """Number of weights of an output that share a step."""
     return self.stacked.shape[-2] * (1 if self.levels is None else 2)
+
+  @property
+  def form(self) -> tuple[Hashable, ...]:
+    """Kind of the weights: maps that one call multiplies have the same."""
+    parts = (self.stacked, self.step, self.least)
+    dtypes = (None if x is None else np.dtype(x.dtype).name for x in parts)
+    group = self.group if self.grouped else None
+    sizes = self.inputs, self.outputs
+    return *dtypes, group, self.levels, len(self.index), *sizes
 
   @property
   def experts(self) -> int:
@@ -184,6 +193,9 @@ class GroupedProductTPU:
       reason = _why_not(name, map_)
       if reason is not None:
         return reason
+    if len({map_.form for map_ in maps}) > 1:
+      # Files of GGUF may code the maps of one layer differently.
+      return "two maps of different kinds of weights"
     shapes = [self._shape(_MOST_ROWS, name, maps, False)]
     if maps[0].step is None:
       shapes.append(self._shape(_MOST_ROWS, name, maps[:1], True))

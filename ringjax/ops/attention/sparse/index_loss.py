@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
 from ringjax.checks import as_array, instance
-from ringjax.errors import OptionError
+from ringjax.errors import OptionError, ShapeError
 from ringjax.ops.attention.arguments import AttentionArgs
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.execution import run
@@ -99,6 +99,13 @@ def index_loss(
     up=up,
     **known_options(options),
   )
+  if not x.batched:
+    raise ShapeError(
+      "query",
+      f"{jnp.shape(query)}, without a batch axis",
+      "[B, T, N, H]",
+      "add an axis: query[None]",
+    )
   b, s = x.k.shape[:2]
   lse = as_array("lse", lse)
   check_shape("lse", lse, x.q.shape[:3], "attention's log-sum-exp")

@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 
 from ringjax.checks import as_array, instance, positive_int
-from ringjax.errors import MeshError, OptionError
+from ringjax.errors import MeshError, OptionError, ShapeError
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.cost.select import Auto
 from ringjax.ops.attention.sparse.block_selection import check_shape
@@ -148,17 +148,37 @@ def native_sparse_attention(
   """
   instance("config", config, NativeSparse)
   layout = Contiguous() if layout is None else layout
-  query, compressed_key, compressed_value, gates = (
+  instance("layout", layout, Layout)
+  query, key, value, compressed_key, compressed_value, gates = (
     as_array(name, x)
     for name, x in (
       ("query", query),
+      ("key", key),
+      ("value", value),
       ("compressed_key", compressed_key),
       ("compressed_value", compressed_value),
       ("gates", gates),
     )
   )
+  for name, x in (
+    ("query", query), ("key", key), ("value", value),
+    ("compressed_key", compressed_key),
+  ):  # fmt: skip
+    if x.ndim != 4:
+      raise ShapeError(
+        name, f"{x.shape}", "four axes: batch, tokens, heads, numbers",
+        "add the axes that are missing",
+      )  # fmt: skip
   b, t, n, h = query.shape
   c = compressed_key.shape[1]
+  if window_key is not None:
+    window_key = as_array("window_key", window_key)
+    check_shape("window_key", window_key, key.shape, "keys of the window")
+  if window_value is not None:
+    window_value = as_array("window_value", window_value)
+    check_shape(
+      "window_value", window_value, value.shape, "values of the window"
+    )
   check_shape("gates", gates, (b, t, n, 3), "gates of the three branches")
   check_shape(
     "compressed_value",

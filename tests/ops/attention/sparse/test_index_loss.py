@@ -164,6 +164,7 @@ def test_what_does_not_fit_is_refused_by_name():
       dict(chosen=rj.GivenBlocks(blocks=jnp.zeros((1, 32, 2, 1), jnp.int32))),
     ),
     ("dropout_rate", (q, k, index, lse), dict(dropout_rate=0.1)),
+    ("without a batch axis", (q[0], k[0], index, lse), {}),
   )
   for words, x, options in cases:
     with pytest.raises(RingjaxError, match=words):

@@ -165,5 +165,20 @@ def test_operands_that_do_not_fit_are_refused():
       q[:, :63], k[:, :63], k[:, :63], k[:, :32], k[:, :32], gates[:, :63],
       native_sparse.SMALL, mesh=mesh_of(4),
     )  # fmt: skip
+  whole = (q, k, k, k[:, :32], k[:, :32], gates, native_sparse.SMALL)
+  with pytest.raises(RingjaxError, match="keys of the window"):
+    rj.native_sparse_attention(*whole, window_key=k[:, :5])
+  with pytest.raises(RingjaxError, match="values of the window"):
+    rj.native_sparse_attention(*whole, window_value=k[:, :5])
   with pytest.raises(RingjaxError, match="at most 4"):
     rj.strided_blocks(q, length=4, stride=6)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_operands_of_other_kinds_are_refused():
+  k, gates = jnp.ones((1, 64, 1, 8)), jnp.ones((1, 64, 2, 3))
+  rest = (k, k, k[:, :32], k[:, :32], gates, native_sparse.SMALL)
+  with pytest.raises(RingjaxError, match="four axes"):
+    rj.native_sparse_attention(jnp.ones((64, 2, 8)), *rest)
+  with pytest.raises(RingjaxError, match="layout"):
+    rj.native_sparse_attention(jnp.ones((1, 64, 2, 8)), *rest, layout="striped")
