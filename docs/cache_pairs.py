@@ -54,12 +54,12 @@ _TAIL = """\
 
 These calls raise an `OptionError`, whatever the codec and the family are:
 
-- `cache.export` behind an eviction: heads hold different tokens.
+- `cache.export` after an eviction: heads hold different tokens.
 - `cache.evict` inside of `jit`: how much stays decides shapes.
 - `cache.evict` with `kvzip` and no repetition: call
   `rj.infer.evict_by_repetition`.
 - `cache.take` where the batch is sharded: pages stay on their device.
-- A call with `attend=ContextParallel()` behind tokens in the cache: it would
+- A call with `attend=ContextParallel()` after tokens in the cache: it would
   not see them.
 - `cache.keep` and `cache.truncate` with recurrent layers: a state does not go
   back.
