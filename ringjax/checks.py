@@ -14,13 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from ringjax.errors import (
   DtypeError,
   InputTypeError,
   OptionError,
   RingjaxError,
+  ShapeError,
 )
 
 # Dtypes of weights and of cached keys and values.
@@ -181,6 +182,26 @@ def _range(
   if least is not None:
     return f" of at least {shown(least)}"
   return "" if most is None else f" of at most {shown(most)}"
+
+
+def token_rows(tokens: object, least: int = 1) -> Int[np.ndarray, "N T"]:
+  """Convert texts of one length to an array of ids, or raise ShapeError.
+
+  Args:
+    tokens: Token ids, int [N, T], N and T above 0.
+    least: Fewest tokens of a text.
+  """
+  ids = np.asarray(tokens)
+  valid = ids.ndim == 2 and np.issubdtype(ids.dtype, np.integer)
+  if not valid or ids.shape[0] < 1 or ids.shape[1] < least:
+    longer = "" if least == 1 else f", of {least} tokens or more"
+    raise ShapeError(
+      "tokens",
+      f"{ids.dtype} {list(ids.shape)}",
+      f"integers [N, T], a row for each text{longer}",
+      "cut the texts into rows of equal length",
+    )
+  return ids
 
 
 def instance(name: str, value: object, kind: type) -> None:

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ringjax.errors import OptionError, ShapeError
+from ringjax.checks import token_rows
+from ringjax.errors import OptionError
 from ringjax.eval.finite_losses import check_losses
 from ringjax.infer.repetition import evict_by_repetition
 from ringjax.kv.base import bytes_each
@@ -89,15 +90,7 @@ def compare_caches(
     ShapeError: If `tokens` has another shape.
     OptionError: If there are no kinds, or the model does not support one.
   """
-  ids = np.asarray(tokens)
-  valid = ids.ndim == 2 and np.issubdtype(ids.dtype, np.integer)
-  if not valid or ids.shape[0] < 1 or ids.shape[1] < 2:
-    raise ShapeError(
-      "tokens",
-      f"{ids.dtype} {list(ids.shape)}",
-      "integers [N, T], a row for each text, of two tokens or more",
-      "cut the texts into rows of equal length",
-    )
+  ids = token_rows(tokens, 2)
   if not kinds:
     raise OptionError("kinds", "none", "one or more", "name some kinds")
   model_kinds = {name: model.cache_kind(kind) for name, kind in kinds.items()}

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
+from ringjax.checks import token_rows
 from ringjax.data.text.special_tokens import TokenIds
-from ringjax.errors import PromptError, ShapeError
+from ringjax.errors import PromptError
 from ringjax.models.transformer import TransformerConfig
 
 # Prompts of a batch: ids [B, T], B sequences of ids, or the ids of one prompt.
@@ -28,14 +29,7 @@ def texts(tokens: Int[np.ndarray, "N T"], vocab: int) -> Int[np.ndarray, "N T"]:
     ShapeError: If the shape is another, or the dtype no integer type.
     PromptError: If a value is no id of the model.
   """
-  ids = np.asarray(tokens)
-  if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
-    raise ShapeError(
-      "tokens",
-      f"{ids.dtype} {list(ids.shape)}",
-      "integers [N, T], a row for each text",
-      "cut the texts into rows of equal length",
-    )
+  ids = token_rows(tokens)
   return np.stack(prompts(ids, vocab))
 
 

@@ -611,7 +611,7 @@ class Transformer(nnx.Module):
       (hidden states, new cache).
     """
     x, cache = self.through_layers(tokens, places, cache, attend)
-    return self.behind(x), cache
+    return self.head_input(x), cache
 
   def through_layers(
     self,
@@ -649,7 +649,7 @@ class Transformer(nnx.Module):
       places.inputs = functools.partial(self.inputs, tokens, x)
     return x if self.streams is None else self.streams.spread(x)
 
-  def behind(self, x: Float[Array, "*batch D"]) -> Float[Array, "*rows D"]:
+  def head_input(self, x: Float[Array, "*batch D"]) -> Float[Array, "*rows D"]:
     """Input of the head, from the output of the last layer."""
     h = self.norm(x if self.streams is None else self.streams.merged(x))
     return h.astype(part_dtype(self.embed, h.dtype))
@@ -721,12 +721,12 @@ def forward(
     x, call_cache = model.through_layers(tokens, places, call_cache, attend, x)
     # Norm and head cost the rows that are read, not all that have room.
     index = rows.reshape(*rows.shape, *(1,) * (x.ndim - 2))
-    h, rows = model.behind(jnp.take_along_axis(x, index, 1)), None
+    h, rows = model.head_input(jnp.take_along_axis(x, index, 1)), None
   elif x is None:
     h, call_cache = model.hidden(tokens, places, call_cache, attend)
   else:
     x, call_cache = model.through_layers(tokens, places, call_cache, attend, x)
-    h = model.behind(x)
+    h = model.head_input(x)
   if rows is not None:
     h = jnp.take_along_axis(h, rows[..., None], 1)
   logits = model.logits(h)
@@ -863,7 +863,7 @@ def _in_groups(
   context: Any = attend
   results = model.stack.together(calls, context, groups.hosted)
   for (h, _), group_rows in zip(results, groups.split(rows), strict=True):
-    h = model.behind(h)
+    h = model.head_input(h)
     if group_rows is not None:
       h = jnp.take_along_axis(h, group_rows[..., None], 1)
     logits.append(model.logits(h))

@@ -46,17 +46,17 @@ def over_tiles(
   def step(level: int, n: Index, carry: Any) -> Any:
     x, slots = carry
     tile = cache.tile(level, n)
-    whole = _with_slots(parts, slots)
+    row_parts = _with_slots(parts, slots)
     tile_adapters = None if adapters is None else tile.take_row(adapters)
     with adapter_rows(tile_adapters):
       y, new = layer(
         tile.take(x),
         tokens.of_tile(tile.take, tile.take_row, tile.is_filled),
-        tuple(part.of_tile(tile) for part in whole),
+        tuple(part.of_tile(tile) for part in row_parts),
       )
     slots = tuple(
       part.with_tile(tile, new_part).slots
-      for part, new_part in zip(whole, new, strict=True)
+      for part, new_part in zip(row_parts, new, strict=True)
     )
     return tile.put(x, y), slots
 

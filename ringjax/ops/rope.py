@@ -112,10 +112,9 @@ class Proportional(Unscaled):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dynamic(Unscaled):
-  """Dynamic NTK: a base that grows with the length beyond `original`."""
+class _ByLength(Unscaled):
+  """A scaling that grows with a row's length beyond `original` tokens."""
 
-  factor: float
   original: int
 
   by_length = True
@@ -123,10 +122,18 @@ class Dynamic(Unscaled):
   def reaches(
     self, length: Lengths, positions: Int[Array, "#B T"]
   ) -> Int[Array, "#B T"]:
-    return _longer(length, positions)
+    tokens_so_far = jnp.minimum(positions, 2**31 - 2) + 1
+    return jnp.maximum(jnp.asarray(length)[:, None], tokens_so_far)
 
   def alike(self, length: int) -> int:
     return max(length, self.original)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dynamic(_ByLength):
+  """Dynamic NTK: a base that grows with the length beyond `original`."""
+
+  factor: float
 
   def frequencies(
     self, inverse: np.ndarray, theta: float, length: Lengths | None
@@ -249,24 +256,12 @@ class LongRope(Unscaled):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LengthScaled(Unscaled):
+class LengthScaled(_ByLength):
   """No scaling of rotations, but of keys, by 0.1 ln(length / original) + 1.
 
   The length is that of the row's prompt, or up to the token if it is later; the
   factor is at least 1. It is the form of Qwen2.5-1M's dual chunk attention.
   """
-
-  original: int
-
-  by_length = True
-
-  def reaches(
-    self, length: Lengths, positions: Int[Array, "#B T"]
-  ) -> Int[Array, "#B T"]:
-    return _longer(length, positions)
-
-  def alike(self, length: int) -> int:
-    return max(length, self.original)
 
   def frequencies(
     self, inverse: np.ndarray, theta: float, length: Lengths | None
@@ -281,14 +276,6 @@ class LengthScaled(Unscaled):
     tokens = self.reaches(jnp.atleast_1d(length), positions)
     stretch = tokens.astype(jnp.float32) / self.original
     return 0.1 * jnp.log(jnp.maximum(stretch, 1.0)) + 1.0
-
-
-def _longer(
-  length: Lengths, positions: Int[Array, "#B T"]
-) -> Int[Array, "#B T"]:
-  """The larger one of a row's length and the tokens up to each position."""
-  tokens_so_far = jnp.minimum(positions, 2**31 - 2) + 1
-  return jnp.maximum(jnp.asarray(length)[:, None], tokens_so_far)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

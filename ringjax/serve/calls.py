@@ -216,7 +216,7 @@ def compute_step(
       board: RowBoard = board,
     ) -> Choice:
       with adapter_rows(call.adapter):
-        logits = attend.over_vocab(model.logits(model.behind(x[:, None])))
+        logits = attend.over_vocab(model.logits(model.head_input(x[:, None])))
       logits = attend.everywhere(logits)[:, 0]
       return _chosen(board, call, logits, mask)
 

@@ -213,7 +213,7 @@ def read_pair(
   logits = []
   for (h, _), call in zip(outputs, calls, strict=True):
     last = jnp.take_along_axis(h, call.rows[:, None, None], 1)[:, 0]
-    logits.append(attend.everywhere(model.logits(model.behind(last))))
+    logits.append(attend.everywhere(model.logits(model.head_input(last))))
   return tuple(logits), tuple(cache for _, cache in outputs)
 
 
@@ -466,7 +466,8 @@ def step_beside(
   )
   last = jnp.take_along_axis(h, call.rows[:, None, None], 1)[:, 0]
   logits, answer_logits = (
-    attend.everywhere(model.logits(model.behind(x))) for x in (last, g[:, 0])
+    attend.everywhere(model.logits(model.head_input(x)))
+    for x in (last, g[:, 0])
   )
   next_state = decode.following(sampler, answer_logits, state, stops)
   return logits, attend.everywhere(next_state), (chunk_cache, answer_cache)

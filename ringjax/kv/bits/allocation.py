@@ -27,12 +27,11 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from ringjax.checks import one_of
+from ringjax.checks import one_of, token_rows
 from ringjax.errors import (
   CheckpointFormatError,
   MeshError,
   OptionError,
-  ShapeError,
 )
 from ringjax.kv import kind_text
 from ringjax.kv.bits.allocation_units import (
@@ -303,7 +302,7 @@ def allocate_bits(
     ConfigError: If the model has no keys and values.
     MeshError: If there are several processes.
   """
-  ids = _checked(tokens)
+  ids = token_rows(tokens, 2)
   one_of("by", by, BY)
   one_of("measure", measure, MEASURES)
   if jax.process_count() > 1:
@@ -506,19 +505,6 @@ def _tables(
   tables = (tuple(map(tuple, choices[part])) for part in ("keys", "values"))
   keys, values = tables
   return keys, values
-
-
-def _checked(tokens: np.ndarray) -> np.ndarray:
-  ids = np.asarray(tokens)
-  integers = ids.ndim == 2 and np.issubdtype(ids.dtype, np.integer)
-  if not integers or ids.shape[0] < 1 or ids.shape[1] < 2:
-    raise ShapeError(
-      "tokens",
-      f"{ids.dtype} {list(ids.shape)}",
-      "integers [N, T], a row for each text, of two tokens or more",
-      "cut the texts into rows of equal length",
-    )
-  return ids
 
 
 # ---------------------------------------------------------------------------

@@ -29,9 +29,7 @@ from ringjax.ops.attention.cost.call_shape import CallShape, RowShape
 from ringjax.ops.attention.cost.select import Auto, find_machine
 from ringjax.ops.attention.kernels.auto_kernel import expected
 from ringjax.ops.attention.scores import Context, Terms
-from ringjax.ops.attention.sparse.attend_chosen import attend_chosen
 from ringjax.ops.attention.sparse.block_selection import ShardTokens
-from ringjax.ops.attention.sparse.index_training import IndexTraining
 from ringjax.ops.attention.strategies import nesting, registry
 from ringjax.ops.attention.strategies.gather import Gather
 from ringjax.ops.attention.strategies.latents import Absorbed, UpProjected
@@ -86,8 +84,8 @@ def _run_rows(
   if form == "rows":
     return _run(x, place, around(UpProjected), return_residual)
   result = _run(x.absorbed(), place, around(Absorbed), return_residual)
-  several = return_residual or x.selection is not None
-  attended, *others = result if several else (result,)
+  is_tuple = return_residual or x.selection is not None
+  attended, *others = result if is_tuple else (result,)
   up = x.up
   assert up is not None
   out = jnp.einsum(
@@ -96,7 +94,7 @@ def _run_rows(
     up[..., x.plain :],
     preferred_element_type=attended.dtype,
   )
-  return (out, *others) if several else out
+  return (out, *others) if is_tuple else out
 
 
 def _run(
@@ -272,13 +270,7 @@ def _per_shard(
       axis=place.axis,
       length=lengths[1],
     )
-    if isinstance(x.selection, IndexTraining):
-      loss = x.selection.loss(tokens, x.scores, place.heads)
-      # In the place of attention's results; no head has a value.
-      of_heads = jnp.broadcast_to(loss[..., None], x.q.shape[:3])
-      empty = jnp.zeros((*x.q.shape[:2], 1, 1), jnp.int32)
-      return x.q[..., :0], of_heads, empty
-    return attend_chosen(x.selection, tokens, x.v, x.scores, x.sinks)
+    return x.selection.attend(tokens, x.v, x.scores, x.sinks, place.heads)
   group = x.q.shape[2] // x.kv_heads
   by_kv_head = lambda a: None if a is None else a.reshape(-1, group)
   context = Context(

@@ -20,8 +20,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ringjax.checks import number, positive_int
-from ringjax.errors import OptionError, PromptError, ShapeError
+from ringjax.checks import number, positive_int, token_rows
+from ringjax.errors import OptionError, PromptError
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights import calibration as files
 from ringjax.models.weights.linear_maps import replaced
@@ -73,14 +73,7 @@ def train_predictors(
     MeshError: If the model is on a mesh, or there are several processes.
   """
   check_neurons(model)
-  ids = np.asarray(tokens)
-  if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
-    raise ShapeError(
-      "tokens",
-      f"{ids.dtype} {list(ids.shape)}",
-      "integers [N, T], a row for each text",
-      "cut the texts into rows of equal length",
-    )
+  ids = token_rows(tokens)
   vocab = model.config.vocab
   if ids.min() < 0 or ids.max() >= vocab:
     raise PromptError(

@@ -235,8 +235,8 @@ class SelectiveVisit:
     """Partial of this shard's keys, computed for some queries at a time."""
     b, heads, groups, t, _ = q.shape
     slots = b * sum(view.shape[2] for view in views)
-    most = min(_ROWS // (heads * groups), _SCORES // slots)
-    size = min(t, max(16, most))
+    fitting_queries = min(_ROWS // (heads * groups), _SCORES // slots)
+    size = min(t, max(16, fitting_queries))
     parts = -(-t // size)
     padding = parts * size - t
     with_batch = lambda x: jnp.broadcast_to(x, (b, *x.shape[1:]))

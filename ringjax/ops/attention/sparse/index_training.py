@@ -97,6 +97,23 @@ class IndexTraining(BlockSelection):
   def choose(self, tokens: ShardTokens) -> Int[Array, "B T _ n"]:
     raise AssertionError("a loss chooses no keys")
 
+  def attend(
+    self,
+    tokens: ShardTokens,
+    v: Float[Array, "B S K J"],
+    scores: Scores,
+    sinks: Float[Array, " N"] | None,
+    head_axes: tuple[str, ...],
+  ) -> tuple[
+    Float[Array, "B T N _"], Float[Array, "B T N"], Int[Array, "B T M n"]
+  ]:
+    """Per shard: no output, the loss of each query for each head, no blocks."""
+    del v, sinks
+    loss = self.loss(tokens, scores, head_axes)
+    of_heads = jnp.broadcast_to(loss[..., None], tokens.q.shape[:3])
+    no_blocks = jnp.zeros((*tokens.q.shape[:2], 1, 1), jnp.int32)
+    return tokens.q[..., :0], of_heads, no_blocks
+
   def loss(
     self, tokens: ShardTokens, scores: Scores, head_axes: tuple[str, ...]
   ) -> Float[Array, "B T"]:

@@ -136,10 +136,10 @@ class NativeBlocks(BlockSelection):
       total = jnp.sum(p, -1, keepdims=True)
       p = jnp.sum(p / jnp.where(total == 0, 1, total), 3)
       scores = self._of_blocks(p, blocks)
-      own = pos[..., None, None] // self.block
+      own_block = pos[..., None, None] // self.block
       real = seg[..., None, None] != 0
-      fixed = (number < self.initial) | (number > own - self.local)
-      scores = ranked(scores, (number <= own) & real)
+      fixed = (number < self.initial) | (number > own_block - self.local)
+      scores = ranked(scores, (number <= own_block) & real)
       scores = jnp.where(fixed & (scores > -jnp.inf), jnp.inf, scores)
       scores, chosen = lax.top_k(scores, self.count)
       return (), jnp.where(scores > -jnp.inf, chosen, -1)
@@ -156,14 +156,14 @@ class NativeBlocks(BlockSelection):
     step = self.block // self.stride
     # Compressed key `step * j + shift` holds tokens of block j.
     shifts = range(1 - self.length // self.stride, step)
-    left, width = -shifts[0], blocks * step
-    right = max(0, width + left + step - p.shape[3])
-    p = jnp.pad(p, [(0, 0)] * 3 + [(left, right)])
+    keys_before, width = -shifts[0], blocks * step
+    keys_after = max(0, width + keys_before + step - p.shape[3])
+    p = jnp.pad(p, [(0, 0)] * 3 + [(keys_before, keys_after)])
     scores = jnp.zeros((*p.shape[:3], blocks), p.dtype)
     for shift in shifts:
       first = max(0, shift * self.stride)
       end = min(self.block, shift * self.stride + self.length)
-      part = p[..., left + shift :][..., :width:step]
+      part = p[..., keys_before + shift :][..., :width:step]
       scores += part * ((end - first) / self.stride)
     return scores
 

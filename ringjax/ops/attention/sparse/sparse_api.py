@@ -92,19 +92,16 @@ def sparse_attention(
   Raises:
     RingjaxError: If arguments do not fit, before anything is compiled.
   """
-  key_shards = shards_of(None if axis == AUTO else axis)
-  x = AttentionArgs.of(
-    query,
-    key,
-    value,
+  return _attend(
+    (query, key, value),
+    selection,
+    {"mesh": mesh, "batch_axis": batch_axis, "head_axis": head_axis},
+    axis,
+    (return_residual, return_selection),
     is_causal=is_causal,
     layout=layout,
-    key_shards=key_shards,
     **known_options(options),
   )
-  place = {"axis": axis, "batch_axis": batch_axis, "head_axis": head_axis}
-  results = return_residual, return_selection
-  return _attend(x, selection, mesh, place, key_shards, results)
 
 
 def sparse_latent_attention(
@@ -152,20 +149,17 @@ def sparse_latent_attention(
   Raises:
     RingjaxError: If arguments do not fit, before anything is compiled.
   """
-  key_shards = shards_of(None if axis == AUTO else axis)
-  x = AttentionArgs.of(
-    query,
-    rows,
-    rows,
+  return _attend(
+    (query, rows, rows),
+    selection,
+    {"mesh": mesh, "batch_axis": batch_axis, "head_axis": head_axis},
+    axis,
+    (return_residual, return_selection),
     is_causal=is_causal,
     layout=layout,
-    key_shards=key_shards,
     up=up,
     **known_options(options),
   )
-  place = {"axis": axis, "batch_axis": batch_axis, "head_axis": head_axis}
-  results = return_residual, return_selection
-  return _attend(x, selection, mesh, place, key_shards, results)
 
 
 def known_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -190,23 +184,25 @@ def known_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attend(
-  x: AttentionArgs,
+  operands: tuple[Array, Array, Array],
   selection: BlockSelection,
-  mesh: Mesh | AbstractMesh | None,
-  axes: dict[str, Any],
-  key_shards: int,
+  place: dict[str, Any],
+  axis: str | tuple[str, ...] | None,
   returns: tuple[bool, bool],
+  **arguments: Any,
 ) -> Any:
   """Attend to what a selection chooses, after checks.
 
   Args:
-    x: Arguments without the selection.
+    operands: Queries, keys and values.
     selection: Choice of keys.
-    mesh: Device mesh.
-    axes: Mesh axes of tokens, batch and heads, by the names of `locate`.
-    key_shards: Number of shards of the keys, of which the operands are one.
+    place: Mesh, and mesh axes of batch and heads, by the names of `locate`.
+    axis: Mesh axis that shards the tokens.
     returns: Whether to return the log-sum-exp, and the choice.
+    **arguments: Further arguments of `AttentionArgs.of`.
   """
+  key_shards = shards_of(None if axis == AUTO else axis)
+  x = AttentionArgs.of(*operands, key_shards=key_shards, **arguments)
   return_residual = boolean("return_residual", returns[0])
   return_selection = boolean("return_selection", returns[1])
   instance("selection", selection, BlockSelection)
@@ -233,20 +229,22 @@ def _attend(
       "one choice for all heads, which share the rows",
       "pass blocks [B, T, 1, n], or call rj.sparse_attention",
     )
-  place = locate(x.operands, mesh, required=False, by_name=False, **axes)
-  if selection.sums_heads and place.heads and place.mesh is not None:
-    head_shards = math.prod(place.mesh.shape[a] for a in place.heads)
+  location = locate(
+    x.operands, axis=axis, required=False, by_name=False, **place
+  )
+  if selection.sums_heads and location.heads and location.mesh is not None:
+    head_shards = math.prod(location.mesh.shape[a] for a in location.heads)
     if kv_heads % head_shards:
       raise OptionError(
         "selection",
         f"heads='kv' with {kv_heads} kv heads over {head_shards} shards of "
-        f"heads ({', '.join(map(repr, place.heads))})",
+        f"heads ({', '.join(map(repr, location.heads))})",
         "kv heads that their shards divide: one kv head's query heads choose "
         "together",
         "pass heads='query', or shard no heads",
       )
   x = with_selection(x, selection)
-  out, lse, blocks = run(x, place, Ring(Blockwise()), True)
+  out, lse, blocks = run(x, location, Ring(Blockwise()), True)
   results = [out]
   if return_residual:
     results.append(lse)

@@ -145,9 +145,9 @@ class TopTokens(BlockSelection):
       keys, pos, seg, number = state
       # By position, so that `top_k` prefers lower positions among equals.
       order = jnp.argsort(pos, -1)
-      along = lambda x: jnp.take_along_axis(x, order, 1)
+      in_order = lambda x: jnp.take_along_axis(x, order, 1)
       keys = jnp.take_along_axis(keys, order[..., None], 1)
-      pos, seg, number = along(pos), along(seg), number[order]
+      pos, seg, number = in_order(pos), in_order(seg), number[order]
       by_row = lambda x: jnp.broadcast_to(x, (b, size))
       row = jnp.arange(b)[:, None, None]
 

@@ -102,13 +102,13 @@ class TopTokensOfBlocks(TopTokens):
       dots = product("btie,bce->btic", q, pooled.astype(q.dtype))
       weights = weights.astype(dots.dtype)
       scores = product("btic,bti->btc", jnp.maximum(dots, 0), weights)
-      own = (pos // self.block)[..., None] == number
+      own_block = (pos // self.block)[..., None] == number
       real = (row_seg != 0)[..., None]
       candidate = causal_candidates(
         tokens.mask, Coords(pos, row_seg), extent, self.block
       )
       scores = ranked(scores, candidate)
-      scores = jnp.where(own & real, jnp.inf, scores)
+      scores = jnp.where(own_block & real, jnp.inf, scores)
       scores, best_blocks = lax.top_k(scores, self.blocks)
       # By position, so that `top_k` prefers lower positions among equals.
       best_blocks = jnp.sort(
