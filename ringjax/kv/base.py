@@ -369,6 +369,8 @@ class CallCache:
   lender: ClassVar[str] = ""
 
   if TYPE_CHECKING:
+    # Kinds of caches are dataclasses.
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def slots(self) -> tuple[Any, ...]: ...
@@ -406,7 +408,7 @@ class CallCache:
   def onto(self: CallCacheT, before: PyTree) -> CallCacheT:
     """Cache that borrows, with what the call before it returned."""
     assert self.lender
-    return dataclasses.replace(self, **{self.lender: before})  # pyrefly: ignore
+    return dataclasses.replace(self, **{self.lender: before})
 
   @property
   def row_groups(self) -> RowGroups | None:

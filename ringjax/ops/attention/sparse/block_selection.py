@@ -30,6 +30,9 @@ from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.sparse.gathered import GatherChosen
 from ringjax.ops.mask import Coords, Mask
 
+# Leading dimensions of arrays, by field; "?" follows one that may be 1.
+Dimensions = dict[str, tuple[str, ...]]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardTokens:
@@ -63,7 +66,7 @@ class BlockSelection(abc.ABC):
     dimensions: Leading dimensions of each array, as in `arguments`.
   """
 
-  dimensions: ClassVar[dict[str, tuple[str, ...]]] = {}
+  dimensions: ClassVar[Dimensions] = {}
 
   @property
   def by_position(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from ringjax.checks import as_array, positive_int
 from ringjax.errors import DtypeError, OptionError, ShapeError
 from ringjax.ops.attention.sparse.block_selection import (
   BlockSelection,
+  Dimensions,
   ShardTokens,
   check_shape,
 )
@@ -37,7 +39,7 @@ class GivenBlocks(BlockSelection):
   blocks: Int[Array, "B T _ n"]
   block: int = 1
 
-  dimensions = {"blocks": ("B", "T", "N?")}  # noqa: RUF012 - ClassVar of the base
+  dimensions: ClassVar[Dimensions] = {"blocks": ("B", "T", "N?")}
 
   @property
   def by_position(self) -> bool:

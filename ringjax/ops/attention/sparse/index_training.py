@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from ringjax.ops.attention.blockwise import product
 from ringjax.ops.attention.scores import Scores
 from ringjax.ops.attention.sparse.block_selection import (
   BlockSelection,
+  Dimensions,
   ShardTokens,
 )
 from ringjax.ops.attention.sparse.gathered import (
@@ -71,7 +72,7 @@ class IndexTraining(BlockSelection):
   chosen: Int[Array, "B T 1 n"] | None
   block: int
 
-  dimensions = {  # noqa: RUF012 - ClassVar of the base
+  dimensions: ClassVar[Dimensions] = {
     "q": ("B", "T"),
     "weights": ("B", "T"),
     "keys": ("B", "S"),

@@ -19,6 +19,7 @@ Ref: Yuan et al. 2025, Native Sparse Attention, arXiv 2502.11089.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from ringjax.errors import DtypeError, OptionError
 from ringjax.ops.attention.blockwise import product
 from ringjax.ops.attention.sparse.block_selection import (
   BlockSelection,
+  Dimensions,
   ShardTokens,
   check_shape,
 )
@@ -73,7 +75,7 @@ class NativeBlocks(BlockSelection):
   local: int
   scale: float
 
-  dimensions = {  # noqa: RUF012 - ClassVar of the base
+  dimensions: ClassVar[Dimensions] = {
     "keys": ("B", "Z", "K?"),
     "segments": ("B", "Z"),
   }

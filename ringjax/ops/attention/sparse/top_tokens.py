@@ -18,6 +18,7 @@ Ref: DeepSeek-AI 2025, DeepSeek-V3.2-Exp.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -29,6 +30,7 @@ from ringjax.errors import DtypeError, OptionError, ShapeError
 from ringjax.ops.attention.blockwise import product
 from ringjax.ops.attention.sparse.block_selection import (
   BlockSelection,
+  Dimensions,
   ShardTokens,
   check_shape,
 )
@@ -84,7 +86,7 @@ class TopTokens(BlockSelection):
   keys: Float[Array, "B S E"]
   count: int
 
-  dimensions = {  # noqa: RUF012 - ClassVar of the base
+  dimensions: ClassVar[Dimensions] = {
     "q": ("B", "T"),
     "weights": ("B", "T"),
     "keys": ("B", "S"),
