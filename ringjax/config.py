@@ -34,7 +34,7 @@ class Flag(NamedTuple):
     name: Name of the flag; default: that of the option.
     kind: Kind of value: "text", "whole" for an int, "number" for a float,
       "boolean", "path", or "texts" for a text that may be given several times;
-      default: what the option's default and smallest value are, else "text".
+      default: the kind of the option's default or smallest value, else "text".
     default: Value if the flag is not passed; None: the option's default.
     choices: Allowed texts; None: those of the option.
   """

@@ -12,7 +12,7 @@ Guarantees: a prompt is a function of its kind, length and seed, and exactly
 | `questions` | names the number that a line of the text gives |
 | `math` | repeats sums of the text, in another order |
 | `retrieval` | quotes one of several passages by its name |
-| `prose` | goes on with a text that repeats nothing |
+| `prose` | continues a text that repeats nothing |
 | `document` | continues a passage that a long text has near its end |
 
 Ref: Xia et al. 2024 (Spec-Bench, arXiv 2401.07851), on whose six kinds of

@@ -296,7 +296,7 @@ class Pair(NamedTuple):
     option: Name of the option that is refused.
     other: Name of the option that excludes it.
     reason: Reason, for people.
-    remedy: What to do instead.
+    remedy: Remedy to name in the error.
   """
 
   option: str
@@ -346,8 +346,8 @@ def check_pairs(
   Args:
     present: Whether each option has a value other than its default, by name;
       names that are left out do not.
-    names: What the user calls options, such as a flag, by name; default: the
-      names.
+    names: Words for options in errors, such as a flag, by option; default: the
+      options' names.
 
   Raises:
     OptionError: If both options of a pair are present.

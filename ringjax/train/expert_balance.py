@@ -42,7 +42,7 @@ def stated_loss(source: Mapping[str, Any], family: str) -> float:
 
   Args:
     source: Contents of the config.json.
-    family: Its `model_type`.
+    family: `model_type` of the config.
   """
   applies = source.get("output_router_logits") and family not in _IGNORES
   return float((source.get("router_aux_loss_coef") if applies else None) or 0.0)

@@ -295,7 +295,7 @@ class EvictingCache(ResizableCache):
     if not sees:
       cache = cache._noting_at_least(self._whole_window or 0)
     watch = cache.watch.started(
-      at, sharded=not replicated, anew=not sees, notes=not sums
+      at, sharded=not replicated, from_empty=not sees, notes=not sums
     )
     pages, ends, stayed = self.pages, self.ends, self.stayed
     noted = cache.noted

@@ -50,7 +50,7 @@ def emptied(
   empty = lambda x: (
     x and x.with_table(jnp.where(gone[None, :, None, None], -1, x.table))
   )
-  # Rows that begin anew may need more queries than those that stay.
+  # Rows that begin again may need more queries than those that stay.
   noted_cache = cache._noting_at_least(cache._whole_window or 0)
   watch = noted_cache.watch.truncated(
     jnp.where(gone, 0, np.iinfo(np.int32).max)

@@ -157,14 +157,14 @@ class QueryWatch:
     return Noted(newest, total, squares, score, choice, fixed=fixed)
 
   def started(
-    self, at: Coords, *, sharded: bool, anew: bool, notes: bool = True
+    self, at: Coords, *, sharded: bool, from_empty: bool, notes: bool = True
   ) -> QueryWatch:
     """Prepare for a call whose tokens have these coordinates, [B, T].
 
     Args:
       at: Coordinates of the tokens.
       sharded: Whether the tokens are sharded.
-      anew: Whether the call starts from empty rows.
+      from_empty: Whether the call starts from empty rows.
       notes: Whether to record the queries.
     """
     if self.at is None and self.count is None:
@@ -176,13 +176,13 @@ class QueryWatch:
     at = Coords(*map(to_batch, at))
     watch = dataclasses.replace(self, call=at, sharded=sharded)
     if self.count is not None:
-      count = jnp.zeros_like(self.count) if anew else self.count
+      count = jnp.zeros_like(self.count) if from_empty else self.count
       added = jnp.sum(self._counted(at), 1, dtype=jnp.float32)
       watch = dataclasses.replace(watch, count=count + added)
     if self.at is None:
       return watch
     window = self.at.pos.shape[1]
-    old = Coords(self.at.pos, self.at.seg * (0 if anew else 1))
+    old = Coords(self.at.pos, self.at.seg * (0 if from_empty else 1))
     if not notes:
       return dataclasses.replace(watch, at=old)
     joined = Coords(
@@ -212,7 +212,7 @@ class QueryWatch:
     layer: Index,
     rotated: Callable[[], Float[Array, "B T N H"]],
     plain: Callable[[], Float[Array, "B T N H"]],
-    anew: bool,
+    from_empty: bool,
   ) -> Noted:
     """Record the call's queries of one layer."""
     put = lambda old, new: lax.dynamic_update_index_in_dim(
@@ -237,7 +237,7 @@ class QueryWatch:
       weight = self._counted(self.call).astype(jnp.float32)
       total = jnp.einsum("bt,btnh->bnh", weight, q)
       squares = jnp.einsum("bt,btnh,btnj->bnhj", weight, q, q)
-      if not anew:
+      if not from_empty:
         total = total + take(noted.total)
         squares = squares + take(noted.squares)
       noted = noted._replace(

@@ -461,7 +461,7 @@ class TokenMoves(NamedTuple):
   Fields:
     row: Row of each token, int32 [n].
     source: Slot of each token, int32 [n].
-    target: Its new slot, int32 [n].
+    target: New slot of each token, int32 [n].
     count: Number of tokens that move, int32 []; later entries are not used.
   """
 

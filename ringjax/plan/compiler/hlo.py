@@ -251,8 +251,8 @@ class HloProgram:
 
     Args:
       text: Text of a scheduled module.
-      core: Device model, by which kernels have a price; None for programs
-        whose cycles nobody asks for.
+      core: Device model, by which kernels have a price; None where
+        cycles are not needed.
       kernels: Cycles of a call, by a part of the kernel's name; they take
         precedence over the cost that the kernel states.
       data_trips: Trip counts of loops that depend on data: a number, or pairs

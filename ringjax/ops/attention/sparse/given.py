@@ -32,7 +32,7 @@ class GivenBlocks(BlockSelection):
   Attributes:
     blocks: Numbers of the blocks that each query reads, int32 [B, T, M, n], -1
       for none; M is 1, the number of kv heads or that of query heads. Under a
-      trace, where numbers are not known, those out of range are none, too.
+      trace, where numbers are not known, those out of range count as -1.
     block: Number of positions of a block; 1 for tokens.
   """
 
