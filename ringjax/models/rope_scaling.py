@@ -277,7 +277,7 @@ class DualChunkExtension(ContextExtension):
     size, local = chunks["chunk_size"], chunks["local_size"]
     trained = chunks.get(_ORIGINAL) or original
     largest = min(2 * (size - local) - 1, size)
-    if not 0 < local < size or largest > trained:
+    if not 0 <= local < size or largest > trained:
       raise OptionError(
         "rope_scaling",
         f"dual_chunk with chunk_size={size:,} and local_size={local:,}",

@@ -620,10 +620,10 @@ def test_what_rows_share_is_found_anew_only_when_it_changes(
     made.append((table.tobytes(), (ready // tile).tobytes()))
     return find(table, ready, page, tile, most)
 
-  monkeypatch.setattr(calls, "shared_tiles", noted)
   at = Engine(
     model, rows=3, capacity=2048, longest=512, page=64, shared_reads="always"
   )
+  monkeypatch.setattr(calls, "shared_tiles", noted)
   prompt = np.arange(260, dtype=np.int32) % model.config.vocab
   for n in range(3):
     at.submit(Request(prompt=np.append(prompt, n), max_new_tokens=100))
