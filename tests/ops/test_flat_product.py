@@ -46,6 +46,7 @@ class LittleMemory(FlatProductTPU):
     return blocks and dataclasses.replace(blocks, columns=128, resident=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [FlatProductTPU, LittleMemory])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tiles_with_rows_are_multiplied_by_a_layer(kind, dtype):
@@ -62,6 +63,7 @@ def test_tiles_with_rows_are_multiplied_by_a_layer(kind, dtype):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [FlatProductTPU, LittleMemory, None])
 def test_a_gate_is_computed_with_its_products(kind):
   x, layer = drawn(TILES, ROWS, INNER), (jnp.int32(1),)
@@ -106,6 +108,7 @@ def test_the_bits_of_a_row_depend_on_that_row_alone(kernel):
   np.testing.assert_array_equal(run(moved, alone)[4, 3], crowd[2, 9])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
 def test_nothing_is_read_before_it_has_come_nor_overwritten_while_it_is(mode):
   """Copies are made as late, and as early, as their semaphores allow."""
@@ -119,6 +122,7 @@ def test_nothing_is_read_before_it_has_come_nor_overwritten_while_it_is(mode):
   np.testing.assert_array_equal(*(np.asarray(a, "f4") for a in (got, want)))
 
 
+@pytest.mark.long
 def test_a_call_without_rows_is_computed():
   x, weight = drawn(TILES, ROWS, INNER), drawn(1, INNER, OUTER)
   no = jnp.zeros(TILES, bool)
