@@ -9,6 +9,7 @@ Cost: the weight is read once for a call, in place in a stack of layers, however
 many tiles hold rows; its next columns are loaded while all tiles are multiplied
 by the current ones. The tiles that hold rows are read once if they fit the
 vector memory together with the weight's columns, else once for each of them.
+Of a device with two cores one multiplies.
 Memory: VMEM only: two blocks of the weight's columns, and the tiles.
 
   grid [N / columns, tiles that hold rows]    [rows, D] . [D, columns]
@@ -127,7 +128,9 @@ class FlatProductTPU:
       return f"a weight of {inner} by {outer}: it takes multiples of {_LANES}"
     if x.shape[1] % _HALF_ROWS:
       return f"tiles of {x.shape[1]} rows: it takes multiples of {_HALF_ROWS}"
-    if self._blocks(*x.shape, outer, x.dtype, len(weights)) is None:
+    tiles, rows, _ = x.shape
+    maps = len(weights)
+    if self._blocks(tiles, rows, inner, outer, x.dtype, maps) is None:
       return (
         f"{inner} by {outer} {kind}: two blocks of {_LANES} columns do not fit "
         "the vector memory"
@@ -243,17 +246,17 @@ class FlatProductTPU:
     column = maps * (2 * inner * number + 4 * rows) + 2 * rows * number
     budget = self._limit // 4 * 3
     sizes = [n for n in range(_LANES, outer + 1, _LANES) if outer % n == 0]
-    left = budget - tiles * rows * inner * number
-    fits = [n for n in sizes if n * column <= left]
-    if fits:
-      small = [n for n in fits if n * maps * inner * number <= _BLOCK_BYTES]
-      columns = max(small, default=fits[0])
-      return _Blocks(columns=columns, resident=True)
-    left = budget - 2 * rows * inner * number
-    fits = [n for n in sizes if n * column <= left]
-    if not fits:
-      return None
-    return _Blocks(columns=max(fits), resident=False)
+
+    def fitting(rows_bytes: int) -> list[int]:
+      """Numbers of columns whose blocks fit next to rows of x."""
+      return [n for n in sizes if n * column <= budget - rows_bytes]
+
+    if columns := fitting(tiles * rows * inner * number):
+      small = [n for n in columns if n * maps * inner * number <= _BLOCK_BYTES]
+      return _Blocks(columns=max(small, default=columns[0]), resident=True)
+    if columns := fitting(2 * rows * inner * number):
+      return _Blocks(columns=max(columns), resident=False)
+    return None
 
   @property
   def _limit(self) -> int:
@@ -360,7 +363,7 @@ def _kernel(
   *refs: Ref,
 ) -> None:
   layer, x, weights = refs[:layers], refs[layers], refs[layers + 1 :][:maps]
-  out, buffers, arrived, *rest = refs[layers + 1 + maps :]
+  out, buffers, arrived, *tile_refs = refs[layers + 1 + maps :]
   j, i = pl.program_id(0), pl.program_id(1)
   num_blocks, num_tiles = pl.num_programs(0), pl.num_programs(1)
   slot = lax.rem(j, 2)
@@ -392,12 +395,12 @@ def _kernel(
 
   rows = x
   if blocks.resident:
-    kept, tile_arrived = rest
+    tile_buffers, tile_arrived = tile_refs
 
     def tile(n: Array) -> Any:
       """Copy of the n-th tile to the vector memory, where it stays."""
       return pltpu.make_async_copy(
-        x.at[order[n]], kept.at[n], tile_arrived.at[lax.rem(n, 2)]
+        x.at[order[n]], tile_buffers.at[n], tile_arrived.at[lax.rem(n, 2)]
       )
 
     @pl.when(j == 0)
@@ -412,7 +415,7 @@ def _kernel(
 
       tile(i).wait()
 
-    rows = kept.at[i]
+    rows = tile_buffers.at[i]
 
   @pl.when(i == 0)
   def _() -> None:
@@ -453,8 +456,10 @@ def _largest_error(kernel: FlatProductTPU) -> float:
     return y[::2], z[::2]
 
   results = jax.jit(run)(x, weight, jnp.int32(1))
-  wide = lambda a: a.astype(jnp.float32)
-  y = jnp.matmul(wide(x[::2]), wide(weight[1]), precision=lax.Precision.HIGHEST)
+  float32 = lambda a: a.astype(jnp.float32)
+  y = jnp.matmul(
+    float32(x[::2]), float32(weight[1]), precision=lax.Precision.HIGHEST
+  )
   return relative_error(results, (y, y * y))
 
 

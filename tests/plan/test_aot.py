@@ -410,6 +410,7 @@ class TestCompiled:
       "intermediate_size": 14336,
       "num_attention_heads": 32,
       "num_key_value_heads": 8,
+      "vocab_size": 128256,
     }
     options = {"model": wide, "page": 128, "tokens": 1 << 15}
     one = aot.compile(
@@ -424,7 +425,7 @@ class TestCompiled:
       for name in ("answers", prompts)
     ]
     assert one.memory.aliased >= one.facts["pool"]
-    assert one.traffic.total < share * sum(x.traffic.total for x in two)
+    assert one.traffic.total < 0.9 * sum(x.traffic.total for x in two)
 
   @pytest.mark.parametrize(
     ("name", "kind", "kernel"),
