@@ -36,7 +36,7 @@ def test_every_policy_is_a_path():
   assert {type(x.policy) for x in KINDS.values() if x.policy} <= classes
 
 
-@pytest.mark.long_cases(6)
+@pytest.mark.long_cases(4)
 @pytest.mark.parametrize(("name", "situation"), EVERY)
 def test_tokens_are_a_function_of_the_row(name, situation):
   contract.check(name, situation)
