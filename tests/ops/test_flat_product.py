@@ -52,14 +52,14 @@ class LittleMemory(FlatProductTPU):
 def test_tiles_with_rows_are_multiplied_by_a_layer(kind, dtype):
   x = drawn(TILES, ROWS, 1024, dtype=dtype)
   weight = drawn(2, 1024, OUTER, dtype=dtype, seed=1)
-  wide = lambda a: np.asarray(a, np.float64)
-  want = wide(x) @ wide(weight)[1]
+  float64 = lambda a: np.asarray(a, np.float64)
+  want = float64(x) @ float64(weight)[1]
   for kernel in (kind(interpret=True), None):
     got = multiplied(kernel, x, weight, jnp.int32(1), jnp.asarray(HOLDS))
     assert got.dtype == x.dtype
     scale = {"float32": 1e-4, "bfloat16": 2e-2}[dtype] * np.abs(want).max()
     np.testing.assert_allclose(
-      wide(got)[HOLDS], want[HOLDS], rtol=0, atol=scale
+      float64(got)[HOLDS], want[HOLDS], rtol=0, atol=scale
     )
 
 
@@ -78,10 +78,10 @@ def test_a_gate_is_computed_with_its_products(kind):
     return kind(interpret=True).gated(x, weights, layer, live, combine)
 
   got = gated(x, weights, jnp.asarray(HOLDS))
-  wide = lambda a: np.asarray(a, np.float32)
-  want = combine(*(wide(x) @ wide(w)[1] for w in weights))
+  float32 = lambda a: np.asarray(a, np.float32)
+  want = combine(*(float32(x) @ float32(w)[1] for w in weights))
   np.testing.assert_allclose(
-    wide(got)[HOLDS], wide(want)[HOLDS], rtol=0.05, atol=0.05
+    float32(got)[HOLDS], float32(want)[HOLDS], rtol=0.05, atol=0.05
   )
 
 
@@ -161,7 +161,7 @@ def test_a_cpu_multiplies_tile_by_tile():
 def shaped_product(devices, *, tiles, layers):
   """Products with one layer of a stack after another."""
   mesh = jax.sharding.Mesh(np.array(devices), ("data",))
-  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   kernel = FlatProductTPU(chip=chips.machine_name(devices[0].device_kind))
 
   def run(x, weight, holds, first):
@@ -171,7 +171,7 @@ def shaped_product(devices, *, tiles, layers):
     return x
 
   shaped = lambda shape, dtype: jax.ShapeDtypeStruct(
-    shape, dtype, sharding=whole
+    shape, dtype, sharding=replicated
   )
   arguments = (
     shaped((tiles, 128, 4096), jnp.bfloat16),

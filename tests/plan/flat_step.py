@@ -68,12 +68,14 @@ def layer(model, attend, inputs, x, live, index, slots):
   k = heads(product(normed, attention.k), mixer.kv_heads)
   v = heads(product(normed, attention.v), mixer.kv_heads)
   outputs = []
-  for (places, cache), own_q, *own in zip(inputs, q, k, v, strict=True):
-    keys, values = (jnp.swapaxes(a, 1, 2) for a in own)
+  for (places, cache), call_q, *keys_and_values in zip(
+    inputs, q, k, v, strict=True
+  ):
+    keys, values = (jnp.swapaxes(a, 1, 2) for a in keys_and_values)
     part = cache.layer(0, slots, index)
     rotation = places.rotation(mixer.rope)
     part = part.append(keys, values, places.at, rotation)
-    rotated = places.rotate(mixer.rope, own_q)
+    rotated = places.rotate(mixer.rope, call_q)
     extras = Extras(scale=mixer.logit_scale)
     outputs.append(attend(rotated, places, part, mixer.mask, extras))
     slots = part.slots
@@ -119,8 +121,8 @@ def step(model, attend, pool, board, calls, allowed):
   logits = model.logits(model.head_input(jnp.concatenate(last)))[:, 0]
   choices, sizes = [], [len(mask) for mask in allowed]
   of_calls = jnp.split(logits, np.cumsum(sizes)[:-1])
-  for call, own, mask in zip(calls, of_calls, allowed, strict=True):
-    choice = engine._chosen(board, call, own, mask)
+  for call, call_logits, mask in zip(calls, of_calls, allowed, strict=True):
+    choice = engine._chosen(board, call, call_logits, mask)
     board = engine._with_choice(board, call, choice)
     choices.append(choice)
   return choices, pool, board
@@ -163,9 +165,9 @@ def build(devices, *, model, prompts, page, tokens):
     np.zeros((ROWS, vocab), np.int32),
   )
   allowed = tuple(np.zeros((len(call.ends), vocab), bool) for call in calls)
-  whole = NamedSharding(mesh, P())
+  replicated = NamedSharding(mesh, P())
   calls, board, allowed = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
     (calls, board, allowed),
   )
   return Built(
