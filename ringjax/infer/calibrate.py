@@ -97,7 +97,7 @@ def calibrate(
       unrotated=False; the paper's are measured before it.
     folder: Folder for the state after each text, from which a run that was
       killed resumes, and for the calibration at the end; it is created if
-      there is none. Only the first process reads and writes it.
+      it does not exist. Only the first process reads and writes it.
     progress: Function that is called with the number of passes over a text
       that are done, and their total.
 

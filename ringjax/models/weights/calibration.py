@@ -92,7 +92,7 @@ def write_tensors(
 ) -> None:
   """Writes a safetensors file, which replaces an older one in one step.
 
-  Its folder is created if there is none.
+  Its folder is created if it does not exist.
   """
   pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
   data = save(dict(arrays), dict(metadata))
