@@ -310,7 +310,9 @@ class PrefillConfig(Config):
       OptionError: If there is no such pattern, or it has no such option.
     """
     name, _, text = str(self.method).partition(":")
-    return pattern_of(text, "prefill=sparse") if name == _SPARSE else None
+    return (
+      pattern_of(text, "prefill", f"{_SPARSE}:") if name == _SPARSE else None
+    )
 
   @property
   def sends_stored(self) -> bool:

@@ -1,4 +1,4 @@
-"""Prompts that are read with chosen tiles: refusals, and what they leave out."""
+"""Prompts that are read with chosen tiles: refusals, and what is left out."""
 
 from __future__ import annotations
 

@@ -168,6 +168,7 @@ def _sampled(
   real = jnp.broadcast_to(tokens.seg != 0, (batch, tokens.seg.shape[1]))
   length = jnp.sum(real, 1, dtype=jnp.int32)[:, None]
   steps = (jnp.arange(count, dtype=wide_dtype(jnp.float32)) + 0.5) / count
+  steps = steps[None]
   at = jnp.floor(steps * length).astype(jnp.int32)
   at = jnp.clip(at, 0, jnp.maximum(length - 1, 0))
   return at, jnp.take_along_axis(real, at, 1)

@@ -280,9 +280,7 @@ def attend_selected(
   return run(x, location, Ring(Blockwise()), True)
 
 
-def with_selection(
-  x: AttentionArgs, selection: Selection
-) -> AttentionArgs:
+def with_selection(x: AttentionArgs, selection: Selection) -> AttentionArgs:
   """Add a selection whose arrays are JAX arrays of the call's lengths."""
   lengths = {"B": x.q.shape[0], "T": x.q.shape[1], "S": x.k.shape[1]}
 

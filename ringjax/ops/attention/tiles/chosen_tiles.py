@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from ringjax.errors import OptionError
 from ringjax.ops.attention.attend import empty_partial
@@ -113,9 +113,7 @@ class ChosenTiles(LocalAlgorithm):
     """Partial of the queries over the chosen tiles, and the tiles' number."""
     context, block = args.context, self.pattern.block
     if self.wide:
-      widen = lambda a: (
-        a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a
-      )
+      widen = lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a
       x = Local(*map(widen, x))
     b, kv_heads, group, length, _ = x.q.shape
     blocks = -(-length // block)
@@ -211,7 +209,7 @@ class ChosenTiles(LocalAlgorithm):
         width = 1 if masked else max(1, min(tiles, _KEYS // block))
         counts = masked_count if masked else unmasked_count
         counts = jnp.where(real, counts[row], 0)
-        offsets = jnp.arange(width, dtype=jnp.int32)
+        offsets = jnp.arange(width, dtype=jnp.int32)[None]
 
         def step(n: Index, partial: Partial) -> Partial:
           places = jnp.asarray(n, jnp.int32) * width + offsets
@@ -225,9 +223,7 @@ class ChosenTiles(LocalAlgorithm):
           k, v = take(keys), take(values)
           own = lambda a: a[example[:, None], number]
           seg = jnp.where(present[..., None], own(k_seg), 0)
-          tile_at = Coords(
-            own(k_pos).reshape(size, -1), seg.reshape(size, -1)
-          )
+          tile_at = Coords(own(k_pos).reshape(size, -1), seg.reshape(size, -1))
           tile = ScoreTile(args, FORWARD, 0, 0, at, tile_at)
           s = product("bkgqh,bkth->bkgqt", q, k)
           flag = None
@@ -272,5 +268,3 @@ def check_mask(mask: Any) -> None:
       "a mask of numbers, such as Causal() or Window(4096)",
       "pass segment ids, or call rj.dot_product_attention",
     )
-
-

@@ -76,7 +76,7 @@ class TilePattern(abc.ABC):
   """
 
   block: int = 128
-  max_left_out: float | None = None
+  max_left_out: int | float | None = None
 
   def __post_init__(self) -> None:
     one_of("block", self.block, BLOCKS)
@@ -112,7 +112,10 @@ def share(name: str, value: object) -> float:
   checked = number(name, value)
   if not 0 <= checked <= 1:
     raise OptionError(
-      name, repr(value), "a number from 0 to 1", f"pass {name}=0.9, for instance"
+      name,
+      repr(value),
+      "a number from 0 to 1",
+      f"pass {name}=0.9, for instance",
     )
   return checked
 
@@ -152,14 +155,16 @@ def required_tiles(
   columns = jax.tree.map(lambda x: x[:, None], k)
   own = (columns.first <= rows.last) & (columns.last >= rows.first)
   starts = jnp.where(visible, columns.first, jnp.iinfo(jnp.int32).max)
-  first = jnp.argmin(starts, 2)[..., None] == jnp.arange(visible.shape[2])
+  number = jnp.arange(visible.shape[2])[None, None]
+  first = jnp.argmin(starts, 2)[..., None] == number
   return visible & (own | first)
 
 
 def largest_first(
   mass: Float[Array, "B K G m n"],
   rows: QueryBlocks,
-  threshold: float | Float[Array, " ..."],
+  threshold: float,
+  least: int = 0,
 ) -> Bool[Array, "B K G m n"]:
   """Smallest set of tiles whose mass reaches a part of the whole.
 
@@ -169,7 +174,8 @@ def largest_first(
   Args:
     mass: Attention that each tile gets, any positive multiple of it.
     rows: Blocks of queries.
-    threshold: Part of the mass, which may broadcast against [B, K, G, m, 1].
+    threshold: Part of the mass.
+    least: Number of tiles to choose at least.
   """
   visible = rows.visible[:, None, None]
   required = rows.required[:, None, None]
@@ -180,6 +186,9 @@ def largest_first(
   ordered = jnp.take_along_axis(mass, order, -1)
   before = jnp.cumsum(ordered, -1) - ordered
   wanted = ~(before >= threshold * total)
+  if least:
+    number = jnp.arange(mass.shape[-1])[None, None, None, None]
+    wanted |= number < least
   return jnp.take_along_axis(wanted, jnp.argsort(order, -1), -1)
 
 
@@ -194,15 +203,16 @@ def without_padding(
 
 def last_queries(
   x: PromptTiles, count: int
-) -> tuple[Float[Array, "B K G c H"], Int[Array, "B c"]]:
+) -> tuple[Float[Array, "B K G c H"], Int[Array, "B c"], Bool[Array, "B c"]]:
   """Last queries of each row that are no padding, and their indices.
 
-  Rows with fewer queries repeat their first one.
+  Rows with fewer queries repeat their first one; the last result marks those
+  that are no repetition.
   """
   length = x.q_at.seg.shape[1]
-  index = jnp.arange(length, dtype=jnp.int32)
+  index = jnp.arange(length, dtype=jnp.int32)[None]
   last = jnp.max(jnp.where(x.q_at.seg != 0, index, 0), 1)
-  at = last[:, None] - jnp.arange(count - 1, -1, -1, dtype=jnp.int32)
-  at = jnp.maximum(at, 0)
+  at = last[:, None] - jnp.arange(count - 1, -1, -1, dtype=jnp.int32)[None]
+  real, at = at >= 0, jnp.maximum(at, 0)
   q = jnp.take_along_axis(x.q, at[:, None, None, :, None], 3)
-  return q, at
+  return q, at, real

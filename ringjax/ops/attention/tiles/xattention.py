@@ -52,7 +52,7 @@ class XAttention(TilePattern):
       is summed; it divides the block.
   """
 
-  threshold: float = 0.9
+  threshold: int | float = 0.9
   stride: int = 8
 
   def __post_init__(self) -> None:
@@ -130,6 +130,4 @@ class XAttention(TilePattern):
     weights = part * jnp.exp(top - largest)
     total = jnp.sum(weights, -1, keepdims=True)
     weights = weights / jnp.where(total == 0, 1, total)
-    return jnp.sum(
-      weights.reshape(b, kv_heads, group, -1, per_block, tiles), 4
-    )
+    return jnp.sum(weights.reshape(b, kv_heads, group, -1, per_block, tiles), 4)
