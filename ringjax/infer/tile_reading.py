@@ -10,7 +10,6 @@ import numpy as np
 
 from ringjax.errors import OptionError
 from ringjax.models.transformer import Transformer
-from ringjax.nn.tile_sums import TileSums
 from ringjax.ops.attention.tiles.tile_pattern import TilePattern
 
 
@@ -81,32 +80,32 @@ def tile_report(
     pattern: Choice of the tiles.
     calls: `Tokens.tile_sums` of each call.
   """
-  layers = []
+  layers: list[LayerTiles] = []
+  counts: list[int] = []
   for g, run in enumerate(model.stack.runs):
     for repeat in range(run.repeats):
       for position in range(len(run.layers)):
         sums = [call[g][position] for call in calls]
         if sums[0] is None:
           continue
-        layer_sums = TileSums(
-          *(sum(np.asarray(x[repeat], np.float64) for x in fields)
-            for fields in zip(*sums, strict=True))
-        )  # fmt: skip
-        samples, visible = layer_sums.samples, layer_sums.visible
-        left_out = layer_sums.left_out / np.maximum(samples, 1)
-        layers.append((
-          int(samples),
+        total = lambda name, found=sums, n=repeat: np.sum(
+          [np.asarray(getattr(x, name)[n], np.float64) for x in found], 0
+        )
+        samples, visible = total("samples"), total("visible")
+        left_out = total("left_out") / max(samples, 1)
+        chosen = float(total("chosen") / visible) if visible else None
+        counts.append(int(samples))
+        layers.append(
           LayerTiles(
             layer=run.number(position, repeat),
-            computed=float(layer_sums.chosen / visible) if visible else None,
+            computed=chosen,
             left_out=float(np.mean(left_out)),
             worst_head=float(np.max(left_out)),
-          ),
-        ))  # fmt: skip
+          )
+        )
   if not layers:
     return None
-  samples, tiles = zip(*layers, strict=True)
-  return TileReport(pattern=pattern, layers=tiles, samples=min(samples))
+  return TileReport(pattern=pattern, layers=tuple(layers), samples=min(counts))
 
 
 def check_left_out(report: TileReport) -> None:
@@ -117,7 +116,6 @@ def check_left_out(report: TileReport) -> None:
   """
   limit = report.pattern.max_left_out
   worst = max(report.layers, key=lambda x: x.left_out)
-  # A part that is not a number is no part below the limit.
   if limit is None or worst.left_out <= limit:
     return
   raise OptionError(

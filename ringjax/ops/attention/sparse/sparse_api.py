@@ -210,7 +210,7 @@ def _attend(
   out, lse, blocks = attend_selected(
     operands, selection, place, axis, **arguments
   )
-  results = [out]
+  results: list[Any] = [out]
   if return_residual:
     results.append(lse)
   if return_selection:

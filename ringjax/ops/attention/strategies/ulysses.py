@@ -80,8 +80,8 @@ def heads_for_tokens(
     (x, terms, context) of all tokens and this shard's heads, and a function
     that brings a result [B, K, G, T, ...] of these back to the shard's tokens.
   """
-  axes = collectives.varying_axes(x, terms, context) | {*axes}
-  x, terms, context = collectives.vary((x, terms, context), axes)
+  varying = collectives.varying_axes(x, terms, context) | {*axes}
+  x, terms, context = collectives.vary((x, terms, context), varying)
   _, kv_heads, group, *_ = x.q.shape
   units = _Units(kv_heads, group, collectives.axis_size(axis))
   to_heads = lambda a: collectives.exchange(a, axis, 1, 3)

@@ -5,7 +5,7 @@ of queries to blocks of keys is like the attention of their mean to mean keys (a
 Jensen-Shannon distance below `tau`), each block of queries reads the tiles
 whose pooled attention reaches `gamma`. Else it reads the tiles that vertical
 and slash lines cross, which reach `gamma` of the last queries' attention each.
-Cost: products of the last queries with all keys, and of pooled queries and keys.
+Cost: products of the last queries with all keys, and of pooled ones.
 
 In the paper pooled tiles reach `gamma` in sum over all blocks of queries; here
 they do for each block.

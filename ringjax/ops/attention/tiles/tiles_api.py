@@ -112,6 +112,14 @@ def tile_attention(
   pattern = pattern_of(pattern)
   place = {"mesh": mesh, "batch_axis": batch_axis, "head_axis": head_axis}
   options = known_options(options) | {"is_causal": is_causal, "layout": layout}
+  select = lambda: attend_selected(
+    (query, key, value),
+    TileSelection(pattern=pattern),
+    place,
+    axis,
+    **options,
+  )
+  tiles = None
   if pattern.keeps_all:
     out, lse = dot_product_attention(
       query,
@@ -123,17 +131,15 @@ def tile_attention(
       return_residual=True,
       **options,
     )
-  if return_tiles or not pattern.keeps_all:
-    chosen = TileSelection(pattern=pattern)
-    *computed, tiles = attend_selected(
-      (query, key, value), chosen, place, axis, **options
-    )
-    if not pattern.keeps_all:
-      out, lse = computed
+    if return_tiles:
+      tiles = select()[2]
+  else:
+    out, lse, tiles = select()
   results: list[Any] = [out]
   if return_residual:
     results.append(lse)
   if return_tiles:
+    assert tiles is not None
     results.append(QueryTiles(tiles[..., 0], tiles[..., 1]))
   return results[0] if len(results) == 1 else tuple(results)
 

@@ -173,7 +173,9 @@ def flexprefill(q, k, seen, pattern, soft_cap=None):
     exact = np.pad(weights.mean(0), (0, -len(keys) % BLOCK))
     exact = exact.reshape(-1, BLOCK).sum(1)
     middle = (exact + estimate) / 2
-    kl = lambda p, m: sum(a * np.log(a / c) for a, c in zip(p, m) if a > 0)
+    kl = lambda p, m: sum(
+      a * np.log(a / c) for a, c in zip(p, m, strict=True) if a
+    )
     distance = math.sqrt((kl(exact, middle) + kl(estimate, middle)) / 2)
     if distance < pattern.tau:
       q_means = means(queries, real_q[row])
