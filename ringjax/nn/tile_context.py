@@ -26,7 +26,6 @@ from ringjax.ops.attention.tiles.chosen_tiles import ChosenTiles
 from ringjax.ops.attention.tiles.tile_pattern import TilePattern
 from ringjax.ops.attention.tiles.tiles_api import tile_attention
 from ringjax.ops.mask import Mask
-from ringjax.ops.softmax import wide_dtype
 
 # Queries of a row whose attention is computed in full. Those of a chunk are few
 # enough to read a cache's tiles in place.
@@ -167,8 +166,7 @@ def _sampled(
   """
   real = jnp.broadcast_to(tokens.seg != 0, (batch, tokens.seg.shape[1]))
   length = jnp.sum(real, 1, dtype=jnp.int32)[:, None]
-  steps = (jnp.arange(count, dtype=wide_dtype(jnp.float32)) + 0.5) / count
-  steps = steps[None]
-  at = jnp.floor(steps * length).astype(jnp.int32)
+  odd = 2 * jnp.arange(count, dtype=jnp.int32)[None] + 1
+  at = odd * length // (2 * count)
   at = jnp.clip(at, 0, jnp.maximum(length - 1, 0))
   return at, jnp.take_along_axis(real, at, 1)

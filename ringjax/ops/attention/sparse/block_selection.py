@@ -59,7 +59,7 @@ class ShardTokens:
   length: int
 
 
-class Selection(abc.ABC):
+class KeyChoice(abc.ABC):
   """Base class of choices of keys: frozen dataclasses that are pytrees.
 
   Attributes:
@@ -113,7 +113,7 @@ class Selection(abc.ABC):
       head_axes: Manual axes that shard the heads.
     """
 
-  def map_arrays(self, f: Callable[[Any, tuple[str, ...]], Any]) -> Selection:
+  def map_arrays(self, f: Callable[[Any, tuple[str, ...]], Any]) -> KeyChoice:
     """Replace each array that is not None by f(array, its dimensions)."""
     arrays = {
       name: f(getattr(self, name), dimensions)
@@ -123,7 +123,7 @@ class Selection(abc.ABC):
     return tree.with_leaves(self, **arrays)
 
 
-class BlockSelection(Selection):
+class BlockSelection(KeyChoice):
   """Base class of the kinds in which each query has a list of blocks."""
 
   @property

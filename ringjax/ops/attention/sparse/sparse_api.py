@@ -24,7 +24,7 @@ from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.execution import run
 from ringjax.ops.attention.sparse.block_selection import (
   BlockSelection,
-  Selection,
+  KeyChoice,
 )
 from ringjax.ops.attention.sparse.given import GivenBlocks
 from ringjax.ops.attention.strategies.ring import Ring
@@ -221,7 +221,7 @@ def _attend(
 
 def attend_selected(
   operands: tuple[Array, Array, Array],
-  selection: Selection,
+  selection: KeyChoice,
   place: dict[str, Any],
   axis: str | tuple[str, ...] | None,
   **arguments: Any,
@@ -280,7 +280,7 @@ def attend_selected(
   return run(x, location, Ring(Blockwise()), True)
 
 
-def with_selection(x: AttentionArgs, selection: Selection) -> AttentionArgs:
+def with_selection(x: AttentionArgs, selection: KeyChoice) -> AttentionArgs:
   """Add a selection whose arrays are JAX arrays of the call's lengths."""
   lengths = {"B": x.q.shape[0], "T": x.q.shape[1], "S": x.k.shape[1]}
 

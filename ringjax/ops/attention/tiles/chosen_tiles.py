@@ -10,7 +10,7 @@ Memory: lists and tiles of some blocks of queries.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ from ringjax.ops.attention.tiles.tile_pattern import (
   tile_bounds,
   tile_extent,
 )
-from ringjax.ops.mask import Coords
+from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.softmax import Partial, merge, wide_dtype
 from ringjax.parallel import collectives, processor
 from ringjax.typing import Index
@@ -255,7 +255,7 @@ class ChosenTiles(LocalAlgorithm):
     )
 
 
-def check_mask(mask: Any) -> None:
+def check_mask(mask: Mask) -> None:
   """Refuses a mask that has arrays of its own.
 
   Raises:

@@ -25,8 +25,8 @@ from jaxtyping import Array, Bool, Float, PyTree
 from ringjax.checks import integer
 from ringjax.ops.attention.blockwise import product
 from ringjax.ops.attention.tiles.lines import (
+  ChosenLines,
   LineMass,
-  Lines,
   largest_lines,
   line_mass,
 )
@@ -76,7 +76,9 @@ class FlexPrefill(TilePattern):
     block = self.block
     mass = line_mass(x, block)
     choose = lambda a: largest_lines(a, self.gamma, self.least_tokens)
-    lines = Lines.of(x, mass, choose(mass.vertical), choose(mass.slash), block)
+    lines = ChosenLines.of(
+      x, mass, choose(mass.vertical), choose(mass.slash), block
+    )
     pooled = _mean(x.k, x.k_at, block)
     return lines, pooled, self._distance(x, mass, pooled) < self.tau
 

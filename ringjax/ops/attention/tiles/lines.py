@@ -1,4 +1,4 @@
-"""Lines of keys that the last queries of a prompt attend to.
+"""ChosenLines of keys that the last queries of a prompt attend to.
 
 A vertical line is a key, which all later queries read; a slash line is a
 distance, at which each query reads one key. A tile is read if a chosen line
@@ -106,12 +106,12 @@ def largest_lines(
   if part is not None:
     before = jnp.cumsum(ordered, -1) - ordered
     chosen |= before < part * jnp.sum(ordered, -1, keepdims=True)
-  # Lines that are no numbers are chosen: the result is no number either.
+  # ChosenLines that are no numbers are chosen: the result is no number either.
   chosen = (chosen & (ordered > 0)) | jnp.isnan(ordered)
   return jnp.take_along_axis(chosen, jnp.argsort(order, -1), -1)
 
 
-class Lines(NamedTuple):
+class ChosenLines(NamedTuple):
   """Chosen lines, in a form in which a tile is looked up.
 
   Fields:
@@ -134,7 +134,7 @@ class Lines(NamedTuple):
     vertical: Bool[Array, "B K G S"],
     slash: Bool[Array, "B K G O"],
     block: int,
-  ) -> Lines:
+  ) -> ChosenLines:
     """Prepare chosen lines for tiles of `block` tokens."""
     columns = vertical.reshape(*vertical.shape[:3], -1, block).any(-1)
     counts = jnp.cumsum(slash.astype(jnp.int32), -1)

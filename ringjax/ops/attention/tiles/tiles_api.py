@@ -23,7 +23,7 @@ from ringjax.errors import OptionError
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import Local
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.attention.sparse.block_selection import Selection, ShardTokens
+from ringjax.ops.attention.sparse.block_selection import KeyChoice, ShardTokens
 from ringjax.ops.attention.sparse.sparse_api import (
   attend_selected,
   known_options,
@@ -145,8 +145,8 @@ def tile_attention(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TileSelection(Selection):
-  """Selection of the tiles of a pattern; its record is `QueryTiles`.
+class TileSelection(KeyChoice):
+  """KeyChoice of the tiles of a pattern; its record is `QueryTiles`.
 
   Attributes:
     pattern: Choice of the tiles.
@@ -189,7 +189,7 @@ class TileSelection(Selection):
     terms = Terms(sinks=None if sinks is None else sinks.reshape(kv_heads, -1))
     context = Context(tokens.q_at, tokens.k_at, tokens.mask)
     out, lse, tiles = _attend_tiles(
-      _Call(self.pattern, tokens.axis, scores), local, terms, context
+      _TileCall(self.pattern, tokens.axis, scores), local, terms, context
     )
     out = jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
     lse = jnp.transpose(lse, (0, 3, 1, 2)).reshape(b, t, n)
@@ -201,7 +201,7 @@ tree.register(TileSelection, (), ("pattern",))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _TileCall:
   """Static part of a call: the pattern, the sequence's axis and the scores."""
 
   pattern: TilePattern
@@ -211,7 +211,7 @@ class _Call:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_tiles(
-  call: _Call, x: Local, terms: Terms, context: Context
+  call: _TileCall, x: Local, terms: Terms, context: Context
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Per shard: output, log-sum-exp and tiles, [B, K, G, T, ...]."""
   back = lambda a: a
