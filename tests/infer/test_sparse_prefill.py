@@ -68,9 +68,9 @@ def test_a_threshold_of_one_is_the_dense_method(prompts):
 
 @pytest.mark.long
 def test_a_row_is_read_as_if_it_were_alone(prompts):
-  both, _ = ask(prompts, f"sparse:{HALF}")
+  batch, _ = ask(prompts, f"sparse:{HALF}")
   alone = [ask([prompt], f"sparse:{HALF}")[0][0] for prompt in prompts]
-  assert both == alone
+  assert batch == alone
 
 
 @pytest.mark.long

@@ -79,20 +79,20 @@ class ChosenTiles(LocalAlgorithm):
   Attributes:
     pattern: Choice of the tiles, among the keys of a call.
     platform: Platform, which decides how many lists are computed together.
-    wide: Whether bfloat16 operands are multiplied as float32.
+    widens: Whether bfloat16 operands are multiplied as float32.
   """
 
   pattern: TilePattern
   platform: str | None = None
-  wide: bool = False
+  widens: bool = False
 
   def on_device(
     self, platform: str, kind: str, alone: bool = True
   ) -> ChosenTiles:
     """Specialize to a device, as `AutoKernel.on_device` does."""
     del kind, alone
-    wide = platform == "cpu" and not processor.multiplies_bfloat16()
-    return dataclasses.replace(self, platform=platform, wide=wide)
+    widens = platform == "cpu" and not processor.multiplies_bfloat16()
+    return dataclasses.replace(self, platform=platform, widens=widens)
 
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """Fold the chosen tiles of these keys into `carry`."""
@@ -112,7 +112,7 @@ class ChosenTiles(LocalAlgorithm):
   def partial(self, x: Local, args: ScoreArgs) -> tuple[Partial, TileCounts]:
     """Partial of the queries over the chosen tiles, and the tiles' number."""
     context, block = args.context, self.pattern.block
-    if self.wide:
+    if self.widens:
       widen = lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a
       x = Local(*map(widen, x))
     b, kv_heads, group, length, _ = x.q.shape
@@ -133,19 +133,20 @@ class ChosenTiles(LocalAlgorithm):
       at = cut_coords(q_at, first, size)
       q = lax.dynamic_slice_in_dim(x.q, first, size, 3)
       q_extent = tile_extent(at, block)
-      some, all_pairs = tile_bounds(context.mask, q_extent, k_extent)
-      required = required_tiles(some, q_extent, k_extent)
-      rows = QueryBlocks(q, at, some, required)
+      any_pairs, all_pairs = tile_bounds(context.mask, q_extent, k_extent)
+      required = required_tiles(any_pairs, q_extent, k_extent)
+      rows = QueryBlocks(q, at, any_pairs, required)
       if self.pattern.keeps_all:
         chosen = jnp.broadcast_to(
-          some[:, None, None], (b, kv_heads, group, *some.shape[1:])
+          any_pairs[:, None, None], (b, kv_heads, group, *any_pairs.shape[1:])
         )
       else:
         chosen = self.pattern.choose(tiles, prepared, rows)
-        chosen = (chosen & some[:, None, None]) | required[:, None, None]
+        chosen = (chosen & any_pairs[:, None, None]) | required[:, None, None]
       partial = self._lists(x, args, k_at, rows, chosen, all_pairs)
       return partial, TileCounts(
-        jnp.sum(chosen, -1, dtype=jnp.int32), jnp.sum(some, -1, dtype=jnp.int32)
+        jnp.sum(chosen, -1, dtype=jnp.int32),
+        jnp.sum(any_pairs, -1, dtype=jnp.int32),
       )
 
     partial, counts = lax.map(part, jnp.arange(parts, dtype=jnp.int32))
@@ -221,9 +222,11 @@ class ChosenTiles(LocalAlgorithm):
             size, 1, width * block, -1
           )
           k, v = take(keys), take(values)
-          own = lambda a: a[example[:, None], number]
-          seg = jnp.where(present[..., None], own(k_seg), 0)
-          tile_at = Coords(own(k_pos).reshape(size, -1), seg.reshape(size, -1))
+          of_tiles = lambda a: a[example[:, None], number]
+          seg = jnp.where(present[..., None], of_tiles(k_seg), 0)
+          tile_at = Coords(
+            of_tiles(k_pos).reshape(size, -1), seg.reshape(size, -1)
+          )
           tile = ScoreTile(args, FORWARD, 0, 0, at, tile_at)
           s = product("bkgqh,bkth->bkgqt", q, k)
           flag = None
@@ -256,7 +259,7 @@ class ChosenTiles(LocalAlgorithm):
 
 
 def check_mask(mask: Mask) -> None:
-  """Refuses a mask that has arrays of its own.
+  """Refuses a mask that contains arrays.
 
   Raises:
     OptionError: If the mask has arrays.

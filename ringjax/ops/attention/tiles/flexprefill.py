@@ -89,8 +89,8 @@ class FlexPrefill(TilePattern):
     q = _mean(rows.q, rows.at, self.block)
     s = _scores(x, q, pooled)
     weights = _softmax(jnp.where(rows.visible[:, None, None], s, -jnp.inf))
-    least = -(-self.least_tokens // self.block)
-    tiles = largest_first(weights, rows, self.gamma, least)
+    min_tiles = -(-self.least_tokens // self.block)
+    tiles = largest_first(weights, rows, self.gamma, min_tiles)
     crossed = lines.crossed(tile_extent(rows.at, self.block))
     return jnp.where(by_pooled[..., None, None], tiles, crossed)
 
@@ -101,11 +101,13 @@ class FlexPrefill(TilePattern):
     q, at, real = last_queries(x, self.block)
     pos, seg = (jnp.take_along_axis(a, at, 1) for a in x.q_at)
     q_at = Coords(pos, jnp.where(real, seg, 0))
-    some, _ = tile_bounds(
+    any_pairs, _ = tile_bounds(
       x.mask, tile_extent(q_at, self.block), tile_extent(x.k_at, self.block)
     )
     s = _scores(x, _mean(q, q_at, self.block), pooled)
-    estimate = _softmax(jnp.where(some[:, None, None], s, -jnp.inf))[..., 0, :]
+    estimate = _softmax(jnp.where(any_pairs[:, None, None], s, -jnp.inf))[
+      ..., 0, :
+    ]
     vertical = mass.vertical
     exact = vertical.reshape(*vertical.shape[:3], -1, self.block).sum(-1)
     count = jnp.maximum(mass.queries, 1)[:, None, None, None]

@@ -57,9 +57,9 @@ def line_mass(x: PromptTiles, count: int) -> LineMass:
   row = lambda a: Coords(*(c[:, None] for c in a))
   seen = visible(x.mask, column(Coords(pos, seg)), row(x.k_at))
   distance = pos[:, :, None] - x.k_at.pos[:, None]
-  far = jnp.iinfo(jnp.int32).max
-  nearest = jnp.min(jnp.where(seen, distance, far), (1, 2))
-  nearest = jnp.where(nearest == far, 0, nearest)
+  no_distance = jnp.iinfo(jnp.int32).max
+  nearest = jnp.min(jnp.where(seen, distance, no_distance), (1, 2))
+  nearest = jnp.where(nearest == no_distance, 0, nearest)
   size = keys + count
   line = jnp.clip(distance - nearest[:, None, None], 0, size - 1)
 
@@ -104,8 +104,8 @@ def largest_lines(
   number = jnp.arange(mass.shape[-1]).reshape((1,) * (mass.ndim - 1) + (-1,))
   chosen = number < count
   if part is not None:
-    before = jnp.cumsum(ordered, -1) - ordered
-    chosen |= before < part * jnp.sum(ordered, -1, keepdims=True)
+    mass_before = jnp.cumsum(ordered, -1) - ordered
+    chosen |= mass_before < part * jnp.sum(ordered, -1, keepdims=True)
   # ChosenLines that are no numbers are chosen: the result is no number either.
   chosen = (chosen & (ordered > 0)) | jnp.isnan(ordered)
   return jnp.take_along_axis(chosen, jnp.argsort(order, -1), -1)

@@ -40,15 +40,15 @@ def pattern_of(
       f"one of the patterns {', '.join(PATTERNS)}, with options",
       f"pass {name}='{before}xattention,threshold=0.9'",
     )
-  known = [field.name for field in dataclasses.fields(PATTERNS[kind])]
+  option_names = [field.name for field in dataclasses.fields(PATTERNS[kind])]
   for option in option_text.split(options) if comma else ():
     key, equals, _ = option.partition("=")
-    if key not in known or not equals:
+    if key not in option_names or not equals:
       raise OptionError(
         name,
         f"{option!r} in {f'{before}{text}'!r}",
-        f"options of {kind}: {', '.join(known)}",
-        f"write {name}='{before}{kind},{known[0]}=128', for instance",
+        f"options of {kind}: {', '.join(option_names)}",
+        f"write {name}='{before}{kind},{option_names[0]}=128', for instance",
       )
   joined = f"{kind}:{options}" if comma else kind
   return option_text.named(joined, TilePattern, PATTERNS, name)

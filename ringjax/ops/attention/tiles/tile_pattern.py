@@ -143,8 +143,11 @@ def tile_bounds(
   """
   rows = jax.tree.map(lambda x: x[:, :, None], q)
   columns = jax.tree.map(lambda x: x[:, None], k)
-  some, all_pairs = mask.bound(rows, columns)
-  return some & rows.some & columns.some, all_pairs & rows.all & columns.all
+  any_pairs, all_pairs = mask.bound(rows, columns)
+  return (
+    any_pairs & rows.some & columns.some,
+    all_pairs & rows.all & columns.all,
+  )
 
 
 def required_tiles(
@@ -153,11 +156,11 @@ def required_tiles(
   """Tiles that are always read: of the own positions, and the first one."""
   rows = jax.tree.map(lambda x: x[:, :, None], q)
   columns = jax.tree.map(lambda x: x[:, None], k)
-  own = (columns.first <= rows.last) & (columns.last >= rows.first)
+  own_tiles = (columns.first <= rows.last) & (columns.last >= rows.first)
   starts = jnp.where(visible, columns.first, jnp.iinfo(jnp.int32).max)
   number = jnp.arange(visible.shape[2])[None, None]
   first = jnp.argmin(starts, 2)[..., None] == number
-  return visible & (own | first)
+  return visible & (own_tiles | first)
 
 
 def largest_first(
@@ -184,8 +187,8 @@ def largest_first(
   rank_by = jnp.where(required, jnp.inf, jnp.where(visible, mass, -1.0))
   order = jnp.argsort(-rank_by, -1)
   ordered = jnp.take_along_axis(mass, order, -1)
-  before = jnp.cumsum(ordered, -1) - ordered
-  wanted = ~(before >= threshold * total)
+  mass_before = jnp.cumsum(ordered, -1) - ordered
+  wanted = ~(mass_before >= threshold * total)
   if least:
     number = jnp.arange(mass.shape[-1])[None, None, None, None]
     wanted |= number < least

@@ -108,8 +108,8 @@ class XAttention(TilePattern):
       if x.scores.soft_cap is not None:
         s = x.scores.soft_cap * jnp.tanh(s / x.scores.soft_cap)
       k_at = Extent(*(cut(a, 1) for a in k_extent))
-      some, _ = tile_bounds(x.mask, q_extent, k_at)
-      s = jnp.where(some[:, None, None], s, -jnp.inf)
+      any_pairs, _ = tile_bounds(x.mask, q_extent, k_at)
+      s = jnp.where(any_pairs[:, None, None], s, -jnp.inf)
       s = s.reshape(b, kv_heads, group, r, columns, per_block)
       top = jnp.max(s, -1)
       part = jnp.sum(jnp.exp(s - finite_max(top)[..., None]), -1)

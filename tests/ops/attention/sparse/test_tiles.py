@@ -36,8 +36,8 @@ def pairs(t, s, window=None, segments=None):
     seen &= key > at - window
   if segments is None:
     return seen[None]
-  same = segments[:, :, None] == segments[:, None]
-  return seen[None] & same & (segments != 0)[:, :, None]
+  same_document = segments[:, :, None] == segments[:, None]
+  return seen[None] & same_document & (segments != 0)[:, :, None]
 
 
 def attend(q, k, v, seen, soft_cap=None, sinks=None):
@@ -89,8 +89,8 @@ def always(seen):
   visible = tile_view(seen).any((-3, -1))
   m, n = visible.shape[-2:]
   first = visible & (np.cumsum(visible, -1) == 1)
-  own = np.arange(m)[:, None] == np.arange(n)
-  return visible, visible & (own | first)
+  own_tiles = np.arange(m)[:, None] == np.arange(n)
+  return visible, visible & (own_tiles | first)
 
 
 def xattention(q, k, seen, pattern, soft_cap=None):
@@ -106,8 +106,8 @@ def xattention(q, k, seen, pattern, soft_cap=None):
   means = np.einsum("bnmisi->bnms", squares[..., ::-1]) / stride
   if soft_cap is not None:
     means = soft_cap * np.tanh(means / soft_cap)
-  some = tile_view(seen, stride).any((-3, -1))[:, None]
-  means = np.where(some, means, -np.inf)
+  any_pairs = tile_view(seen, stride).any((-3, -1))[:, None]
+  means = np.where(any_pairs, means, -np.inf)
   with np.errstate(invalid="ignore"):
     weights = np.exp(means - means.max(-1, keepdims=True))
   weights = np.nan_to_num(weights / weights.sum(-1, keepdims=True))
@@ -168,8 +168,10 @@ def flexprefill(q, k, seen, pattern, soft_cap=None):
     weights = softmax(np.where(seen[row, last], scores, -np.inf))
     k_means = means(keys, real_k[row])
     q_mean = queries[last][real_q[row, last]].mean(0)
-    some = tile_view(seen[row, last].any(0)[None]).any((0, 1, 3))
-    estimate = softmax(np.where(some, cap(q_mean @ k_means.T * scale), -np.inf))
+    any_pairs = tile_view(seen[row, last].any(0)[None]).any((0, 1, 3))
+    estimate = softmax(
+      np.where(any_pairs, cap(q_mean @ k_means.T * scale), -np.inf)
+    )
     exact = np.pad(weights.mean(0), (0, -len(keys) % BLOCK))
     exact = exact.reshape(-1, BLOCK).sum(1)
     middle = (exact + estimate) / 2
@@ -279,9 +281,9 @@ def test_rows_do_not_depend_on_each_other(name):
   run = lambda *x: rj.tile_attention(
     *x, f"{name},block={BLOCK},{TEXTS[name]}", is_causal=True
   )
-  both = run(q, k, v)
+  batch = run(q, k, v)
   alone = run(q[1:], k[1:], v[1:])
-  np.testing.assert_array_equal(both[1:], alone)
+  np.testing.assert_array_equal(batch[1:], alone)
 
 
 @pytest.mark.parametrize(
