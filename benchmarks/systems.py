@@ -179,7 +179,7 @@ def _whole_context(prefill: str, devices: int) -> Run:
 def _code_found(prefill: str, devices: int) -> Run:
   return Run(
     f"{_EVALUATE} needle {_GEMMA} --dtype=float32 --task=passkey --trials=1 "
-    f"--lengths=30000 --depths=0.5 --prefill={prefill} --devices={devices} "
+    f"--lengths=30000 --depths=0.1,0.5,0.9 --prefill={prefill} --devices={devices} "
     "--json",
     systems_alone.needles_found,
   )
@@ -219,7 +219,7 @@ def _ring(
   if code_on_one is not None and code_on_four is not None:
     places = {"four devices": code_on_four, "one": code_on_one}
     counts = " and on ".join(
-      f"{place} {asked['dense']['found']:.0f} of {asked['dense']['asked']}"
+      f"{place} {asked['']['found']:.0f} of {asked['']['asked']}"
       for place, asked in places.items()
     )
     context += f"; a code in 30,000 tokens: found on {counts}"

@@ -18,7 +18,7 @@ def test_the_healthy_code_passes(check):
 
 # The package is imported anew for each.
 @pytest.mark.one_case
-@pytest.mark.long_cases(24)
+@pytest.mark.long_cases(14)
 @pytest.mark.parametrize(
   "bug", mutations.BUGS, ids=[bug.name for bug in mutations.BUGS]
 )

@@ -386,7 +386,7 @@ def check_drafts(
     target = jnp.where(moves, start[:, None] + number, -1)
     pool = pool.moved(call.tables, start[:, None] + order, target)
   token = jnp.take_along_axis(tokens, last, 1)[:, 0]
-  take = lambda x: jnp.take_along_axis(x, last[..., None], 1)[:, 0]
+  take = lambda x: x[jnp.arange(batch), last[:, 0]]
   new = jax.nn.one_hot(token, vocab, dtype=jnp.int32)
   chooses = call.chooses & (token != NOT_FINITE)
   into = jnp.where(chooses, call.slots, rows)
@@ -402,8 +402,7 @@ def check_drafts(
 def _taken(x: Any, order: Int[Array, "B T"]) -> jax.Array:
   """Reorder the tokens of [B T, ...] in each row, as [B, T, ...]."""
   per_token = x.reshape(*order.shape, *x.shape[1:])
-  index = order.reshape(*order.shape, *(1,) * (per_token.ndim - 2))
-  return jnp.take_along_axis(per_token, index, 1)
+  return jax.vmap(lambda row, at: row[at])(per_token, order)
 
 
 @bounded

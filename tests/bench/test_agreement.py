@@ -46,7 +46,7 @@ class Virtual:
     return self.now
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_simulators_agree_with_an_engine_of_their_cost():
   model = rj.models.create(SMALL, seed=0)
   engine = Engine(

@@ -271,7 +271,7 @@ def test_a_killed_run_keeps_its_rows(tmp_path, monkeypatch):
   assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_runs_add_up(tmp_path, monkeypatch):
   path = str(tmp_path / "x.json")
   for n, tokens in enumerate(((512, 256), (128,), (256,))):
@@ -483,7 +483,7 @@ def test_layouts_benchmark(tmp_path, command, capsys):
   assert is_picture(picture)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_store_benchmark(tmp_path, command, capsys):
   trace, path = tmp_path / "trace.jsonl", tmp_path / "x.json"
   prompts = [[0, 1, 2], [0, 3], [0, 1, 2], [0, 4], [0, 1, 2, 5]]

@@ -225,7 +225,7 @@ def test_what_was_not_looked_at_is_said(ours, theirs, words, monkeypatch):
   assert lines[-1] == f"longest row, ours over plain: {words}"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_part_of_the_peak_that_a_step_reaches(monkeypatch, here):
   """Of the work that the model asks for, in the dtype that is fast."""
   monkeypatch.setattr(timing, "peak", lambda dtype, device: 1e12)
@@ -263,7 +263,7 @@ def test_the_part_of_the_peak_that_a_step_reaches(monkeypatch, here):
   assert "% of 1.0 TFLOP/s" in lines[0] and "no more" in lines[1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_step_that_is_off_is_not_timed_as_devices_grow(monkeypatch, here):
   right = [np.ones(3)]
   ran = []

@@ -411,7 +411,7 @@ def test_rows_are_placed_each_on_its_own():
       np.testing.assert_array_equal(x[i], y[0])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(
   st.lists(st.integers(0, 40), max_size=40), st.integers(1, 4), st.booleans()
 )

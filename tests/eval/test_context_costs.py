@@ -35,7 +35,7 @@ def trial(rows=3, **options):
   return ContextTrial(model(), texts, QUESTION, **options)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_part_costs_what_the_whole_text_costs():
   ways, asked = context_ways(PREFIX), trial()
   costs = {
@@ -69,7 +69,7 @@ def test_parts_cost_more_or_less_by_the_way():
     assert coded.cost(name, ways[name], 4).nbytes < 0.4 * plain.nbytes
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_search_finds_no_worse_than_it_begins_with():
   asked, tried = trial(2), {}
   begin = contexts.APE(prefix=PREFIX)

@@ -366,7 +366,7 @@ def test_too_few_texts():
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_needle_by_script(tmp_path):
   pytest.importorskip("matplotlib")
   plot, kept = tmp_path / "map.png", tmp_path / "map.json"
@@ -528,7 +528,7 @@ def test_perplexity_by_script(tmp_path):
   assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_figures_with_an_adapter_are_those_of_its_merged_model(tmp_path):
   model = rj.models.load(tiny.path())
   lora = rj.train.Lora(rank=2, targets=("q", "v"))

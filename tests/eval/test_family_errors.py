@@ -24,7 +24,7 @@ def errors(families, kinds):
   return {(x.family, x.name): x.cost.far for x in found}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_fewer_bits_err_more():
   found = errors(["llama"], KINDS)
   eight, four, two, book = found.values()

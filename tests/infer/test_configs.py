@@ -164,6 +164,7 @@ def test_the_page_has_every_pair():
   ]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unchecked")
 def test_engines_and_calls_take_a_config(model):
   config = GenerateConfig(max_new_tokens=4)

@@ -196,6 +196,7 @@ def test_the_order_of_contexts_does_not_matter(how):
   assert library.counters.encoded == len(contexts)
 
 
+@pytest.mark.long
 def test_to_select_every_context_is_to_read_them_all():
   contexts, _ = texts()
   library = rj.infer.ContextLibrary(model(), prefix=PREFIX)

@@ -150,7 +150,7 @@ def test_a_folder_drafts_on_devices_of_its_own(target, verify):
   assert found.accepted
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "how", ["self:cache_kind=int4,adapt=False", pytest.param(
     "early:adapt=False", marks=pytest.mark.long)]

@@ -42,7 +42,7 @@ def _owners(seed=1):
 
 
 # Grouped queries; windows, sinks and two rotations; slopes for positions.
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   [
@@ -125,6 +125,7 @@ def test_plan_is_data_and_regrouping_moves_nothing(loaded):
   assert before.items() <= after.items()
 
 
+@pytest.mark.long
 def test_reading_sends_what_a_ring_sends(loaded):
   model, mesh = loaded("llama3", 4)
   session = ElasticSession(model, 40, mesh=mesh)

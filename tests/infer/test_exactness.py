@@ -33,10 +33,13 @@ def test_every_policy_is_a_path():
     if path.refusals.get("crowd") == "policy"
   ]
   classes = {type(kind.policy) for kind in kinds}
-  assert {type(x.policy) for x in KINDS.values() if x.policy} <= classes
+  missing = {type(x.policy) for x in KINDS.values() if x.policy} - classes
+  assert not missing, (
+    "add an entry by _policy(...) to PATHS in tests/contracts/exactness.py"
+  )
 
 
-@pytest.mark.long_cases(6)
+@pytest.mark.long_cases(4)
 @pytest.mark.parametrize(("name", "situation"), EVERY)
 def test_tokens_are_a_function_of_the_row(name, situation):
   contract.check(name, situation)

@@ -108,6 +108,7 @@ def test_what_is_loaded_is_the_important_part():
     assert few.counters.chunks < every.counters.chunks
 
 
+@pytest.mark.long
 def test_the_answer_is_of_the_kept_tokens_of_each_layer_and_head():
   # Others may hold anything: they are not read.
   document, question = texts()[0][0], texts()[1][0]

@@ -96,6 +96,7 @@ def test_a_conversation_goes_on_there(loaded, said):
   assert answers[0] == answers[1]
 
 
+@pytest.mark.long
 def test_room_is_kept(loaded, said):
   model, mesh = loaded(NAME, 4)
   prompt, _ = said

@@ -68,7 +68,7 @@ def assert_same_keys(layers, got, want) -> None:
     assert far(a, b) < 5e-6
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks"), CASES)
 def test_the_last_rank_has_what_one_device_has(loaded, alone, name, ranks):
   model, _ = loaded(name)

@@ -151,6 +151,7 @@ def test_a_second_turn_begins_behind_the_first(loaded):
     np.testing.assert_array_equal(a.tokens, b.tokens)
 
 
+@pytest.mark.long
 def test_bytes_of_its_own_cache_do_not_depend_on_the_context(loaded):
   model, _ = loaded("llama3")
   sizes = []

@@ -48,7 +48,7 @@ def _spent(
   return total / (at * PLAIN_S), rounds, paces
 
 
-@pytest.mark.parametrize("draft_s", [0.05, 0.3, 1.0, 5.0])
+@pytest.mark.parametrize("draft_s", [0.05, 0.3, 5.0])
 @pytest.mark.parametrize("tokens", [64, 400, 4000])
 @pytest.mark.parametrize("reading", [0.0, 0.125, 0.5])
 def test_useless_drafts_cost_no_more_than_a_twentieth(draft_s, tokens, reading):

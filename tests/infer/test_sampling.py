@@ -97,6 +97,7 @@ def test_filters_are_the_references(filters, ties, vocab):
   assert kept[np.arange(5), np.asarray(ids)].all()
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(
   logits=st.lists(st.integers(-6, 6), min_size=8, max_size=8),

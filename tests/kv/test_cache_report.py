@@ -71,6 +71,7 @@ def test_parts_add_up_to_all_bytes(text):
   }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("family", "text"),
   [
@@ -165,6 +166,7 @@ def test_a_part_in_host_memory_waits_for_its_link():
   assert large.nbytes > 16e9 and "more than a device has" not in f"{large}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["grouped", "latent"])
 def test_contexts_are_told_apart(family):
   model = contract.model(1, family)

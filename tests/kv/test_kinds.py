@@ -79,7 +79,7 @@ def pairs():
       yield pytest.param(law, setup, marks=marks, id=f"{law.__name__}-{setup}")
 
 
-@pytest.mark.long_cases(5)
+@pytest.mark.long_cases(3)
 @pytest.mark.parametrize(("law", "setup"), [*pairs()])
 def test_law(law, setup):
   law(setup)

@@ -130,7 +130,7 @@ def test_a_template_says_what_is_before_an_answer():
   assert [text.tolist() for _, _, text in none] == [prompt.tolist()]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_its_costs_are_measured():
   model = contract.model(1, "grouped")
   text = np.stack([context()[0]] * 2)

@@ -71,7 +71,7 @@ def test_any_split_of_a_text(shards):
   assert cache.slots[1].k.shape[3] == 8 and cache.slots[0].k.shape[3] == 64
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [4, pytest.param(1, marks=pytest.mark.long)])
 def test_a_striped_prompt_then_single_tokens(shards):
   tokens = texts(24)
@@ -116,7 +116,7 @@ def test_families_answer_as_with_all_tokens(family):
   assert any(n is not None for n in cache.ring_of)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_what_a_ring_can_not_take_back():
   tokens = texts(20)

@@ -43,7 +43,7 @@ def plain(text: str) -> bool:
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_passkey_in_a_long_document(ask, folder):
   ran = ask(f"--model={folder}", *SHORT)
   assert ran.status == 0
@@ -96,7 +96,7 @@ def test_an_adapter_changes_the_answer_as_its_merged_model_does(
   assert ran.status == 2 and "adapter_config.json" in ran.err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_layers_on_disk_change_no_token(ask, folder, tmp_path):
   flags = (f"--model={folder}", *SHORT, "--json", "--seed=5")
   want = json.loads(ask(*flags).out)
@@ -226,7 +226,7 @@ def test_sampling_flags(ask, folder):
   assert tokens("--temperature=3", "--seed=1", "--min_p=1") == greedy
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_kind_of_cache_changes_no_token(ask, start, folder):
   flags = (f"--model={folder}", *SHORT)
   want = json.loads(ask(*flags, "--json").out)

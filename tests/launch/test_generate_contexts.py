@@ -48,7 +48,7 @@ def test_texts_are_read_once(ask, folder, texts, tmp_path):
   assert done["tokens"] == np.ravel(want)[: len(done["tokens"])].tolist()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_entropy_of_an_answer_behind_selected_contexts(ask, folder, texts):
   ran = ask(
     f"--model={folder}", f"--contexts={texts}", f"--prompt={QUESTION}",

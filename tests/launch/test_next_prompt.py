@@ -13,7 +13,7 @@ from ringjax.data import Tokenizer
 FIRST, SECOND = "Who is grey?", "The dog is old. The cat is grey. " * 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_both_answers_are_those_of_separate_calls(ask, folder, tmp_path):
   file = tmp_path / "next.txt"
   file.write_text(SECOND)

@@ -383,7 +383,7 @@ def test_the_held_out_loss_is_that_of_launch_evaluate(small, tmp_path):
   assert losses[-1] == pytest.approx(curve.mean, rel=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_draft_has_a_held_out_loss_while_it_is_trained(small, tmp_path):
   """The same on one device and two, at each interval and in the log."""
   (tmp_path / "text").mkdir()

@@ -173,6 +173,7 @@ def make_nibbles(model):
   return rj.models.with_coded_weights(model, bits=4, group=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [
   pytest.param(make_integers, marks=pytest.mark.long),
   pytest.param(make_coded, marks=pytest.mark.slow),
@@ -263,6 +264,7 @@ def test_what_is_refused(tmp_path):
   refused(OptionError, lambda: make(adapted), "adapters")
 
 
+@pytest.mark.long
 def test_a_model_whose_layers_are_no_loop_is_warned_of():
   config = MIXTURE | {"num_hidden_layers": 3}
   loop, layers = (

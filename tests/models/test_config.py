@@ -392,7 +392,7 @@ def test_fuzz(name, spelling):
   assert any(x is None for x in kept) and any(x is not None for x in kept)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:config.json. keys that are not:UserWarning")
 @pytest.mark.parametrize(

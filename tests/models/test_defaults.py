@@ -129,7 +129,7 @@ def test_every_fixture_has_facts_in_each_spelling():
   assert {*FACTS} == names | older
 
 
-@pytest.mark.long_cases(60)
+@pytest.mark.long_cases(30)
 @pytest.mark.parametrize(
   "name",
   [

@@ -97,7 +97,7 @@ def test_a_context_of_one_is_read_by_the_other(models, tmp_path):
   assert all(x == answers[0] for x in answers)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_calibration_of_one_is_that_of_the_other(models, tmp_path):
   texts = np.random.default_rng(0).integers(1, 60, (2, 32), np.int32)
   made = [rj.infer.calibrate(x, texts) for x in models]

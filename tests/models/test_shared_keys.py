@@ -141,7 +141,7 @@ def test_a_value_that_cannot_be(name, key, value):
     rj.models.read_config(edited(name, **{key: value}))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_layers_that_read_in_a_loop(tmp_path):
   """The numbers of layers and the keys are those of layers one by one."""
   types = ["sliding_attention", "full_attention"]

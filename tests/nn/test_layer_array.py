@@ -103,7 +103,7 @@ def test_layers_of_a_loop_are_layers_one_by_one(tmp_path, name, codes):
   np.testing.assert_allclose(logits(loop), logits(single), rtol=0, atol=5e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["host", "device=.4,host=.6"])
 def test_placed_layers_have_the_same_experts(tmp_path, placement):
   rj.models.save(rj.models.create(MIXTURE, seed=0), tmp_path / "model")

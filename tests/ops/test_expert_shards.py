@@ -93,7 +93,14 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.long_cases(3)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(x, marks=[pytest.mark.long] * (x not in ("own", "rounds")))
+    for x in CASES
+  ],
+)
 def test_equals_one_device(name):
   """Outputs and gradients, with experts of equal and of unequal load."""
   sizes, over, tokens_over, dispatch = CASES[name]

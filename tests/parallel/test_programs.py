@@ -34,7 +34,7 @@ def test_mappings_are_counted():
   assert found is not None and 0 < found <= programs.most_mappings()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_programs_go_where_mappings_run_out(model, monkeypatch):
   """Answers stay, and a limit that is far changes nothing."""
   want = [asked(model, n) for n in (9, 33)]

@@ -164,7 +164,7 @@ def test_micro_batches_add_up(wanted, way):
   assert far(got, grads) < 1e-5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in remat.POLICIES if n != "all"])
 def test_what_is_computed_again_is_the_same(wanted, name):
   model, rows, _, grads = wanted
@@ -253,7 +253,7 @@ def test_a_step_that_is_not_finite_changes_nothing(wanted):
   assert far(state.params, before[0]) > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_padding_alone_has_no_gradient(wanted):
   model, rows, *_ = wanted
   empty = rows._replace(weights=np.zeros_like(rows.weights))
@@ -336,7 +336,7 @@ def test_rows_that_do_not_fit(wanted):
     remat.policy("some")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_whole_rows_need_no_coordinates(wanted):
   model, *_ = wanted
   draw = np.random.default_rng(3)

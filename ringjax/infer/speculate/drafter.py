@@ -31,7 +31,8 @@ class Target(NamedTuple):
     model: Target model.
     session: Session of the target, which has read the prompts.
     sampler: Sampler of the target, as an argument of jit.
-    texts: Prompt of each row, int32 [T].
+    texts: Tokens that the session has read in each row, earlier turns included;
+      the prompts alone after contexts. int32 [T].
     drawn: Whether drafted tokens are drawn from a distribution that the draft
       states, see `verifiers.rejection`; else the sampler chooses them by the
       draft's logits.

@@ -345,7 +345,8 @@ def speculated(
     total: Length of the context, for rotations.
     count: Maximum number of new tokens in a row.
     drafter: Drafter of the call.
-    texts: Prompt of each row, int32 [T].
+    texts: Tokens that the session has read in each row, earlier turns included;
+      the prompts alone after contexts. int32 [T].
     marked: Collects rows whose logits are not finite, which then end.
     undrafted: Collects rows for which the draft's logits are not finite, which
       continue without drafts.

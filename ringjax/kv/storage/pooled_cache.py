@@ -162,8 +162,14 @@ class PooledCache(CallCache):
     def insert_tree(held: Coords) -> Coords:
       number = held.pos - start[:, None]
       inside = (number >= 0) & (held.seg > 0)
-      number = jnp.clip(number, 0, at.pos.shape[1] - 1)
-      tree_coord = [jnp.take_along_axis(x, number, 1) for x in drafted]
+      last = at.pos.shape[1] - 1
+      # A gather would write an index for each slot of the cache.
+      nodes = jnp.arange(last + 1)[None, None]
+      is_node = jnp.minimum(number, last)[..., None] == nodes
+      tree_coord = [
+        jnp.sum(jnp.where(is_node, x[:, None], 0), -1, dtype=x.dtype)
+        for x in drafted
+      ]
       seg = jnp.where(held.seg > 0, MOST_DRAFTED, 0)
       return Coords(
         jnp.where(inside, tree_coord[0], held.pos),

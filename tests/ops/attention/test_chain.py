@@ -48,7 +48,7 @@ def verify(name, layout, shards, local=TILES):
   oracle.check(got, want)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   [

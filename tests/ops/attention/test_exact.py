@@ -245,7 +245,7 @@ def deal(names, all_of=(), turn=(0, 1)):
 
 
 @pytest.mark.one_case
-@pytest.mark.long_cases(5)
+@pytest.mark.long_cases(3)
 @pytest.mark.parametrize(("feature", "layout"), deal(FEATURES, QUICK, (0, 9)))
 def test_ring_serves_every_feature(feature, layout):
   verify(feature, LAYOUTS[layout], Ring(TILES, unroll=1))
@@ -273,13 +273,14 @@ def test_dense_serves_every_feature(feature, layout):
 SIZES = [1, 2, 3, 5, 6, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.one_case
 @pytest.mark.parametrize(("shards", "layout"), deal(SIZES, turn=(1, 2)))
 def test_ring_sizes(shards, layout):
   verify("everything", LAYOUTS[layout], Ring(TILES), shards)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("shards", "layout"),
   [
@@ -337,6 +338,7 @@ def test_ulysses_deals_heads_that_do_not_divide(n, kv, shards):
   oracle.check(got, oracle.truth(case))
 
 
+@pytest.mark.slow
 @pytest.mark.one_case
 @pytest.mark.parametrize(
   "unroll", [1, 3, pytest.param(16, marks=pytest.mark.slow)]
@@ -397,7 +399,7 @@ print("compiled")
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tiles_at_once_compile_as_users_do():
   """With all of LLVM's passes; what it cannot compile ends the process."""
   assert joined(8, 8) > 1

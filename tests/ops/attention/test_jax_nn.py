@@ -85,6 +85,7 @@ def test_groups_and_vmap(size, group, use_vmap, dtype):
     close((out, back(do)), (want, want_back(do)), 0.02)
 
 
+@pytest.mark.long
 @pytest.mark.one_case
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(

@@ -401,7 +401,7 @@ def check_call(call):
 
 
 @given(calls())
-@few(max_examples=8)
+@few(max_examples=5)
 def test_calls(call):
   check_call(call)
 

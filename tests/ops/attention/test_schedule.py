@@ -190,6 +190,7 @@ def test_program_does_not_grow(strategy):
   assert size(4, 4 * 1024) < 1.05 * size(4, 4 * 512)
 
 
+@pytest.mark.long
 @pytest.mark.one_case
 @pytest.mark.parametrize(
   ("layout", "backward"),

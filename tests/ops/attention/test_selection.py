@@ -127,6 +127,7 @@ def test_reading_a_cache(shards, queries, cut, ties, monkeypatch):
   np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
 
 
+@pytest.mark.long
 def test_many_queries_read_chosen_keys_as_few_do(monkeypatch):
   """Choices are in whole tiles, of a size that both have in common."""
   monkeypatch.setattr(views, "in_order", lambda view: True)

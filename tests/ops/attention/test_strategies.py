@@ -131,6 +131,7 @@ def test_heads_traded_around_ways_for_consecutive_tokens(local):
   verify("window-wide", Contiguous(), Ulysses(local, inner=2))
 
 
+@pytest.mark.slow
 @pytest.mark.one_case
 @pytest.mark.parametrize(
   ("shards", "feature"),

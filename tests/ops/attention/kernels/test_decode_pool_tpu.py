@@ -192,5 +192,6 @@ def test_what_it_does_not_serve(words):
   pool_kernel.check_declines(call, KERNEL, words, DECLINED[words])
 
 
+@pytest.mark.long
 def test_a_tpu_takes_it():
   pool_kernel.check_choice(call, DecodePoolTPU)

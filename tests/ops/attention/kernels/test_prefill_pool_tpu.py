@@ -157,6 +157,7 @@ def test_several_tiles_of_queries(monkeypatch):
   check(args)
 
 
+@pytest.mark.slow
 @pytest.mark.one_case
 @pytest.mark.parametrize(
   "codec",
@@ -212,7 +213,8 @@ def test_latents_of_codes_are_decoded_once():
   check_exactly((q, view, args))
 
 
-@pytest.mark.parametrize("pages", ["numbers", "codes"])
+@pytest.mark.one_case
+@pytest.mark.parametrize("pages", ["codes", "numbers"])
 def test_a_row_has_the_same_bits_alone_and_in_a_crowd(pages):
   q, view, args = call() if pages == "numbers" else coded(Integers(bits=4))
   crowd = decoded(KERNEL.decode, (q, view, args))
@@ -282,6 +284,7 @@ def drafts(pages, **options):
   )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.one_case
 @pytest.mark.parametrize(
   ("pages", "lanes"), [("numbers", 512), ("codes", 512), ("numbers", 24)]

@@ -43,7 +43,7 @@ def test_shards_in_each_layout_give_the_same(layout, shards):
   native_sparse.check(layout, shards, mesh_of(shards))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_documents_keys_of_the_window_and_other_sizes_combine():
   seg = np.stack([np.repeat([1, 2, 3, 0], [9, 30, 20, 5]), np.ones(64)])
   seg = seg.astype(np.int32)
@@ -73,7 +73,7 @@ def test_heads_and_rows_are_sharded():
   )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_call_inside_of_a_shard_map_equals_the_whole_call():
   r = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(r.normal(size=shape), jnp.float32)
