@@ -3,8 +3,8 @@
 Reads held-out files of Python's library, each a prompt of --lengths tokens, by
 dense attention and by each of --patterns. Prints a line of each, and with
 --out a JSON file: the part of the tiles that is computed, the attention that is
-left out (the layer with the largest part, at sampled queries), the loss of all
-tokens and of the last half in nats, and the seconds of a prompt: of the clock,
+left out (mean of the layers, and the largest, at sampled queries), the loss of
+all tokens and of the last half in nats, and the seconds of a prompt: clock,
 and of all processors, which say more where other processes run. Methods take
 turns, prompt by prompt; seconds are medians after one call that compiles.
 
@@ -104,6 +104,10 @@ def measure(
       "prefill": method,
       "computed": mean("computed"),
       "left_out": mean("left_out"),
+      "left_out_by_layer": [
+        float(np.mean([x.layers[n].left_out for x in tiles[method]]))
+        for n in range(len(tiles[method][0].layers) if tiles[method] else 0)
+      ],
       "loss": curve.mean,
       "last_loss": curve.last_nll,
       "seconds": statistics.median(x for x, _ in times[method]),
@@ -115,11 +119,14 @@ def measure(
 def line(record: dict[str, Any], dense: dict[str, Any]) -> str:
   """A line of the table."""
   part = lambda x: "all" if x is None else f"{x:.1%}"
-  left_out = record["left_out"]
+  by_layer = record["left_out_by_layer"]
+  left_out = (
+    f"{np.mean(by_layer):.1%}, {max(by_layer):.1%}" if by_layer else "-"
+  )
   return (
     f"| {record['tokens']:,} | {record['prefill']} | "
     f"{part(record['computed'])} | "
-    f"{'-' if left_out is None else f'{left_out:.1%}'} | "
+    f"{left_out} | "
     f"{record['loss']:.4f} | {record['loss'] - dense['loss']:+.4f} | "
     f"{record['last_loss'] - dense['last_loss']:+.4f} | "
     f"{record['seconds']:.1f} | {record['processor_seconds']:.1f} | "

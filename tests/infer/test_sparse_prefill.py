@@ -75,13 +75,17 @@ def test_a_row_is_read_as_if_it_were_alone(prompts):
 
 @pytest.mark.long
 @pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.parametrize("text", [HALF, "flexprefill,gamma=0.3,block=64"])
+@pytest.mark.parametrize(
+  "text", [HALF, "flexprefill,gamma=0.1,tau=1,least_tokens=0,block=64"]
+)
 def test_shards_leave_out_what_one_device_leaves_out(devices, text, prompts):
   new, report = ask(prompts, f"sparse:{text}")
   sharded, on_mesh = ask(prompts, f"sparse:{text}", model=small(devices))
   assert sharded == new
-  assert on_mesh.tiles.computed == report.tiles.computed
-  assert on_mesh.tiles.left_out == pytest.approx(report.tiles.left_out, 1e-4)
+  assert on_mesh.tiles.computed == report.tiles.computed < 1
+  assert on_mesh.tiles.left_out == pytest.approx(
+    report.tiles.left_out, rel=1e-4, abs=1e-6
+  )
 
 
 @pytest.mark.long
