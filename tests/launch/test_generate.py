@@ -778,7 +778,7 @@ def test_chosen_tiles_are_counted_in_words_and_in_json(ask, folder):
   assert tiles["pattern"] == "XAttention" and tiles["threshold"] == 0.5
   assert len(tiles["layers"]) == 2 and 0 < tiles["computed"] < 1
   assert 0 < tiles["left_out"] < 1
-  assert f"{tiles['computed']:.1%} computed" in plain(ran.err)
+  assert f"{tiles['computed']:.1%} computed" in ran.err
 
 
 @pytest.mark.long
