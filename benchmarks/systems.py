@@ -179,8 +179,8 @@ def _whole_context(prefill: str, devices: int) -> Run:
 def _code_found(prefill: str, devices: int) -> Run:
   return Run(
     f"{_EVALUATE} needle {_GEMMA} --dtype=float32 --task=passkey --trials=1 "
-    f"--lengths=30000 --depths=0.1,0.5,0.9 --prefill={prefill} --devices={devices} "
-    "--json",
+    f"--lengths=16000 --depths=0.1,0.5,0.9 --prefill={prefill} "
+    f"--devices={devices} --json",
     systems_alone.needles_found,
   )
 
@@ -222,7 +222,7 @@ def _ring(
       f"{place} {asked['']['found']:.0f} of {asked['']['asked']}"
       for place, asked in places.items()
     )
-    context += f"; a code in 30,000 tokens: found on {counts}"
+    context += f"; a code in 16,000 tokens: found on {counts}"
   return (
     f"{_same_loss(one_device, four_devices)}{context}; Gemma 3 beside its "
     f"weights, compiled: 32,768 tokens take {megabytes('32768', '8')} on each "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from launch.shared import prompts
 from ringjax import option_text
 from ringjax.checks import one_of
 from ringjax.errors import OptionError
+from ringjax.infer.llm_npu.integer_model import FILE as RANGES
 from ringjax.models.transformer import Transformer
 from ringjax.plan.systems.subgraphs import RULES
 
@@ -49,6 +51,23 @@ def model(plain: Transformer, text: str) -> Transformer:
   folder, options = _options(text)
   model_options = {key: x for key, x in options.items() if key in _INTEGER}
   return rj.infer.integer_model(plain, folder, **model_options)
+
+
+def check(text: str) -> None:
+  """Refuses options and a folder that do not exist, before a model is loaded.
+
+  Raises:
+    OptionError: If there is no such option, or the folder has no ranges.
+  """
+  folder, _ = _options(text)
+  if not (pathlib.Path(folder) / RANGES).exists():
+    raise OptionError(
+      "--integer",
+      f"{folder!r}, without {RANGES}",
+      "the folder of the model's activation ranges, options after a colon",
+      "pass --integer=DIR:shadow=16; to make one: python -m launch.calibrate "
+      "--model=DIR --text=FILE --ranges --out=DIR",
+    )
 
 
 def reading(values: flags.FlagValues) -> dict[str, Any]:

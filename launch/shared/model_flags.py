@@ -36,8 +36,8 @@ from ringjax.infer.speculate.draft_model import ModelDrafter
 from ringjax.kv import kind_text
 from ringjax.models.checkpoint import WEIGHTS
 from ringjax.models.transformer import Transformer
+from ringjax.models.weights import neurons
 from ringjax.models.weights.coded_weights import BITS
-from ringjax.models.weights.neurons import FILE as NEURONS
 from ringjax.parallel import memory
 
 # Show these flags in the --help of the script that defines them.
@@ -177,6 +177,8 @@ def check(values: flags.FlagValues, **others: str | None) -> None:
   passed = {name: flag for name, flag in others.items() if flag is not None}
   present = present_options(options) | dict.fromkeys(passed, True)
   check_pairs(present, names | passed)
+  if values.integer is not None:
+    integer_flags.check(values.integer)
 
 
 def checked_drafter(text: str) -> speculate.Drafter:
@@ -353,7 +355,9 @@ def _flash(
   options = {key: option_text.value(value) for key, value in pairs.items()}
   if options.pop("predictors", False):
     options["predictors"] = folder
-  if not (pathlib.Path(folder) / NEURONS).exists():
+  if not (pathlib.Path(folder) / neurons.FILE).exists():
+    # The file is as large as the weights: not for a model that is refused.
+    neurons.check_sparse(model, options.get("threshold", 0))
     say(f"neurons: {rj.models.write_neurons(model, folder)}")
   sparse = rj.models.sparse_model(model, folder, **options)
   report = rj.models.neuron_report(sparse)

@@ -96,8 +96,8 @@ def calibrate(
     rotated: Whether keys are measured after their rotation, for kinds with
       unrotated=False; the paper's are measured before it.
     folder: Folder for the state after each text, from which a run that was
-      killed resumes, and for the calibration at the end. Only the first
-      process reads and writes it.
+      killed resumes, and for the calibration at the end; it is created if
+      it does not exist. Only the first process reads and writes it.
     progress: Function that is called with the number of passes over a text
       that are done, and their total.
 

@@ -401,6 +401,8 @@ class CacheConfig(Config):
       defaults = kind.text_options()
       if defaults.keys() != options.keys() or _classes(kind) != _classes(self):
         continue
+      if self.tier.device is not None and kind.tier.device is None:
+        defaults["room"] = kind.tier.block
       changed = [f"{n}={x}" for n, x in options.items() if defaults[n] != x]
       text = f"{name}:{','.join(changed)}" if changed else name
       if shortest is None or len(changed) < shortest[0]:

@@ -80,7 +80,7 @@ class ExactConfig(Config):
   room: int = option(
     "Number of tokens between two evictions, if they come one by one.",
     least=1,
-    default=256,
+    default=32,
   )
 
   def __bool__(self) -> bool:

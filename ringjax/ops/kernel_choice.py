@@ -33,6 +33,7 @@ ALLOWED_ERROR = 0.02
 _MODULES = (
   "ringjax.ops.attention.kernels.auto_kernel",
   "ringjax.ops.block_product_tpu",
+  "ringjax.ops.flat_product_tpu",
   "ringjax.ops.experts.grouped_product_tpu",
 )
 

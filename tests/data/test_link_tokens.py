@@ -38,17 +38,18 @@ def test_a_prompt_without_links_and_with_a_prefix_of_its_own():
 
 
 def test_links_are_saved_beside_a_model(tmp_path):
-  LINKS.save(tmp_path)
-  assert LinkTokens.load(tmp_path) == LINKS
-  assert LinkTokens.load(tmp_path, vocab=274) == LINKS
-  assert set(json.loads((tmp_path / "links.json").read_text())) == {
+  folder = tmp_path / "new"
+  LINKS.save(folder)
+  assert LinkTokens.load(folder) == LINKS
+  assert LinkTokens.load(folder, vocab=274) == LINKS
+  assert set(json.loads((folder / "links.json").read_text())) == {
     "first",
     "each",
     "documents",
   }
   refused(
     OptionError,
-    lambda: LinkTokens.load(tmp_path, vocab=273),
+    lambda: LinkTokens.load(folder, vocab=273),
     "ids to 273",
     "with_more_tokens(model, 12)",
   )

@@ -371,23 +371,24 @@ def test_levels_without_gradients_are_others(model, found, tmp_path):
 @pytest.mark.long
 def test_a_run_that_was_killed_resumes(model, found, tmp_path):
   _, want = found
+  folder = tmp_path / "new" / "folder"
 
   def stop(done, total):
     if done == 4:
       raise KeyboardInterrupt
 
   with pytest.raises(KeyboardInterrupt):
-    rj.infer.calibrate(model, ROWS, folder=tmp_path, progress=stop)
-  assert [path.name for path in tmp_path.iterdir()] == [PARTIAL]
+    rj.infer.calibrate(model, ROWS, folder=folder, progress=stop)
+  assert [path.name for path in folder.iterdir()] == [PARTIAL]
   told = []
   made = rj.infer.calibrate(
-    model, ROWS, folder=tmp_path, progress=lambda done, _: told.append(done)
+    model, ROWS, folder=folder, progress=lambda done, _: told.append(done)
   )
   assert told == [5, 6] and made == want
   # Of other texts nothing is taken over.
   with pytest.raises(KeyboardInterrupt):
-    rj.infer.calibrate(model, ROWS, folder=tmp_path, progress=stop)
-  other = rj.infer.calibrate(model, ROWS[:2], folder=tmp_path)
+    rj.infer.calibrate(model, ROWS, folder=folder, progress=stop)
+  other = rj.infer.calibrate(model, ROWS[:2], folder=folder)
   assert other == rj.infer.calibrate(model, ROWS[:2])
 
 

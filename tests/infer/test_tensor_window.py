@@ -594,3 +594,16 @@ def test_times_of_first_passes_are_apart():
   times.restart()
   assert not any(times.means("compute", 2))
   assert block_window.BlockTimes.KINDS == ("read", "disk", "peers", "compute")
+
+
+def test_blocks_that_stay_have_the_time_of_their_read():
+  times = BlockTimes()
+  with times.of("read", 0):
+    time.sleep(0.01)
+  times.restart()
+  times.begin(later=False)
+  assert times.means("read", 2)[0] >= 0.01
+  assert times.means("read", 2)[1] == 0
+  with times.of("read", 0):
+    pass
+  assert times.means("read", 2)[0] < 0.01

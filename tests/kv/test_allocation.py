@@ -196,6 +196,7 @@ def test_families_and_meshes(family, kind):
 
 
 def test_a_file_keeps_it(made, texts, tmp_path):
+  folder = tmp_path / "new"
   model = contract.model(1)
   done = []
   again = rj.kv.allocate_bits(
@@ -203,15 +204,15 @@ def test_a_file_keeps_it(made, texts, tmp_path):
     texts,
     bytes_per_token=made.bytes_per_token,
     candidates=CANDIDATES,
-    folder=tmp_path,
+    folder=folder,
     progress=lambda n, total: done.append((n, total)),
   )
   assert done == [(n + 1, made.calls) for n in range(made.calls)]
-  assert [path.name for path in tmp_path.iterdir()] == ["kv_bits.json"]
+  assert [path.name for path in folder.iterdir()] == ["kv_bits.json"]
   assert again.kind == made.kind
-  read = rj.kv.Allocation.load(tmp_path, model)
+  read = rj.kv.Allocation.load(folder, model)
   assert read == again and f"{read}" == f"{made}"
-  kind = model.cache_kind(kind_text.parse(f"allocated:table={tmp_path}"))
+  kind = model.cache_kind(kind_text.parse(f"allocated:table={folder}"))
   assert kind == made.kind
   assert model.cache_kind(kind_text.parse(str(kind))) == kind
   assert model.init_cache(1, 16, kind=kind).explain().loss == made.loss

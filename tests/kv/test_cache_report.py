@@ -285,6 +285,8 @@ _SHAPE = dict(
   ("text", "most"),
   [
     ("int4", {8192: 0.282, 32768: 0.282}),
+    ("int4:recent=128", {8192: 0.298}),
+    ("int4:first=4", {8192: 0.287}),
     ("kivi2", {8192: 0.210, 32768: 0.195}),
     pytest.param(
       "h2o:budget=.2", {8192: 0.208, 32768: 0.208}, marks=pytest.mark.long

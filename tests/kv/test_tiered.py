@@ -230,6 +230,7 @@ def test_what_is_refused():
 def test_kinds_have_a_text():
   kind = kind_text.parse("int4:device=4096,group=32")
   assert kind.tier.device == 4096 and kind_text.parse(str(kind)) == kind
+  assert str(kind) == "int4:device=4096,keys.group=32,values.group=32"
   assert kind_text.parse("dense:device=none").tier.device is None
   both = kind + rj.kv.CacheConfig(unrotated=True, device=8192)
   assert both.tier.device == 8192 and both.layout.unrotated

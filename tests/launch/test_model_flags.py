@@ -61,6 +61,8 @@ _WITHOUT_FILES = [
   ("--speculate=model:model=DIR/no", "does not exist"),
   ("--speculate=longspec", "folder of a draft model"),
   ("--speculate=longspec:model=DIR/no", "does not exist"),
+  ("--integer=DIR:shadow=4", "without activation_ranges.safetensors"),
+  ("--integer=DIR,devices=2", "options after a colon"),
 ]
 
 
@@ -70,8 +72,10 @@ _WITHOUT_FILES = [
     (script, flag, words)
     for script in (chat, generate, serve, evaluate)
     for flag, words in _WITHOUT_FILES
-    # launch.evaluate has no drafts.
-    if script is not evaluate or flag.startswith("--cache")
+    # launch.evaluate has no drafts, launch.serve and it no integers.
+    if flag.startswith("--cache")
+    or (script is serve and flag.startswith("--speculate"))
+    or script in (chat, generate)
   ],
 )
 def test_files_that_a_flag_names_are_there_before_a_model_is_loaded(
@@ -99,6 +103,17 @@ def test_files_that_a_flag_names_are_there_before_a_model_is_loaded(
     inputs = (rest,) if script is evaluate else ()
     assert script.run(values, *inputs) == 2
     assert words in capsys.readouterr().err
+
+
+def test_no_neurons_are_written_of_a_model_without_zeros(tmp_path):
+  folder = tmp_path / "model"
+  checkpoints.write("llama2", folder)
+  out = tmp_path / "neurons"
+  flags = [f"--model={folder}", f"--flash={out}"]
+  values = common.parse(generate.NAME, generate.define, flags)
+  with pytest.raises(rj.errors.OptionError, match="zero for no neuron"):
+    model_flags.load(values, folder, None, print)
+  assert not out.exists()
 
 
 def test_a_longer_context_by_a_flag(tmp_path):

@@ -37,6 +37,37 @@ _SIZES = {
 }
 
 
+def call_arrays(pool, name, page, tokens, devices, vocab):
+  """Arguments of an empty call over a pool of so many tokens a device."""
+  shards = len(devices)
+  batch, count = _SIZES[name]
+  zeros = lambda *shape: np.zeros(shape, np.int32)
+  no = np.zeros(batch, bool)
+  blocks = 32768 // page // shards
+  arrays = CallArrays(
+    tokens=zeros(batch, count),
+    pos=zeros(batch, count),
+    seg=zeros(batch, count),
+    tables=tuple(zeros(batch, shards, blocks) for _ in pool.groups),
+    ends=zeros(batch),
+    slots=zeros(batch),
+    fresh=no,
+    last=zeros(batch),
+    chooses=no,
+    sampling=RowNumbers.empty(ROWS, vocab).of(np.zeros(batch, np.int32)),
+    prompts=zeros(batch),
+  )
+  if batch < ROWS:
+    return arrays
+  tile = pool_tile(page, devices[0].platform)
+  most = shards * tokens // tile * ROWS // 2
+  shared = tuple(
+    shared_tiles(x, np.zeros(ROWS, np.int64), page, tile, most)
+    for x in arrays.tables
+  )
+  return arrays._replace(shared=shared)
+
+
 def call(devices, *, model, name, kind, page, tokens):
   """A call for answers or prompts, over a pool of so many tokens a device.
 
@@ -61,29 +92,7 @@ def call(devices, *, model, name, kind, page, tokens):
   batch, count = _SIZES[name]
   vocab = form.config.vocab
   zeros = lambda *shape: np.zeros(shape, np.int32)
-  no = np.zeros(batch, bool)
-  blocks = 32768 // page // shards
-  arrays = CallArrays(
-    tokens=zeros(batch, count),
-    pos=zeros(batch, count),
-    seg=zeros(batch, count),
-    tables=tuple(zeros(batch, shards, blocks) for _ in pool.groups),
-    ends=zeros(batch),
-    slots=zeros(batch),
-    fresh=no,
-    last=zeros(batch),
-    chooses=no,
-    sampling=RowNumbers.empty(ROWS, vocab).of(np.zeros(batch, np.int32)),
-    prompts=zeros(batch),
-  )
-  if batch == ROWS:
-    tile = pool_tile(page, devices[0].platform)
-    most = shards * tokens // tile * ROWS // 2
-    shared = tuple(
-      shared_tiles(x, np.zeros(ROWS, np.int64), page, tile, most)
-      for x in arrays.tables
-    )
-    arrays = arrays._replace(shared=shared)
+  arrays = call_arrays(pool, name, page, tokens, devices, vocab)
   if name == "trees":
     arrays = arrays._replace(parents=zeros(batch, count))
   board = RowBoard(

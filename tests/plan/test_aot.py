@@ -399,6 +399,34 @@ class TestCompiled:
     assert "ringjax_prefill_pool" in path.read_text()
     assert found.memory.temporaries < 128 << 20
 
+  @pytest.mark.slow
+  @pytest.mark.parametrize(
+    ("prompts", "share"), [("many", 1), ("prompts", 0.9)]
+  )
+  def test_tiles_of_rows_read_a_layer_once_for_both_kinds(self, prompts, share):
+    """Copies of layers would add as much as one program saves."""
+    wide = MODEL | {
+      "hidden_size": 4096,
+      "intermediate_size": 14336,
+      "num_attention_heads": 32,
+      "num_key_value_heads": 8,
+      "vocab_size": 128256,
+    }
+    options = {"model": wide, "page": 128, "tokens": 1 << 15}
+    one = aot.compile(
+      "tests.plan.flat_step:build", "v5e:1x1", options | {"prompts": prompts}
+    )
+    two = [
+      aot.compile(
+        "tests.plan.engine_calls:call",
+        "v5e:1x1",
+        options | {"name": name, "kind": "dense"},
+      )
+      for name in ("answers", prompts)
+    ]
+    assert one.memory.aliased >= one.facts["pool"]
+    assert one.traffic.total < 0.9 * sum(x.traffic.total for x in two)
+
   @pytest.mark.parametrize(
     ("name", "kind", "kernel"),
     [

@@ -90,8 +90,12 @@ class LinkTokens:
       )
 
   def save(self, folder: str | os.PathLike[str]) -> None:
-    """Writes `links.json` into a folder, usually that of a model."""
+    """Writes `links.json` into a folder, usually that of a model.
+
+    The folder is created if it does not exist.
+    """
     text = json_text(dataclasses.asdict(self), indent=2)
+    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
     pathlib.Path(folder, LINKS).write_text(text + "\n", "utf-8")
 
   @classmethod

@@ -42,10 +42,11 @@ class BlockTimes:
     self.later = False
     self.events: list[tuple[str, int, float, float]] | None = None
     self._keeps = events
+    self._last_read: dict[int, float] = {}
     self.restart()
 
   def restart(self) -> None:
-    """Resets all counts; the next passes count as first ones."""
+    """Resets counts but a block's last read; the next passes are first ones."""
     self.later = False
     empty_counts = lambda: {
       kind: collections.defaultdict(float) for kind in self.KINDS
@@ -71,13 +72,15 @@ class BlockTimes:
       self._seconds[in_later_pass][kind][block] += end - start
       if kind == "read":
         self._reads[in_later_pass][block] += 1
+        self._last_read[block] = end - start
       if self.events is not None:
         self.events.append((kind, block, start, end))
 
   def means(self, kind: str, blocks: int) -> tuple[float, ...]:
     """Mean seconds of a kind by block: per read for "read", else per pass.
 
-    Later passes are used, or the first ones if there was no later pass.
+    Later passes are used, or the first ones if there was no later pass. A block
+    that stays in memory has the seconds of its last read, before the restart.
     """
     means = []
     for k in range(blocks):
@@ -87,7 +90,10 @@ class BlockTimes:
       count = (
         self._reads[use_later][k] if kind == "read" else self._passes[use_later]
       )
-      means.append(self._seconds[use_later][kind][k] / max(count, 1))
+      if kind == "read" and not count:
+        means.append(self._last_read.get(k, 0.0))
+      else:
+        means.append(self._seconds[use_later][kind][k] / max(count, 1))
     return tuple(means)
 
 

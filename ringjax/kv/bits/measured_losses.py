@@ -218,6 +218,7 @@ def loss_sums(
 
 
 def write_json(path: pathlib.Path, body: dict[str, Any]) -> None:
-  """Write a file atomically, replacing an old one."""
+  """Write a file atomically, replacing an old one; creates its folder."""
+  pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
   with replacing(path) as file:
     file.write(f"{json_text(body)}\n".encode())

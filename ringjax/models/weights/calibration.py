@@ -90,7 +90,11 @@ def write_tensors(
   arrays: Mapping[str, np.ndarray],
   metadata: Mapping[str, str],
 ) -> None:
-  """Writes a safetensors file, which replaces an older one in one step."""
+  """Writes a safetensors file, which replaces an older one in one step.
+
+  Its folder is created if it does not exist.
+  """
+  pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
   data = save(dict(arrays), dict(metadata))
   with replacing(path) as file:
     file.write(data)

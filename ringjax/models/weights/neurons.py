@@ -113,6 +113,25 @@ def write_neurons(
   )
 
 
+def check_sparse(model: Transformer, threshold: int | float = 0.0) -> None:
+  """Checks that tokens leave out neurons of a model.
+
+  Raises:
+    OptionError: If an activation is zero for no neuron and there is no
+      threshold, or the threshold is below 0.
+  """
+  checked_number("threshold", threshold, least=0)
+  for g, p in _kinds(model):
+    act = model.stack.blocks[g][p].feedforward.spec.act
+    if act not in SPARSE and not threshold:
+      raise OptionError(
+        "model",
+        f"the activation {act!r}, which is zero for no neuron",
+        f"one of {', '.join(SPARSE)}, or a threshold",
+        "pass threshold=.05, which changes the answers, or a ReLU model",
+      )
+
+
 def sparse_model(
   model: Transformer,
   folder: str | os.PathLike[str],
@@ -154,16 +173,7 @@ def sparse_model(
   """
   check_neurons(model)
   positive_int("window", window)
-  checked_number("threshold", threshold, least=0)
-  for g, p in _kinds(model):
-    act = model.stack.blocks[g][p].feedforward.spec.act
-    if act not in SPARSE and not threshold:
-      raise OptionError(
-        "model",
-        f"the activation {act!r}, which is zero for no neuron",
-        f"one of {', '.join(SPARSE)}, or a threshold",
-        "pass threshold=.05, which changes the answers, or a ReLU model",
-      )
+  check_sparse(model, threshold)
   file = NeuronFile(pathlib.Path(folder) / FILE, threads=threads)
   digest = files.model_digest(model)
   if file.model != digest:

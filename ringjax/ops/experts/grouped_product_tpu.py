@@ -52,7 +52,7 @@ _BYTE_ROWS, _HALF_ROWS = 32, 16
 # Rows of a block: the fewest and the most.
 _LEAST_ROWS, _MOST_ROWS = 16, 256
 # Numbers of a row that one step of the loop along D multiplies.
-_DEPTH = 1024
+_DEPTH = 4096
 # The default for an unknown TPU.
 _SOME = "tpu-v5e"
 _NOT_LANES = "it takes multiples of 128"

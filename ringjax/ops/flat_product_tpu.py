@@ -1,0 +1,466 @@
+"""Pallas TPU kernel for the product of row tiles, some empty, with one weight.
+
+Guarantees: y[t] = x[t] . w for each tile t that holds rows, or a function of
+two such products, with float32 sums along D in one fixed order: a row's bits
+depend on that row alone, not on its place, its tile or the number of tiles.
+Tiles without rows are not computed: what the kernel's result holds there is
+undefined. `decline` says where it does not serve.
+Cost: the weight is read once for a call, in place in a stack of layers, however
+many tiles hold rows; its next columns are loaded while all tiles are multiplied
+by the current ones. The tiles that hold rows are read once if they fit the
+vector memory together with the weight's columns, else once for each of them.
+Of a device with two cores one multiplies.
+Memory: VMEM only: two blocks of the weight's columns, and the tiles.
+
+  grid [N / columns, tiles that hold rows]    [rows, D] . [D, columns]
+
+All of D is one product: by the machine code for a v5e a loop over parts of it
+takes at least 27 % more cycles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from ringjax import tree
+from ringjax.ops.kernel_choice import (
+  KernelChoice,
+  first_serving,
+  register,
+  relative_error,
+)
+from ringjax.parallel import chips, collectives
+from ringjax.parallel.call_sharding import product_device
+from ringjax.typing import ArrayLeaf
+
+# A Pallas reference to an array, for which JAX has no common class.
+Ref = Any
+# Function of the outputs of two maps, row by row and number by number.
+Combine = Callable[[Array, Array], Array]
+_LANES = 128
+# Rows of a register of bfloat16.
+_HALF_ROWS = 16
+# Bytes of a block of columns where tiles stay in the vector memory: nothing
+# else runs while the first one is loaded.
+_BLOCK_BYTES = 4 << 20
+# The default for an unknown TPU.
+_SOME = "tpu-v5e"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveTiles:
+  """Tiles of rows of a call that hold any.
+
+  Attributes:
+    order: Numbers of the tiles, int32 [tiles], those that hold rows first.
+    count: Number of tiles that hold rows, int32 [].
+  """
+
+  order: Int[ArrayLeaf, " tiles"]
+  count: Int[ArrayLeaf, ""]
+
+  @classmethod
+  def of(cls, holds: Array) -> LiveTiles:
+    """Tiles in their order, by whether each holds rows, bool [tiles]."""
+    order = jnp.argsort(~holds, stable=True).astype(jnp.int32)
+    return cls(order=order, count=jnp.sum(holds, dtype=jnp.int32))
+
+
+tree.register(LiveTiles, data=("order", "count"), meta=())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Blocks:
+  """Sizes of a call's blocks.
+
+  Attributes:
+    columns: Columns of the weight in a block.
+    resident: Whether all tiles stay in the vector memory.
+  """
+
+  columns: int
+  resident: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatProductTPU:
+  """A Pallas kernel for TPU for products of row tiles with one weight.
+
+  Attributes:
+    chip: Machine of `chips.MACHINES` whose vector memory counts; None: one of
+      them.
+    interpret: Whether to run without a TPU, slowly, for tests, or how.
+  """
+
+  chip: str | None = None
+  interpret: bool | pltpu.InterpretParams = False
+
+  def decline(
+    self,
+    x: Float[ArrayLeaf, "tiles rows D"],
+    weights: Sequence[Float[ArrayLeaf, "*layers D N"]],
+  ) -> str | None:
+    """Return the reason not to serve a call, or None.
+
+    Args:
+      x: Tiles of rows.
+      weights: One weight, or two of the same inputs and outputs.
+    """
+    kind, inner, outer = x.dtype.name, *weights[0].shape[-2:]
+    if kind not in ("bfloat16", "float32"):
+      return f"{kind}: it multiplies bfloat16 and float32"
+    for weight in weights:
+      if weight.dtype != x.dtype:
+        return f"a weight of {weight.dtype.name} for rows of {kind}"
+    if inner % _LANES or outer % _LANES:
+      return f"a weight of {inner} by {outer}: it takes multiples of {_LANES}"
+    if x.shape[1] % _HALF_ROWS:
+      return f"tiles of {x.shape[1]} rows: it takes multiples of {_HALF_ROWS}"
+    tiles, rows, _ = x.shape
+    maps = len(weights)
+    if self._blocks(tiles, rows, inner, outer, x.dtype, maps) is None:
+      return (
+        f"{inner} by {outer} {kind}: two blocks of {_LANES} columns do not fit "
+        "the vector memory"
+      )
+    return None
+
+  def product(
+    self,
+    x: Float[Array, "tiles rows D"],
+    weight: Float[ArrayLeaf, "*layers D N"],
+    index: tuple[Int[ArrayLeaf, ""], ...],
+    live: LiveTiles,
+  ) -> Float[Array, "tiles rows N"]:
+    """Product of the tiles that hold rows; the others are undefined.
+
+    Args:
+      x: Tiles of rows.
+      weight: Weight, in a stack of layers if there is an `index`.
+      index: Position in each axis of the stack, int32 [] each.
+      live: Tiles that hold rows.
+    """
+    return self._call(x, (weight,), index, live, lambda y: y)
+
+  def gated(
+    self,
+    x: Float[Array, "tiles rows D"],
+    weights: tuple[
+      Float[ArrayLeaf, "*layers D N"], Float[ArrayLeaf, "*layers D N"]
+    ],
+    index: tuple[Int[ArrayLeaf, ""], ...],
+    live: LiveTiles,
+    combine: Combine,
+  ) -> Float[Array, "tiles rows N"]:
+    """`combine` of two products, which is computed in the kernel."""
+    return self._call(x, weights, index, live, combine)
+
+  def _call(
+    self,
+    x: Float[Array, "tiles rows D"],
+    weights: tuple[Float[ArrayLeaf, "*layers D N"], ...],
+    index: tuple[Int[ArrayLeaf, ""], ...],
+    live: LiveTiles,
+    combine: Callable[..., Array],
+  ) -> Float[Array, "tiles rows N"]:
+    """`combine` of the products with each weight."""
+    tiles, rows, inner = x.shape
+    outer, maps = weights[0].shape[-1], len(weights)
+    blocks = self._blocks(tiles, rows, inner, outer, x.dtype, maps)
+    assert blocks is not None, "decline() was not asked"
+    columns = blocks.columns
+    of_tile = pl.BlockSpec(
+      (None, rows, inner), lambda j, i, order, *_: (order[i], 0, 0)
+    )
+    in_memory = pl.BlockSpec(memory_space=pl.ANY)
+    resident = [
+      pltpu.VMEM(x.shape, x.dtype),
+      pltpu.SemaphoreType.DMA((2,)),
+    ]
+    return pl.pallas_call(
+      functools.partial(_kernel, blocks, len(index), maps, combine),
+      grid_spec=pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1 + len(index),
+        # Without rows a tile of any numbers is multiplied.
+        grid=(outer // columns, jnp.maximum(jnp.asarray(live.count), 1)),
+        in_specs=[
+          in_memory if blocks.resident else of_tile,
+          *[in_memory] * maps,
+        ],
+        out_specs=pl.BlockSpec(
+          (None, rows, columns), lambda j, i, order, *_: (order[i], 0, j)
+        ),
+        scratch_shapes=[
+          pltpu.VMEM((maps, 2, inner, columns), x.dtype),
+          pltpu.SemaphoreType.DMA((maps, 2)),
+          *(resident if blocks.resident else ()),
+        ],
+      ),
+      out_shape=collectives.out_type((tiles, rows, outer), x.dtype, x, weights),
+      compiler_params=pltpu.CompilerParams(
+        # A block is loaded by the step of the block before it.
+        dimension_semantics=("arbitrary", "arbitrary"),
+        vmem_limit_bytes=self._limit,
+      ),
+      cost_estimate=pl.CostEstimate(
+        flops=2 * maps * tiles * rows * inner * outer,
+        transcendentals=0,
+        bytes_accessed=(
+          x.nbytes * (1 if blocks.resident else outer // columns)
+          + (maps * inner + tiles * rows) * outer * x.dtype.itemsize
+        ),
+      ),
+      interpret=self.interpret,
+      name="ringjax_flat_product",
+    )(
+      jnp.asarray(live.order),
+      *(jnp.asarray(n, jnp.int32).reshape(1) for n in index),
+      x,
+      *weights,
+    )
+
+  def _blocks(
+    self,
+    tiles: int,
+    rows: int,
+    inner: int,
+    outer: int,
+    dtype: DTypeLike,
+    maps: int = 1,
+  ) -> _Blocks | None:
+    """Sizes of a call's blocks; None where none fits the vector memory."""
+    number = np.dtype(dtype).itemsize
+    # Weights, products and results.
+    column = maps * (2 * inner * number + 4 * rows) + 2 * rows * number
+    budget = self._limit // 4 * 3
+    sizes = [n for n in range(_LANES, outer + 1, _LANES) if outer % n == 0]
+
+    def fitting(rows_bytes: int) -> list[int]:
+      """Numbers of columns whose blocks fit next to rows of x."""
+      return [n for n in sizes if n * column <= budget - rows_bytes]
+
+    if columns := fitting(tiles * rows * inner * number):
+      small = [n for n in columns if n * maps * inner * number <= _BLOCK_BYTES]
+      return _Blocks(columns=max(small, default=columns[0]), resident=True)
+    if columns := fitting(2 * rows * inner * number):
+      return _Blocks(columns=max(columns), resident=False)
+    return None
+
+  @property
+  def _limit(self) -> int:
+    """Bytes of vector memory that the kernel may take; the rest is XLA's."""
+    capacity = chips.core(self.chip or _SOME).vmem_bytes
+    return capacity - capacity // 8
+
+
+def choose_flat(
+  x: Float[ArrayLeaf, "tiles rows D"],
+  weights: Sequence[Float[ArrayLeaf, "*layers D N"]],
+) -> KernelChoice:
+  """Choose the kernel for a product; None where a loop over tiles computes it.
+
+  In a model's call the call's mesh gives the platform, see `on_mesh`.
+  """
+  platform, kind, alone = product_device((x,))
+  kernels = [
+    kernel(chip=chips.machine_name(kind))
+    for kernel in FLAT_PRODUCTS.get(platform, ())
+  ]
+
+  def decline(kernel: FlatProductTPU) -> str | None:
+    if not alone:
+      return "XLA cuts no kernel over several devices"
+    return kernel.decline(x, weights)
+
+  return first_serving(kernels, decline, None)
+
+
+def flat_product(
+  x: Float[Array, "tiles rows D"],
+  weight: Float[ArrayLeaf, "*layers D N"],
+  live: LiveTiles,
+  index: tuple[Int[ArrayLeaf, ""], ...] = (),
+) -> Float[Array, "tiles rows N"]:
+  """Product of row tiles with a weight; undefined for tiles without rows.
+
+  Args:
+    x: Tiles of rows.
+    weight: Weight, in a stack of layers if there is an `index`.
+    live: Tiles that hold rows.
+    index: Position in each axis of the stack, int32 [] each.
+  """
+  kernel = choose_flat(x, (weight,)).algorithm
+  if kernel is None:
+    return _by_loop(x, (weight,), live, index, lambda y: y)
+  return kernel.product(x, weight, index, live)
+
+
+def flat_gated(
+  x: Float[Array, "tiles rows D"],
+  weights: tuple[
+    Float[ArrayLeaf, "*layers D N"], Float[ArrayLeaf, "*layers D N"]
+  ],
+  live: LiveTiles,
+  index: tuple[Int[ArrayLeaf, ""], ...],
+  combine: Combine,
+) -> Float[Array, "tiles rows N"]:
+  """`combine` of the products with two weights, as `flat_product` of one."""
+  kernel = choose_flat(x, weights).algorithm
+  if kernel is None:
+    return _by_loop(x, weights, live, index, combine)
+  return kernel.gated(x, weights, index, live, combine)
+
+
+def _by_loop(
+  x: Float[Array, "tiles rows D"],
+  weights: Sequence[Float[ArrayLeaf, "*layers D N"]],
+  live: LiveTiles,
+  index: tuple[Int[ArrayLeaf, ""], ...],
+  combine: Callable[..., Array],
+) -> Float[Array, "tiles rows N"]:
+  """`combine` of the products, tile by tile; zeros for tiles without rows."""
+  layers = [jnp.asarray(weight) for weight in weights]
+  for n in index:
+    layers = [
+      lax.dynamic_index_in_dim(layer, jnp.asarray(n), keepdims=False)
+      for layer in layers
+    ]
+  order = jnp.asarray(live.order)
+
+  def step(n: Array, y: Array) -> Array:
+    tile = x[order[n]]
+    products = (
+      jnp.matmul(tile, layer, preferred_element_type=x.dtype)
+      for layer in layers
+    )
+    product = combine(*products).astype(x.dtype)
+    return lax.dynamic_update_index_in_dim(y, product, order[n], 0)
+
+  empty = collectives.zeros(
+    (*x.shape[:2], layers[0].shape[1]), x.dtype, (x, layers)
+  )
+  return lax.fori_loop(0, jnp.asarray(live.count), step, empty)
+
+
+def _kernel(
+  blocks: _Blocks,
+  layers: int,
+  maps: int,
+  combine: Callable[..., Array],
+  order: Ref,
+  *refs: Ref,
+) -> None:
+  layer, x, weights = refs[:layers], refs[layers], refs[layers + 1 :][:maps]
+  out, buffers, arrived, *tile_refs = refs[layers + 1 + maps :]
+  j, i = pl.program_id(0), pl.program_id(1)
+  num_blocks, num_tiles = pl.num_programs(0), pl.num_programs(1)
+  slot = lax.rem(j, 2)
+
+  def columns(block: Array, slot: Array) -> list[Any]:
+    """Copies of a block of columns to the vector memory."""
+    start = pl.multiple_of(block * blocks.columns, _LANES)
+    part = (slice(None), pl.ds(start, blocks.columns))
+    return [
+      pltpu.make_async_copy(
+        weight.at[(*(n[0] for n in layer), *part)],
+        buffers.at[m, slot],
+        arrived.at[m, slot],
+      )
+      for m, weight in enumerate(weights)
+    ]
+
+  @pl.when(i == 0)
+  def _() -> None:
+    @pl.when(j == 0)
+    def _() -> None:
+      for copy in columns(j, slot):
+        copy.start()
+
+    @pl.when(j + 1 < num_blocks)
+    def _() -> None:
+      for copy in columns(j + 1, 1 - slot):
+        copy.start()
+
+  rows = x
+  if blocks.resident:
+    tile_buffers, tile_arrived = tile_refs
+
+    def tile(n: Array) -> Any:
+      """Copy of the n-th tile to the vector memory, where it stays."""
+      return pltpu.make_async_copy(
+        x.at[order[n]], tile_buffers.at[n], tile_arrived.at[lax.rem(n, 2)]
+      )
+
+    @pl.when(j == 0)
+    def _() -> None:
+      @pl.when(i == 0)
+      def _() -> None:
+        tile(i).start()
+
+      @pl.when(i + 1 < num_tiles)
+      def _() -> None:
+        tile(i + 1).start()
+
+      tile(i).wait()
+
+    rows = tile_buffers.at[i]
+
+  @pl.when(i == 0)
+  def _() -> None:
+    for copy in columns(j, slot):
+      copy.wait()
+
+  exact = rows.dtype == jnp.float32
+  products = (
+    lax.dot_general(
+      rows[...],
+      buffers[m, slot],
+      (((1,), (0,)), ((), ())),
+      precision=lax.Precision.HIGHEST if exact else None,
+      preferred_element_type=jnp.float32,
+    )
+    for m in range(maps)
+  )
+  results = combine(*(product.astype(out.dtype) for product in products))
+  out[...] = results.astype(out.dtype)
+
+
+# Kernels for products of row tiles with one weight.
+FLAT_PRODUCTS: dict[str, tuple[type, ...]] = {"tpu": (FlatProductTPU,)}
+
+
+def _largest_error(kernel: FlatProductTPU) -> float:
+  """Error for three tiles, of which one is empty, and two layers."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+  x, weight = draw(3, 32, 256), draw(2, 256, 384)
+  live = LiveTiles.of(jnp.asarray([True, False, True]))
+
+  def run(
+    x: Array, weight: Array, layer: Array
+  ) -> tuple[Float[Array, "n r N"], Float[Array, "n r N"]]:
+    y = kernel.product(x, weight, (layer,), live)
+    z = kernel.gated(x, (weight, weight), (layer,), live, jnp.multiply)
+    return y[::2], z[::2]
+
+  results = jax.jit(run)(x, weight, jnp.int32(1))
+  float32 = lambda a: a.astype(jnp.float32)
+  y = jnp.matmul(
+    float32(x[::2]), float32(weight[1]), precision=lax.Precision.HIGHEST
+  )
+  return relative_error(results, (y, y * y))
+
+
+register(FLAT_PRODUCTS, _largest_error)
