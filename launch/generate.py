@@ -601,6 +601,7 @@ class _Work:
       "placement": _placement_record(model),
       "neurons": _neurons_record(model),
       "two_devices": None,
+      "tiles": None if report.tiles is None else report.tiles.record(),
     }
 
   def _two_device_record(
@@ -739,6 +740,14 @@ def summary(done: dict[str, Any]) -> list[str]:
       + ", ".join(f"{console.nbytes(n)} {kind}" for kind, n in parts.items())
       for tier, parts in done["memory"].items()
       if sum(parts.values())
+    )
+  if done["tiles"] is not None:
+    tiles = done["tiles"]
+    computed = tiles["computed"]
+    lines["tiles"] = (
+      ("not counted" if computed is None else f"{computed:.1%} computed")
+      + f"; at most {tiles['left_out']:.2%} of a layer's attention left out, "
+      f"at {tiles['samples']:,} sampled queries"
     )
   if done["contexts"] is not None:
     report = done["contexts"]

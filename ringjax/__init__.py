@@ -76,6 +76,9 @@ from ringjax.ops.attention.strategies.ring import Ring
 from ringjax.ops.attention.strategies.ring_q import RingQ
 from ringjax.ops.attention.strategies.ulysses import Ulysses
 from ringjax.ops.attention.strategies.wire_format import WireFormat
+from ringjax.ops.attention.tiles.flexprefill import FlexPrefill
+from ringjax.ops.attention.tiles.tiles_api import tile_attention
+from ringjax.ops.attention.tiles.xattention import XAttention
 from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.ops.loss import blockwise_cross_entropy
 from ringjax.ops.mask import (
@@ -128,6 +131,7 @@ __all__ = [
   "DtypeError",
   "Everything",
   "FlashTPU",
+  "FlexPrefill",
   "Gather",
   "GivenBlocks",
   "Halo",
@@ -163,6 +167,7 @@ __all__ = [
   "UnsafeFormatError",
   "Window",
   "WireFormat",
+  "XAttention",
   "Zigzag",
   "associative_scan",
   "attention",
@@ -187,6 +192,7 @@ __all__ = [
   "sparse_latent_attention",
   "strided_blocks",
   "striped_attention",
+  "tile_attention",
   "tile_counts",
   "tile_schedule",
   "token_shift",

@@ -314,6 +314,7 @@ def generate(
     cache_kind=session.cache.kind,
     contexts=session.contexts,
     speculation=speculation,
+    tiles=session.tiles,
     memory=report_bytes(
       model, session, -(-(reading.chunk or reading.width) // session.shards)
     ),

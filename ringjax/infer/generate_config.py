@@ -335,6 +335,18 @@ PAIRS = (
   ),
   Pair("speculate", "attention_fn", "a dense function checks no drafts"),
   Pair("contexts", "grow", "memory of contexts does not grow"),
+  Pair(
+    "prefill",
+    "contexts",
+    "chosen tiles: a question reads all keys of its contexts",
+    "leave prefill= out",
+  ),
+  Pair(
+    "prefill",
+    "rows_at_once",
+    "chosen tiles: what groups of rows leave out is not measured",
+    "leave one of them out",
+  ),
 )
 
 
@@ -390,4 +402,6 @@ def present_options(
     "cache_placement": values.placement.cache is not None
     or bool(getattr(made_with, "offloaded", False)),
     "grow": values.decode.grow is not None,
+    # Methods that read all keys go with any option.
+    "prefill": values.prefill.pattern is not None,
   }

@@ -20,6 +20,7 @@ from ringjax import plan as plans
 from ringjax.checks import one_of, positive_int
 from ringjax.config import Config, Flag, config, option
 from ringjax.errors import OptionError
+from ringjax.infer.tile_reading import check_layers
 from ringjax.kv.base import CallCache
 from ringjax.kv.cache_kind import WINDOWED, CacheConfig
 from ringjax.kv.state import StateShape
@@ -31,6 +32,7 @@ from ringjax.nn.sharding_context import (
   ContextParallel,
   ShardingContext,
 )
+from ringjax.nn.tile_context import CachedTiles, TileParallel
 from ringjax.ops.attention.dense import Dense as DenseLocal
 from ringjax.ops.attention.strategies.chain import Chain
 from ringjax.ops.attention.strategies.gather import Gather
@@ -43,6 +45,8 @@ from ringjax.ops.attention.strategies.wire_format import (
   WireLike,
   wire_of,
 )
+from ringjax.ops.attention.tiles.patterns import PATTERNS, pattern_of
+from ringjax.ops.attention.tiles.tile_pattern import TilePattern
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Uneven
 from ringjax.parallel.programs import bounded
 from ringjax.plan import cost
@@ -55,6 +59,8 @@ _UNSHARDED: dict[str, Strategy] = {
   "blockwise": Gather(),
 }
 METHODS = ("auto", *_UNSHARDED, *PREFILLS, "kvr", "chunked")
+# Prefix of the methods that read chosen tiles, before a pattern's text.
+_SPARSE = "sparse"
 # Default number of tokens of a chunk.
 _CHUNK = 4096
 # A chain's parts of a sequence are multiples of this many tokens.
@@ -128,6 +134,7 @@ class Prefill:
     layout: Distribution of a call's tokens over the shards. Chunks are striped,
       so that the tokens of a short row are spread evenly over the shards; for
       recurrent layers they are consecutive.
+    pattern: Choice of the tiles that are read; None: all.
   """
 
   name: str
@@ -137,6 +144,7 @@ class Prefill:
   slots: int
   why: str
   layout: Layout
+  pattern: TilePattern | None = None
 
   def taken(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, "B R"]:
     """Count the slots that prompts of lengths [B] take per shard, [B, R]."""
@@ -200,10 +208,15 @@ class PrefillConfig(Config):
     'Method that reads the prompt: "auto", "dense", "blockwise" (one device); '
     '"ring", "striped", "zigzag", "bidirectional", "gather", "ulysses", '
     '"hybrid", "kvr" (a sharded sequence; on one shard they all are '
-    '"blockwise", and the report says so); "chunked" (either).',
+    '"blockwise", and the report says so); "chunked" (either); '
+    '"sparse:xattention,threshold=0.9", the tiles that a pattern chooses '
+    "(`rj.tile_attention`), with a chunk on one device.",
     default="auto",
     override="prefill",
-    flag=Flag("How the prompt is read.", choices=METHODS),
+    flag=Flag(
+      f"How the prompt is read: {', '.join(METHODS)}, or "
+      f"{_SPARSE}:PATTERN,key=value of the patterns {', '.join(PATTERNS)}."
+    ),
   )
   chunk: int | None = option(
     "Maximum number of tokens in a chunk of a chunked prefill.",
@@ -248,7 +261,8 @@ class PrefillConfig(Config):
 
   def __post_init__(self) -> None:
     leave = "leave it out for the default, or pass one of these"
-    one_of("prefill", self.method, METHODS, remedy=leave)
+    if self.pattern is None:
+      one_of("prefill", self.method, METHODS, remedy=leave)
     one_of("keep", self.keep, KEEPS, remedy=leave)
     if self.chunk is not None:
       object.__setattr__(self, "chunk", positive_int("chunk", self.chunk))
@@ -267,10 +281,12 @@ class PrefillConfig(Config):
     for name, methods in (
       ("machine", ("auto",)),
       ("partition", ("kvr",)),
-      ("chunk", ("chunked", "auto")),
+      ("chunk", ("chunked", "auto", _SPARSE)),
     ):
-      value = getattr(self, name)
-      if value is not None and self.method not in methods:
+      value, method = getattr(self, name), self.method
+      if self.pattern is not None:
+        method = _SPARSE
+      if value is not None and method not in methods:
         raise OptionError(
           name,
           f"{'one' if value is machine else value} with "
@@ -285,6 +301,18 @@ class PrefillConfig(Config):
         "no chunk, which leaves it nothing to choose",
         "leave chunk= or machine= out",
       )
+
+  @property
+  def pattern(self) -> TilePattern | None:
+    """Choice of the tiles that are read; None: all.
+
+    Raises:
+      OptionError: If there is no such pattern, or it has no such option.
+    """
+    name, _, text = str(self.method).partition(":")
+    return (
+      pattern_of(text, "prefill", f"{_SPARSE}:") if name == _SPARSE else None
+    )
 
   @property
   def sends_stored(self) -> bool:
@@ -337,6 +365,17 @@ class PrefillConfig(Config):
     if axis is not None:
       assert mesh is not None
       size = mesh.shape[axis]
+    pattern = self.pattern
+    if pattern is not None:
+      check_layers(model)
+      dense_method = "blockwise" if size == 1 else "ulysses"
+      if behind or self.chunk is not None:
+        dense_method = "chunked"
+        _check_chunks(size, kind)
+      dense = dataclasses.replace(self, method=dense_method).plan(
+        tokens, model, mesh, axis, room=room, behind=behind, kind=kind
+      )
+      return _with_tiles(dense, pattern)
     recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
     width = padded(tokens, size, room)
     name, partition, why = self._resolved(
@@ -483,6 +522,39 @@ class PrefillConfig(Config):
     return name, partition, "; ".join(choice.why)
 
 
+def _with_tiles(dense: Prefill, pattern: TilePattern) -> Prefill:
+  """Plan that reads the tiles of a pattern, from the one that reads all."""
+  if pattern.keeps_all:
+    return dataclasses.replace(
+      dense, why=f"{_SPARSE!r} was asked for, with all tiles: it is this"
+    )
+  place = dict(mesh=dense.attend.mesh, axis=dense.attend.axis)
+  attend = (
+    TileParallel(pattern=pattern, layout=dense.layout, **place)
+    if dense.chunk is None
+    else CachedTiles(pattern=pattern, **place)
+  )
+  return dataclasses.replace(
+    dense, name=_SPARSE, attend=attend, pattern=pattern, why=f"by {pattern}"
+  )
+
+
+def _check_chunks(size: int, kind: CacheConfig) -> None:
+  """Refuses chunks of chosen tiles where a shard or a tier has some keys."""
+  got = None
+  if size > 1:
+    got = f"after keys on {size} shards, each of which has some"
+  elif kind.tier.device is not None:
+    got = f"after keys in host memory, as of {kind}"
+  if got is not None:
+    raise OptionError(
+      "prefill",
+      f"{_SPARSE!r} {got}",
+      "one device with all keys, or a whole prompt without chunk=",
+      "pass prefill='chunked'",
+    )
+
+
 def _check_groups(model: Transformer, strategy: Any, size: int) -> None:
   """Refuses a number of shards without groups that divide the KV heads."""
   mixers = (mixer for layer in model.config.layers for mixer in layer.mixers)
@@ -599,3 +671,26 @@ def read(
     model, attend, tokens, pos, seg, cache, rows[:, None], length
   )
   return attend.everywhere(logits[:, 0]), cache
+
+
+@bounded
+@functools.partial(
+  jax.jit, static_argnums=(1,), donate_argnums=(5,), keep_unused=True
+)
+def read_tiles(
+  model: Transformer,
+  attend: TileParallel | CachedTiles,
+  tokens: Int[Array, "B T"],
+  pos: Int[Array, "B T"] | None,
+  seg: Int[Array, "B T"],
+  cache: CallCache,
+  rows: Int[Array, " B"],
+  length: Lengths,
+) -> tuple[Float[Array, "B V"], Any, Any]:
+  """Compiled call as `read`, which also returns `Tokens.tile_sums`."""
+  sums: list[Any] = []
+  logits, cache = forward(
+    model, attend, tokens, pos, seg, cache, rows[:, None], length,
+    tile_sums=sums,
+  )  # fmt: skip
+  return attend.everywhere(logits[:, 0]), cache, attend.everywhere(sums)

@@ -19,9 +19,16 @@ from ringjax.errors import (
 )
 from ringjax.infer import inputs
 from ringjax.infer.inputs import Prompts
-from ringjax.infer.prefill import Prefill, PrefillConfig, padded, read
+from ringjax.infer.prefill import (
+  Prefill,
+  PrefillConfig,
+  padded,
+  read,
+  read_tiles,
+)
 from ringjax.infer.repetition import Instructions, check_repetition, repeat
 from ringjax.infer.session import Session, free_on, on_its_mesh, place_of
+from ringjax.infer.tile_reading import check_left_out, tile_report
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.layer_spec import LayerCacheSpec
@@ -165,6 +172,8 @@ def planned(
     if attention_fn is not None:
       plan = dataclasses.replace(plan, attend=session.attend(replicated=False))
     return session, plan, _rotated_by(model, lengths)
+  if options.pattern is not None:
+    _check_tile_session(session)
   room, holds_tokens = session.room(), bool(start.any())
   asks_whole = session.cache.asks_whole
   if asks_whole and options.chunk is None:
@@ -205,6 +214,20 @@ def planned(
   if not holds_tokens:
     session.bind(model)
   return session, plan, np.array(session.capacity, np.int32)
+
+
+def _check_tile_session(session: Session) -> None:
+  """Refuses sessions whose prompts are not read as one text of all rows."""
+  if session.contexts is None and not session.rows_at_once:
+    return
+  raise OptionError(
+    "prefill",
+    "'sparse' in a session of contexts"
+    if session.contexts is not None
+    else f"'sparse' in a session of rows_at_once={session.rows_at_once}",
+    "a session of one text in each row, and all rows at once",
+    "leave prefill= out, or make a session without these",
+  )
 
 
 def _by_chunks(options: PrefillConfig) -> PrefillConfig:
@@ -277,13 +300,15 @@ def read_prompts(
 ) -> Float[Array, "B V"]:
   """Reads prompts into the session: returns the logits after them [B, V]."""
   last_logits: Any = None
+  tile_sums: list[Any] = []
+  session.tiles = None
   session.keep_slack(0)
   with session.running("reading the prompt"):
     for call in how.calls(prompts, start):
       shard_slots = call.tokens.shape[1] // session.shards
       slots = np.full((session.batch, session.shards), shard_slots)
       session.cache = session.cache.with_room(slots)
-      logits, session.cache = read(
+      call_arguments = (
         model,
         how.attend,
         jnp.asarray(call.tokens),
@@ -293,6 +318,11 @@ def read_prompts(
         jnp.asarray(call.rows),
         jnp.asarray(total),
       )
+      if how.pattern is None:
+        logits, session.cache = read(*call_arguments)
+      else:
+        logits, session.cache, sums = read_tiles(*call_arguments)
+        tile_sums.append(sums)
       for row, prompt in enumerate(prompts):
         session.heard(row, prompt[: call.read_tokens], int(start[row]))
       # Rows whose prompt has ended are not flushed.
@@ -308,6 +338,10 @@ def read_prompts(
       session.cache = repeat(
         model, session.cache, prompts, start == 0, asked, total
       )
+  if how.pattern is not None:
+    session.tiles = tile_report(model, how.pattern, jax.device_get(tile_sums))
+    if session.tiles is not None:
+      check_left_out(session.tiles)
   return last_logits
 
 

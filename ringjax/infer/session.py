@@ -19,6 +19,7 @@ from jaxtyping import Bool, Int
 from ringjax.checks import positive_int
 from ringjax.errors import MemoryEstimateError, MeshError, OptionError
 from ringjax.infer import prefill
+from ringjax.infer.tile_reading import TileReport
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_kind import CacheConfig
@@ -73,6 +74,8 @@ class GenerateReport:
     memory: Peak bytes by memory ("device": of each one; "host", "disk": in all)
       and by use: "weights", "cache", "hidden", and on devices "work"; buffers
       in transit included. See `CallMemory`.
+    tiles: Tiles that were computed of the prompt, and the attention that they
+      leave out, by layer, where a pattern chose them; or None.
   """
 
   prefill: prefill.Prefill
@@ -87,6 +90,7 @@ class GenerateReport:
   memory: Mapping[str, Mapping[str, int]] = dataclasses.field(
     default_factory=dict
   )
+  tiles: TileReport | None = None
 
 
 class Session:
@@ -118,6 +122,7 @@ class Session:
     drafting: Draft model's state and cache of the last call, which the next
       call continues; or None.
     paces: Drafter of the last call and its `Paces`, or None.
+    tiles: Tiles that the last prompt read, where a pattern chose them, or None.
     attention_fn: Attention function used in place of the library's, or None.
   """
 
@@ -233,6 +238,7 @@ class Session:
     self.last: GenerateReport | None = None
     self.drafting: object = None
     self.paces: tuple[Drafter, Paces] | None = None
+    self.tiles: TileReport | None = None
     # Last generated token of each row, and its position. They stay on the host,
     # which sees every token anyway, so that no step waits for the cache.
     self._pending_ids = np.full(batch, -1, np.int64)

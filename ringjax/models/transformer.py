@@ -700,11 +700,13 @@ def forward(
   length: Lengths | None,
   parents: Int[Array, "#B T"] | None = None,
   x: Float[Array, "B T *D"] | None = None,
+  tile_sums: list[Any] | None = None,
 ) -> Any:
   """`Transformer.__call__` without its checks, within a jit.
 
   `x` is the output of the layers before, for a model of the last ones, see
-  `models.partition.layer_parts`.
+  `models.partition.layer_parts`. `tile_sums` receives what layers record of the
+  tiles that they compute, see `Tokens.tile_sums`.
   """
   call_cache = cache if cache is not None else NoCache(len(model.kinds))
   if pos is None and cache is not None and isinstance(attend, CachedAttention):
@@ -717,6 +719,7 @@ def forward(
   if groups is not None:
     return _in_groups(model, attend, tokens, places, groups, rows)
   call_cache = _begun(call_cache, attend, tokens, places)
+  places.records_tiles = tile_sums is not None
   if call_cache.tiles and rows is not None:
     x, call_cache = model.through_layers(tokens, places, call_cache, attend, x)
     # Norm and head cost the rows that are read, not all that have room.
@@ -727,6 +730,8 @@ def forward(
   else:
     x, call_cache = model.through_layers(tokens, places, call_cache, attend, x)
     h = model.head_input(x)
+  if tile_sums is not None:
+    tile_sums.extend(places.tile_sums)
   if rows is not None:
     h = jnp.take_along_axis(h, rows[..., None], 1)
   logits = model.logits(h)

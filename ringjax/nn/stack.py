@@ -446,8 +446,9 @@ class Stack(nnx.Module):
           if any(next_keys):
             # Order the read before the in-place write to the same memory.
             parts = tuple(cache.behind(part, next_keys) for part in parts)
-          if tokens.record is not None:
-            routed[call].append(tokens.record.sums)
+          record = tokens.record or tokens.tile_record
+          if record is not None:
+            routed[call].append(record.sums)
           xs[call] = to_host(call, x)
           if keeps(run.layers[position]):
             new_layer_slots = tuple(part.slots for part in parts)
@@ -517,6 +518,8 @@ class Stack(nnx.Module):
     for (_, tokens, _), call_routing in zip(calls, routing, strict=True):
       if tokens.records_routing:
         tokens.routing = tuple(call_routing)
+      elif tokens.records_tiles:
+        tokens.tile_sums = tuple(call_routing)
     results: list[tuple[jax.Array, Any]] = []
     for m, (x, output_slots) in enumerate(zip(xs, outputs, strict=True)):
       cache = calls[m][2]

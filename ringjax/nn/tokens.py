@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.nn.router_sums import RouterRecord, RouterSums
+from ringjax.nn.tile_sums import TileRecord, TileSums
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
 from ringjax.typing import Index, Lengths
@@ -36,6 +37,10 @@ class Tokens:
     routing: Sums of each run's layers, a tuple of those of its positions,
       [repeats, ...], None for a layer without a router; set by the stack.
     record: Receiver of the routing of the layer that reads these tokens.
+    records_tiles: Whether layers of attention record which tiles they compute;
+      set before the layers run, and not with `records_routing`.
+    tile_sums: Sums of each run's layers, as `routing`, by the stack.
+    tile_record: Receiver of the tiles of the layer that reads these tokens.
     adapters: Adapter of each row, int32 [B], where several calls with different
       ones are in a program; None: that of `adapted.adapter_rows`.
   """
@@ -58,6 +63,9 @@ class Tokens:
     self.records_routing = False
     self.routing: tuple[tuple[RouterSums | None, ...], ...] = ()
     self.record: RouterRecord | None = None
+    self.records_tiles = False
+    self.tile_sums: tuple[tuple[TileSums | None, ...], ...] = ()
+    self.tile_record: TileRecord | None = None
     self.adapters: Int[Array, " B"] | None = None
     self._tables = {rope: rope.tables(pos, length) for rope in ropes}
 
@@ -70,11 +78,14 @@ class Tokens:
     )
 
   def of_layer(self) -> Tokens:
-    """These tokens, with a receiver of one layer's routing if it is wanted."""
-    if not self.records_routing:
+    """These tokens, with a receiver of what one layer records, if any does."""
+    if not self.records_routing and not self.records_tiles:
       return self
     tokens = copy.copy(self)
-    tokens.record = RouterRecord(self.seg > 0)
+    if self.records_routing:
+      tokens.record = RouterRecord(self.seg > 0)
+    else:
+      tokens.tile_record = TileRecord()
     return tokens
 
   def of_tile(

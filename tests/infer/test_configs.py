@@ -150,6 +150,7 @@ def test_pairs_are_refused_before_anything_is_computed(pair, model):
     "wire": "int8",
     "attention_fn": jax.nn.dot_product_attention,
     "grow": 16,
+    "prefill": "sparse:xattention",
   }
   options = {name: values[name] for name in (pair.option, pair.other)}
   call = lambda: rj.infer.generate(model, [[5, 6]], max_new_tokens=2, **options)

@@ -767,3 +767,21 @@ def test_drafts_change_no_token(ask, folder):
   modelled = json.loads(modelled.out)
   assert modelled["tokens"] == plain["tokens"]
   assert modelled["speculation"]["accepted"]
+
+
+@pytest.mark.long
+def test_chosen_tiles_are_counted_in_words_and_in_json(ask, folder):
+  method = "--prefill=sparse:xattention,threshold=0.5,block=64"
+  ran = ask(f"--model={folder}", *SHORT, "--json", "--seed=5", method)
+  assert ran.status == 0
+  tiles = json.loads(ran.out)["tiles"]
+  assert tiles["pattern"] == "XAttention" and tiles["threshold"] == 0.5
+  assert len(tiles["layers"]) == 2 and 0 < tiles["computed"] < 1
+  assert 0 < tiles["left_out"] < 1
+  assert f"{tiles['computed']:.1%} computed" in ran.err
+
+
+@pytest.mark.long
+def test_a_pattern_that_is_none_is_refused_before_loading(ask, folder):
+  ran = ask(f"--model={folder}", "--prefill=sparse:xattention,stride=7")
+  assert ran.status != 0 and "stride" in ran.err and "model:" not in ran.err

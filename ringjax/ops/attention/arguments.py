@@ -29,7 +29,7 @@ from ringjax.errors import (
   ShapeError,
 )
 from ringjax.ops.attention.scores import Scores
-from ringjax.ops.attention.sparse.block_selection import BlockSelection
+from ringjax.ops.attention.sparse.block_selection import KeyChoice
 from ringjax.ops.attention.strategies.latents import up_project
 from ringjax.ops.mask import (
   And,
@@ -116,7 +116,7 @@ class AttentionArgs:
   q_len: Int[Array, " B"] | None = None
   k_len: Int[Array, " B"] | None = None
   seed: Int[Array, " #B"] | None = None
-  selection: BlockSelection | None = None
+  selection: KeyChoice | None = None
   mask: Mask
   scores: Scores
   layout: Layout

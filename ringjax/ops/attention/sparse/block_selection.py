@@ -59,8 +59,8 @@ class ShardTokens:
   length: int
 
 
-class BlockSelection(abc.ABC):
-  """Base class of the kinds: frozen dataclasses that are pytrees.
+class KeyChoice(abc.ABC):
+  """Base class of choices of keys: frozen dataclasses that are pytrees.
 
   Attributes:
     dimensions: Leading dimensions of each array, as in `arguments`.
@@ -78,11 +78,6 @@ class BlockSelection(abc.ABC):
     """Whether query heads of a kv head choose together, so on one shard."""
     return False
 
-  @property
-  @abc.abstractmethod
-  def block_size(self) -> int:
-    """Number of positions of a block; 1 chooses tokens."""
-
   @abc.abstractmethod
   def choice_heads(self, heads: int, kv_heads: int) -> int:
     """Number of heads that choose: 1 (for all), `kv_heads` or `heads`."""
@@ -96,6 +91,45 @@ class BlockSelection(abc.ABC):
       k: Shape of the keys, [B, S, K, H], S counting those of all shards.
       mask: Mask over coordinates.
     """
+
+  @abc.abstractmethod
+  def attend(
+    self,
+    tokens: ShardTokens,
+    v: Float[Array, "B S K J"],
+    scores: Scores,
+    sinks: Float[Array, " N"] | None,
+    head_axes: tuple[str, ...],
+  ) -> tuple[
+    Float[Array, "B T N _"], Float[Array, "B T N"], Int[Array, "B T M n"]
+  ]:
+    """Per shard: the output, the log-sum-exp and a record of the choice.
+
+    Args:
+      tokens: Queries and keys with their coordinates.
+      v: Values.
+      scores: Scores of queries and keys.
+      sinks: Sink logits of the heads, or None.
+      head_axes: Manual axes that shard the heads.
+    """
+
+  def map_arrays(self, f: Callable[[Any, tuple[str, ...]], Any]) -> KeyChoice:
+    """Replace each array that is not None by f(array, its dimensions)."""
+    arrays = {
+      name: f(getattr(self, name), dimensions)
+      for name, dimensions in self.dimensions.items()
+      if getattr(self, name) is not None
+    }
+    return tree.with_leaves(self, **arrays)
+
+
+class BlockSelection(KeyChoice):
+  """Base class of the kinds in which each query has a list of blocks."""
+
+  @property
+  @abc.abstractmethod
+  def block_size(self) -> int:
+    """Number of positions of a block; 1 chooses tokens."""
 
   @abc.abstractmethod
   def choose(self, tokens: ShardTokens) -> Int[Array, "B T _ n"]:
@@ -152,17 +186,6 @@ class BlockSelection(abc.ABC):
     out = jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
     lse = jnp.transpose(lse, (0, 3, 1, 2)).reshape(b, t, n)
     return out, lse, chosen
-
-  def map_arrays(
-    self, f: Callable[[Any, tuple[str, ...]], Any]
-  ) -> BlockSelection:
-    """Replace each array that is not None by f(array, its dimensions)."""
-    arrays = {
-      name: f(getattr(self, name), dimensions)
-      for name, dimensions in self.dimensions.items()
-      if getattr(self, name) is not None
-    }
-    return tree.with_leaves(self, **arrays)
 
 
 def check_shape(

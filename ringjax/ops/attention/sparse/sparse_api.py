@@ -15,14 +15,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ringjax.checks import boolean, instance
 from ringjax.errors import OptionError, ShapeError
 from ringjax.ops.attention.arguments import AttentionArgs
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.execution import run
-from ringjax.ops.attention.sparse.block_selection import BlockSelection
+from ringjax.ops.attention.sparse.block_selection import (
+  BlockSelection,
+  KeyChoice,
+)
 from ringjax.ops.attention.sparse.given import GivenBlocks
 from ringjax.ops.attention.strategies.ring import Ring
 from ringjax.ops.mask import Mask
@@ -201,11 +204,41 @@ def _attend(
     returns: Whether to return the log-sum-exp, and the choice.
     **arguments: Further arguments of `AttentionArgs.of`.
   """
-  key_shards = shards_of(None if axis == AUTO else axis)
-  x = AttentionArgs.of(*operands, key_shards=key_shards, **arguments)
   return_residual = boolean("return_residual", returns[0])
   return_selection = boolean("return_selection", returns[1])
   instance("selection", selection, BlockSelection)
+  out, lse, blocks = attend_selected(
+    operands, selection, place, axis, **arguments
+  )
+  results: list[Any] = [out]
+  if return_residual:
+    results.append(lse)
+  if return_selection:
+    size = selection.block_size
+    results.append(GivenBlocks(blocks=blocks, block=size))
+  return results[0] if len(results) == 1 else tuple(results)
+
+
+def attend_selected(
+  operands: tuple[Array, Array, Array],
+  selection: KeyChoice,
+  place: dict[str, Any],
+  axis: str | tuple[str, ...] | None,
+  **arguments: Any,
+) -> tuple[
+  Float[Array, "B T N J"], Float[Array, "B T N"], Int[Array, "B T M n"]
+]:
+  """Attend to what a selection chooses: output, log-sum-exp and the choice.
+
+  Args:
+    operands: Queries, keys and values.
+    selection: Choice of keys.
+    place: Mesh, and mesh axes of batch and heads, by the names of `locate`.
+    axis: Mesh axis that shards the tokens.
+    **arguments: Further arguments of `AttentionArgs.of`.
+  """
+  key_shards = shards_of(None if axis == AUTO else axis)
+  x = AttentionArgs.of(*operands, key_shards=key_shards, **arguments)
   if not x.batched:
     raise ShapeError(
       "query",
@@ -244,19 +277,10 @@ def _attend(
         "pass heads='query', or shard no heads",
       )
   x = with_selection(x, selection)
-  out, lse, blocks = run(x, location, Ring(Blockwise()), True)
-  results = [out]
-  if return_residual:
-    results.append(lse)
-  if return_selection:
-    size = selection.block_size
-    results.append(GivenBlocks(blocks=blocks, block=size))
-  return results[0] if len(results) == 1 else tuple(results)
+  return run(x, location, Ring(Blockwise()), True)
 
 
-def with_selection(
-  x: AttentionArgs, selection: BlockSelection
-) -> AttentionArgs:
+def with_selection(x: AttentionArgs, selection: KeyChoice) -> AttentionArgs:
   """Add a selection whose arrays are JAX arrays of the call's lengths."""
   lengths = {"B": x.q.shape[0], "T": x.q.shape[1], "S": x.k.shape[1]}
 

@@ -20,6 +20,7 @@ than heads, with fewer and larger hops than a ring of all devices.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -56,36 +57,56 @@ class Ulysses(Strategy):
     shard_strategy = self.local if nested else Gather(self.local)
     if self.axis is None:
       return shard_strategy.attend(scores, x, terms, context)
-    axis = self.axis
-    axes = collectives.varying_axes(x, terms, context) | {*self.axes}
-    x, terms, context = collectives.vary((x, terms, context), axes)
-    _, kv_heads, group, *_ = x.q.shape
-    units = _Units(kv_heads, group, collectives.axis_size(axis))
-    to_heads = lambda a: collectives.exchange(a, axis, 1, 3)
-    traded = Local(
-      to_heads(units.of_queries(x.q)),
-      collectives.exchange(units.of_keys(x.k), axis, 1, 2),
-      collectives.exchange(units.of_keys(x.v), axis, 1, 2),
+    x, terms, context, to_tokens = heads_for_tokens(
+      self.axis, self.axes, x, terms, context
     )
-    of_shard = lambda a: units.of_shard(a, axis)
-    all_coords = lambda at: Coords(*collectives.gather(tuple(at), axis, 1))
-    out, lse = shard_strategy.attend(
-      scores,
-      traded,
-      Terms(
-        _pair_to_heads(terms.bias, units, axis),
-        of_shard(terms.slopes),
-        of_shard(terms.sinks),
-      ),
-      context._replace(
-        q=all_coords(context.q),
-        k=all_coords(context.k),
-        allow=_pair_to_heads(context.allow, units, axis),
-        heads=of_shard(context.heads),
-      ),
-    )
-    to_tokens = lambda a: units.to_queries(collectives.exchange(a, axis, 3, 1))
+    out, lse = shard_strategy.attend(scores, x, terms, context)
     return to_tokens(out), to_tokens(lse[..., None])[..., 0]
+
+
+def heads_for_tokens(
+  axis: Axis, axes: tuple[str, ...], x: Local, terms: Terms, context: Context
+) -> tuple[Local, Terms, Context, Callable[[Array], Array]]:
+  """Exchange the heads of some tokens for all tokens of some heads.
+
+  Args:
+    axis: Manual axis that shards the tokens.
+    axes: Manual axes over which results vary.
+    x: Operands of this shard's tokens.
+    terms: Arrays of the score function.
+    context: Coordinates and masks.
+
+  Returns:
+    (x, terms, context) of all tokens and this shard's heads, and a function
+    that brings a result [B, K, G, T, ...] of these back to the shard's tokens.
+  """
+  varying = collectives.varying_axes(x, terms, context) | {*axes}
+  x, terms, context = collectives.vary((x, terms, context), varying)
+  _, kv_heads, group, *_ = x.q.shape
+  units = _Units(kv_heads, group, collectives.axis_size(axis))
+  to_heads = lambda a: collectives.exchange(a, axis, 1, 3)
+  traded = Local(
+    to_heads(units.of_queries(x.q)),
+    collectives.exchange(units.of_keys(x.k), axis, 1, 2),
+    collectives.exchange(units.of_keys(x.v), axis, 1, 2),
+  )
+  of_shard = lambda a: units.of_shard(a, axis)
+  all_coords = lambda at: Coords(*collectives.gather(tuple(at), axis, 1))
+  return (
+    traded,
+    Terms(
+      _pair_to_heads(terms.bias, units, axis),
+      of_shard(terms.slopes),
+      of_shard(terms.sinks),
+    ),
+    context._replace(
+      q=all_coords(context.q),
+      k=all_coords(context.k),
+      allow=_pair_to_heads(context.allow, units, axis),
+      heads=of_shard(context.heads),
+    ),
+    lambda a: units.to_queries(collectives.exchange(a, axis, 3, 1)),
+  )
 
 
 class _Units:

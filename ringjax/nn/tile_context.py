@@ -1,0 +1,172 @@
+"""Sharding contexts in which prompts read the tiles that a pattern chooses.
+
+`TileParallel` reads a whole prompt, `CachedTiles` a chunk of one against the
+cache. Both record what they leave out where the call's tokens ask for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ringjax.kv.base import LayerCache
+from ringjax.nn.sharding_context import (
+  CachedAttention,
+  ContextParallel,
+  Extras,
+)
+from ringjax.nn.tokens import Tokens
+from ringjax.ops.attention.api import dot_product_attention
+from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
+from ringjax.ops.attention.tiles.chosen_tiles import ChosenTiles
+from ringjax.ops.attention.tiles.tile_pattern import TilePattern
+from ringjax.ops.attention.tiles.tiles_api import tile_attention
+from ringjax.ops.mask import Mask
+
+# Queries of a row whose attention is computed in full. Those of a chunk are few
+# enough to read a cache's tiles in place.
+_SAMPLES, _CHUNK_SAMPLES = 32, 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileParallel(ContextParallel):
+  """Queries of a whole prompt read the tiles that a pattern chooses.
+
+  On a mesh shards exchange tokens for heads. Layers without positions, as of
+  `across` and `between`, read all keys.
+
+  Attributes:
+    pattern: Choice of the tiles.
+  """
+
+  pattern: TilePattern
+
+  takes_rows = False
+  takes_classes = False
+
+  def __call__(
+    self,
+    q: Float[Array, "B T N H"],
+    tokens: Tokens,
+    cache: LayerCache,
+    mask: Mask,
+    extras: Extras,
+  ) -> Float[Array, "B T N J"]:
+    assert cache.fresh is not None
+    assert extras.selection is None and extras.slopes is None
+    k, v = (jnp.swapaxes(x, 1, 2) for x in cache.fresh[:2])
+    seg = tokens.seg if tokens.segmented else None
+    options: dict[str, Any] = dict(
+      mask=mask & self.segments if tokens.segmented else mask,
+      scale=extras.scale,
+      mesh=self.mesh,
+      axis=self.axis,
+      **self.shares(q.shape[0], q.shape[2], k.shape[2]),
+      layout=self.layout,
+      kv_positions=tokens.pos,
+      kv_segment_ids=seg,
+      logits_soft_cap=extras.soft_cap,
+      sinks=extras.sinks,
+      return_residual=True,
+    )
+    out, lse, tiles = tile_attention(
+      q,
+      k,
+      v,
+      self.pattern,
+      q_positions=tokens.pos,
+      q_segment_ids=seg,
+      return_tiles=True,
+      **options,
+    )
+    if tokens.tile_record is None:
+      return out
+    at, real = _sampled(tokens, q.shape[0], _SAMPLES)
+    pos, seg_at = (jnp.take_along_axis(x, at, 1) for x in tokens.at)
+    _, all_lse = dot_product_attention(
+      jnp.take_along_axis(q, at[:, :, None, None], 1),
+      k,
+      v,
+      q_positions=pos,
+      q_segment_ids=None if seg is None else seg_at,
+      strategy="ring",
+      **options,
+    )
+    tokens.tile_record.add(
+      jnp.take_along_axis(lse, at[:, :, None], 1),
+      all_lse,
+      real,
+      tuple(tiles),
+      tokens.seg != 0,
+    )
+    return out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CachedTiles(CachedAttention):
+  """Queries of a chunk read tiles of the cache that a pattern chooses.
+
+  Tiles are chosen among the keys of a segment of the cache, of at most 8,192
+  tokens: at least the pattern's part of each segment's attention is read. A
+  chunk of a few tokens reads all keys.
+
+  Attributes:
+    pattern: Choice of the tiles.
+  """
+
+  pattern: TilePattern
+  replicated: bool = False
+
+  takes_classes = False
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    object.__setattr__(self, "local", ChosenTiles(self.pattern))
+
+  def __call__(
+    self,
+    q: Float[Array, "B T N H"],
+    tokens: Tokens,
+    cache: LayerCache,
+    mask: Mask,
+    extras: Extras,
+  ) -> Float[Array, "B T N J"]:
+    if tokens.tile_record is None:
+      return super().__call__(q, tokens, cache, mask, extras)
+    extras = dataclasses.replace(extras, residual=True)
+    out, lse = super().__call__(q, tokens, cache, mask, extras)
+    at, real = _sampled(tokens, q.shape[0], _CHUNK_SAMPLES)
+    few = copy.copy(tokens)
+    few.pos, few.seg = (jnp.take_along_axis(x, at, 1) for x in tokens.at)
+    dense = CachedAttention(
+      mesh=self.mesh,
+      axis=self.axis,
+      segments=self.segments,
+      replicated=False,
+      local=AutoKernel(),
+    )
+    q = jnp.take_along_axis(q, at[:, :, None, None], 1)
+    _, all_lse = dense(q, few, cache, mask, extras)
+    tokens.tile_record.add(
+      jnp.take_along_axis(lse, at[:, :, None], 1), all_lse, real
+    )
+    return out
+
+
+def _sampled(
+  tokens: Tokens, batch: int, count: int
+) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
+  """Indices of queries at even distances in each row, and whether each is real.
+
+  A row's tokens are first, its padding after them.
+  """
+  real = jnp.broadcast_to(tokens.seg != 0, (batch, tokens.seg.shape[1]))
+  length = jnp.sum(real, 1, dtype=jnp.int32)[:, None]
+  odd = 2 * jnp.arange(count, dtype=jnp.int32)[None] + 1
+  at = odd * length // (2 * count)
+  at = jnp.clip(at, 0, jnp.maximum(length - 1, 0))
+  return at, jnp.take_along_axis(real, at, 1)

@@ -1,0 +1,1 @@
+"""Attention of a prompt over chosen tiles of queries and keys."""
