@@ -1,8 +1,8 @@
 """Registry of the strategies by name: objects, properties and costs.
 
 A new strategy is a file, a function in `predict`, an entry here and a picture
-(`plan/pictures.py`); commands, benchmarks, the choice by cost and compiled plans
-read this table.
+(`plan/pictures.py`); commands, benchmarks, the choice by cost and compiled
+plans read this table.
 """
 
 from __future__ import annotations
