@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import numpy as np
@@ -200,6 +201,23 @@ def test_pages_of_what_failed_reach_no_store(model):
       at.run()
       refused(NotFiniteLogitsError, handle.result)
     assert at.counters.pages_out == 0
+
+
+def test_a_stream_says_what_failed_before_its_first_event(model, monkeypatch):
+  with engine(model, tokenizer=Bytes(), longest=160).start() as at:
+    submit = at.submit
+
+    def submit_and_wait(request, on_change):
+      handle = submit(request, on_change)
+      with contextlib.suppress(NotFiniteLogitsError):
+        handle.result()
+      return handle
+
+    monkeypatch.setattr(at, "submit", submit_and_wait)
+    app = rj.serve.app(at, trusted_template=True)
+    stream = complete(app, prompt=PROMPT + "Q", max_tokens=3, stream=True)
+    (event,) = stream.events
+    assert "position" in event["error"]["message"]
 
 
 def test_http_says_it(model):

@@ -85,6 +85,7 @@ _SHORT_BYTES = 1 << 16
 # Minimum rate of a body in bytes a second, after the first `stall` seconds.
 _BODY_RATE = 1 << 14
 _DONE = b"data: [DONE]\n\n"
+_EVENTS = "text/event-stream; charset=utf-8"
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
@@ -591,7 +592,7 @@ class OpenAIApp:
         answers.append(
           AnswerStream(self._model.tokenizer, answer, len(answers), call, echo)
         )
-    await client.begin(200, "text/event-stream; charset=utf-8")
+    await client.begin(200, _EVENTS)
     while True:
       for stream in answers:
         if stream.ended:
@@ -767,7 +768,7 @@ class _Client:
     self, status: int, kind: str, headers: Mapping[str, str] | None = None
   ) -> None:
     """Sends the head of an answer."""
-    self.status = status
+    self.status, self._streams = status, kind == _EVENTS
     fields = {
       "content-type": kind,
       "cache-control": "no-store",
@@ -780,7 +781,6 @@ class _Client:
 
   async def event(self, body: Any) -> None:
     """Sends an event of a stream."""
-    self._streams = True
     data = b"data: " + json_text(body).encode() + b"\n\n"
     await self._send(
       {"type": "http.response.body", "body": data, "more_body": True}
