@@ -147,8 +147,8 @@ def reader(
     rows: Number of documents to read.
     last: Number of tokens of `Curve.last`; default: half of the row.
     bos: Id that begins each row, for a model that was trained with it.
-    prefill: Prefill method, of `ringjax.infer.METHODS`; "chunked" keeps the
-      tokens that it has read in a cache.
+    prefill: Prefill method, of `ringjax.infer.METHODS` or "sparse:PATTERN";
+      "chunked" keeps the tokens that it has read in a cache.
     mesh: Device mesh; default: the model's, else the current one.
     axis: Mesh axis that shards the sequence; default "seq" if it exists.
     chunk: Tokens of a chunk.
@@ -181,6 +181,14 @@ def reader(
     float_dtype("cache_dtype", cache_dtype)
   mesh, axis = place_of(mesh, axis, model)
   options = PrefillConfig(method=prefill, chunk=chunk)
+  pattern = options.pattern
+  if pattern is not None and pattern.max_left_out is not None:
+    raise OptionError(
+      "prefill",
+      f"{prefill!r}, whose limit is not checked while losses are computed",
+      "a pattern without max_left_out",
+      "leave it out here, and look at the report of rj.infer.generate",
+    )
   plan = options.plan(length, model, mesh, axis)
   if cache_dtype is not None and plan.chunk is None:
     raise OptionError(

@@ -1,6 +1,7 @@
 """Prefill strategies: a prompt is read in chunks or all at once.
 
-Guarantees: every method leaves a cache from which the same tokens follow.
+Guarantees: every method leaves a cache from which the same tokens follow, but
+"sparse", which leaves out attention.
 Memory: the cache is written in place, once; there is no second copy.
 """
 
@@ -124,7 +125,7 @@ class Prefill:
   """Resolved strategy by which a prompt is read.
 
   Attributes:
-    name: Method, one of `METHODS` but not "auto".
+    name: Method, one of `METHODS` but not "auto", or "sparse".
     attend: Sharding context that the model is called with.
     chunk: Number of tokens of a chunk, of which the last can have fewer; None
       for all at once.

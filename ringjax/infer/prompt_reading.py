@@ -261,6 +261,14 @@ def _check_alone(
       "one way for all rows, whatever the others hold",
       "pass prefill='chunked'",
     )
+  if options.pattern is not None and options.chunk is None and some_empty:
+    raise OptionError(
+      "prefill",
+      "'sparse' for empty rows beside rows that hold tokens, which choose "
+      "among the keys of the cache",
+      "one way for all rows, whatever the others hold",
+      "pass chunk=, by which all rows choose so",
+    )
   shards, layout = how.attend.size, how.layout
   widths = {padded(int(length), shards) for length in lengths}
   has_partition = options.partition is not None

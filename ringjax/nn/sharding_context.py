@@ -720,6 +720,8 @@ class CachedAttention(ShardingContext):
   # Whether a call's rows are sharded over `axis`, see `MultiMaster`.
   masters = False
   takes_classes = True
+  # Most queries that read the keys in place, without `local`.
+  few = ShardedDecode.few
 
   @property
   def sharded(self) -> bool:
@@ -810,6 +812,7 @@ class CachedAttention(ShardingContext):
       sharded=self.sharded,
       masters=self.masters,
       residual=extras.residual,
+      few=self.few,
       local=self.local,
     )
     out = run(

@@ -111,8 +111,7 @@ class CachedTiles(CachedAttention):
   """Queries of a chunk read tiles of the cache that a pattern chooses.
 
   Tiles are chosen among the keys of a segment of the cache, of at most 8,192
-  tokens: at least the pattern's part of each segment's attention is read. A
-  chunk of a few tokens reads all keys.
+  tokens: at least the pattern's part of each segment's attention is read.
 
   Attributes:
     pattern: Choice of the tiles.
@@ -122,6 +121,8 @@ class CachedTiles(CachedAttention):
   replicated: bool = False
 
   takes_classes = False
+  # A row's last chunk may stand beside longer ones, and reads as it does there.
+  few = 0
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -9,6 +9,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import OptionError
+from ringjax.eval import perplexity
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.nn.tile_context import CachedTiles, TileParallel
 from tests.helpers import SMALL, make_mesh
@@ -71,6 +72,27 @@ def test_a_row_is_read_as_if_it_were_alone(prompts):
   batch, _ = ask(prompts, f"sparse:{HALF}")
   alone = [ask([prompt], f"sparse:{HALF}")[0][0] for prompt in prompts]
   assert batch == alone
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("turn", ["first", "second"])
+def test_a_row_in_chunks_is_read_as_if_it_were_alone(turn):
+  """Its last chunk, of a few tokens, stands beside a longer one."""
+  model = rj.models.create({**SMALL, "num_hidden_layers": 3}, seed=1)
+  rng = np.random.default_rng(1)
+  turns = [[rng.integers(0, 64, n).tolist() for n in (140, 200)]]
+  if turn == "second":
+    turns += [[rng.integers(0, 64, n).tolist() for n in (12, 200)]]
+
+  def logits(rows):
+    session = rj.infer.Session(model, 640, batch=rows)
+    for prompts in turns:
+      rj.infer.read_context(
+        model, prompts[:rows], cache=session, prefill=f"sparse:{HALF}", chunk=64
+      )
+    return model(np.ones((rows, 1), np.int32), cache=session.cache)[0][0]
+
+  np.testing.assert_allclose(logits(2), logits(1), atol=1e-5)
 
 
 @pytest.mark.long
@@ -186,6 +208,18 @@ def test_pairs_that_make_no_sense_are_refused_by_name(prompts):
     ask(prompts, method, model=small(2), wire="int8")
   with pytest.raises(OptionError, match="one device with all keys"):
     ask(prompts, method, model=small(2), chunk=64)
+  with pytest.raises(OptionError, match="max_left_out"):
+    perplexity(
+      small(),
+      [np.arange(64, dtype=np.int32)],
+      length=64,
+      rows=1,
+      prefill=f"{method},max_left_out=0.5",
+    )
+  session = rj.infer.Session(small(), 512, batch=2)
+  rj.infer.read_context(small(), [prompts[1], []], cache=session)
+  with pytest.raises(OptionError, match="empty rows"):
+    ask(prompts, method, cache=session)
   session = rj.infer.Session(small(), 512, batch=2, rows_at_once=1)
   with pytest.raises(OptionError, match="rows_at_once"):
     rj.infer.read_context(small(), prompts, cache=session, prefill=method)

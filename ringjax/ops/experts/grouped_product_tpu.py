@@ -51,8 +51,8 @@ _LANES = 128
 _BYTE_ROWS, _HALF_ROWS = 32, 16
 # Rows of a block: the fewest and the most.
 _LEAST_ROWS, _MOST_ROWS = 16, 256
-# Numbers of a row that one product multiplies. A loop along D over parts of 1,024
-# costs the matrix units a quarter of their time.
+# Numbers of a row that one product multiplies. A loop along D over parts of
+# 1,024 costs the matrix units a quarter of their time.
 _DEPTH = 16_384
 # The default for an unknown TPU.
 _SOME = "tpu-v5e"

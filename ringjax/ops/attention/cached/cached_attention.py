@@ -58,6 +58,8 @@ from ringjax.typing import Index
 
 # Slots that are read and rearranged at a time, for many queries.
 _SEGMENT = 8192
+# Queries that read the keys in place.
+_FEW = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,8 @@ class ShardedDecode:
     masters: Whether the queries' rows are sharded over it, in equal parts; rows
       after the cache's rows are empty.
     residual: Whether to return the log-sum-exp, too, float32 [B, K, G, T].
-    few: Largest number of queries that read the keys tile by tile in place.
+    few: Largest number of queries that read the keys tile by tile in place;
+      0 where the local algorithm reads another part of the keys.
     local: Local algorithm of a shard; few queries use its `decode`, or XLA's
       loops where it has none.
   """
@@ -92,7 +95,7 @@ class ShardedDecode:
   sharded: bool = False
   masters: bool = False
   residual: bool = False
-  few: int = 16
+  few: int = _FEW
   local: Any = AutoKernel()
 
   def __call__(
@@ -320,7 +323,7 @@ class CacheVisit:
     rows = self.q.shape[0]
     with_rows = lambda x: jnp.broadcast_to(x, (rows, x.shape[1]))
     operands = jnp.moveaxis(self.q, 3, 1), Coords(*map(with_rows, self.at))
-    parts = -(-self.q.shape[3] // self.few)
+    parts = -(-self.q.shape[3] // _FEW)
     partial = by_chunks(read_chunk, operands, parts)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 3), partial)
 

@@ -235,6 +235,8 @@ class ChosenTiles(LocalAlgorithm):
           else:
             absent = jnp.repeat(~present, block, 1)[:, None, None, None]
             s = jnp.where(absent, -jnp.inf, s)
+            # Numbers that are not finite stay so if they are multiplied by 0.
+            v = jnp.where(absent[:, 0, 0, 0][:, None, :, None], 0, v)
           return fold_tile(tile, s, v, flag, partial)
 
         steps = -(-jnp.max(counts) // width)

@@ -151,8 +151,10 @@ class ChosenLines(NamedTuple):
     b, m, n = first.shape
     take = lambda at: jnp.take_along_axis(
       self.slashes,
-      jnp.clip(at, 0, size).reshape(b, 1, 1, m * n),
+      at.reshape(b, 1, 1, m * n),
       -1,
     ).reshape(*self.slashes.shape[:3], m, n)
-    crossed = take(last + 1) > take(first)
+    # The last line stands for all distances from there on.
+    first = jnp.clip(first, 0, size - 1)
+    crossed = take(jnp.clip(last + 1, 0, size)) > take(first)
     return crossed | self.columns[:, :, :, None]

@@ -318,6 +318,49 @@ def test_a_number_that_is_not_one_is_not_hidden():
   assert jnp.isfinite(out[0, :192]).all() and jnp.isfinite(out[0, :, 1]).all()
 
 
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_a_value_that_no_query_sees_is_of_no_account(value):
+  q, k, v = map(jnp.asarray, operands(b=1))
+  text = "xattention,threshold=0.5,block=64"
+  v = v.at[0, 200].set(value)
+  out = rj.tile_attention(q, k, v, text, is_causal=True)
+  assert jnp.isfinite(out[0, :200]).all()
+  assert not jnp.isfinite(out[0, 200]).any()
+  seg = jnp.where(jnp.arange(300) < 200, 1, 0)[None]
+  out = rj.tile_attention(
+    q, k, v, text, is_causal=True, q_segment_ids=seg, kv_segment_ids=seg
+  )
+  assert jnp.isfinite(out[0, :200]).all()
+
+
+def test_lines_as_long_as_a_gap_of_positions_are_read():
+  """Each query's key is 2,000 positions before it, 256 places before it."""
+  rng = np.random.default_rng(0)
+  code = rng.normal(size=(256, 64)).astype(np.float32)
+  noise = 0.01 * rng.normal(size=(256, 64)).astype(np.float32)
+  k = np.concatenate([code, noise])[None, :, None]
+  v = rng.normal(size=(1, 512, 1, 8)).astype(np.float32)
+  number = np.arange(256, dtype=np.int32)
+  positions = dict(
+    q_positions=2000 + number[None],
+    kv_positions=np.concatenate([number, 2000 + number])[None],
+  )
+  read = lambda attend, *more: attend(
+    jnp.asarray(3 * code[None, :, None]),
+    jnp.asarray(k),
+    jnp.asarray(v),
+    *more,
+    is_causal=True,
+    return_residual=True,
+    **positions,
+  )[1]
+  pattern = "flexprefill,gamma=.9,tau=0,block=64,least_tokens=0"
+  left_out = 1 - np.exp(
+    read(rj.tile_attention, pattern) - read(rj.dot_product_attention)
+  )
+  assert left_out.max() < 0.1
+
+
 @pytest.mark.parametrize(
   ("text", "name"),
   [
@@ -327,6 +370,7 @@ def test_a_number_that_is_not_one_is_not_hidden():
     ("xattention,block=100", "block"),
     ("xattention,max_left_out=2", "max_left_out"),
     ("xattention,limit=2", "pattern"),
+    ("xattention,threshold=.9,threshold=.5", "pattern"),
     ("flexprefill,gamma=2", "gamma"),
     ("flexprefill,tau=-1", "tau"),
     ("flexprefill,least_tokens=-1", "least_tokens"),
