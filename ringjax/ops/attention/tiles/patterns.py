@@ -41,17 +41,17 @@ def pattern_of(
       f"pass {name}='{before}xattention,threshold=0.9'",
     )
   option_names = [field.name for field in dataclasses.fields(PATTERNS[kind])]
-  given: set[str] = set()
+  keys: set[str] = set()
   for option in option_text.split(options) if comma else ():
     key, equals, _ = option.partition("=")
-    if key in given:
+    if key in keys:
       raise OptionError(
         name,
         f"{key} twice in {f'{before}{text}'!r}",
         "each option once",
         "leave one of them out",
       )
-    given.add(key)
+    keys.add(key)
     if key not in option_names or not equals:
       raise OptionError(
         name,
