@@ -31,6 +31,7 @@ def filled(packer, lengths, length, **more):
   return plan, packing.fill(plan, length, documents(lengths, **more).read)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("packer", PACKERS, ids=str)
 @given(lengths=LENGTHS, length=st.integers(1, 17))
 def test_every_token_stands_in_one_row_once(packer, lengths, length):

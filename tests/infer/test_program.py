@@ -218,6 +218,7 @@ def test_a_longer_cache_takes_no_more_room_in_a_step():
   assert temp(2**16) - temp(2**15) < grown / 50
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("method", ["striped", "ring", "zigzag"])
 def test_reading_sends_keys_around_and_nothing_else(method):
   """R - 1 sends a layer of a shard's own keys, and the last token's row."""

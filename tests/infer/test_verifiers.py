@@ -150,6 +150,7 @@ PAIRS = list(itertools.product(
 
 
 # Each law, rule, tree and form, which take turns.
+@pytest.mark.long
 @pytest.mark.one_case
 @pytest.mark.parametrize(
   ("case", "rule", "parents", "form"),

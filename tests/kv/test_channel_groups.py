@@ -242,6 +242,7 @@ def test_generate_encodes_by_itself(shards, options):
   assert np.mean(got.tokens[:, :4] == want[:, :4]) > 0.7
 
 
+@pytest.mark.long
 def test_bytes_are_those_of_the_formula():
   """Without the open tokens: pages, and their coordinates."""
   kind = rj.kv.KINDS["kivi2"]

@@ -293,6 +293,7 @@ def test_a_prompt_read_on_shards_is_one_where_others_are_coded(prefill):
   assert np.abs(np.asarray(exact - coded)).max() > 1e-2
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unchecked")
 def test_what_is_no_wire():
   unrotated = rj.kv.KINDS["nuq3"].codec

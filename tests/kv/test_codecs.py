@@ -308,6 +308,7 @@ EVERY = [*ERRORS, *BOOKS, ChannelGroups(bits=4), ChannelGroups(bits=2)]
 QUICK = {type(x): x for x in EVERY}.values()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
   "codec",
   [pytest.param(x, marks=() if x in QUICK else pytest.mark.long)

@@ -98,6 +98,7 @@ def test_the_path_of_a_tree_is_in_the_pages_as_a_chain(devices, kind):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("devices", [1, 4])
 def test_tokens_are_in_their_slots_and_no_other_is_touched(devices, dtype):

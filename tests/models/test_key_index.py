@@ -45,6 +45,7 @@ def close(got, want, atol=5e-5):
   np.testing.assert_allclose(got, want, rtol=0, atol=atol)
 
 
+@pytest.mark.long
 def test_with_room_for_all_keys_it_is_v3(tmp_path):
   """And with less room it is not."""
   config = checkpoints.config(NAME)

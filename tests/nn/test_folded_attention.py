@@ -142,6 +142,7 @@ def close(got, want, atol=2e-4):
   np.testing.assert_allclose(got, want, rtol=0, atol=atol)
 
 
+@pytest.mark.one_case
 @EACH
 def test_logits_are_those_of_the_paper(text):
   got = model_of(text)(TOKENS)

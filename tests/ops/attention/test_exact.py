@@ -575,6 +575,7 @@ def whole_problem():
   return case, oracle.truth(case)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("layout", "strategy"),
   [(Zigzag(), Ring(TILES)), (Striped(), Ulysses(TILES))],
@@ -739,6 +740,7 @@ def test_vmap(strategy):
     oracle.check({i: x[n] for i, x in got.items()}, oracle.truth(case))
 
 
+@pytest.mark.long
 @pytest.mark.one_case
 @pytest.mark.parametrize("policy", ["nothing", "names"])
 def test_scan_and_remat(policy):

@@ -130,6 +130,7 @@ def test_masks(size, modes):
   close((out, back(do)), (want, want_back(do)), 2e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, 4])
 def test_bias_gradient_of_each_example(size):
   x, bias = draw(2, (B, T, N, H), (B, N, T, T), dtype=jnp.float32)

@@ -240,6 +240,7 @@ def test_batch_and_heads_are_sharded_too(strategy):
   )
 
 
+@pytest.mark.long
 @pytest.mark.one_case
 @pytest.mark.parametrize(
   "strategy",

@@ -355,6 +355,7 @@ def test_a_ring_of_kernels(layout, shards):
   verify("causal", Vendor(Poison()), LAYOUTS[layout], shards)
 
 
+@pytest.mark.long
 @pytest.mark.one_case
 @pytest.mark.parametrize(
   ("name", "layout"),

@@ -213,6 +213,7 @@ def test_latents_of_codes_are_decoded_once():
   check_exactly((q, view, args))
 
 
+@pytest.mark.long
 @pytest.mark.one_case
 @pytest.mark.parametrize("pages", ["codes", "numbers"])
 def test_a_row_has_the_same_bits_alone_and_in_a_crowd(pages):
