@@ -29,7 +29,12 @@ from absl import flags
 from jax.sharding import Mesh
 
 import ringjax as rj
-from launch.answers.conversation import Conversation, Interrupted, Turn
+from launch.answers.conversation import (
+  Conversation,
+  Interrupted,
+  Turn,
+  read_messages,
+)
 from launch.shared import (
   common,
   console,
@@ -139,6 +144,7 @@ class _Chat:
     path = fetched_models.resolve(values.model or _MODEL, "--model")
     folder = pathlib.Path(path)
     mesh = common.mesh(values.mesh)
+    messages = None if values.load is None else read_messages(values.load)
     self.doing = "reading the tokenizer"
     self._tokenizer = Tokenizer.load(folder, untrusted=True)
     template = _template(values.chat_template, self._tokenizer)
@@ -178,8 +184,8 @@ class _Chat:
         )
       },
     )
-    if values.load is not None:
-      self._conversation.load(values.load)
+    if messages is not None:
+      self._conversation.messages = messages
     screen.end()
     model_flags.tell_placement(model, screen.say)
     screen.say(

@@ -233,6 +233,8 @@ class _Work:
     if not prompts.made_up(values):
       # Before the model is loaded: the file may be unreadable.
       common.share(self._read_prompt)
+    if values.contexts is not None:
+      prompts.find_contexts(values.contexts)
     encoded = None
     if values.memory is not None and values.contexts is None:
       # The number of tokens determines the memory that is left for weights.

@@ -59,6 +59,33 @@ class Turn:
   ended: int | str
 
 
+def read_messages(path: str | os.PathLike[str]) -> list[dict[str, str]]:
+  """Read the messages of a file that `Conversation.save` wrote.
+
+  Raises:
+    PromptError: If the file does not contain messages.
+    OSError: If the file cannot be read.
+  """
+  want = "a JSON list of objects with role and content, as /save writes it"
+  fault = lambda got: PromptError(f"{path}", got, want, "pass another file")
+  try:
+    messages = json.loads(pathlib.Path(path).read_text("utf-8"))
+  except ValueError as error:
+    raise fault(str(error)) from None
+  if not isinstance(messages, list):
+    raise fault(type(messages).__name__)
+  for n, message in enumerate(messages):
+    sound = (
+      isinstance(message, dict)
+      and set(message) == {"role", "content"}
+      and message["role"] in _ROLES
+      and isinstance(message["content"], str)
+    )
+    if not sound:
+      raise fault(f"{str(message)[:60]} as message {n}")
+  return messages
+
+
 class Conversation:
   """Messages, and the session that has read them.
 
@@ -118,32 +145,6 @@ class Conversation:
       OSError: If the file cannot be written.
     """
     pathlib.Path(path).write_text(f"{json_text(self.messages)}\n", "utf-8")
-
-  def load(self, path: str | os.PathLike[str]) -> None:
-    """Loads the messages of a file that `save` wrote.
-
-    Raises:
-      PromptError: If the file does not contain messages.
-      OSError: If the file cannot be read.
-    """
-    want = "a JSON list of objects with role and content, as /save writes it"
-    fault = lambda got: PromptError(f"{path}", got, want, "pass another file")
-    try:
-      messages = json.loads(pathlib.Path(path).read_text("utf-8"))
-    except ValueError as error:
-      raise fault(str(error)) from None
-    if not isinstance(messages, list):
-      raise fault(type(messages).__name__)
-    for n, message in enumerate(messages):
-      sound = (
-        isinstance(message, dict)
-        and set(message) == {"role", "content"}
-        and message["role"] in _ROLES
-        and isinstance(message["content"], str)
-      )
-      if not sound:
-        raise fault(f"{str(message)[:60]} as message {n}")
-    self.messages = messages
 
   def ask(
     self,

@@ -7,6 +7,7 @@ passkey is hidden, and a question that asks for it.
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import random
 import sys
 
@@ -205,6 +206,15 @@ def encode(
   return template.tokens(messages, tokenizer)
 
 
+def find_contexts(folder: str) -> list[pathlib.Path]:
+  """Find the .txt files of a folder, in the order of their names.
+
+  Raises:
+    DataError: If no file exists.
+  """
+  return texts.find(folder)
+
+
 def contexts(
   folder: str, tokenizer: AnyTokenizer
 ) -> list[Int[np.ndarray, " _"]]:
@@ -214,7 +224,7 @@ def contexts(
     DataError: If no file exists, or one is not UTF-8.
     PromptError: If a file has no text.
   """
-  paths = texts.find(folder)
+  paths = find_contexts(folder)
   ids = []
   for path, text in zip(paths, texts.from_files(paths), strict=True):
     refuse_blank("--contexts", text, f"{path}, without text")

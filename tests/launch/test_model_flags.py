@@ -11,6 +11,7 @@ import ringjax as rj
 from launch import calibrate, chat, convert, evaluate, generate, serve
 from launch.shared import common, model_flags, tensor_ranks
 from ringjax.errors import ConfigError
+from ringjax.models import tiny
 from tests import checkpoints
 
 
@@ -103,6 +104,26 @@ def test_files_that_a_flag_names_are_there_before_a_model_is_loaded(
     inputs = (rest,) if script is evaluate else ()
     assert script.run(values, *inputs) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("script", "flag"), [(generate, "--contexts=absent"), (chat, "--load=absent")]
+)
+def test_texts_that_a_flag_names_are_there_before_a_model_is_loaded(
+  script, flag, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+
+  def load(*args, **options):
+    raise AssertionError("a model is loaded")
+
+  monkeypatch.setattr(rj.models, "load", load)
+  argv = [f"--model={tiny.path()}", "--mesh=seq:1", flag]
+  if script is generate:
+    argv += ["--prompt=x"]
+  values = common.parse(script.NAME, script.define, argv)
+  assert script.run(values) == 2
+  assert "absent" in capsys.readouterr().err
 
 
 def test_no_neurons_are_written_of_a_model_without_zeros(tmp_path):
