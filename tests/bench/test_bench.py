@@ -609,7 +609,7 @@ def test_unknown_subcommand_exits_with_2():
   assert found.returncode == 2 and "nope" in found.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_decode_steps():
   from benchmarks.attention import decode_steps as decode
 

@@ -85,7 +85,7 @@ def test_a_search_finds_no_worse_than_it_begins_with():
   assert cost.nll == pytest.approx(min(tried.values()), abs=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_answers_are_asked_behind_contexts():
   config = checkpoints.config("llama3") | {"vocab_size": 262}
   one = rj.models.create(config, seed=1)

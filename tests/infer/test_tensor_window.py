@@ -301,7 +301,7 @@ def test_tokens_are_dense_ones_and_bits_the_same_for_every_window(
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sampling_and_stops_are_those_of_generate(dense):
   text = rj.data.Tokenizer.load(small.path())
   cases = (

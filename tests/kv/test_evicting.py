@@ -145,6 +145,7 @@ def test_law(law, name, shards):
   law(setup)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "shards", "family"),
   swept(EXACT, [*OFTEN, ("snapkv", 4, "windows")]),

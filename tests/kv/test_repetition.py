@@ -141,7 +141,7 @@ def test_its_costs_are_measured():
   assert few.nbytes < every.nbytes
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", ["auto", "explicit"])
 def test_a_cache_of_ones_own_on_a_mesh(axes):
   """The same tokens stay, of rows of unequal lengths."""

@@ -350,8 +350,7 @@ def test_an_instance_of_two_processes(tmp_path, folder):
 
 
 @pytest.mark.long
-@pytest.mark.long_cases(2)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_process_of_an_instance_is_lost(tmp_path, folder, number):
   """The instance ends and names it; another one reads the prompts."""
   pytest.importorskip("uvicorn")

@@ -117,7 +117,7 @@ def test_a_calibration_of_one_is_that_of_the_other(models, tmp_path):
   assert answers[0] == answers[1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_store_of_one_is_that_of_the_other(models):
   store = Store(host=1 << 24)
   answers, stored = [], []
@@ -132,7 +132,7 @@ def test_the_store_of_one_is_that_of_the_other(models):
   assert stored[0] == 0 < stored[1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ranges_of_one_are_those_of_the_other(models):
   texts = PROMPT[None]
   loop, layers = (rj.infer.activation_ranges(x, texts) for x in models)

@@ -83,6 +83,7 @@ def test_answers_are_those_of_pages(loaded, family, layout):
   same_answers(loaded, family, "windowed", layout, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("family", "kind", "layout", "devices"), swept(EVERY, OFTEN)
 )

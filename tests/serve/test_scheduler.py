@@ -130,7 +130,7 @@ CASES = {
 
 
 @pytest.mark.one_case
-@pytest.mark.long_cases(20)
+@pytest.mark.long_cases(10)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
   "seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))]

@@ -315,6 +315,7 @@ def test_without_adapt_all_steps_draft(loaded, texts, monkeypatch):
   assert "adapt=False" in at.drafting
 
 
+@pytest.mark.slow
 @LONG
 @pytest.mark.parametrize(
   ("family", "devices", "how", "options"),

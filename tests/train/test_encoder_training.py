@@ -97,6 +97,7 @@ def test_a_training_that_was_stopped_resumes_bit_for_bit(tmp_path):
   assert not any(jax.tree.leaves(moved))
 
 
+@pytest.mark.slow
 @LONG
 def test_meshes_train_the_same():
   one = rj.train.train(recipe(), model(), rj.train.Mixture([DOCUMENTS])).model
