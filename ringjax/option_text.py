@@ -25,15 +25,20 @@ def split(options: str) -> list[str]:
 
 
 def pairs(
-  options: str | None, known: Collection[str], name: str, of: str
+  options: str | None,
+  known: Collection[str],
+  name: str,
+  of: str,
+  separator: str = ":",
 ) -> dict[str, str]:
   """Parse options into texts by name.
 
   Args:
-    options: Options such as "a=1,b=2"; None if there is no colon.
+    options: Options such as "a=1,b=2"; None if there is no separator.
     known: Names of all options.
     name: Name of the argument or flag, for errors.
-    of: Name of the object, the text before the colon.
+    of: Name of the object, the text before the separator.
+    separator: Text between the name and its options.
 
   Raises:
     OptionError: If a name is unknown, occurs twice, or has no value.
@@ -44,9 +49,9 @@ def pairs(
     if key not in known or not equals or key in texts:
       raise OptionError(
         name,
-        f"{part!r} in {f'{of}:{options}'!r}",
+        f"{part!r} in {f'{of}{separator}{options}'!r}",
         f"options of {of!r}, each once: {', '.join(known) or 'it has none'}",
-        f"write {name}={of}:key=value,key=value",
+        f"write {name}={of}{separator}key=value,key=value",
       )
     texts[key] = option_text
   return texts
@@ -62,30 +67,38 @@ def value(text: str) -> Any:
 
 
 def named(
-  text: object, base: type[T], known: Mapping[str, type[T]], name: str
+  text: object,
+  base: type[T],
+  known: Mapping[str, type[T]],
+  name: str,
+  *,
+  separator: str = ":",
+  before: str = "",
 ) -> T:
   """Make the object that a text describes; return an object as it is.
 
   Args:
-    text: Name, and options after a colon; or a `base`.
+    text: Name, and options after the separator; or a `base`.
     base: Common base class of the objects.
     known: Dataclasses by their names. Fields of numbers, words, bools and
       tuples of them are options; several values are in parentheses,
       "early:widths=(2,4)".
     name: Name of the argument or flag, for errors.
+    separator: Text between the name and its options.
+    before: Text in front of this one in the argument, for errors.
 
   Raises:
     OptionError: If there is no such name, or it has no such option.
   """
   if isinstance(text, base):
     return text
-  type_name, colon, options_text = str(text).partition(":")
+  type_name, has_options, options_text = str(text).partition(separator)
   if type_name not in known:
     raise OptionError(
       name,
-      repr(text),
+      repr(f"{before}{text}" if before else text),
       f"one of {', '.join(known)}, or a {base.__name__}",
-      f"pass {name}={next(iter(known))}, for instance",
+      f"pass {name}={before}{next(iter(known))}, for instance",
     )
   option_class: Any = known[type_name]
   types = {
@@ -96,7 +109,11 @@ def named(
   }
   options: dict[str, Any] = {}
   for key, option_text in pairs(
-    options_text if colon else None, types, name, type_name
+    options_text if has_options else None,
+    types,
+    name,
+    f"{before}{type_name}",
+    separator,
   ).items():
     options[key] = parsed = value(option_text)
     words = re.findall(r"\w+", types[key])

@@ -688,7 +688,7 @@ def read_tiles(
   rows: Int[Array, " B"],
   length: Lengths,
 ) -> tuple[Float[Array, "B V"], Any, Any]:
-  """Compiled call as `read`, which also returns `Tokens.tile_sums`."""
+  """Compiled call as `read`, which also returns `Tokens.recorded`."""
   sums: list[Any] = []
   logits, cache = forward(
     model, attend, tokens, pos, seg, cache, rows[:, None], length,

@@ -78,7 +78,7 @@ def tile_report(
   Args:
     model: Model that read it.
     pattern: Choice of the tiles.
-    calls: `Tokens.tile_sums` of each call.
+    calls: `Tokens.recorded` of each call.
   """
   layers: list[LayerTiles] = []
   counts: list[int] = []

@@ -66,6 +66,7 @@ from ringjax.nn.sharding_context import (
 )
 from ringjax.nn.stack import Stack, keeps
 from ringjax.nn.streams import Streams
+from ringjax.nn.tile_sums import TileRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.placed_layers import naming_faults
 from ringjax.ops.ancestors import MOST_DRAFTED, ancestor_matrix, tree_coords
@@ -706,7 +707,7 @@ def forward(
 
   `x` is the output of the layers before, for a model of the last ones, see
   `models.partition.layer_parts`. `tile_sums` receives what layers record of the
-  tiles that they compute, see `Tokens.tile_sums`.
+  tiles that they compute, see `Tokens.recorded`.
   """
   call_cache = cache if cache is not None else NoCache(len(model.kinds))
   if pos is None and cache is not None and isinstance(attend, CachedAttention):
@@ -719,7 +720,8 @@ def forward(
   if groups is not None:
     return _in_groups(model, attend, tokens, places, groups, rows)
   call_cache = _begun(call_cache, attend, tokens, places)
-  places.records_tiles = tile_sums is not None
+  if tile_sums is not None:
+    places.recorder = TileRecord
   if call_cache.tiles and rows is not None:
     x, call_cache = model.through_layers(tokens, places, call_cache, attend, x)
     # Norm and head cost the rows that are read, not all that have room.
@@ -731,7 +733,7 @@ def forward(
     x, call_cache = model.through_layers(tokens, places, call_cache, attend, x)
     h = model.head_input(x)
   if tile_sums is not None:
-    tile_sums.extend(places.tile_sums)
+    tile_sums.extend(places.recorded)
   if rows is not None:
     h = jnp.take_along_axis(h, rows[..., None], 1)
   logits = model.logits(h)

@@ -35,6 +35,7 @@ from ringjax.nn.recurrent_layers.delta import Delta
 from ringjax.nn.recurrent_layers.mamba import Mamba2
 from ringjax.nn.recurrent_layers.mamba1 import Mamba1
 from ringjax.nn.recurrent_layers.short_conv import ShortConv
+from ringjax.nn.router_sums import RouterRecord
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.streams import LowRank, Streams
 from ringjax.nn.tokens import Tokens
@@ -218,7 +219,7 @@ class Block(nnx.Module):
       h = h.astype(narrow)
     if isinstance(spec.feedforward, Experts | DenseAndExperts):
       mixture: Any = self.feedforward
-      h = mixture(h, attend, tokens.record).astype(stream)
+      h = mixture(h, attend, tokens.record_of(RouterRecord)).astype(stream)
     else:
       h = self.feedforward(h, attend).astype(stream)
     h = scaled(self.post_feedforward(h))

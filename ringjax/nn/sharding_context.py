@@ -494,20 +494,33 @@ class ContextParallel(ShardingContext):
       q,
       jnp.swapaxes(k, 1, 2),
       jnp.swapaxes(v, 1, 2),
-      mask=mask & self.segments if tokens.segmented else mask,
-      scale=extras.scale,
-      mesh=self.mesh,
-      axis=self.axis,
-      **self.shares(q.shape[0], q.shape[2], k.shape[1]),
-      layout=self.layout,
+      **self.call_options(q, k.shape[1], tokens, mask, extras),
       strategy=self.strategy,
       q_positions=None if tokens.derived else tokens.pos,
       kv_positions=None if tokens.derived else tokens.pos,
       q_segment_ids=tokens.seg if tokens.segmented else None,
-      logits_soft_cap=extras.soft_cap,
-      sinks=extras.sinks,
       alibi_slopes=extras.slopes,
       return_residual=extras.residual,
+    )
+
+  def call_options(
+    self,
+    q: Float[Array, "B T N H"],
+    kv_heads: int,
+    tokens: Tokens,
+    mask: Mask,
+    extras: Extras,
+  ) -> dict[str, Any]:
+    """Options of a call of attention that do not depend on its coordinates."""
+    return dict(
+      mask=mask & self.segments if tokens.segmented else mask,
+      scale=extras.scale,
+      mesh=self.mesh,
+      axis=self.axis,
+      **self.shares(q.shape[0], q.shape[2], kv_heads),
+      layout=self.layout,
+      logits_soft_cap=extras.soft_cap,
+      sinks=extras.sinks,
     )
 
   def _selective(
@@ -546,18 +559,11 @@ class ContextParallel(ShardingContext):
           keys=index_keys,
           count=selection.count,
         ),
-        mask=mask & self.segments if tokens.segmented else mask,
-        scale=extras.scale,
-        mesh=self.mesh,
-        axis=self.axis,
-        **self.shares(q.shape[0], q.shape[2], 1),
-        layout=self.layout,
+        **self.call_options(q, 1, tokens, mask, extras),
         q_positions=None if derived else q_at.pos,
         kv_positions=None if derived else at.pos,
         q_segment_ids=q_at.seg if tokens.segmented else None,
         kv_segment_ids=at.seg if tokens.segmented else None,
-        logits_soft_cap=extras.soft_cap,
-        sinks=extras.sinks,
       )
 
     # Otherwise the backward pass would keep the projected queries of all parts.

@@ -334,7 +334,7 @@ class Stack(nnx.Module):
     # Caches of layers whose keys later layers read, by group.
     shared: list[dict[str, Any]] = [{} for _ in calls]
     # Routing of each run's layers, by call.
-    routing: list[list[Any]] = [[] for _ in calls]
+    recorded: list[list[Any]] = [[] for _ in calls]
     for g, run in enumerate(self.runs):
       run_slots = tuple(
         _split_by_layer(call_slots, run.layers) for call_slots in slots
@@ -384,7 +384,7 @@ class Stack(nnx.Module):
         fetched_early = _early(layers, within, has_caches)
         xs, slots = list(xs), [list(layer_slots) for layer_slots in slots]
         block: Any = None
-        routed: list[list[Any]] = [[] for _ in calls]
+        records: list[list[Any]] = [[] for _ in calls]
         for turn_index, (position, call) in enumerate(schedule):
           x = to_device(call, xs[call])
           if call == 0:
@@ -446,9 +446,8 @@ class Stack(nnx.Module):
           if any(next_keys):
             # Order the read before the in-place write to the same memory.
             parts = tuple(cache.behind(part, next_keys) for part in parts)
-          record = tokens.record or tokens.tile_record
-          if record is not None:
-            routed[call].append(record.sums)
+          if tokens.record is not None:
+            records[call].append(tokens.record.sums)
           xs[call] = to_host(call, x)
           if keeps(run.layers[position]):
             new_layer_slots = tuple(part.slots for part in parts)
@@ -461,7 +460,7 @@ class Stack(nnx.Module):
           tuple(map(tuple, slots)),
           next_keys,
           next_weights,
-        ), tuple(map(tuple, routed))
+        ), tuple(map(tuple, records))
 
       stacked = tuple(kind.stacked for kind in layers)
       first_x = to_device(0, xs[0])
@@ -470,7 +469,7 @@ class Stack(nnx.Module):
       )
       new_slots = run_slots
       parts = _parts(layers, repeats)
-      parts_routed = []
+      part_sums = []
       for within in parts:
         start, x = jnp.int32(within.start), to_device(0, xs[0])
         fetched_early = _early(layers, within, has_caches)
@@ -485,15 +484,15 @@ class Stack(nnx.Module):
         step = step if owner else _rematerialised(step, attend, layers, looped)
         if not looped:
           weights = jax.tree.map(lambda a: a[0], stacked)
-          (xs, new_slots, next_keys, _), routed = step(carry, (start, weights))
-          parts_routed.append(jax.tree.map(lambda a: a[None], routed))
+          (xs, new_slots, next_keys, _), records = step(carry, (start, weights))
+          part_sums.append(jax.tree.map(lambda a: a[None], records))
           continue
         numbers = jnp.arange(within.start, within.stop, dtype=jnp.int32)
         if len(within) == run.repeats:
-          (xs, new_slots, next_keys, _), routed = lax.scan(
+          (xs, new_slots, next_keys, _), records = lax.scan(
             step, carry, (numbers, stacked)
           )
-          parts_routed.append(routed)
+          part_sums.append(records)
           continue
 
         def pick_and_step(
@@ -506,20 +505,18 @@ class Stack(nnx.Module):
           pick = lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False)
           return step(carry, (index, jax.tree.map(pick, stacked)))
 
-        (xs, new_slots, next_keys, _), routed = lax.scan(
+        (xs, new_slots, next_keys, _), records = lax.scan(
           pick_and_step, carry, numbers
         )
-        parts_routed.append(routed)
-      run_routed = jax.tree.map(lambda *a: jnp.concatenate(a), *parts_routed)
-      for call_routing, call_routed in zip(routing, run_routed, strict=True):
-        call_routing.append(call_routed)
+        part_sums.append(records)
+      run_sums = jax.tree.map(lambda *a: jnp.concatenate(a), *part_sums)
+      for call_sums, sums in zip(recorded, run_sums, strict=True):
+        call_sums.append(sums)
       for output_slots, run_slots_after in zip(outputs, new_slots, strict=True):
         output_slots.extend(itertools.chain.from_iterable(run_slots_after))
-    for (_, tokens, _), call_routing in zip(calls, routing, strict=True):
-      if tokens.records_routing:
-        tokens.routing = tuple(call_routing)
-      elif tokens.records_tiles:
-        tokens.tile_sums = tuple(call_routing)
+    for (_, tokens, _), call_sums in zip(calls, recorded, strict=True):
+      if tokens.recorder is not None:
+        tokens.recorded = tuple(call_sums)
     results: list[tuple[jax.Array, Any]] = []
     for m, (x, output_slots) in enumerate(zip(xs, outputs, strict=True)):
       cache = calls[m][2]

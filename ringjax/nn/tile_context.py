@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -19,6 +18,7 @@ from ringjax.nn.sharding_context import (
   ContextParallel,
   Extras,
 )
+from ringjax.nn.tile_sums import TileRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
@@ -60,18 +60,9 @@ class TileParallel(ContextParallel):
     assert extras.selection is None and extras.slopes is None
     k, v = (jnp.swapaxes(x, 1, 2) for x in cache.fresh[:2])
     seg = tokens.seg if tokens.segmented else None
-    options: dict[str, Any] = dict(
-      mask=mask & self.segments if tokens.segmented else mask,
-      scale=extras.scale,
-      mesh=self.mesh,
-      axis=self.axis,
-      **self.shares(q.shape[0], q.shape[2], k.shape[2]),
-      layout=self.layout,
-      kv_positions=tokens.pos,
-      kv_segment_ids=seg,
-      logits_soft_cap=extras.soft_cap,
-      sinks=extras.sinks,
-      return_residual=True,
+    options = self.call_options(q, k.shape[2], tokens, mask, extras)
+    options.update(
+      kv_positions=tokens.pos, kv_segment_ids=seg, return_residual=True
     )
     out, lse, tiles = tile_attention(
       q,
@@ -83,9 +74,10 @@ class TileParallel(ContextParallel):
       return_tiles=True,
       **options,
     )
-    if tokens.tile_record is None:
+    record = tokens.record_of(TileRecord)
+    if record is None:
       return out
-    at, real = _sampled(tokens, q.shape[0], _SAMPLES)
+    at, sampled = _sampled(tokens, q.shape[0], _SAMPLES)
     pos, seg_at = (jnp.take_along_axis(x, at, 1) for x in tokens.at)
     _, all_lse = dot_product_attention(
       jnp.take_along_axis(q, at[:, :, None, None], 1),
@@ -96,13 +88,8 @@ class TileParallel(ContextParallel):
       strategy="ring",
       **options,
     )
-    tokens.tile_record.add(
-      jnp.take_along_axis(lse, at[:, :, None], 1),
-      all_lse,
-      real,
-      tuple(tiles),
-      tokens.seg != 0,
-    )
+    chosen_lse = jnp.take_along_axis(lse, at[:, :, None], 1)
+    record.add(chosen_lse, all_lse, sampled, tuple(tiles))
     return out
 
 
@@ -136,13 +123,16 @@ class CachedTiles(CachedAttention):
     mask: Mask,
     extras: Extras,
   ) -> Float[Array, "B T N J"]:
-    if tokens.tile_record is None:
+    record = tokens.record_of(TileRecord)
+    if record is None:
       return super().__call__(q, tokens, cache, mask, extras)
     extras = dataclasses.replace(extras, residual=True)
     out, lse = super().__call__(q, tokens, cache, mask, extras)
-    at, real = _sampled(tokens, q.shape[0], _CHUNK_SAMPLES)
-    few = copy.copy(tokens)
-    few.pos, few.seg = (jnp.take_along_axis(x, at, 1) for x in tokens.at)
+    at, sampled = _sampled(tokens, q.shape[0], _CHUNK_SAMPLES)
+    samples = copy.copy(tokens)
+    samples.pos, samples.seg = (
+      jnp.take_along_axis(x, at, 1) for x in tokens.at
+    )
     dense = CachedAttention(
       mesh=self.mesh,
       axis=self.axis,
@@ -151,10 +141,9 @@ class CachedTiles(CachedAttention):
       local=AutoKernel(),
     )
     q = jnp.take_along_axis(q, at[:, :, None, None], 1)
-    _, all_lse = dense(q, few, cache, mask, extras)
-    tokens.tile_record.add(
-      jnp.take_along_axis(lse, at[:, :, None], 1), all_lse, real
-    )
+    _, all_lse = dense(q, samples, cache, mask, extras)
+    chosen_lse = jnp.take_along_axis(lse, at[:, :, None], 1)
+    record.add(chosen_lse, all_lse, sampled)
     return out
 
 

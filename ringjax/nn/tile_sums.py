@@ -37,40 +37,39 @@ class TileRecord:
   """Receives the tiles of one layer while it is traced.
 
   Attributes:
+    real: Whether each token is no padding, [B or 1, T].
     sums: Sums of the layer; None until its attention has run.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, real: Bool[Array, "#B T"]):
+    self.real = real
     self.sums: TileSums | None = None
 
   def add(
     self,
     chosen_lse: Float[Array, "B M N"],
     all_lse: Float[Array, "B M N"],
-    real: Bool[Array, "B M"],
+    sampled: Bool[Array, "B M"],
     tiles: tuple[Int[Array, "B T N"], Int[Array, "B T N"]] | None = None,
-    queries: Bool[Array, "#B T"] | None = None,
   ) -> None:
     """Sum a layer's sampled queries, and the tiles of all its queries.
 
     Args:
       chosen_lse: Log-sum-exp of the sampled queries over the chosen tiles.
       all_lse: Log-sum-exp of the same queries over all keys.
-      real: Whether each sampled query is no padding.
+      sampled: Whether each sampled query is no padding.
       tiles: Numbers of tiles that are computed, and that dense attention
         computes, of the block of each query; None if they are not counted.
-      queries: Whether each query is no padding; None without `tiles`.
     """
-    real = real[..., None] & (all_lse > -jnp.inf)
+    real = sampled[..., None] & (all_lse > -jnp.inf)
     left_out = -jnp.expm1(jnp.where(real, chosen_lse - all_lse, 0))
     # Both sums round: a part below 0 is none.
     left_out = jnp.sum(jnp.maximum(left_out, 0), (0, 1))
     zero = jnp.zeros((), jnp.float32)
     chosen = visible = zero
     if tiles is not None:
-      assert queries is not None
       count = lambda x: jnp.sum(
-        jnp.where(queries[..., None], x, 0).astype(jnp.float32)
+        jnp.where(self.real[..., None], x, 0).astype(jnp.float32)
       )
       chosen, visible = map(count, tiles)
     self.sums = TileSums(

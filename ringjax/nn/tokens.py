@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,8 @@ from ringjax.nn.tile_sums import TileRecord, TileSums
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
 from ringjax.typing import Index, Lengths
+
+R = TypeVar("R", RouterRecord, TileRecord)
 
 
 class Tokens:
@@ -32,15 +35,11 @@ class Tokens:
       [B, T, P], or None; set with the embeddings.
     tree: Coordinates [B, T] of drafted tokens among themselves, or None; see
       `ops.ancestors`.
-    records_routing: Whether layers with a router record their routing; set
-      before the layers run.
-    routing: Sums of each run's layers, a tuple of those of its positions,
-      [repeats, ...], None for a layer without a router; set by the stack.
-    record: Receiver of the routing of the layer that reads these tokens.
-    records_tiles: Whether layers of attention record which tiles they compute;
-      set before the layers run, and not with `records_routing`.
-    tile_sums: Sums of each run's layers, as `routing`, by the stack.
-    tile_record: Receiver of the tiles of the layer that reads these tokens.
+    recorder: Class of the records that layers fill, or None; set before the
+      layers run.
+    recorded: Sums of each run's layers, a tuple of those of its positions,
+      [repeats, ...], None for a layer that records nothing; set by the stack.
+    record: Record of the layer that reads these tokens.
     adapters: Adapter of each row, int32 [B], where several calls with different
       ones are in a program; None: that of `adapted.adapter_rows`.
   """
@@ -60,12 +59,9 @@ class Tokens:
     self.derived, self.segmented = derived, segmented
     self.length = length
     self.inputs: Callable[[Index], Array] | None = None
-    self.records_routing = False
-    self.routing: tuple[tuple[RouterSums | None, ...], ...] = ()
-    self.record: RouterRecord | None = None
-    self.records_tiles = False
-    self.tile_sums: tuple[tuple[TileSums | None, ...], ...] = ()
-    self.tile_record: TileRecord | None = None
+    self.recorder: type[RouterRecord] | type[TileRecord] | None = None
+    self.recorded: tuple[tuple[RouterSums | TileSums | None, ...], ...] = ()
+    self.record: RouterRecord | TileRecord | None = None
     self.adapters: Int[Array, " B"] | None = None
     self._tables = {rope: rope.tables(pos, length) for rope in ropes}
 
@@ -78,15 +74,16 @@ class Tokens:
     )
 
   def of_layer(self) -> Tokens:
-    """These tokens, with a receiver of what one layer records, if any does."""
-    if not self.records_routing and not self.records_tiles:
+    """These tokens, with a record of one layer if there is a recorder."""
+    if self.recorder is None:
       return self
     tokens = copy.copy(self)
-    if self.records_routing:
-      tokens.record = RouterRecord(self.seg > 0)
-    else:
-      tokens.tile_record = TileRecord()
+    tokens.record = self.recorder(self.seg > 0)
     return tokens
+
+  def record_of(self, kind: type[R]) -> R | None:
+    """The layer's record if it is of this class."""
+    return self.record if isinstance(self.record, kind) else None
 
   def of_tile(
     self,

@@ -354,8 +354,8 @@ def _correction(model: Transformer, layer: SparseLayers) -> Any:
 
 
 def _sums_of(tokens: Tokens, layer: SparseLayers) -> RouterSums:
-  sums = tokens.routing[layer.run][layer.position]
-  assert sums is not None
+  sums = tokens.recorded[layer.run][layer.position]
+  assert isinstance(sums, RouterSums)
   return sums
 
 

@@ -27,6 +27,7 @@ from ringjax.models.checkpoint import cast
 from ringjax.models.longspec import LaggedCache
 from ringjax.models.transformer import Transformer, tokens_of
 from ringjax.nn.linear import Head
+from ringjax.nn.router_sums import RouterRecord
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.loss import IGNORE_INDEX, blockwise_cross_entropy
@@ -109,7 +110,8 @@ class Objective:
         "compute the loss outside of the shard_map, with mesh= and axis=",
       )
     places = _places(model, batch, attend)
-    places.records_routing = has_routers(model) and not manual
+    if has_routers(model) and not manual:
+      places.recorder = RouterRecord
     h = _hidden(model, batch, attend, places)
     summed_loss = lambda z: jnp.sum(
       _head_losses(model, batch, h, attend, self.block, z)
@@ -121,7 +123,7 @@ class Objective:
       divergence = jnp.sum(_divergences(model, batch, h, attend, self.top))
       loss = loss + jnp.float32(self.distil) * divergence
     routing, weight = None, jnp.sum(_weights(batch))
-    if places.records_routing:
+    if places.recorder is not None:
       balance_loss, routing = balance.total(model, places)
       # The step divides by the weight.
       loss = loss + balance_loss * weight

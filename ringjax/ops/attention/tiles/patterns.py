@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from ringjax import option_text
-from ringjax.errors import OptionError
 from ringjax.ops.attention.tiles.flexprefill import FlexPrefill
 from ringjax.ops.attention.tiles.tile_pattern import TilePattern
 from ringjax.ops.attention.tiles.xattention import XAttention
@@ -30,34 +27,6 @@ def pattern_of(
     OptionError: If there is no such pattern or option, or a value is out of
       range.
   """
-  if isinstance(text, TilePattern):
-    return text
-  kind, comma, options = str(text).partition(",")
-  if kind not in PATTERNS:
-    raise OptionError(
-      name,
-      repr(f"{before}{text}"),
-      f"one of the patterns {', '.join(PATTERNS)}, with options",
-      f"pass {name}='{before}xattention,threshold=0.9'",
-    )
-  option_names = [field.name for field in dataclasses.fields(PATTERNS[kind])]
-  keys: set[str] = set()
-  for option in option_text.split(options) if comma else ():
-    key, equals, _ = option.partition("=")
-    if key in keys:
-      raise OptionError(
-        name,
-        f"{key} twice in {f'{before}{text}'!r}",
-        "each option once",
-        "leave one of them out",
-      )
-    keys.add(key)
-    if key not in option_names or not equals:
-      raise OptionError(
-        name,
-        f"{option!r} in {f'{before}{text}'!r}",
-        f"options of {kind}: {', '.join(option_names)}",
-        f"write {name}='{before}{kind},{option_names[0]}=128', for instance",
-      )
-  joined = f"{kind}:{options}" if comma else kind
-  return option_text.named(joined, TilePattern, PATTERNS, name)
+  return option_text.named(
+    text, TilePattern, PATTERNS, name, separator=",", before=before
+  )
