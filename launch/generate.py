@@ -290,7 +290,7 @@ class _Work:
 
   def _read_prompt(self) -> np.ndarray:
     """Reads the prompt of the flags; returns its characters, int32 [1]."""
-    self._prompt = prompts.given(self._values)
+    self._prompt = prompts.from_flags(self._values)
     path = self._values.next_prompt_file
     if path is not None:
       self._next_text = prompts.read_file(path, "--next_prompt_file")
@@ -492,12 +492,12 @@ class _Work:
     )
     next_ids = prompts.encode(following, self._values, tokenizer, chat)
     self._begin("answering one prompt, reading the next", "answering")
-    done = next_prompt.answer(
+    answers = next_prompt.answer(
       model, mesh, ids, next_ids, values=self._values, count=self._count(),
       stop=stop, tokenizer=tokenizer, write=self._write,
     )  # fmt: skip
     self.close()
-    return done
+    return answers
 
   def _answer(
     self,

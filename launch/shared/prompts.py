@@ -79,7 +79,7 @@ def chat(
   return None
 
 
-def given(values: flags.FlagValues) -> Prompt:
+def from_flags(values: flags.FlagValues) -> Prompt:
   """The prompt of --prompt and --prompt_file.
 
   Raises:

@@ -233,7 +233,7 @@ class _Ranks:
     prompt = None
     if not prompts.made_up(values):
       # Before processes are started: the file may be unreadable.
-      prompt = prompts.given(values)
+      prompt = prompts.from_flags(values)
     shares = _shares(values)
     size = len(shares)
     self._begin("waiting for the other processes" if size > 1 else "starting")

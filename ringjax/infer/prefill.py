@@ -147,7 +147,9 @@ class Prefill:
   layout: Layout
   pattern: TilePattern | None = None
 
-  def taken(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, "B R"]:
+  def slots_taken(
+    self, lengths: Int[np.ndarray, " B"]
+  ) -> Int[np.ndarray, "B R"]:
     """Count the slots that prompts of lengths [B] take per shard, [B, R]."""
     slots: Any = 0
     for first, order in self._orders():

@@ -198,7 +198,7 @@ def planned(
     kind=session.cache.kind,
   )
   _check_alone(options, plan, lengths, session.cache.kind, start)
-  free_slots = session.cache.free() - plan.taken(lengths)
+  free_slots = session.cache.free() - plan.slots_taken(lengths)
   if free_slots.min() < 0 or free_slots.sum(1).min() < count - 1 + spare:
     raise PromptError(
       "tokens",

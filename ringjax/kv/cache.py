@@ -517,7 +517,7 @@ tree.register(
 @bounded
 @jax.jit
 def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
-  return cache._permuted(lambda table: table.kept(kept))
+  return cache._permuted(lambda table: table.keep_tokens(kept))
 
 
 @bounded

@@ -548,7 +548,7 @@ class EvictingCache(ResizableCache):
       case changes.Truncate(end, _):
         return evicting_changes.truncated(self, cache.open, end)
       case changes.KeepTokens() | changes.KeepFirst():
-        watch = self.watch.kept(change.keep_mask)
+        watch = self.watch.keep_queries(change.keep_mask)
         return dataclasses.replace(cache, watch=watch)
       case changes.ResetRows(rows):
         return evicting_changes.emptied(self, cache.open, rows)

@@ -297,7 +297,7 @@ class QueryWatch:
     at = Coords(*(jnp.take_along_axis(x, order, 1) for x in self.at))
     return dataclasses.replace(self, at=at, source=jnp.zeros_like(order))
 
-  def kept(self, kept: Bool[Array | np.ndarray, "B T"]) -> QueryWatch:
+  def keep_queries(self, kept: Bool[Array | np.ndarray, "B T"]) -> QueryWatch:
     """Keep only the last call's queries in `kept`, of T tokens."""
     if self.at is None:
       return self

@@ -378,7 +378,9 @@ class ContiguousSlots(SlotGroup):
       before=used + 0,
     )
 
-  def kept(self, keep: Bool[Array, "B T"]) -> tuple[ContiguousSlots, Any]:
+  def keep_tokens(
+    self, keep: Bool[Array, "B T"]
+  ) -> tuple[ContiguousSlots, Any]:
     """Keep only the tokens in `keep`, bool [B, T], of the last call.
 
     The call's tokens must have been the same on all shards.

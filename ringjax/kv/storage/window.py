@@ -315,7 +315,7 @@ class WindowSlots(SlotGroup):
       self, at=Coords(self.at.pos, seg), count=count, before=count + 0
     )
 
-  def kept(
+  def keep_tokens(
     self, keep: Bool[Array, "B T"]
   ) -> tuple[WindowSlots, Callable[[jax.Array], jax.Array]]:
     """Keep only the tokens in `keep` of the last call's T <= `slack` tokens.
