@@ -7,8 +7,7 @@ are the tiles of a block's own positions and its first visible one. Padding is
 never counted, and no choice depends on other rows of a batch.
 
 A new pattern is a file with a subclass of `TilePattern`, an entry in
-`patterns.py` and a case in
-`tests/ops/attention/sparse/test_tiles.py`.
+`patterns.py` and a case in `tests/ops/attention/tiles`.
 """
 
 from __future__ import annotations
