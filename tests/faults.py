@@ -395,7 +395,7 @@ FAULTS = (
   ),
   _fault(
     "a reader's proof is not compared",
-    "transfer/wire.py",
+    "parallel/links/connection.py",
     "authenticated = hmac.compare_digest(proof, "
     '_proof(key, b"client", server_nonce, client_nonce))',
     "authenticated = bool(proof)",

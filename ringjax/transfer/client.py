@@ -26,6 +26,7 @@ import numpy as np
 
 from ringjax.checks import integer, number, positive_int
 from ringjax.errors import OptionError, PeerError
+from ringjax.parallel.links.connection import HostileMessageError, checked_key
 from ringjax.transfer import protocol
 from ringjax.transfer.description import PageLeaf, Ranges, Ticket, dtype_of
 from ringjax.transfer.device_pages import (
@@ -34,12 +35,7 @@ from ringjax.transfer.device_pages import (
   put_piece,
 )
 from ringjax.transfer.device_server import MOST_STREAMS, DeviceServer
-from ringjax.transfer.wire import (
-  MOST_RUN,
-  HostileMessageError,
-  PullConnection,
-  checked_key,
-)
+from ringjax.transfer.wire import MOST_RUN, PullConnection
 
 PATIENCE_S = 10.0
 # Seconds between checks for arrived arrays, minimum and maximum.

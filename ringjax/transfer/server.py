@@ -33,6 +33,12 @@ import numpy as np
 from ringjax.checks import integer, number, positive_int
 from ringjax.errors import InputTypeError, OptionError, PeerError
 from ringjax.parallel.door import Door
+from ringjax.parallel.links.connection import (
+  AuthenticationError,
+  HostileMessageError,
+  checked_key,
+  listening,
+)
 from ringjax.transfer import protocol
 from ringjax.transfer.description import (
   MOST_PAGES,
@@ -47,13 +53,7 @@ from ringjax.transfer.device_pages import (
   pieces_to_json,
 )
 from ringjax.transfer.device_server import ArrayOffer, DeviceServer
-from ringjax.transfer.wire import (
-  AuthenticationError,
-  HostileMessageError,
-  PullConnection,
-  checked_key,
-  listening,
-)
+from ringjax.transfer.wire import PullConnection
 
 Buffer = bytes | bytearray | memoryview | np.ndarray
 Released = Callable[[tuple[int, ...]], object]
@@ -425,7 +425,7 @@ class Publisher:
       link, self._patience_s, f"reader {address[0]}:{address[1]}"
     )
     try:
-      wire.greet_reader(self._key, min(_GREETING_S, self._patience_s))
+      wire.greet_client(self._key, min(_GREETING_S, self._patience_s))
     except AuthenticationError:
       with self._lock:
         self.counters.strangers += 1

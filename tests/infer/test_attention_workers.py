@@ -14,14 +14,14 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import ConfigError, OptionError, PeerError
-from ringjax.infer.fastdecode import attention_wire
 from ringjax.infer.fastdecode.attention_worker import AttentionServer
-from ringjax.serve.cluster import LoadControl, TokenLimit
-from ringjax.transfer.wire import (
+from ringjax.parallel.links import array_messages
+from ringjax.parallel.links.connection import (
   AuthenticationError,
   HostileMessageError,
-  PullConnection,
 )
+from ringjax.serve.cluster import LoadControl, TokenLimit
+from ringjax.transfer.wire import PullConnection
 from tests.helpers import refused
 
 LENGTHS = (5, 17, 70, 9, 33)
@@ -218,7 +218,7 @@ class SilentServer:
     with self.socket:
       link = PullConnection(self.socket.accept()[0], 60, "model")
     with link.link:
-      link.greet_reader(KEY)
+      link.greet_client(KEY)
       while link.link.recv(1 << 16):
         pass
 
@@ -263,11 +263,11 @@ def test_strangers_and_nonsense(loaded):
   ]
   for body in bad:
     link = PullConnection(socket.create_connection(server.address), 5, "w")
-    link.greet_publisher(KEY)
+    link.greet_server(KEY)
     link.send([struct.pack("<I", len(body)) + body])
     # It says why, or just leaves; and takes the next connection.
     try:
-      found = attention_wire.receive_arrays(link)
+      found = array_messages.receive_arrays(link)
     except (PeerError, HostileMessageError):
       found = None
     assert found is None or found.kind == "failed"

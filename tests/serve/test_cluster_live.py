@@ -17,12 +17,13 @@ import ringjax as rj
 from ringjax import transfer
 from ringjax.data import Bytes
 from ringjax.errors import InputTypeError
+from ringjax.parallel.links.connection import as_json
 from ringjax.serve import Engine, Request, RowSampling, cluster
 from ringjax.serve.cluster import block_keys, short_key
 from ringjax.serve.cluster.request_fields import request_fields, request_of
 from ringjax.serve.cluster.worker import check_engine
 from ringjax.serve.traces import TraceRequest, first_prefixes
-from ringjax.transfer.wire import PullConnection, as_json
+from ringjax.transfer.wire import PullConnection
 from tests.helpers import SMALL, refused, swept, until
 from tests.serve.test_http import Wire, choices, complete, joined
 from tests.serve.test_http import ask as get
@@ -639,7 +640,7 @@ def test_who_may_join(model):
     # What is no message ends its own connection only.
     for fields in ({}, {"t": "join"}, {"t": "command"}, {"t": "view"}):
       wire = PullConnection(socket.create_connection(address), 20, "router")
-      wire.greet_publisher(KEY)
+      wire.greet_server(KEY)
       wire.tell_object(fields)
       answer = wire.hear_object(1000)
       assert answer is None or "error" in answer
@@ -856,7 +857,7 @@ class Scripted:
     self.wire = PullConnection(
       socket.create_connection(live.router.address), WAIT_S, "router"
     )
-    self.wire.greet_publisher(KEY)
+    self.wire.greet_server(KEY)
     self.tell(
       "join",
       name=name,

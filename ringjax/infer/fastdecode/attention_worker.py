@@ -29,11 +29,6 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from ringjax.errors import PeerError, RingjaxError
-from ringjax.infer.fastdecode.attention_wire import (
-  ArrayMessage,
-  receive_arrays,
-  send_arrays,
-)
 from ringjax.infer.layerwise import LayerPrograms, TokenRows
 from ringjax.json_text import json_text
 from ringjax.kv import kind_text
@@ -41,10 +36,15 @@ from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models.checkpoint import abstract
 from ringjax.parallel.door import Door
-from ringjax.transfer.wire import (
+from ringjax.parallel.links.array_messages import (
+  ArrayMessage,
+  receive_arrays,
+  send_arrays,
+)
+from ringjax.parallel.links.connection import (
   AuthenticationError,
+  Connection,
   HostileMessageError,
-  PullConnection,
   checked_key,
   listening,
 )
@@ -220,7 +220,7 @@ class AttentionServer:
     self._key, self._patience_s = checked_key(key), patience_s
     self._server = listening(host, port)
     self.address: tuple[str, int] = (host, self._server.getsockname()[1])
-    self._link: PullConnection | None = None
+    self._link: Connection | None = None
     self._closed = False
     self._door = Door(
       self._server, self._greet, name="ringjax attention worker"
@@ -248,9 +248,7 @@ class AttentionServer:
     if self._link is not None:
       self._link.close()
 
-  def _greet(
-    self, link: socket.socket, address: tuple[str, int]
-  ) -> PullConnection:
+  def _greet(self, link: socket.socket, address: tuple[str, int]) -> Connection:
     """Authenticates a model by the key."""
     # Without keep-alive a client whose machine is gone would block others
     # until `_IDLE_S`.
@@ -260,17 +258,17 @@ class AttentionServer:
     ):  # fmt: skip
       if hasattr(socket, option):
         link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), n)
-    wire = PullConnection(
+    wire = Connection(
       link, min(_GREETING_S, self._patience_s), f"{address[0]}:{address[1]}"
     )
-    wire.greet_reader(self._key)
+    wire.greet_client(self._key)
     return wire
 
 
 class _Conversation:
   """Serves the messages of one model, in order."""
 
-  def __init__(self, link: PullConnection, patience_s: int | float):
+  def __init__(self, link: Connection, patience_s: int | float):
     self._link, self._patience_s = link, patience_s
     self._host: AttentionHost | None = None
 

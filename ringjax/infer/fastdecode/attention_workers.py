@@ -41,11 +41,6 @@ from jaxtyping import Array, Bool, Float, Int
 from ringjax.checks import float_dtype, integer, number, positive_int
 from ringjax.errors import ConfigError, OptionError, PeerError
 from ringjax.infer import decode, inputs
-from ringjax.infer.fastdecode.attention_wire import (
-  ArrayMessage,
-  receive_arrays,
-  send_arrays,
-)
 from ringjax.infer.fastdecode.attention_worker import (
   LOAD_TOKENS,
   PATIENCE_S,
@@ -71,8 +66,13 @@ from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models.checkpoint import abstract
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import refuse_placed
+from ringjax.parallel.links.array_messages import (
+  ArrayMessage,
+  receive_arrays,
+  send_arrays,
+)
+from ringjax.parallel.links.connection import Connection, checked_key
 from ringjax.parallel.programs import bounded
-from ringjax.transfer.wire import PullConnection, checked_key
 
 # Maximum time until a started process listens.
 _START_S = 120.0
@@ -141,7 +141,7 @@ class WorkersReport:
 class _WorkerLink:
   """Connection to a worker, with a thread that receives."""
 
-  def __init__(self, link: PullConnection):
+  def __init__(self, link: Connection):
     self.link = link
     self._came: queue.Queue[ArrayMessage | PeerError] = queue.Queue()
     threading.Thread(
@@ -230,9 +230,7 @@ class AttentionWorkers:
     try:
       for n, (host, port) in enumerate(addresses):
         name = f"attention worker {n} ({host}:{port})"
-        link = PullConnection.connect(
-          (host, port), key, patience_s, name, rank=n
-        )
+        link = Connection.connect((host, port), key, patience_s, name, rank=n)
         self._workers.append(_WorkerLink(link))
     except BaseException:
       self.close()

@@ -44,11 +44,6 @@ from typing import Any
 import numpy as np
 
 from ringjax.errors import PeerError, RingjaxError
-from ringjax.infer.fastdecode.attention_wire import (
-  ArrayMessage,
-  receive_arrays,
-  send_arrays,
-)
 from ringjax.infer.layerwise import LayerPrograms
 from ringjax.infer.loongserve.elastic_instance import (
   ElasticInstance,
@@ -60,11 +55,12 @@ from ringjax.json_text import json_text
 from ringjax.models import checkpoint
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.door import Door
-from ringjax.transfer.wire import (
-  PullConnection,
-  checked_key,
-  listening,
+from ringjax.parallel.links.array_messages import (
+  ArrayMessage,
+  receive_arrays,
+  send_arrays,
 )
+from ringjax.parallel.links.connection import Connection, checked_key, listening
 
 PATIENCE_S = 60.0
 _BETWEEN = ("hello", "block", "query", "partial", "keys", "stored")
@@ -74,9 +70,7 @@ TO_MANAGER = ("opened", "done", "failed", "pong")
 _MOST = 1 << 31
 
 
-def receive_idle(
-  link: PullConnection, kinds: Sequence[str]
-) -> ArrayMessage | None:
+def receive_idle(link: Connection, kinds: Sequence[str]) -> ArrayMessage | None:
   """Waits any time for the next message of a connection; None if it ended.
 
   The connection's patience applies only within a message.
@@ -103,7 +97,7 @@ class _PeerLinks:
       collections.defaultdict(collections.deque)
     )
     self._gone: set[int] = set()
-    self._out: dict[int, PullConnection] = {}
+    self._out: dict[int, Connection] = {}
     self._begun, self._abandoned = -1, -1
 
   def begin(self, call: int) -> None:
@@ -119,7 +113,7 @@ class _PeerLinks:
       self._abandoned = max(self._abandoned, call)
       self._news.notify_all()
 
-  def receive(self, link: PullConnection, source: int) -> None:
+  def receive(self, link: Connection, source: int) -> None:
     """Queues an instance's messages until it disconnects."""
     try:
       while (message := receive_idle(link, _BETWEEN)) is not None:
@@ -160,14 +154,14 @@ class _PeerLinks:
         raise PeerError(f"instance {source} is gone", source)
       return self._came[place].popleft()
 
-  def to(self, target: int, address: tuple[str, int]) -> PullConnection:
+  def to(self, target: int, address: tuple[str, int]) -> Connection:
     """Returns the connection to an instance, made when first needed.
 
     Raises:
       PeerError: If the instance does not listen, or has another key.
     """
     if target not in self._out:
-      link = PullConnection.connect(
+      link = Connection.connect(
         address,
         self._key,
         self._patience_s,
@@ -251,12 +245,10 @@ class ElasticWorker:
     self._links = _PeerLinks(number, self._key, patience_s)
     self._server = listening(host, port)
     self.address: tuple[str, int] = (host, self._server.getsockname()[1])
-    self._manager: queue.SimpleQueue[PullConnection | None] = (
-      queue.SimpleQueue()
-    )
+    self._manager: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
     self._calls: queue.SimpleQueue[ArrayMessage | None] = queue.SimpleQueue()
     self._telling = threading.Lock()
-    self._all: list[PullConnection] = []
+    self._all: list[Connection] = []
     self._door = Door(
       self._server, self._greet, self._enter, name="ringjax elastic worker"
     )
@@ -283,14 +275,12 @@ class ElasticWorker:
     for link in self._all:
       link.close()
 
-  def _greet(
-    self, link: socket.socket, address: tuple[str, int]
-  ) -> PullConnection:
-    wire = PullConnection(link, self._patience_s, f"{address[0]}:{address[1]}")
-    wire.greet_reader(self._key, 5.0)
+  def _greet(self, link: socket.socket, address: tuple[str, int]) -> Connection:
+    wire = Connection(link, self._patience_s, f"{address[0]}:{address[1]}")
+    wire.greet_client(self._key, 5.0)
     return wire
 
-  def _enter(self, link: PullConnection) -> None:
+  def _enter(self, link: Connection) -> None:
     """Serves a new connection by its first message, in a separate thread."""
     self._all.append(link)
     try:
@@ -306,7 +296,7 @@ class ElasticWorker:
       return
     self._links.receive(link, source)
 
-  def _listen(self, link: PullConnection) -> None:
+  def _listen(self, link: Connection) -> None:
     """Receives the manager's messages; handles ping and abandon at once."""
     try:
       while (message := receive_idle(link, FROM_MANAGER)) is not None:
@@ -323,11 +313,11 @@ class ElasticWorker:
       self._links.abandon(_MOST)
       self._calls.put(None)
 
-  def _tell(self, link: PullConnection, kind: str, **fields: Any) -> None:
+  def _tell(self, link: Connection, kind: str, **fields: Any) -> None:
     with self._telling:
       send_arrays(link, kind, **fields)
 
-  def _run(self, link: PullConnection, message: ArrayMessage) -> None:
+  def _run(self, link: Connection, message: ArrayMessage) -> None:
     if message.kind == "drop":
       requests, first = message.arrays
       self._instance.drop(requests.tolist(), first.tolist())

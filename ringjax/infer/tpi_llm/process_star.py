@@ -31,10 +31,10 @@ from ringjax.errors import OptionError, PeerError
 from ringjax.json_text import json_text
 from ringjax.parallel.door import Door
 from ringjax.parallel.frames import json_object
-from ringjax.transfer.wire import (
+from ringjax.parallel.links.connection import (
   AuthenticationError,
+  Connection,
   HostileMessageError,
-  PullConnection,
   checked_key,
 )
 
@@ -74,7 +74,7 @@ class StarLink:
     sent_bytes: Bytes of arrays sent so far.
   """
 
-  def __init__(self, link: PullConnection, rank: int):
+  def __init__(self, link: Connection, rank: int):
     self.rank, self.sent_bytes = rank, 0
     self._link = link
     self._sending = threading.Lock()
@@ -260,8 +260,8 @@ class Star:
     def greet(
       link: socket.socket, address: tuple[str, int]
     ) -> tuple[StarLink, dict[str, Any]]:
-      wire = PullConnection(link, patience_s, f"{address[0]}:{address[1]}")
-      wire.greet_reader(key, min(_GREETING_S, patience_s))
+      wire = Connection(link, patience_s, f"{address[0]}:{address[1]}")
+      wire.greet_client(key, min(_GREETING_S, patience_s))
       star = StarLink(wire, -1)
       try:
         return star, star.hear(Kind.HELLO)[1]
@@ -378,7 +378,7 @@ def join(
     try:
       if left_s <= 0:
         raise TimeoutError
-      link = PullConnection.connect(
+      link = Connection.connect(
         address, key, patience_s, "rank 0", connect_s=left_s
       )
       break

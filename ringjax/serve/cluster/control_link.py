@@ -1,7 +1,8 @@
 """Control messages between the router and the instances of a cluster.
 
-Guarantees: both sides have proved that they have the key (`transfer/wire.py`);
-messages are JSON objects, which arrive once and in order, or the link ends.
+Guarantees: both sides have proved that they have the key (see
+`parallel/links/connection.py`); messages are JSON objects, which arrive once
+and in order, or the link ends.
 A side that is silent for too long, or that sends a malformed message, is
 disconnected: `on_end` is called once, with the reason. `tell` never blocks.
 Cost: two threads a link, and a heartbeat every `beat_s` seconds each way.
@@ -19,8 +20,8 @@ from typing import Any
 
 from ringjax.checks import number
 from ringjax.errors import OptionError, PeerError, RingjaxError
+from ringjax.parallel.links.connection import Connection, checked_key
 from ringjax.transfer.client import Address
-from ringjax.transfer.wire import PullConnection, checked_key
 
 # Maximum bytes of a message: prompts of many millions of tokens.
 _MOST_BYTES = 1 << 27
@@ -49,7 +50,7 @@ def checked_beat(
 
 def dial(
   address: Address, key: bytes, silence_s: int | float, name: str = "router"
-) -> PullConnection:
+) -> Connection:
   """Connect to a router and authenticate.
 
   Args:
@@ -63,7 +64,7 @@ def dial(
     AuthenticationError: If the peer has another key.
   """
   key, name = checked_key(key), f"{name} {address[0]}:{address[1]}"
-  return PullConnection.connect(address, key, silence_s, name)
+  return Connection.connect(address, key, silence_s, name)
 
 
 def ask_router(
@@ -105,7 +106,7 @@ class ControlLink:
 
   def __init__(
     self,
-    wire: PullConnection,
+    wire: Connection,
     *,
     on_message: Callable[[dict[str, Any]], object],
     on_end: Callable[[str], object],

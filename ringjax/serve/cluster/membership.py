@@ -19,11 +19,11 @@ from typing import Any
 
 from ringjax.checks import number
 from ringjax.errors import OptionError, PeerError, PromptError
+from ringjax.parallel.links.connection import Connection
 from ringjax.serve.cluster.control_link import ControlLink, checked_beat, dial
 from ringjax.serve.cluster.routing import MOST_QUEUED
 from ringjax.transfer import DeviceServer, PageLayout, Publisher, Ticket
 from ringjax.transfer.client import Address
-from ringjax.transfer.wire import PullConnection
 
 # Seconds to wait before joining again.
 _AGAIN_S = 0.5
@@ -172,7 +172,7 @@ class Membership:
     if self.link is not None:
       self.link.close(why)
 
-  def _join(self) -> PullConnection | None:
+  def _join(self) -> Connection | None:
     """Connect to the router; the connection, or None if it refused."""
     try:
       wire = dial(self._router, self._key, self._silence_s)

@@ -14,6 +14,7 @@ from typing import Any
 from ringjax.checks import integer, one_of, positive_int
 from ringjax.errors import OptionError, PeerError
 from ringjax.parallel.door import Door
+from ringjax.parallel.links.connection import Connection, checked_key, listening
 from ringjax.serve.cluster.control_link import ControlLink
 from ringjax.serve.cluster.dispatch.instances import (
   ClusterInstance,
@@ -24,7 +25,6 @@ from ringjax.serve.cluster.times.phase_times import (
   InstanceTimes,
   QuadraticTimes,
 )
-from ringjax.transfer.wire import PullConnection, checked_key, listening
 
 # Seconds for an unauthenticated peer to show the key and send a first message.
 _GREETING_S = 5.0
@@ -114,15 +114,15 @@ class Admission:
 
   def _greet(
     self, link: socket.socket, address: tuple[str, int]
-  ) -> tuple[PullConnection, str]:
+  ) -> tuple[Connection, str]:
     """Authenticate an instance or a command client by its key."""
-    wire = PullConnection(
+    wire = Connection(
       link, self._silence_s, f"instance {address[0]}:{address[1]}"
     )
-    wire.greet_reader(self._key, min(_GREETING_S, self._silence_s))
+    wire.greet_client(self._key, min(_GREETING_S, self._silence_s))
     return wire, address[0]
 
-  def _welcome(self, greeted: tuple[PullConnection, str]) -> None:
+  def _welcome(self, greeted: tuple[Connection, str]) -> None:
     """Let an instance join, or answer a command."""
     wire, host = greeted
     with self._work:
@@ -152,9 +152,7 @@ class Admission:
     with self._work:
       self._links -= 1
 
-  def _join(
-    self, fields: dict[str, Any], wire: PullConnection, host: str
-  ) -> None:
+  def _join(self, fields: dict[str, Any], wire: Connection, host: str) -> None:
     """Register an instance that asks to join."""
     if fields["t"] != "join":
       raise ValueError("neither join nor command")

@@ -9,7 +9,7 @@ Guarantees: tokens are those of `rj.infer.generate` with greedy decoding. When a
 process dies at any moment, or is stalled for longer than `patience_s`, the
 requests whose keys it had are prefilled again by others or end with an error
 that says so; wrong text is never returned. Links are authenticated, not
-encrypted, see `transfer.wire`.
+encrypted, see `parallel.links.connection`.
 Cost: bytes between instances by kind, `ElasticAnswers.bytes_sent`; this process
 computes nothing, and a call takes a message to each member and one back.
 Memory: in each process the model and `slots` tokens of all layers.
@@ -36,7 +36,6 @@ import numpy as np
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError, PeerError
 from ringjax.infer import inputs
-from ringjax.infer.fastdecode.attention_wire import send_arrays
 from ringjax.infer.first_line import first_line
 from ringjax.infer.loongserve.elastic_instance import instance_programs
 from ringjax.infer.loongserve.elastic_worker import (
@@ -48,6 +47,8 @@ from ringjax.infer.loongserve.elastic_worker import (
 from ringjax.json_text import json_text
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.gpu_processes import gpu_variables, visible_gpus
+from ringjax.parallel.links.array_messages import send_arrays
+from ringjax.parallel.links.connection import Connection
 from ringjax.serve.cluster.loongserve.elastic_manager import (
   Abandon,
   DropKeys,
@@ -64,7 +65,6 @@ from ringjax.serve.cluster.loongserve.elastic_scheduler import (
   ElasticScheduler,
 )
 from ringjax.serve.cluster.times.phase_times import QuadraticTimes
-from ringjax.transfer.wire import PullConnection
 
 # Seconds that a process may take to load the model.
 _START_S = 600.0
@@ -99,7 +99,7 @@ class _Member:
 
   number: int
   address: tuple[str, int]
-  link: PullConnection
+  link: Connection
   process: subprocess.Popen[str] | None = None
   server: ElasticWorker | None = None
   vocab: int = 0
@@ -500,7 +500,7 @@ class ElasticWorkers:
       host, port, vocab = reply
       address = host, port
     name = f"instance {instance}"
-    link = PullConnection.connect(
+    link = Connection.connect(
       address, self._key, self.patience_s, name, rank=instance
     )
     send_arrays(link, "manage")
