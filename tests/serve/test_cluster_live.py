@@ -158,7 +158,7 @@ class Live:
     worker = self.workers[name]
     worker._membership.closed = True
     if worker._membership.link is not None:
-      worker._membership.link._wire.close()
+      worker._membership.link.wire.close()
     worker.publisher._server.close()
     for wire in list(worker.publisher._wires.values()):
       wire.close()
@@ -366,8 +366,8 @@ def test_an_instance_that_is_lost(model, alone, stage):
         assert grown.wait(WAIT_S)
         if stage == "silent":
           # It hangs: nothing comes, and nothing is closed.
-          live.workers["decode1"]._membership.link._wire.tell_object = (
-            lambda _: time.sleep(WAIT_S)
+          live.workers["decode1"]._membership.link.wire.send = lambda *_: (
+            time.sleep(WAIT_S)
           )
         elif stage == "broken":
           live.engines[1]._run = lambda _: 1 // 0
@@ -430,7 +430,7 @@ def test_a_restart_under_a_name_whose_end_is_not_noticed_yet(model, alone):
       assert "no other instance" in other.refused
     # It hangs: nothing comes, and nothing is closed.
     over = threading.Event()
-    hung._membership.link._wire.tell_object = lambda _: over.wait(WAIT_S)
+    hung._membership.link.wire.send = lambda *_: over.wait(WAIT_S)
     live.join("both0")
     assert live.router.counters.lost == 1
     (request,) = requests(1, seed=4)
@@ -645,9 +645,9 @@ def test_who_may_join(model):
       answer = wire.hear_object(1000)
       assert answer is None or "error" in answer
       wire.close()
-    live.workers["both0"]._membership.link.tell(t="tokens", id=1)
+    live.workers["both0"]._membership.link.tell("tokens", id=1)
     assert [x.name for x in live.router.instances()] == ["both0"]
-    live.workers["both0"]._membership.link.tell(t="view")
+    live.workers["both0"]._membership.link.tell("view")
     # It joins again.
     until(lambda: live.router.counters.lost == 1)
     until(lambda: live.router.instances())
@@ -664,7 +664,7 @@ def test_pages_return_by_their_lease_when_the_router_is_gone(model):
     assert worker.publisher.offered and not worker.publisher.counters.expired
     live.router._admission._server.shutdown(socket.SHUT_RDWR)
     for one in list(live.router._instances.alive.values()):
-      one.link._wire.close()
+      one.link.wire.close()
     until(lambda: not worker.publisher.offered)
     assert worker.publisher.counters.expired == 1
 

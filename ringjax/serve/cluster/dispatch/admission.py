@@ -15,7 +15,7 @@ from ringjax.checks import integer, one_of, positive_int
 from ringjax.errors import OptionError, PeerError
 from ringjax.parallel.door import Door
 from ringjax.parallel.links.connection import Connection, checked_key, listening
-from ringjax.serve.cluster.control_link import ControlLink
+from ringjax.parallel.links.live_link import LiveLink
 from ringjax.serve.cluster.dispatch.instances import (
   ClusterInstance,
   InstanceTable,
@@ -179,11 +179,12 @@ class Admission:
     instance = ClusterInstance(
       name=name,
       role=one_of("role", fields["role"], ROLES),
-      link=ControlLink(
+      link=LiveLink(
         wire,
-        on_message=lambda message: self._on_message(instance, message),
-        on_end=lambda why: self._disconnected(instance, why),
-        beat=lambda: {"t": "beat"},
+        on_message=lambda message: self._on_message(
+          instance, message.as_object
+        ),
+        on_end=lambda error: self._disconnected(instance, str(error)),
         beat_s=self._beat_s,
       ),
       address=(str(address), integer("port", port, least=1, most=65535)),
@@ -225,7 +226,7 @@ class Admission:
       if self._times is not None and times is not None:
         self._times.tell(name, times)
       self._instances.alive[name] = instance
-      instance.link.tell(t="welcome", stream=self._stream)
+      instance.link.tell("welcome", stream=self._stream)
       instance.link.start()
       self._on_join()
 
