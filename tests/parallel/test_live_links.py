@@ -263,9 +263,11 @@ def group_of(
 ) -> Iterator[tuple[LinkGroup[int], list[LiveLink], list[Any]]]:
   """A group, the other sides of its links, and the members that were lost."""
   lost: list[Any] = []
-  group: LinkGroup[int] = LinkGroup(
-    lambda member, error: lost.append((member, str(error))), together=together
-  )
+
+  def note(member: int, link: LiveLink) -> None:
+    lost.append((member, str(link.error)))
+
+  group: LinkGroup[int] = LinkGroup(note, together=together)
   sides = []
   for n in range(1, members + 1):
     here, there = socket.socketpair()
@@ -290,7 +292,7 @@ def test_a_group_continues_without_one_that_is_lost():
     group.tell_all("row")
     assert sides[0].take("row") and sides[2].take("row")
     assert lost == [(2, "rank 2 closed the connection")]
-    assert sorted(group.links) == [1, 3] and [*group.left] == [2]
+    assert sorted(group.links) == [1, 3] and [*group.lost] == [2]
     # A new process takes the place of the lost one.
     here, there = socket.socketpair()
     group.add(2, Connection(here, 60.0, "rank 2"), rank=2).start()

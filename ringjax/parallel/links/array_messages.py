@@ -48,6 +48,11 @@ class ArrayMessage(NamedTuple):
   arrays: tuple[np.ndarray, ...]
   nbytes: int
 
+  @property
+  def as_object(self) -> dict[str, Any]:
+    """Fields of the header, with the kind as "t"."""
+    return {"t": self.kind, **self.fields}
+
   def integer(self, name: str, below: int) -> int:
     """Returns a field that must be an int from 0 to `below` - 1.
 
@@ -60,10 +65,26 @@ class ArrayMessage(NamedTuple):
     return value
 
 
+def message_parts(
+  kind: str, arrays: Sequence[np.ndarray] = (), /, **fields: Any
+) -> list[bytes | memoryview]:
+  """Bytes of a message; those of contiguous arrays are not copied.
+
+  Raises:
+    AttributeError, TypeError, ValueError: If a field is not for JSON.
+  """
+  parts = [np.ascontiguousarray(x) for x in arrays]
+  stated = [[x.dtype.name, list(x.shape)] for x in parts]
+  beside = {"x": stated} if stated else {}
+  head = framed(as_json({"t": kind, **beside, **fields}))
+  return [head, *(x.reshape(-1).view(np.uint8).data for x in parts if x.size)]
+
+
 def send_arrays(
   link: Connection,
   kind: str,
   arrays: Sequence[np.ndarray] = (),
+  /,
   **fields: Any,
 ) -> int:
   """Sends a message; returns its size in bytes.
@@ -71,13 +92,9 @@ def send_arrays(
   Raises:
     PeerError: If the other side does not receive, or is gone.
   """
-  parts = [np.ascontiguousarray(x) for x in arrays]
-  stated = [[x.dtype.name, list(x.shape)] for x in parts]
-  beside = {"x": stated} if stated else {}
-  head = as_json({"t": kind, **beside, **fields})
-  raw = [x.reshape(-1).view(np.uint8).data for x in parts if x.size]
-  link.send([framed(head), *raw])
-  return SIZE.size + len(head) + sum(map(len, raw))
+  parts = message_parts(kind, arrays, **fields)
+  link.send(parts)
+  return sum(map(len, parts))
 
 
 def receive_arrays(

@@ -103,8 +103,8 @@ class Connection:
     # The other side may be gone already: the first receive will report it.
     with contextlib.suppress(OSError):
       link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    link.settimeout(patience_s)
-    self.link, self.patience_s, self.name = link, patience_s, name
+    self.link, self.name = link, name
+    self.patience_s = patience_s
 
   @classmethod
   def connect(
@@ -144,6 +144,16 @@ class Connection:
       connection.close()
       raise
     return connection
+
+  @property
+  def patience_s(self) -> int | float:
+    """Seconds that the other side may be silent while bytes are due."""
+    return self._patience_s
+
+  @patience_s.setter
+  def patience_s(self, seconds: int | float) -> None:
+    self._patience_s = seconds
+    self._restore_timeout()
 
   def close(self) -> None:
     """End the connection, even while a thread waits for it."""

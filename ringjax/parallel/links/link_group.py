@@ -29,23 +29,25 @@ class LinkGroup(Generic[Member]):
 
   Attributes:
     links: Links to the members that are in.
-    left: Reason for each member that was lost, or has left.
+    left: Reasons of the members that have left, without a failure.
+    lost: Reasons of the members that were lost, or have failed.
   """
 
   def __init__(
     self,
-    on_lost: Callable[[Member, PeerError], object] = lambda *_: None,
+    on_lost: Callable[[Member, LiveLink], object] = lambda *_: None,
     *,
     together: bool,
   ):
     """Make an empty group.
 
     Args:
-      on_lost: Function of a member and the reason, called by another thread.
+      on_lost: Function of a member and its link, called by another thread.
       together: Whether the group ends when one of its members fails.
     """
     self.links: dict[Member, LiveLink] = {}
     self.left: dict[Member, PeerError] = {}
+    self.lost: dict[Member, PeerError] = {}
     self._on_lost, self._together = on_lost, together
     self._lock, self._ended = threading.Lock(), False
 
@@ -73,7 +75,7 @@ class LinkGroup(Generic[Member]):
       link.close(why)
 
   def tell_all(
-    self, kind: str, arrays: Sequence[np.ndarray] = (), **fields: Any
+    self, kind: str, arrays: Sequence[np.ndarray] = (), /, **fields: Any
   ) -> None:
     """Queue a message to each member."""
     for link in list(self.links.values()):
@@ -83,14 +85,18 @@ class LinkGroup(Generic[Member]):
     """End all links, without a failure."""
     self._end(lambda link: link.close(why))
 
-  def fail(self, why: str, *, blame: int | None = None) -> None:
-    """End all links, and report the failure of a rank, or of this process."""
-    self._end(lambda link: link.fail(why, blame=blame))
+  def fail(self, why: str, *, blame: int | None = None) -> bool:
+    """End all links, and report the failure of a rank, or of this process.
 
-  def _end(self, end: Callable[[LiveLink], object]) -> None:
+    Returns:
+      Whether the group had not ended before.
+    """
+    return self._end(lambda link: link.fail(why, blame=blame))
+
+  def _end(self, end: Callable[[LiveLink], object]) -> bool:
     with self._lock:
       if self._ended:
-        return
+        return False
       self._ended = True
       links = list(self.links.values())
     for link in links:
@@ -98,6 +104,7 @@ class LinkGroup(Generic[Member]):
     until = time.monotonic() + _FLUSH_S
     for link in links:
       link.join(until - time.monotonic())
+    return True
 
   def _lost(self, member: Member, link: LiveLink) -> None:
     error = link.error
@@ -106,7 +113,9 @@ class LinkGroup(Generic[Member]):
       if self._ended or self.links.get(member) is not link:
         return
       del self.links[member]
-      self.left[member] = error
-    if self._together and link.ending is not Ending.LEFT:
-      self.fail(str(error), blame=error.rank)
-    self._on_lost(member, error)
+      has_left = link.ending is Ending.LEFT
+      (self.left if has_left else self.lost)[member] = error
+    if (
+      has_left or not self._together or self.fail(str(error), blame=error.rank)
+    ):
+      self._on_lost(member, link)

@@ -33,6 +33,7 @@ import numpy as np
 from ringjax.errors import PeerError, RingjaxError
 from ringjax.parallel.links.array_messages import (
   ArrayMessage,
+  message_parts,
   receive_arrays,
   send_arrays,
 )
@@ -120,9 +121,9 @@ class LiveLink:
     self._news = threading.Condition()
     self._came: collections.deque[ArrayMessage] = collections.deque()
     self._sending = threading.Lock()
-    self._outbox: queue.SimpleQueue[
-      tuple[str, Sequence[np.ndarray], Fields] | None
-    ] = queue.SimpleQueue()
+    self._outbox: queue.SimpleQueue[list[bytes | memoryview] | None] = (
+      queue.SimpleQueue()
+    )
     self._sender, self._receiver = (
       threading.Thread(
         target=work, name=f"ringjax link {wire.name}", daemon=True
@@ -146,13 +147,20 @@ class LiveLink:
   # -------------------------------------------------------------------------
 
   def tell(
-    self, kind: str, arrays: Sequence[np.ndarray] = (), **fields: Any
+    self, kind: str, arrays: Sequence[np.ndarray] = (), /, **fields: Any
   ) -> None:
-    """Queue a message to be sent after those before it; never waits."""
-    self._outbox.put((kind, arrays, fields))
+    """Queue a message to be sent after those before it; never waits.
+
+    Fields may change afterwards, arrays must not. Fields that are not for JSON
+    end the link.
+    """
+    try:
+      self._outbox.put(message_parts(kind, arrays, **fields))
+    except (AttributeError, TypeError, ValueError) as error:
+      self._end(Ending.BROKEN, f"a message to {self.name}: {error}")
 
   def send(
-    self, kind: str, arrays: Sequence[np.ndarray] = (), **fields: Any
+    self, kind: str, arrays: Sequence[np.ndarray] = (), /, **fields: Any
   ) -> int:
     """Send a message at once, before queued ones; return its size in bytes.
 
@@ -281,9 +289,8 @@ class LiveLink:
           queued = self._outbox.get(timeout=max(0.0, due - time.monotonic()))
           if queued is None:
             break
-          kind, arrays, fields = queued
           with self._sending:
-            send_arrays(self.wire, kind, arrays, **fields)
+            self.wire.send(queued)
         except queue.Empty:
           pass
         if time.monotonic() >= due and self.error is None:
