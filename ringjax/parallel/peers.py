@@ -107,8 +107,7 @@ class Peers:
     self._group: LinkGroup[int] = LinkGroup(self._lost, together=True)
     for r, wire in control.items():
       wire.name, wire.patience_s = f"rank {r}", timeout_s
-      self._group.add(
-        r,
+      link = LiveLink(
         wire,
         rank=r,
         own_rank=rank,
@@ -118,8 +117,9 @@ class Peers:
         closed="is gone: its connection closed",
         silent="has said nothing",
       )
-    for started in list(self._group.links.values()):
-      started.start()
+      self._group.add(r, link)
+    for link in list(self._group.links.values()):
+      link.start()
 
   # -------------------------------------------------------------------------
   # Meeting

@@ -118,6 +118,25 @@ def test_a_beat_may_carry_fields():
   assert loads[0] == ("load", {"free": 3})
 
 
+def test_the_patience_of_the_other_side_sets_the_beats():
+  here, there = socket.socketpair()
+  ready = threading.Event()
+  a = LiveLink(Connection(here, 600.0, "b"))
+  b = LiveLink(
+    Connection(there, 0.5, "a"),
+    beat=lambda: {"t": "load"},
+  )
+  a.start(), b.start()
+  # "a" alone would beat every two minutes.
+  threading.Timer(1.5, ready.set).start()
+  while not ready.is_set():
+    a.take("load", within_s=60.0)
+  assert b.error is None
+  for link in (a, b):
+    link.close()
+    link.join(PATIENCE_S)
+
+
 def test_a_message_of_another_kind_is_refused():
   with pair(there={"kinds": ("row",)}) as (a, b):
     a.tell("column")
@@ -271,7 +290,7 @@ def group_of(
   sides = []
   for n in range(1, members + 1):
     here, there = socket.socketpair()
-    group.add(n, Connection(here, patience_s, f"rank {n}"), rank=n)
+    group.add(n, LiveLink(Connection(here, patience_s, f"rank {n}"), rank=n))
     sides.append(
       LiveLink(Connection(there, patience_s, "rank 0"), rank=0, own_rank=n)
     )
@@ -295,7 +314,9 @@ def test_a_group_continues_without_one_that_is_lost():
     assert sorted(group.links) == [1, 3] and [*group.lost] == [2]
     # A new process takes the place of the lost one.
     here, there = socket.socketpair()
-    group.add(2, Connection(here, 60.0, "rank 2"), rank=2).start()
+    link = LiveLink(Connection(here, 60.0, "rank 2"), rank=2)
+    group.add(2, link)
+    link.start()
     again = LiveLink(Connection(there, 60.0, "rank 0")).start()
     group.tell_all("row")
     assert again.take("row") and len(group) == 3

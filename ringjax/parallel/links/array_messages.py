@@ -73,7 +73,7 @@ def message_parts(
   Raises:
     AttributeError, TypeError, ValueError: If a field is not for JSON.
   """
-  parts = [np.ascontiguousarray(x) for x in arrays]
+  parts = [np.asarray(x, order="C") for x in arrays]
   stated = [[x.dtype.name, list(x.shape)] for x in parts]
   beside = {"x": stated} if stated else {}
   head = framed(as_json({"t": kind, **beside, **fields}))

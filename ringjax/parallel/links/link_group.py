@@ -16,7 +16,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from ringjax.errors import PeerError
-from ringjax.parallel.links.connection import Connection
 from ringjax.parallel.links.live_link import Ending, LiveLink
 
 Member = TypeVar("Member")
@@ -55,17 +54,10 @@ class LinkGroup(Generic[Member]):
     """Number of members that are in."""
     return len(self.links)
 
-  def add(self, member: Member, wire: Connection, **options: Any) -> LiveLink:
-    """Add a member; its link has to be started.
-
-    Args:
-      member: Name or rank of the member.
-      wire: Authenticated connection to it.
-      **options: Further arguments of `LiveLink`.
-    """
-    link = LiveLink(wire, on_end=lambda _: self._lost(member, link), **options)
+  def add(self, member: Member, link: LiveLink) -> None:
+    """Add a member by its link, which is started afterwards."""
+    link.on_end = lambda _: self._lost(member, link)
     self.links[member] = link
-    return link
 
   def remove(self, member: Member, why: str) -> None:
     """End the link to a member, which may have left already."""

@@ -40,8 +40,11 @@ from ringjax.parallel.links.array_messages import (
 from ringjax.parallel.links.connection import Connection, HostileMessageError
 
 Fields = Mapping[str, Any]
-# Kinds of messages that links send themselves.
-_BEAT, _BYE = "beat", "bye"
+# Kinds of messages that links send themselves: the first one, with the sender's
+# patience; heartbeats; the last one.
+_LIVE, _BEAT, _BYE = "live", "beat", "bye"
+# Heartbeats within the patience of the other side, at least.
+_BEATS = 5
 # Waits for a byte within which the other side may be silent.
 _WAITS = 8
 # Blamed processes in the last message of a link, if not a rank.
@@ -77,6 +80,7 @@ class LiveLink:
     rank: Rank of the other side, for errors, or None.
     error: Reason of the end; None while the link lives.
     ending: Way in which it has ended; None while the link lives.
+    on_end: See the arguments.
   """
 
   def __init__(
@@ -105,7 +109,8 @@ class LiveLink:
       on_end: Function called once by that thread, with the reason of the end.
       beat: Function that returns the fields of a heartbeat. They are those of a
         message, "t" its kind.
-      beat_s: Seconds between heartbeats; default: a fifth of the patience.
+      beat_s: Seconds between heartbeats, at most a fifth of the other side's
+        patience, which is the default.
       closed: Text of an error after the name: the connection has closed.
       silent: Text of an error between the name and the seconds of silence.
     """
@@ -113,11 +118,11 @@ class LiveLink:
     self._closed, self._silent = closed, silent
     self.error: PeerError | None = None
     self.ending: Ending | None = None
-    self._kinds = None if kinds is None else {*kinds, _BEAT, _BYE}
+    self._kinds = None if kinds is None else {*kinds, _LIVE, _BEAT, _BYE}
     self._on_message = self._keep if on_message is None else on_message
-    self._on_end = on_end
+    self.on_end = on_end
     self._beat = beat
-    self._beat_s = wire.patience_s / 5 if beat_s is None else beat_s
+    self._beat_s = wire.patience_s / _BEATS if beat_s is None else beat_s
     self._news = threading.Condition()
     self._came: collections.deque[ArrayMessage] = collections.deque()
     self._sending = threading.Lock()
@@ -138,6 +143,7 @@ class LiveLink:
 
   def start(self) -> LiveLink:
     """Start the threads that send and receive."""
+    self.tell(_LIVE, patience_s=self.wire.patience_s)
     self._sender.start()
     self._receiver.start()
     return self
@@ -289,8 +295,12 @@ class LiveLink:
           queued = self._outbox.get(timeout=max(0.0, due - time.monotonic()))
           if queued is None:
             break
-          with self._sending:
-            self.wire.send(queued)
+          if queued:
+            with self._sending:
+              self.wire.send(queued)
+          else:
+            # The interval has changed.
+            due = min(due, time.monotonic() + self._beat_s)
         except queue.Empty:
           pass
         if time.monotonic() >= due and self.error is None:
@@ -316,7 +326,9 @@ class LiveLink:
         if message.kind == _BYE:
           ending, why, rank = self._reason_told(message.fields)
           break
-        if message.kind != _BEAT:
+        if message.kind == _LIVE:
+          self._adapt(message.fields)
+        elif message.kind != _BEAT:
           self._handle(message)
       else:
         raise self.wire.fail(TimeoutError()) from TimeoutError()
@@ -329,9 +341,9 @@ class LiveLink:
       self._outbox.put(None)
       self._await(self._sender, _FLUSH_S)
     self._end(ending, why, rank=rank)
-    if self._on_end is not None:
+    if self.on_end is not None:
       assert self.error is not None
-      self._on_end(self.error)
+      self.on_end(self.error)
 
   def _wait_for_byte(self) -> bool:
     """Wait for the next message; False after too long a silence.
@@ -341,6 +353,15 @@ class LiveLink:
     """
     wait_s = self.wire.patience_s / _WAITS
     return any(self.wire.readable(wait_s) for _ in range(_WAITS))
+
+  def _adapt(self, fields: Fields) -> None:
+    """Beat often enough for the other side."""
+    patience_s = fields.get("patience_s")
+    if type(patience_s) not in (int, float) or not patience_s > 0:
+      raise self.wire.hostile(ValueError(f"a patience of {patience_s!r:.40}"))
+    if patience_s / _BEATS < self._beat_s:
+      self._beat_s = patience_s / _BEATS
+      self._outbox.put([])
 
   def _handle(self, message: ArrayMessage) -> None:
     try:
