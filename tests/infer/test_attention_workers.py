@@ -268,9 +268,11 @@ def test_strangers_and_nonsense(loaded):
     # It says why, or just leaves; and takes the next connection.
     try:
       found = array_messages.receive_arrays(link)
+      while found is not None and found.kind in ("live", "beat"):
+        found = array_messages.receive_arrays(link)
     except (PeerError, HostileMessageError):
       found = None
-    assert found is None or found.kind == "failed"
+    assert found is None or found.kind == "bye"
     link.close()
   model, _ = loaded("llama3")
   with rj.infer.AttentionWorkers.connect([server.address], KEY) as workers:
@@ -310,8 +312,6 @@ def test_a_process_that_stands_still(loaded):
   with rj.infer.AttentionWorkers.start(2, patience_s=30) as workers:
     same(model, workers, prompts)
     workers.patience_s = 2
-    for n in range(2):
-      workers[n].link.patience_s = 2
     workers.processes[0].send_signal(signal.SIGSTOP)
     refused(
       PeerError,

@@ -181,9 +181,8 @@ def test_processes_that_are_killed_at_any_time(
 @pytest.mark.slow
 def test_a_process_that_stands_still(model, prompts, want, tmp_path):
   rj.models.save(model, tmp_path)
-  with ElasticWorkers.start(tmp_path, 3, slots=SLOTS) as workers:
+  with ElasticWorkers.start(tmp_path, 3, slots=SLOTS, patience_s=10) as workers:
     same(workers.serve(prompts, NEW), want)
-    workers.patience_s = 10
     stopped = []
 
     def watch(event):
