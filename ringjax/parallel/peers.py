@@ -41,6 +41,7 @@ from jax._src import distributed  # The key-value store has no public name.
 from ringjax.checks import number
 from ringjax.errors import PeerError
 from ringjax.json_text import json_text
+from ringjax.parallel import joint_outcome
 from ringjax.parallel.door import Door, shut
 from ringjax.parallel.links.array_messages import (
   ArrayMessage,
@@ -55,7 +56,6 @@ TIMEOUT_S = 10.0
 _CONTROL, _ARRAYS = "control", "arrays"
 # Seconds for a peer to show the group's secret and say which rank it is.
 _GREETING_S = 10.0
-_MEETINGS = itertools.count()
 
 # States of a rank. Only one that works has to make progress.
 STARTING, WORKING, TOGETHER, WAITING = "starts", "works", "together", "waits"
@@ -63,7 +63,7 @@ STARTING, WORKING, TOGETHER, WAITING = "starts", "works", "together", "waits"
 
 @dataclasses.dataclass
 class _RankState:
-  """What another rank does, and how many heartbeats ago it made progress."""
+  """State of another rank, and heartbeats since its last progress."""
 
   doing: str = STARTING
   ticks: int = 0
@@ -203,19 +203,13 @@ class Peers:
     rank, size = jax.process_index(), jax.process_count()
     if size == 1:
       return cls(0, 1, {}, {}, timeout_s)
-    state: Any = distributed.global_state
-    number = next(_MEETINGS)
-    key = lambda r: f"ringjax/peers/{number}/{r}"
-    patience_ms = int(1000 * max(300.0, timeout_s))
-
-    def exchange(card: str) -> list[str]:
-      state.client.key_value_set(key(rank), card)
-      return [
-        state.client.blocking_key_value_get(key(r), patience_ms)
-        for r in range(size)
-      ]
-
-    host = _own_address(state.coordinator_address)
+    exchange = functools.partial(
+      joint_outcome.exchanged,
+      ranks=tuple(range(size)),
+      channel="peers",
+      timeout_s=max(300.0, timeout_s),
+    )
+    host = _own_address(distributed.global_state.coordinator_address)
     return cls.meet(rank, size, exchange, host=host, timeout_s=timeout_s)
 
   @classmethod
@@ -475,15 +469,14 @@ class Peers:
 
 
 def _greet(
-  secret: bytes, link: socket.socket, address: object
+  secret: bytes, link: socket.socket, address: tuple[Any, ...]
 ) -> tuple[Connection, int, str]:
   """Admit a rank that has the group's secret: (connection, rank, kind).
 
   Raises:
     PeerError: If the peer does not have it.
   """
-  wire = Connection(link, _GREETING_S, f"a peer at {address}")
-  wire.greet_client(secret)
+  wire = Connection.admit(link, address, secret, _GREETING_S, "a peer at")
   hello = receive_arrays(wire, (_CONTROL, _ARRAYS))
   if hello is None:
     raise PeerError(f"{wire.name} left")

@@ -38,8 +38,6 @@ JOIN_S = 300.0
 # Kinds of messages of rank 0; ranks answer arrays and reports.
 _KINDS = ("setup", "open", "pass", "array", "report", "end")
 _PAUSE_S = 0.1
-# Seconds in which an unauthenticated peer has to prove the key.
-_GREETING_S = 5.0
 
 
 class StarLink(LiveLink):
@@ -145,10 +143,9 @@ class Star:
     self = cls()
 
     def greet(
-      link: socket.socket, address: tuple[str, int]
+      link: socket.socket, address: tuple[Any, ...]
     ) -> tuple[Connection, dict[str, Any]]:
-      wire = Connection(link, patience_s, f"{address[0]}:{address[1]}")
-      wire.greet_client(key, min(_GREETING_S, patience_s))
+      wire = Connection.admit(link, address, key, patience_s)
       hello = receive_arrays(wire, ("hello",))
       if hello is None:
         raise PeerError(f"{wire.name} left")

@@ -1,1 +1,1 @@
-"""Connections between processes: messages, heartbeats, and who is lost."""
+"""Connections between processes: messages, heartbeats, lost members."""

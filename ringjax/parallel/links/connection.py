@@ -41,6 +41,8 @@ from ringjax.parallel.frames import (
 
 MAGIC = b"RJPULL\x00\x01"
 _DIGEST = 32
+# Seconds for a peer to show the key.
+_GREETING_S = 5.0
 Connected = TypeVar("Connected", bound="Connection")
 
 
@@ -143,6 +145,33 @@ class Connection:
     except BaseException:
       connection.close()
       raise
+    return connection
+
+  @classmethod
+  def admit(
+    cls: type[Connected],
+    link: socket.socket,
+    address: tuple[Any, ...],
+    key: bytes,
+    patience_s: int | float,
+    kind: str = "",
+  ) -> Connected:
+    """Greet a process that has connected to this one; for a `Door`.
+
+    Args:
+      link: Accepted socket.
+      address: Host and port of the other side.
+      key: Secret key of both sides.
+      patience_s: Seconds that the other side may be silent, afterwards.
+      kind: Name of such processes, for errors.
+
+    Raises:
+      AuthenticationError: If the other side has another key.
+      PeerError: If it has not shown its key in time, or is gone.
+    """
+    name = f"{kind} {address[0]}:{address[1]}".strip()
+    connection = cls(link, patience_s, name)
+    connection.greet_client(key, min(_GREETING_S, patience_s))
     return connection
 
   @property

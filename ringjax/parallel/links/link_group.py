@@ -1,4 +1,4 @@
-"""Links to the other members of a group: who is in, who has left and why.
+"""Links to the other members of a group: those that are in, left or were lost.
 
 Guarantees: `on_lost` is called once for each member whose link ends, unless
 this side ended it. In a group that works together, the first failure ends it:
@@ -55,9 +55,16 @@ class LinkGroup(Generic[Member]):
     return len(self.links)
 
   def add(self, member: Member, link: LiveLink) -> None:
-    """Add a member by its link, which is started afterwards."""
+    """Add a member by its link, which is started afterwards.
+
+    The link of one that comes when the group has ended is closed.
+    """
     link.on_end = lambda _: self._lost(member, link)
-    self.links[member] = link
+    with self._lock:
+      has_ended = self._ended
+      self.links[member] = link
+    if has_ended:
+      link.close("the group has ended")
 
   def remove(self, member: Member, why: str) -> None:
     """End the link to a member, which may have left already."""

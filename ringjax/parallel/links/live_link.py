@@ -14,8 +14,8 @@ Cost: two threads, and a small message each way every `beat_s` seconds.
   ended    this side closed the link
 
 A process is alive if it beats, however long it computes. If it is stuck, it
-still beats: whoever waits for an answer has a limit (`take`), or compares what
-the beats report (`peers.py`).
+still beats: a caller that waits for an answer passes a limit (`take`), or reads
+progress from the beats (`peers.py`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class LiveLink:
     rank: Rank of the other side, for errors, or None.
     error: Reason of the end; None while the link lives.
     ending: Way in which it has ended; None while the link lives.
-    on_end: See the arguments.
+    on_end: Function called once with the reason of the end, or None.
   """
 
   def __init__(
@@ -158,8 +158,10 @@ class LiveLink:
     """Queue a message to be sent after those before it; never waits.
 
     Fields may change afterwards, arrays must not. Fields that are not for JSON
-    end the link.
+    end the link; a link that has ended drops the message.
     """
+    if self.error is not None:
+      return
     try:
       self._outbox.put(message_parts(kind, arrays, **fields))
     except (AttributeError, TypeError, ValueError) as error:
@@ -173,6 +175,8 @@ class LiveLink:
     Raises:
       PeerError: If the link has ended, or the other side takes nothing.
     """
+    if self.error is not None:
+      raise self.error
     try:
       with self._sending:
         return send_arrays(self.wire, kind, arrays, **fields)
@@ -251,7 +255,7 @@ class LiveLink:
 
   def _say_bye(self, why: str, rank: int | None = None, **fields: Any) -> None:
     if self._end(Ending.ENDED, why, rank=rank, shut=False):
-      self.tell(_BYE, why=why[:_MOST_WHY], **fields)
+      self._outbox.put(message_parts(_BYE, why=why[:_MOST_WHY], **fields))
     self._outbox.put(None)
 
   def _end(
@@ -337,7 +341,8 @@ class LiveLink:
     if ending in (Ending.SILENT, Ending.BROKEN):
       # The other side may still hear why.
       if self._end(ending, why, shut=False):
-        self.tell(_BYE, why=why[:_MOST_WHY], blame=_RECEIVER)
+        bye = message_parts(_BYE, why=why[:_MOST_WHY], blame=_RECEIVER)
+        self._outbox.put(bye)
       self._outbox.put(None)
       self._await(self._sender, _FLUSH_S)
     self._end(ending, why, rank=rank)
@@ -357,7 +362,7 @@ class LiveLink:
   def _adapt(self, fields: Fields) -> None:
     """Beat often enough for the other side."""
     patience_s = fields.get("patience_s")
-    if type(patience_s) not in (int, float) or not patience_s > 0:
+    if not isinstance(patience_s, int | float) or not patience_s > 0:
       raise self.wire.hostile(ValueError(f"a patience of {patience_s!r:.40}"))
     if patience_s / _BEATS < self._beat_s:
       self._beat_s = patience_s / _BEATS
@@ -382,9 +387,9 @@ class LiveLink:
     if blame == _SENDER:
       return Ending.TOLD, f"{self.name} failed: {why}", None
     if blame == _RECEIVER:
-      own = self._own_rank
-      name = "this process" if own is None else f"rank {own}"
-      return Ending.TOLD, f"{name} was given up by {self.name}: {why}", own
+      rank = self._own_rank
+      name = "this process" if rank is None else f"rank {rank}"
+      return Ending.TOLD, f"{name} was given up by {self.name}: {why}", rank
     if type(blame) is int:
       return Ending.TOLD, why, blame
     return Ending.LEFT, f"{self.name} left: {why}", None

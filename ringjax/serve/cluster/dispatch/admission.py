@@ -26,8 +26,6 @@ from ringjax.serve.cluster.times.phase_times import (
   QuadraticTimes,
 )
 
-# Seconds for an unauthenticated peer to show the key and send a first message.
-_GREETING_S = 5.0
 _MOST_LINKS = 512
 
 
@@ -113,13 +111,12 @@ class Admission:
       instance.link.close("the router was closed")
 
   def _greet(
-    self, link: socket.socket, address: tuple[str, int]
+    self, link: socket.socket, address: tuple[Any, ...]
   ) -> tuple[Connection, str]:
     """Authenticate an instance or a command client by its key."""
-    wire = Connection(
-      link, self._silence_s, f"instance {address[0]}:{address[1]}"
+    wire = Connection.admit(
+      link, address, self._key, self._silence_s, "instance"
     )
-    wire.greet_client(self._key, min(_GREETING_S, self._silence_s))
     return wire, address[0]
 
   def _welcome(self, greeted: tuple[Connection, str]) -> None:
