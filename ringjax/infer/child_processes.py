@@ -18,6 +18,9 @@ from typing import Any
 from ringjax.errors import PeerError
 from ringjax.json_text import json_text
 
+# Seconds to the end of a process that has closed its output.
+_END_S = 1.0
+
 
 def start_child(
   module: str, options: Mapping[str, Any], variables: Mapping[str, str]
@@ -83,9 +86,12 @@ def first_line(
   try:
     return list(json.loads(lines[0]))
   except (IndexError, TypeError, ValueError):
+    # A pipe that has ended may be noticed before the process has.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      process.wait(_END_S if lines else 0)
     code = process.poll()
     raise PeerError(
       f"{name} {number} did not start: "
       + ("it says nothing" if code is None else f"it ended with {code}"),
-      number,
+      rank=number,
     ) from None

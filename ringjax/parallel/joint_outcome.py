@@ -4,7 +4,8 @@ Guarantees: an error of one process is raised in all, which then continue in the
 same way; a process that does not answer is named when the wait for it ends.
 Cost: a few small messages through the coordinator of `jax.distributed`; no
 collective, as one process may fail while others are in a program. Processes
-that work alone send nothing. There are no heartbeats: the coordinator has its own.
+that work alone send nothing. There are no heartbeats: the coordinator has its
+own.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class Peers:
         raise PeerError(
           f"rank {rank}: no connection to rank {missing or [rank - 1]} within "
           f"{patience_s:g} s: {error}",
-          missing[0] if missing else None,
+          rank=missing[0] if missing else None,
         ) from None
     links = {r: wire.link for r, wire in wires[_ARRAYS].items()}
     for connection in links.values():

@@ -205,10 +205,13 @@ def test_a_rank_shows_the_secret_of_its_group(known):
     comer = threading.Thread(target=come)
     comer.start()
     if known:
-      assert peers_._greet(b"s" * 32, here, "a port")[1:] == (1, "control")
+      assert peers_._greet(b"s" * 32, here, ("127.0.0.1", 1))[1:] == (
+        1,
+        "control",
+      )
     else:
       with pytest.raises(AuthenticationError, match="does not have the key"):
-        peers_._greet(b"s" * 32, here, "a port")
+        peers_._greet(b"s" * 32, here, ("127.0.0.1", 1))
     comer.join(PATIENCE_S)
 
 

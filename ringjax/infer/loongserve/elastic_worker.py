@@ -136,7 +136,7 @@ class _PeerLinks:
       if call <= self._abandoned:
         raise PeerError("the call was given up")
       if not self._came.get(place):
-        raise PeerError(f"instance {source} is gone", source)
+        raise PeerError(f"instance {source} is gone", rank=source)
       return self._came[place].popleft()
 
   def to(self, target: int, address: tuple[str, int]) -> LiveLink:
