@@ -321,11 +321,13 @@ class Connection:
       PeerError: If this side has closed the connection.
     """
     try:
-      # Unlike epoll, poll notices that another thread closed the socket.
+      # Unlike epoll, poll notices that another thread closed the socket;
+      # `select.select` fails for large file numbers.
       poll = select.poll()
       poll.register(self.link, select.POLLIN)
       return bool(poll.poll(math.ceil(1000 * seconds)))
     except (OSError, ValueError) as error:
+      # A socket that was closed meanwhile has no file number.
       raise self.fail(OSError(str(error))) from None
 
   def wait(self, seconds: float) -> None:
@@ -334,21 +336,16 @@ class Connection:
     Raises:
       PeerError: If it left, or sent a message.
     """
+    # `poll` waits in milliseconds only: sleep, then poll.
+    time.sleep(seconds)
+    if not self.readable(0):
+      return
     try:
-      # `select.select` fails for large file numbers, and `poll` waits in
-      # milliseconds only: sleep, then poll.
-      time.sleep(seconds)
-      poll = select.poll()
-      poll.register(self.link, select.POLLIN)
-      if not poll.poll(0):
-        return
       if self.link.recv(1, socket.MSG_PEEK):
         raise HostileMessageError(f"{self.name} sent a message unasked")
       raise ConnectionError("in the middle of a read")
-    except (OSError, ValueError) as error:
-      # A socket that was closed meanwhile has no file number.
-      os_error = error if isinstance(error, OSError) else OSError(str(error))
-      raise self.fail(os_error) from None
+    except OSError as error:
+      raise self.fail(error) from None
 
   # -------------------------------------------------------------------------
   # Bytes

@@ -66,11 +66,6 @@ class Ending(enum.Enum):
   ENDED = "ended"
 
 
-def beat_message() -> Fields:
-  """A heartbeat that says nothing else."""
-  return {"t": _BEAT}
-
-
 class LiveLink:
   """An authenticated connection with heartbeats.
 
@@ -92,7 +87,7 @@ class LiveLink:
     kinds: Collection[str] | None = None,
     on_message: Callable[[ArrayMessage], object] | None = None,
     on_end: Callable[[PeerError], object] | None = None,
-    beat: Callable[[], Fields] = beat_message,
+    beat: Callable[[], Fields] = lambda: {"t": _BEAT},
     beat_s: int | float | None = None,
     closed: str = "closed the connection",
     silent: str = "did nothing",
