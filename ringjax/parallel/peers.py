@@ -50,7 +50,7 @@ from ringjax.parallel.links.array_messages import (
 )
 from ringjax.parallel.links.connection import Connection
 from ringjax.parallel.links.link_group import LinkGroup
-from ringjax.parallel.links.live_link import Ending, LiveLink
+from ringjax.parallel.links.live_link import LinkEnding, LiveLink
 
 TIMEOUT_S = 10.0
 _CONTROL, _ARRAYS = "control", "arrays"
@@ -423,7 +423,7 @@ class Peers:
   def _lost(self, rank: int, link: LiveLink) -> None:
     """Handle the end of a link; the group has told the others."""
     assert link.error is not None
-    if link.ending is Ending.LEFT:
+    if link.ending is LinkEnding.LEFT:
       self.wake()
     else:
       self._set_failure(link.error)

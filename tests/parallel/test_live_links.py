@@ -20,7 +20,7 @@ import pytest
 from ringjax.errors import OptionError, PeerError
 from ringjax.parallel.links.connection import Connection, HostileMessageError
 from ringjax.parallel.links.link_group import LinkGroup
-from ringjax.parallel.links.live_link import Ending, LiveLink
+from ringjax.parallel.links.live_link import LinkEnding, LiveLink
 from tests.helpers import until
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def test_a_function_gets_the_messages_and_the_reason_of_the_end():
     until(lambda: ends)
     assert kinds == ["first", "second"]
     assert [str(error) for error in ends] == ["a left: the work is done"]
-    assert b.ending is Ending.LEFT
+    assert b.ending is LinkEnding.LEFT
 
 
 def test_a_beat_may_carry_fields():
@@ -141,7 +141,7 @@ def test_a_message_of_another_kind_is_refused():
   with pair(there={"kinds": ("row",)}) as (a, b):
     a.tell("column")
     error = error_of(b.take)
-    assert b.ending is Ending.BROKEN and "column" in str(error)
+    assert b.ending is LinkEnding.BROKEN and "column" in str(error)
     assert "given up by b" in str(error_of(a.take))
   with pair() as (a, b):
     a.tell("column")
@@ -156,7 +156,7 @@ def test_an_error_of_the_function_ends_the_link():
   with pair(there={"on_message": refuse}) as (a, b):
     a.tell("role")
     assert "cook" in str(error_of(a.take))
-    assert b.ending is Ending.BROKEN
+    assert b.ending is LinkEnding.BROKEN
 
 
 # ---------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_one_that_is_gone_is_noticed_by_all_that_wait():
     threading.Timer(0.05, a.wire.close).start()
     errors = waiting(b, 3)
     assert [str(error) for error in errors] == ["a closed the connection"] * 3
-    assert errors[0].rank == 0 and b.ending is Ending.CLOSED
+    assert errors[0].rank == 0 and b.ending is LinkEnding.CLOSED
     # Whoever comes later gets the same reason, and nothing can be sent.
     assert error_of(b.take) is b.error is error_of(lambda: b.send("row"))
 
@@ -179,7 +179,7 @@ def test_one_whose_messages_are_dropped_is_silent():
     # Half-open: nothing of "a" arrives, though it hears the other side.
     a.wire.send = lambda *_: None  # pyrefly: ignore
     assert str(error_of(b.take)) == "a did nothing for 0.4 s"
-    assert b.ending is Ending.SILENT
+    assert b.ending is LinkEnding.SILENT
     # It learns that it was given up, and why.
     assert "this process was given up by b: a did nothing" in str(
       error_of(a.take)
@@ -204,7 +204,7 @@ def test_a_failure_is_told_with_the_rank_at_fault():
     a.fail("no memory")
     error = error_of(b.take)
     assert (str(error), error.rank) == ("a failed: no memory", 0)
-    assert b.ending is Ending.TOLD
+    assert b.ending is LinkEnding.TOLD
   with pair() as (a, b):
     a.fail("rank 7 is gone", blame=7)
     assert (str(error_of(b.take)), error_of(b.take).rank) == (
@@ -259,7 +259,7 @@ def test_telling_never_waits_for_one_that_reads_nothing():
       link.tell("row", [np.zeros(1 << 18, np.float32)])
     assert link.error is None
     until(lambda: link.error is not None)
-  assert link.ending is Ending.SILENT
+  assert link.ending is LinkEnding.SILENT
 
 
 def test_a_link_can_be_made_again_after_its_end():
@@ -413,8 +413,8 @@ def process(
 @pytest.mark.parametrize(
   ("sent", "patience_s", "ending"),
   [
-    (signal.SIGKILL, 120.0, Ending.CLOSED),
-    (signal.SIGSTOP, 2.0, Ending.SILENT),
+    (signal.SIGKILL, 120.0, LinkEnding.CLOSED),
+    (signal.SIGSTOP, 2.0, LinkEnding.SILENT),
   ],
 )
 def test_processes_that_are_killed_or_frozen(sent, patience_s, ending):

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from ringjax.errors import PeerError
-from ringjax.parallel.links.live_link import Ending, LiveLink
+from ringjax.parallel.links.live_link import LinkEnding, LiveLink
 
 Member = TypeVar("Member")
 # Seconds for the last messages of a group that ends.
@@ -112,7 +112,7 @@ class LinkGroup(Generic[Member]):
       if self._ended or self.links.get(member) is not link:
         return
       del self.links[member]
-      has_left = link.ending is Ending.LEFT
+      has_left = link.ending is LinkEnding.LEFT
       (self.left if has_left else self.lost)[member] = error
     if (
       has_left or not self._together or self.fail(str(error), blame=error.rank)

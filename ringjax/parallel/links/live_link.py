@@ -55,7 +55,7 @@ _MOST_WHY = 400
 _FLUSH_S = 1.0
 
 
-class Ending(enum.Enum):
+class LinkEnding(enum.Enum):
   """Way in which a link has ended; see the top of the file."""
 
   CLOSED = "closed"
@@ -112,7 +112,7 @@ class LiveLink:
     self.wire, self.rank, self._own_rank = wire, rank, own_rank
     self._closed, self._silent = closed, silent
     self.error: PeerError | None = None
-    self.ending: Ending | None = None
+    self.ending: LinkEnding | None = None
     self._kinds = None if kinds is None else {*kinds, _LIVE, _BEAT, _BYE}
     self._on_message = self._keep if on_message is None else on_message
     self.on_end = on_end
@@ -160,7 +160,7 @@ class LiveLink:
     try:
       self._outbox.put(message_parts(kind, arrays, **fields))
     except (AttributeError, TypeError, ValueError) as error:
-      self._end(Ending.BROKEN, f"a message to {self.name}: {error}")
+      self._end(LinkEnding.BROKEN, f"a message to {self.name}: {error}")
 
   def send(
     self, kind: str, arrays: Sequence[np.ndarray] = (), /, **fields: Any
@@ -249,13 +249,13 @@ class LiveLink:
       thread.join(max(0.0, seconds))
 
   def _say_bye(self, why: str, rank: int | None = None, **fields: Any) -> None:
-    if self._end(Ending.ENDED, why, rank=rank, shut=False):
+    if self._end(LinkEnding.ENDED, why, rank=rank, shut=False):
       self._outbox.put(message_parts(_BYE, why=why[:_MOST_WHY], **fields))
     self._outbox.put(None)
 
   def _end(
     self,
-    ending: Ending,
+    ending: LinkEnding,
     why: str,
     *,
     rank: int | None = None,
@@ -311,12 +311,12 @@ class LiveLink:
       self._unsent(error)
     except Exception as error:
       # A link that can't send must not look alive.
-      self._end(Ending.BROKEN, str(error) or type(error).__name__)
+      self._end(LinkEnding.BROKEN, str(error) or type(error).__name__)
     self.wire.close()
 
   def _receive(self) -> None:
     """Receive messages until the link ends."""
-    ending, why, rank = Ending.CLOSED, f"{self.name} {self._closed}", None
+    ending, why, rank = LinkEnding.CLOSED, f"{self.name} {self._closed}", None
     try:
       while self._wait_for_byte():
         message = receive_arrays(self.wire, self._kinds)
@@ -333,7 +333,7 @@ class LiveLink:
         raise self.wire.fail(TimeoutError()) from TimeoutError()
     except PeerError as error:
       ending, why = self._reason_of(error)
-    if ending in (Ending.SILENT, Ending.BROKEN):
+    if ending in (LinkEnding.SILENT, LinkEnding.BROKEN):
       # The other side may still hear why.
       if self._end(ending, why, shut=False):
         bye = message_parts(_BYE, why=why[:_MOST_WHY], blame=_RECEIVER)
@@ -376,25 +376,25 @@ class LiveLink:
       self._came.append(message)
       self._news.notify_all()
 
-  def _reason_told(self, fields: Fields) -> tuple[Ending, str, int | None]:
+  def _reason_told(self, fields: Fields) -> tuple[LinkEnding, str, int | None]:
     """Way, reason and blamed rank of the other side's last message."""
     why, blame = str(fields.get("why"))[:_MOST_WHY], fields.get("blame")
     if blame == _SENDER:
-      return Ending.TOLD, f"{self.name} failed: {why}", None
+      return LinkEnding.TOLD, f"{self.name} failed: {why}", None
     if blame == _RECEIVER:
       rank = self._own_rank
       name = "this process" if rank is None else f"rank {rank}"
-      return Ending.TOLD, f"{name} was given up by {self.name}: {why}", rank
+      return LinkEnding.TOLD, f"{name} was given up by {self.name}: {why}", rank
     if type(blame) is int:
-      return Ending.TOLD, why, blame
-    return Ending.LEFT, f"{self.name} left: {why}", None
+      return LinkEnding.TOLD, why, blame
+    return LinkEnding.LEFT, f"{self.name} left: {why}", None
 
-  def _reason_of(self, error: PeerError) -> tuple[Ending, str]:
+  def _reason_of(self, error: PeerError) -> tuple[LinkEnding, str]:
     """Way and reason of the end by an error of the connection or a message."""
     if isinstance(error, HostileMessageError):
-      return Ending.BROKEN, str(error)
+      return LinkEnding.BROKEN, str(error)
     # `Connection.fail` is raised while an error of the system is handled.
     if isinstance(error.__cause__ or error.__context__, TimeoutError):
       patience = f"{self.wire.patience_s:g} s"
-      return Ending.SILENT, f"{self.name} {self._silent} for {patience}"
-    return Ending.CLOSED, f"{self.name} {self._closed}"
+      return LinkEnding.SILENT, f"{self.name} {self._silent} for {patience}"
+    return LinkEnding.CLOSED, f"{self.name} {self._closed}"

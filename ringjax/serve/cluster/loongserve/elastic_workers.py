@@ -51,7 +51,7 @@ from ringjax.parallel.gpu_processes import gpu_variables, visible_gpus
 from ringjax.parallel.links.array_messages import send_arrays
 from ringjax.parallel.links.connection import Connection
 from ringjax.parallel.links.link_group import LinkGroup
-from ringjax.parallel.links.live_link import Ending, LiveLink
+from ringjax.parallel.links.live_link import LinkEnding, LiveLink
 from ringjax.serve.cluster.loongserve.elastic_manager import (
   Abandon,
   DropKeys,
@@ -514,8 +514,8 @@ class ElasticWorkers:
   def _note_lost(self, instance: int, link: LiveLink) -> None:
     """Queue the event of an instance whose link has ended."""
     why = {
-      Ending.SILENT: f"silent for {self.patience_s:g} s",
-      Ending.CLOSED: "it closed its connection",
+      LinkEnding.SILENT: f"silent for {self.patience_s:g} s",
+      LinkEnding.CLOSED: "it closed its connection",
     }
     assert link.ending is not None
     self._events.put(("gone", instance, why.get(link.ending, str(link.error))))
