@@ -159,6 +159,18 @@ def test_an_error_of_the_function_ends_the_link():
     assert b.ending is LinkEnding.BROKEN
 
 
+def test_an_error_that_no_one_expects_ends_the_link():
+  with pair() as (a, b):
+
+    def fail(*_: Any) -> None:
+      raise MemoryError("no room for it")
+
+    b.wire.frame = fail  # pyrefly: ignore
+    a.tell("row")
+    assert "no room for it" in str(error_of(b.take))
+    assert b.ending is LinkEnding.BROKEN
+
+
 # ---------------------------------------------------------------------------
 # Ends
 # ---------------------------------------------------------------------------

@@ -333,6 +333,9 @@ class LiveLink:
         raise self.wire.fail(TimeoutError()) from TimeoutError()
     except PeerError as error:
       ending, why = self._reason_of(error)
+    except Exception as error:
+      # There is no memory for a message, for instance: all that wait are woken.
+      ending, why = LinkEnding.BROKEN, f"{self.name}: {error!r}"
     if ending in (LinkEnding.SILENT, LinkEnding.BROKEN):
       # The other side may still hear why.
       if self._end(ending, why, shut=False):
