@@ -29,7 +29,7 @@ def start_child(
 
   Args:
     module: Dotted name of the module.
-    options: Its options, which only the process can read.
+    options: Options of the process, which no other process can read.
     variables: Further environment variables.
   """
   path = os.pathsep.join(path or os.getcwd() for path in sys.path)

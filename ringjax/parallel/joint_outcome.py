@@ -67,7 +67,7 @@ def exchanged(
   Args:
     value: Value of this process.
     ranks: Ranks of the processes, from `processes_of`.
-    channel: Name of the calls that have an order of their own.
+    channel: Name of a sequence of calls, separate from those of other names.
     timeout_s: Seconds to wait for another process.
 
   Raises:

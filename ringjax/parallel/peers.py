@@ -410,10 +410,10 @@ class Peers:
       return state.doing == WORKING
     # The others wait for the ranks that have the fewest steps.
     steps = [
-      other.step
-      for rank, other in self._states.items()
-      if other.doing == TOGETHER
-      and other is not state
+      peer.step
+      for rank, peer in self._states.items()
+      if peer.doing == TOGETHER
+      and peer is not state
       and rank not in self._group.left
     ]
     if self._doing == TOGETHER:

@@ -32,14 +32,14 @@ PATIENCE_S = 240
 @contextlib.contextmanager
 def pair(
   patience_s: float = 60.0,
-  here: dict[str, Any] | None = None,
-  there: dict[str, Any] | None = None,
+  own_end: dict[str, Any] | None = None,
+  peer_end: dict[str, Any] | None = None,
 ) -> Iterator[tuple[LiveLink, LiveLink]]:
-  """Both sides of a link: "a" is seen by `there`, "b" by `here`."""
+  """Both sides of a link: "a" is seen by `peer_end`, "b" by `own_end`."""
   links = [
     LiveLink(Connection(end, patience_s, name), rank=rank, **(options or {}))
     for end, name, rank, options in zip(
-      socket.socketpair(), ("b", "a"), (1, 0), (here, there), strict=True
+      socket.socketpair(), ("b", "a"), (1, 0), (own_end, peer_end), strict=True
     )
   ]
   try:
@@ -97,7 +97,7 @@ def test_a_function_gets_the_messages_and_the_reason_of_the_end():
   kinds: list[str] = []
   ends: list[PeerError] = []
   options = {"on_message": lambda m: kinds.append(m.kind)}
-  with pair(there=options | {"on_end": ends.append}) as (a, b):
+  with pair(peer_end=options | {"on_end": ends.append}) as (a, b):
     a.tell("first")
     a.tell("second")
     a.close("the work is done")
@@ -111,19 +111,19 @@ def test_a_beat_may_carry_fields():
   loads: list[Any] = []
   beat = lambda: {"t": "load", "free": 3}
   with pair(
-    here={"beat": beat, "beat_s": 0.01},
-    there={"on_message": lambda m: loads.append((m.kind, m.fields))},
+    own_end={"beat": beat, "beat_s": 0.01},
+    peer_end={"on_message": lambda m: loads.append((m.kind, m.fields))},
   ):
     until(lambda: len(loads) > 2)
   assert loads[0] == ("load", {"free": 3})
 
 
 def test_the_patience_of_the_other_side_sets_the_beats():
-  here, there = socket.socketpair()
+  own_end, peer_end = socket.socketpair()
   ready = threading.Event()
-  a = LiveLink(Connection(here, 600.0, "b"))
+  a = LiveLink(Connection(own_end, 600.0, "b"))
   b = LiveLink(
-    Connection(there, 0.5, "a"),
+    Connection(peer_end, 0.5, "a"),
     beat=lambda: {"t": "load"},
   )
   a.start(), b.start()
@@ -138,7 +138,7 @@ def test_the_patience_of_the_other_side_sets_the_beats():
 
 
 def test_a_message_of_another_kind_is_refused():
-  with pair(there={"kinds": ("row",)}) as (a, b):
+  with pair(peer_end={"kinds": ("row",)}) as (a, b):
     a.tell("column")
     error = error_of(b.take)
     assert b.ending is LinkEnding.BROKEN and "column" in str(error)
@@ -153,7 +153,7 @@ def test_an_error_of_the_function_ends_the_link():
   def refuse(message: Any) -> None:
     raise OptionError("role", "cook", "a waiter", "pass one")
 
-  with pair(there={"on_message": refuse}) as (a, b):
+  with pair(peer_end={"on_message": refuse}) as (a, b):
     a.tell("role")
     assert "cook" in str(error_of(a.take))
     assert b.ending is LinkEnding.BROKEN
@@ -223,7 +223,7 @@ def test_a_failure_is_told_with_the_rank_at_fault():
       "rank 7 is gone",
       7,
     )
-  with pair(there={"own_rank": 1}) as (a, b):
+  with pair(peer_end={"own_rank": 1}) as (a, b):
     a.fail("it is late", blame=1)
     error = error_of(b.take)
     assert str(error) == "rank 1 was given up by a: it is late"
@@ -232,7 +232,7 @@ def test_a_failure_is_told_with_the_rank_at_fault():
 
 def test_the_first_reason_stays_and_the_end_is_told_once():
   ends: list[PeerError] = []
-  with pair(here={"on_end": ends.append}) as (a, b):
+  with pair(own_end={"on_end": ends.append}) as (a, b):
     a.close("first")
     a.close("second")
     a.fail("third")
@@ -264,9 +264,9 @@ def test_messages_before_the_end_are_not_lost():
 
 
 def test_telling_never_waits_for_one_that_reads_nothing():
-  here, there = socket.socketpair()
-  link = LiveLink(Connection(here, 0.5, "b")).start()
-  with there:
+  own_end, peer_end = socket.socketpair()
+  link = LiveLink(Connection(own_end, 0.5, "b")).start()
+  with peer_end:
     for _ in range(64):
       link.tell("row", [np.zeros(1 << 18, np.float32)])
     assert link.error is None
@@ -301,10 +301,10 @@ def group_of(
   group: LinkGroup[int] = LinkGroup(note, together=together)
   sides = []
   for n in range(1, members + 1):
-    here, there = socket.socketpair()
-    group.add(n, LiveLink(Connection(here, patience_s, f"rank {n}"), rank=n))
+    own_end, peer_end = socket.socketpair()
+    group.add(n, LiveLink(Connection(own_end, patience_s, f"rank {n}"), rank=n))
     sides.append(
-      LiveLink(Connection(there, patience_s, "rank 0"), rank=0, own_rank=n)
+      LiveLink(Connection(peer_end, patience_s, "rank 0"), rank=0, own_rank=n)
     )
   for link in (*group.links.values(), *sides):
     link.start()
@@ -325,11 +325,11 @@ def test_a_group_continues_without_one_that_is_lost():
     assert lost == [(2, "rank 2 closed the connection")]
     assert sorted(group.links) == [1, 3] and [*group.lost] == [2]
     # A new process takes the place of the lost one.
-    here, there = socket.socketpair()
-    link = LiveLink(Connection(here, 60.0, "rank 2"), rank=2)
+    own_end, peer_end = socket.socketpair()
+    link = LiveLink(Connection(own_end, 60.0, "rank 2"), rank=2)
     group.add(2, link)
     link.start()
-    again = LiveLink(Connection(there, 60.0, "rank 0")).start()
+    again = LiveLink(Connection(peer_end, 60.0, "rank 0")).start()
     group.tell_all("row")
     assert again.take("row") and len(group) == 3
     again.close()
@@ -359,9 +359,9 @@ def test_the_first_failure_ends_a_group_that_works_together():
 def test_a_blamed_member_is_told_by_whom():
   with group_of(2, together=True) as (group, sides, lost):
     group.fail("rank 1 is stuck", blame=1)
-    blamed, other = (error_of(side.take) for side in sides)
+    blamed, second = (error_of(side.take) for side in sides)
     assert str(blamed) == "rank 1 was given up by rank 0: rank 1 is stuck"
-    assert (str(other), other.rank, blamed.rank) == ("rank 1 is stuck", 1, 1)
+    assert (str(second), second.rank, blamed.rank) == ("rank 1 is stuck", 1, 1)
     assert not lost
 
 
@@ -386,7 +386,7 @@ port, patience_s = int(sys.argv[1]), float(sys.argv[2])
 wire = Connection.connect(("127.0.0.1", port), bytes(range(32)), 60, "parent")
 wire.patience_s = patience_s
 link = LiveLink(wire, rank=0).start()
-link.tell("here")
+link.tell("ready")
 try:
   print(link.take().kind, flush=True)
 except Exception as error:
@@ -396,7 +396,7 @@ except Exception as error:
 
 @contextlib.contextmanager
 def process(
-  patience_s: float, patience_here_s: float | None = None
+  patience_s: float, own_patience_s: float | None = None
 ) -> Iterator[tuple[Any, LiveLink]]:
   """A process and the link to it, which beats as often as the process needs."""
   with (
@@ -414,9 +414,9 @@ def process(
     stack.callback(child.kill)
     wire = Connection(server.accept()[0], 60.0, "child")
     wire.greet_client(KEY)
-    wire.patience_s = patience_here_s or patience_s
+    wire.patience_s = own_patience_s or patience_s
     link = LiveLink(wire, rank=1, beat_s=patience_s / 10).start()
-    link.take("here")
+    link.take("ready")
     yield child, link
     link.close()
 

@@ -193,25 +193,25 @@ def test_strangers_are_not_let_in():
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_rank_shows_the_secret_of_its_group(known):
-  here, there = socket.socketpair()
+  accepted, opened = socket.socketpair()
 
   def come() -> None:
     with contextlib.suppress(PeerError):
-      wire = Connection(there, 60.0, "rank 0")
+      wire = Connection(opened, 60.0, "rank 0")
       wire.greet_server(b"s" * 32 if known else b"t" * 32)
       send_arrays(wire, "control", rank=1)
 
-  with here, there:
+  with accepted, opened:
     comer = threading.Thread(target=come)
     comer.start()
     if known:
-      assert peers_._greet(b"s" * 32, here, ("127.0.0.1", 1))[1:] == (
+      assert peers_._greet(b"s" * 32, accepted, ("127.0.0.1", 1))[1:] == (
         1,
         "control",
       )
     else:
       with pytest.raises(AuthenticationError, match="does not have the key"):
-        peers_._greet(b"s" * 32, here, ("127.0.0.1", 1))
+        peers_._greet(b"s" * 32, accepted, ("127.0.0.1", 1))
     comer.join(PATIENCE_S)
 
 
