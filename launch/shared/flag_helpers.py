@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -65,11 +66,30 @@ class _Output(_Path):
 
 
 class _Model(_Path):
-  """Parser of a path or of the name of a fetched model."""
+  """Parser of a path or of the name of a model."""
 
   def parse(self, argument: str) -> str:
     path = super().parse(argument)
-    return os.fspath(fetched_models.resolve(path, "--model"))
+    # A name on the hub is downloaded by `model_folder`.
+    resolve = fetched_models.resolve
+    return os.fspath(resolve(path, "--model", downloads=False))
+
+
+def model_folder(
+  values: flags.FlagValues, default: Callable[[], pathlib.Path]
+) -> pathlib.Path:
+  """Folder or file of --model; downloads what it names on the hub.
+
+  Args:
+    values: Parsed flags of a script.
+    default: Function that returns the folder of the model without --model.
+
+  Raises:
+    OptionError: If the hub does not give the model.
+  """
+  if values.model is None:
+    return default()
+  return pathlib.Path(fetched_models.resolve(values.model, "--model"))
 
 
 class _RopeScaling(flags.ArgumentParser):
@@ -117,7 +137,7 @@ class FlagHelper:
     self._define(flags.DEFINE, _Output(), name, default, text)
 
   def model(self, name: str, default: str | None, text: str) -> None:
-    """Defines a model's folder or file, or the name of a fetched model."""
+    """Defines a model's folder or file, or its name."""
     self._define(flags.DEFINE, _Model(), name, default, text)
 
   def options(
@@ -195,7 +215,8 @@ class FlagHelper:
     self.model(
       "model",
       None,
-      "Hugging Face folder, GGUF file or a name as of launch.fetch; default: "
+      "Hugging Face folder, GGUF file, a name as of launch.fetch or on the "
+      "Hugging Face Hub, such as Qwen/Qwen3-8B; default: "
       f"{default}.",
     )
     self.strict()
