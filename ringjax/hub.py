@@ -104,16 +104,16 @@ def download(
 
   page = f"{constants.ENDPOINT}/{name.repo}"
   try:
-    info = huggingface_hub.HfApi(library_name="ringjax").model_info(
-      name.repo, revision=name.revision
+    api = huggingface_hub.HfApi(
+      endpoint=constants.ENDPOINT, library_name="ringjax"
     )
+    info = api.model_info(name.repo, revision=name.revision)
     files = [sibling.rfilename for sibling in info.siblings or ()]
     wanted = _wanted(files, name, tokenizer, fail)
-    folder = huggingface_hub.snapshot_download(
+    folder = api.snapshot_download(
       name.repo,
       revision=name.revision,
       allow_patterns=[glob.escape(file) for file in wanted],
-      library_name="ringjax",
     )
   except errors.GatedRepoError:
     raise fail(
