@@ -14,6 +14,7 @@ import tomllib
 from typing import Any
 
 from ringjax import hub
+from ringjax.checks import local_path
 from ringjax.errors import OptionError
 
 FILE = "model.gguf"
@@ -130,6 +131,7 @@ def resolve(
     return hub.download(name, argument, tokenizer=tokenizer)
   if not isinstance(path, str) or os.path.exists(path):
     return path
+  local_path(argument, path)
   if path not in MODELS:
     if matches := difflib.get_close_matches(path, MODELS, 1, 0.6):
       raise OptionError(

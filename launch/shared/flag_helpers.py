@@ -11,6 +11,7 @@ from typing import Any
 from absl import flags
 
 from ringjax import fetched_models
+from ringjax.checks import local_path
 from ringjax.config import Config, named_twice
 
 # Show these flags in the --help of the script that defines them.
@@ -25,7 +26,7 @@ class _Path(flags.ArgumentParser):
   """Parser that expands "~", as shells don't in `--model=~/folder`."""
 
   def parse(self, argument: str) -> str:
-    return os.path.expanduser(str(argument))
+    return os.path.expanduser(local_path("path", str(argument)))
 
   def flag_type(self) -> str:
     return "string"
@@ -69,7 +70,7 @@ class _Model(_Path):
   """Parser of a path or of the name of a model."""
 
   def parse(self, argument: str) -> str:
-    path = super().parse(argument)
+    path = os.path.expanduser(str(argument))
     # A name on the hub is downloaded by `model_folder`.
     resolve = fetched_models.resolve
     return os.fspath(resolve(path, "--model", downloads=False))

@@ -209,6 +209,27 @@ def test_fetch_downloads_a_model_of_the_hub(hub, capsys):
   assert "check the name" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("path", ["gs://bucket/run", "s3://bucket", "x:/a"])
+def test_addresses_of_other_storage_are_refused_and_make_no_folder(
+  path, tmp_path, monkeypatch
+):
+  from launch import train
+  from launch.shared import common
+
+  monkeypatch.chdir(tmp_path)
+  model = rj.models.load(tiny.path())
+  for call in (
+    lambda: rj.models.load(path),
+    lambda: rj.models.save(model, path),
+    lambda: rj.data.Tokenizer.load(path),
+    lambda: rj.train.Checkpoints(path),
+    lambda: common.parse("train", train.define, [f"--out={path}"]),
+  ):
+    with pytest.raises(Exception, match="mount the storage"):
+      call()
+  assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.long
 def test_a_script_takes_a_name(hub, capsys):
   from launch import generate
