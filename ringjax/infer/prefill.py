@@ -544,9 +544,12 @@ def _ring_or_striped(
   for kind in model.kinds:
     if isinstance(kind, StateShape):
       inputs = sum(heads * dim for heads, dim in kind.convolved)
-      each = np.dtype(model.dtype).itemsize * (inputs + kind.heads * kind.value)
+      # As wide as the values, which are the last convolution's.
+      value_heads, dim = kind.convolved[-1]
+      each = np.dtype(model.dtype).itemsize * (inputs + value_heads * dim)
       # Rates and gates are float32; those of single channels are not sent.
-      sent += kind.layers * (each + (8 * kind.heads if kind.value > 1 else 0))
+      each += 8 * kind.heads if kind.heads == value_heads else 0
+      sent += kind.layers * each
   # Per token: the mean work is a query's half of the keys.
   saved = pair * width / 2
   if saved > sent * max(1, size / 8) * _FLOPS_OF_A_BYTE:
