@@ -461,6 +461,8 @@ PHASES: Mapping[str, Phase] = {
 
 # Bytes from which an array is large, where it depends on the family.
 LARGE: Mapping[tuple[str, str], Callable[[Sizes], int]] = {
+  # More experts of a token than there are in the mixture's case.
+  ("prefill", "hybrid"): lambda s: 2 * activations(s),
   ("prefill", "indexed"): head_scores,
   ("chunk", "indexed"): index_scores,
   ("serve_prompts", "indexed"): index_scores,
@@ -566,13 +568,16 @@ def read(case: Case) -> Reading:
     ordered=sum(
       x.layers
       * (
-        sum(heads * dim for heads, dim in x.convolved)
-        + x.heads * x.value
-        # Rates, gates and documents.
-        + 2 * x.heads
+        (
+          sum(heads * dim for heads, dim in x.convolved)
+          + x.heads * x.value
+          # Rates and gates.
+          + 2 * x.heads
+        )
+        // share
+        # The document.
         + 1
       )
-      // share
       for x in kinds
       if isinstance(x, StateShape)
     ),

@@ -35,7 +35,12 @@ from ringjax.ops.recurrent.sequence import beside
 from ringjax.ops.rope import Rope
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import redeal
-from ringjax.parallel.layout import into_slots, out_of_slots, slots_of
+from ringjax.parallel.layout import (
+  Contiguous,
+  into_slots,
+  out_of_slots,
+  slots_of,
+)
 
 
 class Recurrent:
@@ -264,26 +269,44 @@ def over_tokens(
   manual_axis, layout = attend.around, attend.layout
   if not attend.sharded and manual_axis is None:
     return mix(taps, x, state, None)
-  if manual_axis is not None or attend.size > 1:
-    redeal.check(layout)
-
-  def of_shard(
-    taps: PyTree, x: RecurrentInputs, state: State, axis: str
-  ) -> tuple[Float[Array, "B T N J"], State]:
-    mixed, state = mix(taps, redeal.to_order(x, layout, axis), state, axis)
-    return redeal.from_order(mixed, layout, axis, x.seg.shape[1]), state
-
+  length = x.seg.shape[1]
   if manual_axis is not None:
-    return of_shard(taps, x, state, manual_axis)
-  slots = slots_of(layout, x.seg.shape[1], attend.size)
-  sequence = P(None, attend.axis)
+    redeal.check(layout)
+    mixed, state = mix(
+      taps, redeal.to_order(x, layout, manual_axis), state, manual_axis
+    )
+    return redeal.from_order(mixed, layout, manual_axis, length), state
+  axis, mesh, slots = attend.axis, attend.mesh, None
+  if attend.size > 1:
+    redeal.check(layout)
+    slots = slots_of(layout, length, attend.size)
+    x = jax.tree.map(lambda a: into_slots(a, slots, 1), x)
+  local_length = x.seg.shape[1] // attend.size
+  reorders = attend.size > 1 and not isinstance(layout, Contiguous)
+  if reorders:
+    specs = jax.tree.map(attend.spec_with_heads, x)
+    x = jax.shard_map(
+      lambda x: redeal.to_order(x, layout, axis),
+      mesh=mesh,
+      in_specs=(specs,),
+      out_specs=specs,
+    )(x)
+  sequence = P(None, axis)
   mixed, state = jax.shard_map(
-    lambda taps, x, state: of_shard(taps, x, state, attend.axis),
-    mesh=attend.mesh,
+    lambda taps, x, state: mix(taps, x, state, axis),
+    mesh=mesh,
     in_specs=(P(), sequence, P()),
     out_specs=(sequence, P()),
-    axis_names={attend.axis},
-  )(taps, jax.tree.map(lambda a: into_slots(a, slots, 1), x), state)
+    axis_names={axis},
+  )(taps, x, state)
+  if reorders:
+    spec = attend.spec_with_heads(mixed)
+    mixed = jax.shard_map(
+      lambda a: redeal.from_order(a, layout, axis, local_length),
+      mesh=mesh,
+      in_specs=(spec,),
+      out_specs=spec,
+    )(mixed)
   return mixed if slots is None else out_of_slots(mixed, slots), state
 
 
