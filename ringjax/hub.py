@@ -60,8 +60,8 @@ class HubName(NamedTuple):
 def hub_name(path: object) -> HubName | None:
   """Read a name such as "Qwen/Qwen3-8B"; None for anything else.
 
-  A path that exists is none, nor is one in a folder that exists: only
-  "hf://owner/name" names the hub where there is a folder "owner".
+  A path that exists is not read as a name, nor is one in a folder that exists:
+  where there is a folder "owner" only "hf://owner/name" is a name.
 
   Args:
     path: "owner/name", "owner/name@revision" or "owner/name:FILE.gguf", with

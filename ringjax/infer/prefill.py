@@ -546,10 +546,12 @@ def _ring_or_striped(
       inputs = sum(heads * dim for heads, dim in kind.convolved)
       # As wide as the values, which are the last convolution's.
       value_heads, dim = kind.convolved[-1]
-      each = np.dtype(model.dtype).itemsize * (inputs + value_heads * dim)
+      token_bytes = np.dtype(model.dtype).itemsize * (
+        inputs + value_heads * dim
+      )
       # Rates and gates are float32; those of single channels are not sent.
-      each += 8 * kind.heads if kind.heads == value_heads else 0
-      sent += kind.layers * each
+      token_bytes += 8 * kind.heads if kind.heads == value_heads else 0
+      sent += kind.layers * token_bytes
   # Per token: the mean work is a query's half of the keys.
   saved = pair * width / 2
   if saved > sent * max(1, size / 8) * _FLOPS_OF_A_BYTE:

@@ -54,7 +54,7 @@ def push(
     max_shard_bytes: Largest size of one file, in bytes.
 
   Raises:
-    OptionError: If the name is none, the report cannot be read, or the token
+    OptionError: If it is no name, the report cannot be read, or the token
       may not write there.
     CheckpointWriteError: If there is no room for the copy.
   """
@@ -80,8 +80,8 @@ def push(
       folder = pathlib.Path(parent) / "model"
       save(model, folder, max_shard_bytes=max_shard_bytes)
       if first:
-        there = api.model_info(name.repo, revision=revision).siblings or ()
-        if all(file.rfilename != _CARD for file in there):
+        present = api.model_info(name.repo, revision=revision).siblings or ()
+        if all(file.rfilename != _CARD for file in present):
           text = card(model, name.repo, figures)
           (folder / _CARD).write_text(text, "utf-8")
         address = api.upload_folder(

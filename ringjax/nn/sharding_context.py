@@ -243,13 +243,13 @@ class ShardingContext:
     Complete: XLA's partitioner would gather what automatic axes shard before an
     all-to-all over another axis.
     """
-    rest: list[str | None] = [None] * (x.ndim - 2)
+    other_axes: list[str | None] = [None] * (x.ndim - 2)
     size = self.model_size
     dims = [n for n, d in enumerate(x.shape[2:]) if d > 1 and d % size == 0]
     if size > 1 and dims:
-      rest[dims[0]] = _HEADS
+      other_axes[dims[0]] = _HEADS
     batch, tokens = (*self.spec(x), None, None)[:2]
-    return P(batch, tokens, *rest)
+    return P(batch, tokens, *other_axes)
 
   def constrain(self, x: Shaped[Array, "B T *d"]) -> Shaped[Array, "B T *d"]:
     """Constrain the sharding of activations [B, T, ...]."""

@@ -88,10 +88,10 @@ def _from_stripes(
     x,
     ((0, 0), (0, -x.shape[1] % (shards * block)), *((0, 0),) * (x.ndim - 2)),
   )
-  batch, length, *rest = x.shape
-  x = x.reshape(batch, length // block, 1, block, *rest)
+  batch, length, *dims = x.shape
+  x = x.reshape(batch, length // block, 1, block, *dims)
   x = collectives.exchange(x, axis, 1, 2)
-  return x.reshape(batch, length, *rest)
+  return x.reshape(batch, length, *dims)
 
 
 def _to_stripes(
@@ -99,10 +99,10 @@ def _to_stripes(
 ) -> Shaped[Array, "B n ..."]:
   """Inverse of `_from_stripes`, but for the padding that it adds."""
   shards = collectives.axis_size(axis)
-  batch, length, *rest = x.shape
-  x = x.reshape(batch, -1, shards, block, *rest)
+  batch, length, *dims = x.shape
+  x = x.reshape(batch, -1, shards, block, *dims)
   x = collectives.exchange(x, axis, 2, 1)
-  return x.reshape(batch, length, *rest)
+  return x.reshape(batch, length, *dims)
 
 
 def _zigzag_routes(

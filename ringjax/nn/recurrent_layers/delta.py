@@ -276,7 +276,8 @@ def over_tokens(
       taps, redeal.to_order(x, layout, manual_axis), state, manual_axis
     )
     return redeal.from_order(mixed, layout, manual_axis, length), state
-  axis, mesh, slots = attend.axis, attend.mesh, None
+  axis, mesh, slots = attend.of_mesh, attend.mesh, None
+  assert axis is not None
   if attend.size > 1:
     redeal.check(layout)
     slots = slots_of(layout, length, attend.size)

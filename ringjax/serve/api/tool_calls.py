@@ -145,21 +145,24 @@ def _read_blocks(text: str, tools: Tools) -> list[ToolCall] | None:
   """<tool_call> blocks: JSON (Hermes, Qwen), or tags (Qwen Coder, GLM)."""
   if _BLOCK.sub("", text).strip():
     return None
-  calls = []
+  calls: list[ToolCall] = []
   for block in _BLOCK.findall(text):
     if (function := _FUNCTION.fullmatch(block)) is not None:
       name, pairs = function[1].strip(), _PARAMETER.findall(function[2])
     elif block.startswith("{"):
-      calls.append(_call(_json(block), tools))
+      call = _call(_json(block), tools)
+      if call is None:
+        return None
+      calls.append(call)
       continue
     else:
-      name, pairs = block.partition("<arg_key>")[0].strip(), []
+      name = block.partition("<arg_key>")[0].strip()
       pairs = _ARGUMENT.findall(block)
     if name not in tools:
       return None
     arguments = {key: _by_schema(x, name, key, tools) for key, x in pairs}
     calls.append(ToolCall(name, arguments))
-  return calls if calls and all(calls) else None
+  return calls or None
 
 
 def _read_llama(text: str, tools: Tools) -> list[ToolCall] | None:
