@@ -21,7 +21,7 @@ from ringjax.nn.sharding_context import (
   ShardingContext,
 )
 from ringjax.ops.attention.strategies.gather import Gather
-from ringjax.parallel.layout import Contiguous, Striped, Zigzag
+from ringjax.parallel.layout import Contiguous, Striped, Uneven, Zigzag
 from tests import checkpoints
 from tests.helpers import make_mesh
 
@@ -150,11 +150,24 @@ def test_a_length_that_shards_do_not_divide(model, expected):
   close(got, expected.logits[:, :n])
 
 
-@pytest.mark.parametrize("layout", [Striped(), Zigzag()])
-def test_other_layouts_are_refused(model, layout):
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [Striped(3), Zigzag()])
+def test_layouts_that_mix_the_tokens_equal_one_device(model, expected, layout):
+  n = expected.tokens.shape[1] - 3
+  attend = ring(4, layout=layout)
+  put = lambda x: layout.permute(x, shards=4)
+  got = on(model, attend)(
+    put(expected.tokens[:, :n]),
+    positions=put(np.arange(n, dtype=np.int32)[None]),
+    attend=attend,
+  )
+  close(layout.restore(np.asarray(got), shards=4), expected.logits[:, :n])
+
+
+def test_shards_of_unequal_lengths_are_refused(model):
   tokens = np.ones((1, 16), np.int32)
   with pytest.raises(OptionError, match=r"Contiguous\(\)"):
-    model(tokens, attend=ring(4, layout=layout))
+    model(tokens, attend=ring(4, layout=Uneven((4,) * 4)))
 
 
 @pytest.mark.long
