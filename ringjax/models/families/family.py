@@ -290,7 +290,9 @@ def _context(r: ConfigReader) -> tuple[int, str | None]:
   of longer texts; it is plain attention up to a chunk, which is all that is
   computed unless `position_folding` says more.
   """
-  keys = ("max_seq_len", "model_max_length", "max_position_embeddings")
+  keys = (
+    "max_seq_len", "model_max_length", "n_positions", "max_position_embeddings",
+  )  # fmt: skip
   limit_key = next((key for key in keys if r.has(key)), keys[-1])
   context = r.whole(limit_key, default=2048)
   chunks = r.value("dual_chunk_attention_config", default=None)
