@@ -257,6 +257,49 @@ class Sigmoid:
     return _normalised(jax.nn.sigmoid(logits))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseMixer:
+  """Phi-3.5-MoE's choice: two experts, one after another.
+
+  Each is the expert of the largest logit among those that are left, weighted by
+  its likelihood among the experts whose logits are near its own.
+
+  Guarantees: the choice of evaluation. Training draws experts at random there
+  and has its own gradient; here a gradient is that of the weights.
+  Ref: Liu et al. 2024, GRIN, arXiv 2409.12136.
+
+  Attributes:
+    near: Largest distance of a near logit, as a fraction of the larger absolute
+      value of the two.
+  """
+
+  near: float
+
+  def __call__(
+    self,
+    logits: Float[Array, "T E"],
+    correction: Float[Array, " E"] | None,
+    k: int,
+  ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
+    del correction
+    left, weights, chosen = logits, [], []
+    for _ in range(k):
+      best = jnp.argmax(left, -1, keepdims=True)
+      top = jnp.take_along_axis(left, best, -1)
+      size = lax.stop_gradient(jnp.maximum(jnp.abs(logits), top))
+      distant = (top - logits) / size > jnp.float32(self.near)
+      likelihoods = jax.nn.softmax(jnp.where(distant, -jnp.inf, left), -1)
+      weights.append(jnp.take_along_axis(likelihoods, best, -1))
+      chosen.append(best)
+      is_best = jnp.arange(logits.shape[-1])[None] == best
+      left = jnp.where(is_best, -jnp.inf, left)
+    return jnp.concatenate(weights, -1), jnp.concatenate(chosen, -1)
+
+  def likelihoods(self, logits: Float[Array, "*n E"]) -> Float[Array, "*n E"]:
+    """Routing probabilities of each token, which sum to one."""
+    return jax.nn.softmax(logits, -1)
+
+
 def _normalised(x: Float[Array, "*n E"]) -> Float[Array, "*n E"]:
   return x / (jnp.sum(x, -1, keepdims=True) + jnp.float32(1e-20))
 
@@ -338,6 +381,10 @@ class Clamped:
     )
 
 
+# Choices of a token's experts, from their logits.
+Router = Grouped | Sigmoid | Softmax | SparseMixer
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
   """A mixture of experts.
@@ -368,7 +415,7 @@ class Experts:
   chosen: int
   hidden: int
   act: str
-  router: Grouped | Sigmoid | Softmax
+  router: Router
   bias: bool = False
   router_bias: bool = False
   correction: bool = False

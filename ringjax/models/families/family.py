@@ -17,7 +17,7 @@ from ringjax.nn.attention_layers.folded_attention import (
   SelfExtend,
 )
 from ringjax.nn.block import Feedforward, Layer, Mixer
-from ringjax.nn.feedforward import Experts, Gated, Grouped, Sigmoid, Softmax
+from ringjax.nn.feedforward import Experts, Gated, Router
 from ringjax.nn.linear import Norm
 from ringjax.ops.mask import Causal, Mask, Window
 from ringjax.ops.rope import LengthScaled, Rope, Unscaled
@@ -186,7 +186,7 @@ def gated(
 
 def experts(
   r: ConfigReader,
-  router: Grouped | Sigmoid | Softmax,
+  router: Router,
   *,
   count: Sequence[str] = ("num_local_experts", "num_experts"),
   chosen: Sequence[str] = ("num_experts_per_tok",),
