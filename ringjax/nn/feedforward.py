@@ -269,11 +269,11 @@ class SparseMixer:
   Ref: Liu et al. 2024, GRIN, arXiv 2409.12136.
 
   Attributes:
-    near: Largest distance of a near logit, as a fraction of the larger absolute
-      value of the two.
+    tolerance: Largest distance of a near logit, as a fraction of the larger
+      absolute value of the two.
   """
 
-  near: float
+  tolerance: float
 
   def __call__(
     self,
@@ -282,17 +282,17 @@ class SparseMixer:
     k: int,
   ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
     del correction
-    left, weights, chosen = logits, [], []
+    remaining, weights, chosen = logits, [], []
     for _ in range(k):
-      best = jnp.argmax(left, -1, keepdims=True)
-      top = jnp.take_along_axis(left, best, -1)
+      best = jnp.argmax(remaining, -1, keepdims=True)
+      top = jnp.take_along_axis(remaining, best, -1)
       size = lax.stop_gradient(jnp.maximum(jnp.abs(logits), top))
-      distant = (top - logits) / size > jnp.float32(self.near)
-      likelihoods = jax.nn.softmax(jnp.where(distant, -jnp.inf, left), -1)
+      distant = (top - logits) / size > jnp.float32(self.tolerance)
+      likelihoods = jax.nn.softmax(jnp.where(distant, -jnp.inf, remaining), -1)
       weights.append(jnp.take_along_axis(likelihoods, best, -1))
       chosen.append(best)
       is_best = jnp.arange(logits.shape[-1])[None] == best
-      left = jnp.where(is_best, -jnp.inf, left)
+      remaining = jnp.where(is_best, -jnp.inf, remaining)
     return jnp.concatenate(weights, -1), jnp.concatenate(chosen, -1)
 
   def likelihoods(self, logits: Float[Array, "*n E"]) -> Float[Array, "*n E"]:

@@ -51,6 +51,7 @@ PUBLISHED = {
   "mimo-v2-flash": 308_800,
   "minimax-m2": 228_700,
   "mistral-7b": 7_248,
+  "mistral-small-4": 119_000,
   "mixture-430m": 431,
   "mpt-7b": 6_650,
   "nemotron-3-nano-30b": 31_600,

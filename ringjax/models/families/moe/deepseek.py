@@ -28,7 +28,7 @@ from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention_layers.key_index import KeyIndex
 from ringjax.nn.attention_layers.latent import Latent
 from ringjax.nn.feedforward import Experts, Gated, Grouped
-from ringjax.ops.rope import Unscaled, yarn_magnitude
+from ringjax.ops.rope import Rope, Unscaled, yarn_magnitude
 
 
 def latent(
@@ -37,6 +37,7 @@ def latent(
   *,
   query_latent: int = 1536,
   turned_by_head_dim: bool = False,
+  rope: Rope | None = None,
 ) -> Latent:
   """Latent attention of a config.
 
@@ -46,13 +47,15 @@ def latent(
     query_latent: Default of `q_lora_rank`; null means none.
     turned_by_head_dim: Whether transformers rotates as many dims as
       `head_dim` says, if it is present.
+    rope: Rotation; None: that of a config whose vectors have the dims that
+      rotate.
   """
   heads, kv_heads = r.heads()
   if kv_heads != heads:
     raise r.error("num_key_value_heads", kv_heads, f"the {heads} heads")
   rotated = r.whole("qk_rope_head_dim")
   plain = r.whole("qk_nope_head_dim")
-  rope = r.rope(rotated, interleaved=interleaved)
+  rope = rope or r.rope(rotated, interleaved=interleaved)
   if r.has("head_dim") and turned_by_head_dim:
     r.only("head_dim", rotated)
   r.ignore("head_dim", "qk_head_dim")
@@ -96,7 +99,9 @@ def _grouped(
   router, max_chosen = grouped_router(
     r, groups=groups, best=best, scale=scale, renormalise=renormalise
   )
-  return _feedforwards(r, router, first, 1, most=max_chosen, correction=True)
+  return dense_then_sparse(
+    r, router, first, 1, most=max_chosen, correction=True
+  )
 
 
 def grouped_router(
@@ -135,7 +140,7 @@ def grouped_router(
   return router, number // groups * best
 
 
-def _feedforwards(
+def dense_then_sparse(
   r: ConfigReader, router: Grouped, first: int, shared: int, **options: Any
 ) -> list[Experts | Gated]:
   """Plain feedforwards in the first layers, experts in the others."""
@@ -221,7 +226,7 @@ def _v2(r: ConfigReader) -> TransformerConfig:
     judged=1,
   )
   max_chosen = number // groups * best
-  feedforwards = _feedforwards(r, router, 0, 2, most=max_chosen)
+  feedforwards = dense_then_sparse(r, router, 0, 2, most=max_chosen)
   return model(r, "deepseek_v2", attend, feedforwards, rms(r))
 
 

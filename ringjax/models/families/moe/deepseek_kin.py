@@ -1,10 +1,12 @@
 """Families that attend, or choose experts, as DeepSeek-V3 does, since 2025.
 
-GLM-4.7-Flash and Youtu have latent attention; Solar Open, EXAONE's mixture and
-Hunyuan 3 have its choice of experts.
+GLM-4.7-Flash, Mistral 4 and Youtu have latent attention; Solar Open, EXAONE's
+mixture and Hunyuan 3 have its choice of experts.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from ringjax.models.families.dense.llama_kin import exaone_attentions
 from ringjax.models.families.family import (
@@ -20,6 +22,7 @@ from ringjax.models.families.family import (
 from ringjax.models.families.moe.deepseek import (
   GROUPED_NAMES,
   ROUTED,
+  dense_then_sparse,
   grouped_router,
   latent,
   latent_names,
@@ -27,7 +30,9 @@ from ringjax.models.families.moe.deepseek import (
 )
 from ringjax.models.families.moe.mixtures import QWEN_EXPERTS, shared_names
 from ringjax.models.hf.config_reader import ConfigReader
+from ringjax.models.hf.names import TensorNames
 from ringjax.models.transformer import TransformerConfig
+from ringjax.nn.attention_layers.attention import Temperature
 from ringjax.nn.feedforward import Experts, Gated, Grouped
 
 
@@ -87,6 +92,40 @@ def _glm4_moe_lite(r: ConfigReader) -> TransformerConfig:
   return model(r, "glm4_moe_lite", attend, layers, rms(r, default=1e-5))
 
 
+def _mistral4(r: ConfigReader) -> TransformerConfig:
+  """Latent attention with queries that grow with their position."""
+  # Without a value transformers scales the context by 128: the file must have
+  # it.
+  rope_config = r.value("rope_parameters", "rope_scaling")
+  part = r.part("rope_parameters", rope_config)
+  temperature = Temperature(
+    scale=part.positive("llama_4_scaling_beta"),
+    floor=float(part.whole("original_max_position_embeddings")),
+    counted=0,
+  )
+  rotated = r.whole("qk_rope_head_dim")
+  head_dim = rotated + r.whole("qk_nope_head_dim")
+  # The part that rotates is one of whole heads.
+  rope = r.rope(
+    head_dim,
+    partial=rotated / head_dim,
+    interleaved=r.flag("rope_interleave", default=True),
+    beside=("llama_4_scaling_beta", "max_position_embeddings"),
+  )
+  if rope.dims != rotated:
+    want = f"the part {rotated} of {head_dim}, as qk_rope_head_dim says"
+    got = part.value("partial_rotary_factor", default=None)
+    raise r.error("rope_parameters.partial_rotary_factor", got, want)
+  attend = dataclasses.replace(
+    latent(r, rope.interleaved, query_latent=1024, rope=rope),
+    temperature=temperature,
+  )
+  router, most = grouped_router(r)
+  router = dataclasses.replace(router, softmax=True)
+  layers = dense_then_sparse(r, router, 0, 1, most=most)
+  return model(r, "mistral4", attend, layers, rms(r))
+
+
 def _youtu(r: ConfigReader) -> TransformerConfig:
   turned = r.flag("rope_interleave", default=True)
   attend = latent(r, turned, turned_by_head_dim=True)
@@ -132,7 +171,23 @@ def _hy_v3(r: ConfigReader) -> TransformerConfig:
   return model(r, "hy_v3", attend, layers, norm)
 
 
+_FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+def _fused_names(config: TransformerConfig) -> TensorNames:
+  """Latent attention's names, with all experts [out, in] in two tensors."""
+  pair = ("feedforward.gate", "feedforward.up")
+  return dataclasses.replace(
+    latent_names(config),
+    leaves={"feedforward.down": _FUSED[1]},
+    columns={_FUSED[0]: (pair, False)},
+    swapped=lambda name: name in _FUSED,
+    experts={},
+  )
+
+
 FAMILIES = (
+  Family(name="mistral4", config=_mistral4, names=_fused_names),
   Family(
     name="glm4_moe_lite",
     config=_glm4_moe_lite,

@@ -89,7 +89,7 @@ def _phimoe(r: ConfigReader) -> TransformerConfig:
     chosen=2,
     hidden=r.whole("intermediate_size"),
     act=r.act("hidden_act", default="silu"),
-    router=SparseMixer(near=2 * noise),
+    router=SparseMixer(tolerance=2 * noise),
   )
   mask = causal(r.whole("sliding_window", default=None))
   norm = Norm(eps=r.positive("rms_norm_eps", default=1e-5), layer=True)
