@@ -82,11 +82,11 @@ FORMS = ("llama3", "phi3", "falcon_40b", "falcon_7b", "qwen3_moe", "gpt_oss",
 UNSHARED = (
   "bamba", "cohere", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3",
   "deepseek_v32", "deepseek_v3_noq", "falcon_h1", "falcon_mamba", "flex_olmo",
-  "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode",
-  "gpt_bigcode_heads", "granitemoehybrid", "granitemoehybrid_dense", "jamba",
-  "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax_m2",
-  "mistral4", "nemotron_h", "olmo2", "olmo3", "olmoe", "opt", "qwen3_5",
-  "qwen3_5_moe", "qwen3_next", "stablelm", "youtu",
+  "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2",
+  "gpt_bigcode", "gpt_bigcode_heads", "granitemoehybrid",
+  "granitemoehybrid_dense", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
+  "mamba2", "minimax_m2", "mistral4", "nemotron_h", "olmo2", "olmo3", "olmoe",
+  "opt", "qwen3_5", "qwen3_5_moe", "qwen3_next", "stablelm", "youtu",
 )  # fmt: skip
 
 

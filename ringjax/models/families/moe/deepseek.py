@@ -171,10 +171,17 @@ def _v3(r: ConfigReader) -> TransformerConfig:
   return model(r, "deepseek_v3", attend, feedforwards, rms(r))
 
 
-def _v32(r: ConfigReader) -> TransformerConfig:
-  """V3 with queries that read only the keys that an index scores best."""
-  r.must_be("rope_interleave", True, default=True)
-  attend = latent(r, interleaved=True)
+def indexed(
+  r: ConfigReader, attend: Latent, *, heads: int, interleaved: bool
+) -> Latent:
+  """Latent attention whose queries read the keys that an index scores best.
+
+  Args:
+    r: Reader of the config.
+    attend: The attention without an index.
+    heads: Default of `index_n_heads`.
+    interleaved: Whether neighbouring dims of the index rotate as a pair.
+  """
   if attend.query_latent is None:
     raise r.error("q_lora_rank", None, "a size: the index reads that latent")
   assert attend.rope is not None
@@ -182,21 +189,29 @@ def _v32(r: ConfigReader) -> TransformerConfig:
   if dim < attend.rope.dims:
     want = f"at least the {attend.rope.dims} of qk_rope_head_dim"
     raise r.error("index_head_dim", dim, want)
+  r.only("layer_types", ["indexed_attention"] * r.layers())
+  r.must_be("mlp_bias", False, default=False)
   index = KeyIndex(
-    heads=r.whole("index_n_heads", default=64),
+    heads=r.whole("index_n_heads", default=heads),
     dim=dim,
     count=r.whole("index_topk", default=2048),
+    interleaved=interleaved,
   )
+  return dataclasses.replace(attend, index=index)
+
+
+def _v32(r: ConfigReader) -> TransformerConfig:
+  """V3 with queries that read only the keys that an index scores best."""
+  r.must_be("rope_interleave", True, default=True)
+  attend = latent(r, interleaved=True)
+  attend = indexed(r, attend, heads=64, interleaved=False)
   r.must_be("scoring_func", "sigmoid", default="sigmoid")
   r.must_be("topk_method", "noaux_tc", default="noaux_tc")
-  r.must_be("mlp_bias", False, default=False)
-  r.only("layer_types", ["indexed_attention"] * r.layers())
   feedforwards = _grouped(
     r, groups=8, best=4, scale=2.5, first=3, renormalise=True
   )
   names = ["dense" if isinstance(f, Gated) else "sparse" for f in feedforwards]
   r.only("mlp_layer_types", names)
-  attend = dataclasses.replace(attend, index=index)
   return model(r, "deepseek_v32", attend, feedforwards, rms(r))
 
 
