@@ -62,7 +62,7 @@ ONE_PLUS = (
   "vaultgemma",
 )
 # Families of which the last norm alone does not.
-PARTLY_ONE_PLUS = ("muse_spark_text",)
+PARTLY_ONE_PLUS = ("muse_glimmer_text", "muse_spark_text")
 # Families of which all layers read tokens' ids.
 STREAMED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 # Families that multiply their embeddings.

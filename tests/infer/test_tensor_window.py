@@ -85,9 +85,9 @@ UNSHARED = (
   "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2",
   "gpt_bigcode", "gpt_bigcode_heads", "granitemoehybrid",
   "granitemoehybrid_dense", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
-  "mamba2", "minimax_m2", "mistral4", "muse_spark", "nemotron_h", "olmo2",
-  "olmo3", "olmoe", "opt", "qwen3_5", "qwen3_5_moe", "qwen3_next", "stablelm",
-  "youtu",
+  "mamba2", "minimax_m2", "mistral4", "muse_glimmer", "muse_spark",
+  "nemotron_h", "olmo2", "olmo3", "olmoe", "opt", "qwen3_5", "qwen3_5_moe",
+  "qwen3_next", "stablelm", "youtu",
 )  # fmt: skip
 
 

@@ -63,8 +63,8 @@ RECOMBINED = (
   "granitemoehybrid_dense", "granitemoeshared", "helium", "hunyuan_v1_dense",
   "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2",
   "jamba", "lfm2", "lfm2_moe", "minimax_m2", "ministral", "mistral4", "mpt",
-  "nemotron_h", "olmoe", "opt", "qwen2_moe", "qwen3_5_moe", "seed_oss",
-  "solar_open", "stablelm_parallel", "vaultgemma", "youtu",
+  "muse_glimmer", "nemotron_h", "olmoe", "opt", "qwen2_moe", "qwen3_5_moe",
+  "seed_oss", "solar_open", "stablelm_parallel", "vaultgemma", "youtu",
   # Of each line of models the newest is in the default run.
   "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone4", "falcon_40b",
   "falcon_7b", "gemma", "gemma2", "gemma3n", "gemma4", "glm", "granitemoe",

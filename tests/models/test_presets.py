@@ -54,6 +54,8 @@ PUBLISHED = {
   "mistral-small-4": 119_000,
   "mixture-430m": 431,
   "mpt-7b": 6_650,
+  # With the encoders of images and sound.
+  "muse-spark-816b": 816_000,
   "nemotron-3-nano-30b": 31_600,
   "opt-6.7b": 6_658,
   "qwen2.5-7b-1m": 7_616,

@@ -1,6 +1,7 @@
-"""Muse Spark: gated residuals, and experts between norms in latents.
+"""Muse Spark and Muse Glimmer, their text models.
 
-Most layers have a window and a rotation, every fourth has neither.
+Most layers have a window and a rotation, every fourth has neither. Muse Spark
+also has gated residuals, and experts between norms in latents.
 """
 
 from __future__ import annotations
@@ -26,16 +27,23 @@ from ringjax.nn.linear import Norm
 from ringjax.nn.streams import ResidualGate
 from ringjax.ops.rope import Rope
 
-_TYPE = "muse_spark_text"
 _FULL, _SLIDES = "full_attention", "sliding_attention"
 
 
-def _ropes(r: ConfigReader, last_of_four: list[bool]) -> list[Rope | None]:
-  """Rotation of each layer, None for layers without."""
+def _ropes(
+  r: ConfigReader, last_of_four: list[bool], theta: float
+) -> list[Rope | None]:
+  """Rotation of each layer, None for layers without.
+
+  Args:
+    r: Reader of the config.
+    last_of_four: Whether a layer has none if the file does not say.
+    theta: Base without `rope_parameters`.
+  """
   for key in ("rope_scaling", "rope_theta"):
     # transformers has these among `rope_parameters` alone.
     r.only(key, None)
-  rope = r.rope(theta=10000.0 if r.has("rope_parameters") else 500000.0)
+  rope = r.rope(theta=10000.0 if r.has("rope_parameters") else theta)
   bases = r.value(
     "layer_rope_theta", default=[0 if x else rope.theta for x in last_of_four]
   )
@@ -49,7 +57,23 @@ def _ropes(r: ConfigReader, last_of_four: list[bool]) -> list[Rope | None]:
   return [rope if x else None for x in bases]
 
 
-def _attentions(r: ConfigReader, norm: Norm) -> list[Attention]:
+def _attentions(
+  r: ConfigReader,
+  norm: Norm,
+  *,
+  scale: float,
+  theta: float = 10000.0,
+  out_norm: Norm | None = None,
+) -> list[Attention]:
+  """Attention of each layer.
+
+  Args:
+    r: Reader of the config.
+    norm: Norm of queries and keys.
+    scale: Default of `qk_scale_factor`.
+    theta: Base of the rotation without `rope_parameters`.
+    out_norm: Norm of each head's output, or None.
+  """
   count = r.layers()
   last_of_four = [(count - 1 - i) % 4 == 0 for i in range(count)]
   types = r.layer_types([_FULL if x else _SLIDES for x in last_of_four])
@@ -59,7 +83,7 @@ def _attentions(r: ConfigReader, norm: Norm) -> list[Attention]:
       raise r.error("layer_types", kind, f"{_FULL} or {_SLIDES}")
     if kind == _SLIDES and window is None:
       raise r.error("sliding_window", None, "the number of tokens of a window")
-  scale = r.positive("qk_scale_factor", default=5.4730064863875)
+  scale = r.positive("qk_scale_factor", default=scale)
   return [
     attention(
       r,
@@ -67,11 +91,11 @@ def _attentions(r: ConfigReader, norm: Norm) -> list[Attention]:
       scale=scale * r.head_dim() ** -0.5,
       mask=causal(window, kind),
       qk_norm=norm,
-      out_norm=norm,
+      out_norm=out_norm,
       gated=True,
       **biases(r),
     )
-    for kind, rope in zip(types, _ropes(r, last_of_four), strict=True)
+    for kind, rope in zip(types, _ropes(r, last_of_four, theta), strict=True)
   ]
 
 
@@ -106,20 +130,20 @@ def _feedforwards(
   return [dense if kind == "dense" else sparse for kind in kinds]
 
 
-def _muse(r: ConfigReader) -> TransformerConfig:
+def _spark(r: ConfigReader) -> TransformerConfig:
   eps = r.positive("rms_norm_eps", default=1e-5)
   post_eps = r.positive("post_norm_eps", default=1e-8)
   plain = Norm(eps=eps, weight=False)
   centred = Norm(eps=eps, offset=1.0)
   post_norm = Norm(eps=post_eps, offset=1.0, scaled_input=True)
   logit_scale = r.positive("output_multiplier", default=0.1767766952966369)
-  # The whole model has its own head, whatever the text model says.
-  r.only("tie_word_embeddings", False)
   temperature = r.positive("residual_gate_temperature", default=0.3)
   config = model(
     r,
     "muse_spark",
-    _attentions(r, plain),
+    _attentions(
+      r, plain, scale=5.4730064863875, theta=500000.0, out_norm=plain
+    ),
     _feedforwards(r, centred, post_norm, logit_scale),
     centred,
     layer={
@@ -128,23 +152,57 @@ def _muse(r: ConfigReader) -> TransformerConfig:
       "residual_gate": ResidualGate(temperature=temperature),
     },
     embed_norm=plain,
-    logit_scale=logit_scale,
-    logit_cap=r.positive("final_logit_softcapping", default=20.0),
+    **_head(r, logit_scale),
   )
   return dataclasses.replace(config, norm=Norm(eps=eps))
 
 
+def _glimmer(r: ConfigReader) -> TransformerConfig:
+  eps = r.positive("rms_norm_eps", default=1e-5)
+  post_norm = Norm(eps=r.positive("post_norm_eps", default=1e-8), offset=1.0)
+  plain = Norm(eps=eps, weight=False)
+  logit_scale = r.positive("output_multiplier", default=0.19611613513818404)
+  config = model(
+    r,
+    "muse_glimmer",
+    _attentions(r, plain, scale=3.87),
+    gated(r, act=r.act("hidden_activation", default="silu")),
+    Norm(eps=eps, offset=1.0),
+    layer={"post": True, "post_norms": (post_norm, post_norm)},
+    embed_norm=plain,
+    **_head(r, logit_scale),
+  )
+  return dataclasses.replace(config, norm=Norm(eps=eps))
+
+
+def _head(r: ConfigReader, logit_scale: float) -> dict[str, float]:
+  """Options of the logits."""
+  # The whole model has its own head, whatever the text model says.
+  r.only("tie_word_embeddings", False)
+  cap = r.positive("final_logit_softcapping", default=20.0)
+  return {"logit_scale": logit_scale, "logit_cap": cap}
+
+
+def _around(name: str, architecture: str) -> Wrapper:
+  """The model around a text model."""
+  text = TextModel(type=f"{name}_text", architecture=architecture)
+  return Wrapper(type=name, texts=(text,))
+
+
+_PARTS = {
+  "attention.gate": "self_attn.gate_proj",
+  "pre_feedforward": "pre_feedforward_layernorm",
+  "post_feedforward": "post_feedforward_layernorm",
+}
 _FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 FAMILIES = (
   Family(
     name="muse_spark",
-    config=_muse,
-    types=(_TYPE,),
+    config=_spark,
+    types=("muse_spark_text",),
     names=llama_names(
       {
-        "attention.gate": "self_attn.gate_proj",
-        "pre_feedforward": "pre_feedforward_layernorm",
-        "post_feedforward": "post_feedforward_layernorm",
+        **_PARTS,
         "feedforward.router": "mlp.gate",
         "feedforward.into": "mlp.pre_expert_proj",
         "feedforward.latent_norm": "mlp.pre_expert_norm",
@@ -160,9 +218,13 @@ FAMILIES = (
       columns={_FUSED[0]: (("feedforward.gate", "feedforward.up"), False)},
       swapped=lambda name: name in _FUSED,
     ),
-    wrapper=Wrapper(
-      type="muse_spark",
-      texts=(TextModel(type=_TYPE, architecture="MuseSparkTextModel"),),
-    ),
+    wrapper=_around("muse_spark", "MuseSparkTextModel"),
+  ),
+  Family(
+    name="muse_glimmer",
+    config=_glimmer,
+    names=llama_names({**_PARTS, "post_attention": "post_attention_layernorm"}),
+    types=("muse_glimmer_text",),
+    wrapper=_around("muse_glimmer", "MuseGlimmerTextModel"),
   ),
 )
