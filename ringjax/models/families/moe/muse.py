@@ -7,6 +7,7 @@ also has gated residuals, and experts between norms in latents.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from ringjax.models.families.family import (
   Family,
@@ -175,7 +176,7 @@ def _glimmer(r: ConfigReader) -> TransformerConfig:
   return dataclasses.replace(config, norm=Norm(eps=eps))
 
 
-def _head(r: ConfigReader, logit_scale: float) -> dict[str, float]:
+def _head(r: ConfigReader, logit_scale: float) -> dict[str, Any]:
   """Options of the logits."""
   # The whole model has its own head, whatever the text model says.
   r.only("tie_word_embeddings", False)
