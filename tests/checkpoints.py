@@ -61,6 +61,8 @@ ONE_PLUS = (
   "qwen3_next",
   "vaultgemma",
 )
+# Families of which the last norm alone does not.
+PARTLY_ONE_PLUS = ("muse_glimmer_text", "muse_spark_text")
 # Families of which all layers read tokens' ids.
 STREAMED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 # Families that multiply their embeddings.
@@ -298,7 +300,8 @@ def spread(
       return 0.3, 0.1
     final = name.count(".") == 2 and "per_layer" not in name
     gain = quiet if tied and final else 1.0
-    return gain - (family in ONE_PLUS), 0.2
+    one_plus = family in ONE_PLUS or (family in PARTLY_ONE_PLUS and not final)
+    return gain - one_plus, 0.2
   if last in ("layer_scalar", "per_expert_scale", "scale"):
     return 0.9, 0.2
   if last == "embed_tokens_per_layer":

@@ -52,7 +52,9 @@ from ringjax.ops.rope import (
 FULL = "full_attention"
 _ORIGINAL = "original_max_position_embeddings"
 # Keys of config.json that bound the context; see `families.family`.
-_LIMITS = ("max_seq_len", "model_max_length", "max_position_embeddings")
+_LIMITS = (
+  "max_seq_len", "model_max_length", "n_positions", "max_position_embeddings",
+)  # fmt: skip
 # Keys of a rotary embedding's entry that belong to its scaling.
 _OF_SCALING = (
   "rope_type", "type", "factor", _ORIGINAL, "attention_factor", "beta_fast",
@@ -407,6 +409,16 @@ def extended_config(
       "leave it out, or remove that key from config.json",
     )
   rope = full_rope(old)
+  if not (
+    old.rope_scalable
+    or isinstance(extension, DualChunkExtension | SelfExtendExtension)
+  ):
+    raise ConfigError(
+      "rope_scaling",
+      f"{extension.name!r} for {old.family}",
+      "a family whose config.json has keys for a scaling",
+      "pass self_extend:factor=4",
+    )
   holder, key = rope_entry(extended)
   if (holder.get(key) or {}).get("alpha") is not None:
     # A base that grew by alpha is a base.

@@ -116,6 +116,7 @@ class TransformerConfig:
     max_positions: Context length that the model was made for, in tokens.
     bound: Key of config.json that states `max_positions`; None: it is a guess.
     scaling_counted: Whether `max_positions` includes linear RoPE scaling.
+    rope_scalable: Whether config.json has keys for a scaling of its rotations.
   """
 
   family: str
@@ -135,6 +136,7 @@ class TransformerConfig:
   max_positions: int = 2048
   bound: str | None = None
   scaling_counted: bool = False
+  rope_scalable: bool = True
 
   @functools.cached_property
   def ropes(self) -> tuple[Rope, ...]:
@@ -189,9 +191,11 @@ class TransformerConfig:
         "rj.models.load(..., rope_scaling=))"
       )
     factor = max(2, -(-total // self.longest))
+    kind = "yarn" if self.rope_scalable else "self_extend"
+    scaling = f"{kind}:factor={factor}"
     return (
-      f"a longer context without training (--rope_scaling=yarn:factor={factor}"
-      f", or rj.models.load(..., rope_scaling='yarn:factor={factor}'))"
+      f"a longer context without training (--rope_scaling={scaling}, or "
+      f"rj.models.load(..., rope_scaling='{scaling}'))"
     )
 
 

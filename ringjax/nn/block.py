@@ -37,7 +37,7 @@ from ringjax.nn.recurrent_layers.mamba1 import Mamba1
 from ringjax.nn.recurrent_layers.short_conv import ShortConv
 from ringjax.nn.router_sums import RouterRecord
 from ringjax.nn.sharding_context import Attend
-from ringjax.nn.streams import LowRank, Streams
+from ringjax.nn.streams import LowRank, ResidualGate, Streams
 from ringjax.nn.tokens import Tokens
 from ringjax.typing import Index
 
@@ -71,6 +71,10 @@ class Layer:
       by a learned number.
     low_rank: Low-rank residual of attention's input; the sum is divided by the
       root of 2. Not with parallel parts.
+    post_norms: Kinds of the norms after attention and after the feedforward;
+      None: `norm`.
+    residual_gate: Learned sum that adds a part's output; None: the plain sum.
+      Not with parallel parts.
     streams: Residual streams of which the layer computes one; `inputs` are
       then added to all but the first. None for one stream.
   """
@@ -87,6 +91,8 @@ class Layer:
   inputs: LayerInputs | None = None
   learned_scale: bool = False
   low_rank: LowRank | None = None
+  post_norms: tuple[Norm, Norm] | None = None
+  residual_gate: ResidualGate | None = None
   streams: Streams | None = None
 
   @property
@@ -109,21 +115,24 @@ class Block(nnx.Module):
 
   def __init__(self, rngs: nnx.Rngs, spec: Layer, embed: int):
     self.spec = spec
-    norm = lambda present: (
-      spec.norm.build(rngs, embed) if present else Identity()
+    norm = lambda present, kind=spec.norm: (
+      kind.build(rngs, embed) if present else Identity()
     )
+    after_attention, after_feedforward = spec.post_norms or (spec.norm,) * 2
     without_feedforward = isinstance(spec.feedforward, NoFeedforward)
     self.attention = spec.attention.build(rngs, embed)
     self.feedforward = spec.feedforward.build(rngs, embed)
     self.pre_attention = norm(spec.pre)
-    self.post_attention = norm(spec.post)
+    self.post_attention = norm(spec.post, after_attention)
     has_own_norms = without_feedforward or isinstance(
       spec.feedforward, DenseAndExperts
     )
     self.pre_feedforward = norm(
       spec.pre and not spec.shared_norm and not has_own_norms
     )
-    self.post_feedforward = norm(spec.post and not without_feedforward)
+    self.post_feedforward = norm(
+      spec.post and not without_feedforward, after_feedforward
+    )
     self.cross = (
       NoCrossAttention()
       if spec.cross is None
@@ -137,6 +146,10 @@ class Block(nnx.Module):
     low_rank, streams = spec.low_rank, spec.streams
     self.low_rank = None if low_rank is None else low_rank.build(rngs, embed)
     self.streams = None if streams is None else streams.mixer(rngs, embed)
+    gate = spec.residual_gate
+    assert gate is None or not spec.parallel
+    self.attention_sum = None if gate is None else gate.build(rngs, embed)
+    self.feedforward_sum = None if gate is None else gate.build(rngs, embed)
     has_scale = spec.learned_scale
     self.scale = param(rngs, (1,), (None,), value=1.0) if has_scale else None
 
@@ -205,7 +218,11 @@ class Block(nnx.Module):
       h = normed if spec.shared_norm else self.pre_feedforward(x)
       x = self.cross(x, states, attend)
     else:
-      x = x + mixed
+      x = (
+        x + mixed
+        if self.attention_sum is None
+        else (self.attention_sum(x, mixed))
+      )
       if self.low_rank is not None:
         half = jnp.asarray(1 / math.sqrt(2), x.dtype)
         low_rank_residual = attend.rows(self.low_rank, normed).astype(stream)
@@ -223,4 +240,6 @@ class Block(nnx.Module):
     else:
       h = self.feedforward(h, attend).astype(stream)
     h = scaled(self.post_feedforward(h))
+    if self.feedforward_sum is not None:
+      return attend.constrain(self.feedforward_sum(x, h)), cache
     return attend.constrain(x + mixed + h if spec.parallel else x + h), cache

@@ -35,6 +35,7 @@ from ringjax.ops.experts.grouped_product_tpu import (
 )
 from ringjax.ops.experts.moe import mix
 from ringjax.ops.experts.row_blocks import RowBlocks
+from ringjax.ops.norm import rms_norm, scaled_rms_norm
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -43,6 +44,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "relu2": lambda x: jnp.square(jax.nn.relu(x)),
   "silu": jax.nn.silu,
 }
+# Name of the weight of experts' norm among their maps.
+_OUT_NORM = "out_norm"
 # Activations that Pallas can't compute on a TPU: it has no erfc.
 _NOT_IN_KERNELS = ("gelu",)
 
@@ -257,6 +260,49 @@ class Sigmoid:
     return _normalised(jax.nn.sigmoid(logits))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseMixer:
+  """Phi-3.5-MoE's choice: two experts, one after another.
+
+  Each is the expert of the largest logit among those that are left, weighted by
+  its likelihood among the experts whose logits are near its own.
+
+  Guarantees: the choice of evaluation. Training draws experts at random there
+  and has its own gradient; here a gradient is that of the weights.
+  Ref: Liu et al. 2024, GRIN, arXiv 2409.12136.
+
+  Attributes:
+    tolerance: Largest distance of a near logit, as a fraction of the larger
+      absolute value of the two.
+  """
+
+  tolerance: float
+
+  def __call__(
+    self,
+    logits: Float[Array, "T E"],
+    correction: Float[Array, " E"] | None,
+    k: int,
+  ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
+    del correction
+    remaining, weights, chosen = logits, [], []
+    for _ in range(k):
+      best = jnp.argmax(remaining, -1, keepdims=True)
+      top = jnp.take_along_axis(remaining, best, -1)
+      size = lax.stop_gradient(jnp.maximum(jnp.abs(logits), top))
+      distant = (top - logits) / size > jnp.float32(self.tolerance)
+      likelihoods = jax.nn.softmax(jnp.where(distant, -jnp.inf, remaining), -1)
+      weights.append(jnp.take_along_axis(likelihoods, best, -1))
+      chosen.append(best)
+      is_best = jnp.arange(logits.shape[-1])[None] == best
+      remaining = jnp.where(is_best, -jnp.inf, remaining)
+    return jnp.concatenate(weights, -1), jnp.concatenate(chosen, -1)
+
+  def likelihoods(self, logits: Float[Array, "*n E"]) -> Float[Array, "*n E"]:
+    """Routing probabilities of each token, which sum to one."""
+    return jax.nn.softmax(logits, -1)
+
+
 def _normalised(x: Float[Array, "*n E"]) -> Float[Array, "*n E"]:
   return x / (jnp.sum(x, -1, keepdims=True) + jnp.float32(1e-20))
 
@@ -273,6 +319,7 @@ class Grouped:
     softmax: Whether experts are weighed by a softmax of the logits
       (DeepSeek-V2), not each by a sigmoid (V3).
     judged: Number of a group's best experts whose sum ranks the group.
+    logit_scale: Factor of the logits.
   """
 
   groups: int = 1
@@ -281,6 +328,7 @@ class Grouped:
   scale: float = 1.0
   softmax: bool = False
   judged: int = 2
+  logit_scale: float = 1.0
 
   def __call__(
     self,
@@ -288,6 +336,7 @@ class Grouped:
     correction: Float[Array, " E"] | None,
     k: int,
   ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
+    logits = self._scaled(logits)
     likelihoods = (
       jax.nn.softmax(logits) if self.softmax else jax.nn.sigmoid(logits)
     )
@@ -313,9 +362,15 @@ class Grouped:
 
   def likelihoods(self, logits: Float[Array, "*n E"]) -> Float[Array, "*n E"]:
     """Routing probabilities of each token, which sum to one."""
+    logits = self._scaled(logits)
     if self.softmax:
       return jax.nn.softmax(logits, -1)
     return _normalised(jax.nn.sigmoid(logits))
+
+  def _scaled(self, logits: Float[Array, "*n E"]) -> Float[Array, "*n E"]:
+    if self.logit_scale == 1.0:
+      return logits
+    return logits * jnp.asarray(self.logit_scale, logits.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -336,6 +391,10 @@ class Clamped:
       * gate
       * jax.nn.sigmoid(gate * jnp.asarray(self.alpha, gate.dtype))
     )
+
+
+# Choices of a token's experts, from their logits.
+Router = Grouped | Sigmoid | Softmax | SparseMixer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -359,6 +418,9 @@ class Experts:
       down(act(gate(x)) * up(x)); else down(act(up(x))).
     latent: Size of the experts' input and output, between two maps that they
       share; 0: the experts read and write vectors of the layer's width.
+    latent_norm: Norm of the experts' input in latents, or None.
+    out_norm: RMSNorm of each expert's output, whose weight multiplies its input
+      (`scaled_input`) and is the same for all experts; or None.
     scaled: Whether the router and the experts each scale their input,
       elementwise, the router also by the root of D, and each expert its
       output.
@@ -368,7 +430,7 @@ class Experts:
   chosen: int
   hidden: int
   act: str
-  router: Grouped | Sigmoid | Softmax
+  router: Router
   bias: bool = False
   router_bias: bool = False
   correction: bool = False
@@ -378,6 +440,8 @@ class Experts:
   shared_gate: bool = False
   gated: bool = True
   latent: int = 0
+  latent_norm: Norm | None = None
+  out_norm: Norm | None = None
   scaled: bool = False
 
   @property
@@ -444,6 +508,12 @@ class ExpertsLayer(nnx.Module):
     )
     self.into = latent(embed, d, "embed", None)
     self.out_of = latent(d, embed, None, "embed")
+    latent_norm, out_norm = spec.latent_norm, spec.out_norm
+    self.latent_norm = (
+      None if latent_norm is None else latent_norm.build(rngs, d)
+    )
+    assert out_norm is None or (out_norm.scaled_input and not spec.scale_input)
+    self.out_norm = None if out_norm is None else out_norm.build(rngs, d)
     bias = lambda n, axis: (
       maps((e, n), ("experts", axis)) if spec.bias else None
     )
@@ -483,6 +553,15 @@ class ExpertsLayer(nnx.Module):
       up=(get(self.up), get(self.up_bias)),
       down=(get(self.down), get(self.down_bias)),
     )
+    if self.latent_norm is not None:
+      weights["latent_norm"] = get(self.latent_norm.weight)
+    if self.out_norm is not None:
+      # With an axis of experts, as functions of an expert close over no array.
+      norm_weight = get(self.out_norm.weight)
+      norm_weights = jnp.broadcast_to(
+        norm_weight[None], (spec.experts, *norm_weight.shape)
+      )
+      maps[_OUT_NORM] = (norm_weights, None)
     if spec.scaled:
       root = jnp.asarray(1 / math.sqrt(x.shape[-1]), x.dtype)
       weights["router_scale"] = self.router_scale[...] * root
@@ -510,6 +589,9 @@ class ExpertsLayer(nnx.Module):
 
       into, out_of = w["latent"]
       x = x if into is None else linear_product(x, into, 1)
+      if spec.latent_norm is not None:
+        norm = spec.latent_norm
+        x = rms_norm(x, w["latent_norm"], norm.eps, offset=norm.offset)
       grouped = self._grouped(maps, x)
       if shards is None:
         y = mix(
@@ -564,13 +646,28 @@ class ExpertsLayer(nnx.Module):
 
     up = linear("up", x)
     if not spec.gated:
-      return linear("down", ACTIVATIONS[spec.act](up))
-    return linear("down", spec.combine(linear("gate", x), up))
+      h = ACTIVATIONS[spec.act](up)
+    else:
+      h = spec.combine(linear("gate", x), up)
+    y = linear("down", h)
+    if spec.out_norm is None:
+      return y
+    return self._normed(y, maps[_OUT_NORM][0])
+
+  def _normed(
+    self, y: Float[Array, "n D"], weight: Float[Array, "*#n D"]
+  ) -> Float[Array, "n D"]:
+    """Outputs of experts after their norm."""
+    norm = self.spec.out_norm
+    assert norm is not None
+    return scaled_rms_norm(y, weight, norm.eps, offset=norm.offset)
 
   def _grouped(self, maps: PyTree, x: jax.Array) -> GroupedExperts | None:
     """These experts for all rows at once, if a kernel serves them."""
     kernel_maps: dict[str, ExpertMaps] = {}
     for name, (weight, _) in maps.items():
+      if name == _OUT_NORM:
+        continue
       map_ = expert_maps(weight)
       if map_ is not None:
         kernel_maps[name] = map_
@@ -593,7 +690,14 @@ class ExpertsLayer(nnx.Module):
   ) -> Float[Array, "P D"]:
     """Outputs of the rows of all blocks, each by its expert."""
     spec = self.spec
-    weights = {name: expert_maps(weight) for name, (weight, _) in maps.items()}
+    weights = {
+      name: expert_maps(maps[name][0]) for name in maps if name != _OUT_NORM
+    }
+
+    def rows_of(vectors: jax.Array) -> jax.Array:
+      # A block without rows has no expert, nor a gradient.
+      rows = vectors.at[blocks.expert].get(mode="fill", fill_value=0)
+      return jnp.repeat(rows, blocks.row.shape[1], axis=0)
 
     def biased(name: str, y: jax.Array) -> jax.Array:
       bias = maps[name][1]
@@ -603,10 +707,7 @@ class ExpertsLayer(nnx.Module):
         bias = lax.dynamic_index_in_dim(
           bias.stacked, bias.layer, keepdims=False
         )
-      # A block without rows has no expert, nor a gradient.
-      rows = bias.at[blocks.expert].get(mode="fill", fill_value=0)
-      rows = jnp.repeat(rows.astype(y.dtype), blocks.row.shape[1], axis=0)
-      return y + rows
+      return y + rows_of(bias.astype(y.dtype))
 
     names = ("gate", "up") if spec.gated else ("up",)
     inputs = tuple(weights[name] for name in names)
@@ -616,7 +717,10 @@ class ExpertsLayer(nnx.Module):
       sums = map(biased, names, products(kernel, x, inputs, blocks))
       h = (spec.combine if spec.gated else ACTIVATIONS[spec.act])(*sums)
     (y,) = products(kernel, h, (weights["down"],), blocks)
-    return biased("down", y)
+    y = biased("down", y)
+    if spec.out_norm is None:
+      return y
+    return self._normed(y, rows_of(maps[_OUT_NORM][0]))
 
   def _shared(self, x: jax.Array) -> jax.Array:
     assert self.shared is not None

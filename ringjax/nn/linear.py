@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax.nn.param import param
-from ringjax.ops.norm import layer_norm, rms_norm
+from ringjax.ops.norm import layer_norm, rms_norm, scaled_rms_norm
 
 
 def stream_dtype(dtype: DTypeLike) -> np.dtype:
@@ -286,8 +286,9 @@ class RMSNorm(nnx.Module):
     *,
     eps: float,
     offset: float = 0.0,
+    scaled_input: bool = False,
   ):
-    self.eps, self.offset = eps, offset
+    self.eps, self.offset, self.scaled_input = eps, offset, scaled_input
     self.over = 1 if shape is None else len(shape)
     self.weight = (
       None if shape is None else param(rngs, shape, axes, value=1 - offset)
@@ -295,6 +296,8 @@ class RMSNorm(nnx.Module):
 
   def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     weight = None if self.weight is None else self.weight[...]
+    if self.scaled_input and weight is not None:
+      return scaled_rms_norm(x, weight, self.eps, offset=self.offset)
     return rms_norm(x, weight, self.eps, axes=self.over, offset=self.offset)
 
 
@@ -336,6 +339,8 @@ class Norm:
     layer: Whether it is a LayerNorm instead of an RMSNorm.
     bias: Whether a LayerNorm has a bias.
     weight: Whether it has a weight; without one it has no bias either.
+    scaled_input: Whether an RMSNorm's weight multiplies its input, not its
+      output.
   """
 
   eps: float
@@ -343,6 +348,7 @@ class Norm:
   layer: bool = False
   bias: bool = True
   weight: bool = True
+  scaled_input: bool = False
 
   def build(
     self, rngs: nnx.Rngs, *dims: int, together: bool = False
@@ -361,4 +367,11 @@ class Norm:
         rngs, shape, axes, eps=self.eps, bias=self.bias, offset=self.offset
       )
     assert together or len(dims) == 1 or shape is None
-    return RMSNorm(rngs, shape, axes, eps=self.eps, offset=self.offset)
+    return RMSNorm(
+      rngs,
+      shape,
+      axes,
+      eps=self.eps,
+      offset=self.offset,
+      scaled_input=self.scaled_input,
+    )

@@ -36,6 +36,27 @@ def rms_norm(
   return y.astype(x.dtype)
 
 
+def scaled_rms_norm(
+  x: Float[Array, "*batch D"],
+  weight: Float[Array, "*#batch D"],
+  eps: float,
+  *,
+  offset: float = 0.0,
+) -> Float[Array, "*batch D"]:
+  """RMS norm of x * (offset + weight) over the last axis, in x's dtype.
+
+  Args:
+    x: Input, [..., D].
+    weight: Weight, [D], or with axes that broadcast against x's.
+    eps: Constant added to the mean square.
+    offset: 1 if checkpoints store the weight's distance from one.
+  """
+  dtype = wide_dtype(x.dtype)
+  scale = weight.astype(dtype) + jnp.asarray(offset, dtype)
+  scale = scale[(None,) * (x.ndim - scale.ndim)]
+  return rms_norm((x.astype(dtype) * scale).astype(x.dtype), None, eps)
+
+
 def layer_norm(
   x: Float[Array, "*batch D"],
   weight: Float[Array, " ..."] | None,

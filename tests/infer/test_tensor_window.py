@@ -82,10 +82,12 @@ FORMS = ("llama3", "phi3", "falcon_40b", "falcon_7b", "qwen3_moe", "gpt_oss",
 UNSHARED = (
   "bamba", "cohere", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3",
   "deepseek_v32", "deepseek_v3_noq", "falcon_h1", "falcon_mamba", "flex_olmo",
-  "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite", "gpt2",
-  "granitemoehybrid", "granitemoehybrid_dense", "jamba", "kimi_linear", "lfm2",
-  "lfm2_moe", "mamba", "mamba2", "minimax_m2", "nemotron_h", "olmo2", "olmo3",
-  "olmoe", "opt", "qwen3_5", "qwen3_5_moe", "qwen3_next", "stablelm", "youtu",
+  "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2",
+  "gpt_bigcode", "gpt_bigcode_heads", "granitemoehybrid",
+  "granitemoehybrid_dense", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
+  "mamba2", "minimax_m2", "mistral4", "muse_glimmer", "muse_spark",
+  "nemotron_h", "olmo2", "olmo3", "olmoe", "opt", "qwen3_5", "qwen3_5_moe",
+  "qwen3_next", "stablelm", "youtu",
 )  # fmt: skip
 
 
@@ -145,6 +147,7 @@ def test_the_parts_of_all_ranks_are_the_model(name, tmp_path):
     ("cohere", "each head with a weight of its own"),
     ("qwen3_next", "Delta"),
     ("deepseek_v3", "Latent"),
+    ("muse_spark", "gates its residuals"),
   ],
 )
 def test_models_that_are_no_sums_are_refused_by_name(name, why, tmp_path):

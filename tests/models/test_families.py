@@ -48,7 +48,8 @@ def check_greedy(model, expected):
 
 # Another form of a family of which one is quick.
 VARIANTS = (
-  "deepseek_v3_noq", "falcon_11b", "gpt_neox_serial", "llama_dynamic",
+  "deepseek_v3_noq", "falcon_11b", "gpt_bigcode_heads", "gpt_neox_serial",
+  "llama_dynamic",
   "llama_gqa_bias", "llama_linear", "llama_yarn", "mistral_nowindow_headdim",
   "phi3_longrope_long", "qwen2_window",
 )  # fmt: skip
@@ -58,12 +59,12 @@ VARIANTS = (
 RECOMBINED = (
   "arcee", "bamba", "cwm", "deepseek_v2_lite", "dots1", "ernie4_5",
   "exaone_moe", "falcon_h1", "falcon_mamba", "flex_olmo", "gemma4_moe",
-  "glm4_moe", "glm4_moe_lite", "granitemoehybrid_dense", "granitemoeshared",
-  "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
-  "internlm3", "iquestcoder", "jais2", "jamba", "lfm2", "lfm2_moe",
-  "minimax_m2", "ministral", "mpt", "nemotron_h", "olmoe", "opt", "qwen2_moe",
-  "qwen3_5_moe", "seed_oss", "solar_open", "stablelm_parallel", "vaultgemma",
-  "youtu",
+  "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_bigcode", "gptj",
+  "granitemoehybrid_dense", "granitemoeshared", "helium", "hunyuan_v1_dense",
+  "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2",
+  "jamba", "lfm2", "lfm2_moe", "minimax_m2", "ministral", "mistral4", "mpt",
+  "muse_glimmer", "nemotron_h", "olmoe", "opt", "qwen2_moe", "qwen3_5_moe",
+  "seed_oss", "solar_open", "stablelm_parallel", "vaultgemma", "youtu",
   # Of each line of models the newest is in the default run.
   "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone4", "falcon_40b",
   "falcon_7b", "gemma", "gemma2", "gemma3n", "gemma4", "glm", "granitemoe",

@@ -190,3 +190,37 @@ def test_positions_that_a_cache_rotates_later(load):
     logits[kind] = np.concatenate([found, more], 1)
   for found in logits.values():
     close(found, EXPECTED.logits)
+
+
+@pytest.mark.parametrize(
+  ("change", "key"),
+  [
+    ({"indexer_types": ["full", "shared", "full"]}, "indexer_types"),
+    ({"indexer_types": ["full"]}, "indexer_types"),
+    ({"indexer_types": None, "index_topk_pattern": "FSS"}, "pattern"),
+    ({"indexer_types": None, "index_topk_freq": 2}, "index_topk_freq"),
+    ({"layer_types": ["full_attention"] * 3}, "layer_types"),
+    ({"index_head_dim": 6}, "index_head_dim"),
+  ],
+)
+def test_layers_that_share_a_choice_are_refused(change, key):
+  """GLM-5 may have layers that read the keys that an earlier layer chose."""
+  config = checkpoints.config("glm_moe_dsa")
+  with pytest.raises(ConfigError, match=key):
+    rj.models.read_config(config | change)
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"indexer_types": None},
+    {"indexer_types": None, "index_topk_pattern": "FFF"},
+    {"indexer_types": None, "index_topk_freq": 0},
+    # The first three layers have an index of their own.
+    {"indexer_types": None, "index_topk_freq": 4, "index_skip_topk_offset": 4},
+    {"n_routed_experts": None, "num_experts": 8},
+  ],
+)
+def test_spellings_of_an_index_in_each_layer(change):
+  config = checkpoints.config("glm_moe_dsa")
+  assert rj.models.read_config(config | change) == rj.models.read_config(config)

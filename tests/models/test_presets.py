@@ -34,6 +34,7 @@ PUBLISHED = {
   "glm-4.5-air": 106_850,
   # 31 billion with the layer that guesses further tokens.
   "glm-4.7-flash": 29_943,
+  "gpt-j-6b": 6_053,
   "gpt-oss-20b": 20_910,
   "gpt2-xl": 1_558,
   "jamba-mini": 51_600,
@@ -50,8 +51,11 @@ PUBLISHED = {
   "mimo-v2-flash": 308_800,
   "minimax-m2": 228_700,
   "mistral-7b": 7_248,
+  "mistral-small-4": 119_000,
   "mixture-430m": 431,
   "mpt-7b": 6_650,
+  # With the encoders of images and sound.
+  "muse-spark-816b": 816_000,
   "nemotron-3-nano-30b": 31_600,
   "opt-6.7b": 6_658,
   "qwen2.5-7b-1m": 7_616,

@@ -307,6 +307,19 @@ def test_what_an_error_advises_is_accepted(name):
     read_extended(config, f"{kind}:factor=32")
 
 
+def test_a_family_without_keys_for_a_scaling_is_folded_or_refused():
+  """transformers rotates GPT-J by its positions, whatever its file says."""
+  config = checkpoints.config("gptj")
+  old = read_source(config)[0]
+  assert "self_extend:factor=3" in old.longer_context_remedy(3 * old.longest)
+  assert read_extended(config, "self_extend:factor=3")[0].longest == 192
+  for kind in ("linear", "ntk", "yarn"):
+    with pytest.raises(ConfigError, match="gptj.*self_extend"):
+      read_extended(config, f"{kind}:factor=4")
+  with pytest.raises(ConfigError, match="rope_parameters"):
+    read_source(config | {"rope_parameters": {"rope_theta": 500.0}})
+
+
 def test_folded_positions_are_not_extended_again():
   config = read_extended(LLAMA, "self_extend:factor=4")[1]
   with pytest.raises(ConfigError, match="folded already"):

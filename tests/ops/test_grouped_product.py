@@ -421,6 +421,22 @@ MIXTURE = {
 }
 
 
+# Norms around its experts, one of which all experts share.
+NORMED = {
+  "model_type": "muse_spark_text",
+  "vocab_size": 64,
+  "hidden_size": 128,
+  "intermediate_size": 128,
+  "moe_intermediate_size": 128,
+  "moe_hidden_size": 128,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 2,
+  "num_key_value_heads": 1,
+  "num_local_experts": 4,
+  "num_experts_per_tok": 2,
+}
+
+
 def test_kernels_that_are_switched_off_are_left_out(interpreted, monkeypatch):
   maps = (maps_of("bfloat16"),)
   x = tokens_of(3, "bfloat16")
@@ -436,8 +452,10 @@ def test_kernels_that_are_switched_off_are_left_out(interpreted, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_model_trains_with_the_kernels_as_with_the_loop(interpreted):
-  model = rj.models.create(MIXTURE, seed=1, dtype=jnp.float32)
+@pytest.mark.one_case
+@pytest.mark.parametrize("config", [MIXTURE, NORMED], ids=["plain", "normed"])
+def test_a_model_trains_with_the_kernels_as_with_the_loop(interpreted, config):
+  model = rj.models.create(config, seed=1, dtype=jnp.float32)
   tokens = np.random.default_rng(1).integers(0, 60, (2, 12)).astype(np.int32)
   loss = lambda model: jnp.mean(jax.nn.logsumexp(model(tokens), -1))
   got = jax.jit(jax.value_and_grad(loss, allow_int=True))(model)

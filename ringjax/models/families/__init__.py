@@ -33,6 +33,7 @@ from ringjax.models.families.moe import (
   llama4,
   mimo,
   mixtures,
+  muse,
 )
 from ringjax.models.families.with_images import SHARED
 
@@ -55,6 +56,7 @@ _MODULES = (
   llama_kin,
   mimo,
   mixtures,
+  muse,
   nemotron_h,
   qwen3_next,
   selective_state_space,

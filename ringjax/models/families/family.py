@@ -17,7 +17,7 @@ from ringjax.nn.attention_layers.folded_attention import (
   SelfExtend,
 )
 from ringjax.nn.block import Feedforward, Layer, Mixer
-from ringjax.nn.feedforward import Experts, Gated, Grouped, Sigmoid, Softmax
+from ringjax.nn.feedforward import Experts, Gated, Router
 from ringjax.nn.linear import Norm
 from ringjax.ops.mask import Causal, Mask, Window
 from ringjax.ops.rope import LengthScaled, Rope, Unscaled
@@ -186,7 +186,7 @@ def gated(
 
 def experts(
   r: ConfigReader,
-  router: Grouped | Sigmoid | Softmax,
+  router: Router,
   *,
   count: Sequence[str] = ("num_local_experts", "num_experts"),
   chosen: Sequence[str] = ("num_experts_per_tok",),
@@ -290,7 +290,9 @@ def _context(r: ConfigReader) -> tuple[int, str | None]:
   of longer texts; it is plain attention up to a chunk, which is all that is
   computed unless `position_folding` says more.
   """
-  keys = ("max_seq_len", "model_max_length", "max_position_embeddings")
+  keys = (
+    "max_seq_len", "model_max_length", "n_positions", "max_position_embeddings",
+  )  # fmt: skip
   limit_key = next((key for key in keys if r.has(key)), keys[-1])
   context = r.whole(limit_key, default=2048)
   chunks = r.value("dual_chunk_attention_config", default=None)

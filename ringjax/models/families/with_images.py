@@ -65,6 +65,7 @@ KEYS = (
   "min_tiles",
   "mm_tokens_per_image",
   "multimodal_projector_bias",
+  "out_hidden_size",
   "patch_size",
   "perceiver_config",
   "position_id_per_seconds",
@@ -138,6 +139,7 @@ OTHERS = (
   "vision_model.",
   "vision_projection.",
   "vision_tower.",
+  "vision_adapter.",
   "visual.",
   "visual_embeddings_table.",
   "vit.",
@@ -228,6 +230,7 @@ _MISTRAL = TextModel(
   defaults=_sizes(32000, 4096, 14336, 32, 32, 131072),
 )
 _MINISTRAL3 = TextModel(type="ministral3", architecture="Ministral3ForCausalLM")
+_MISTRAL4 = TextModel(type="mistral4", architecture="Mistral4ForCausalLM")
 _QWEN2 = TextModel(
   type="qwen2",
   architecture="Qwen2ForCausalLM",
@@ -533,7 +536,7 @@ SHARED = (
   _around("llava_next_video", _LLAMA, _MISTRAL, _QWEN2),
   _around("llava_onevision", _QWEN2),
   _around("minicpmv4_6", _QWEN3_5),
-  _around("mistral3", _MISTRAL, _MINISTRAL3),
+  _around("mistral3", _MISTRAL, _MINISTRAL3, _MISTRAL4),
   _around("mllama", _MLLAMA),
   _around("nemotron_h_omni", _NEMOTRON_H),
   _around("ovis2", _QWEN2),

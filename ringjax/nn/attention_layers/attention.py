@@ -81,6 +81,7 @@ class Attention:
     alibi: Slopes of the heads, or None.
     gated: Whether the output is multiplied by the sigmoid of a projection.
     value_norm: Norm of each head's values, None for none.
+    out_norm: Norm of each head's output, without a weight; None for none.
     one_map: Whether the keys' projection, before its norm, is used as values.
     group: Name of layers that share the keys and values of the first of them;
       None: the layer has its own.
@@ -108,6 +109,7 @@ class Attention:
   alibi: tuple[float, ...] | None = None
   gated: bool = False
   value_norm: Norm | None = None
+  out_norm: Norm | None = None
   one_map: bool = False
   group: str | None = None
   reads: bool = False
@@ -193,6 +195,8 @@ class GroupedQuery(nnx.Module):
     )
     self.gate = into(n, j, "heads", False) if spec.gated else None
     self.q_norm = head_norm(rngs, spec, n)
+    out_norm = spec.out_norm
+    self.out_norm = Identity() if out_norm is None else out_norm.build(rngs, j)
     self.sinks = param(rngs, (n,), ("heads",)) if spec.sinks else None
 
   def __call__(
@@ -254,7 +258,7 @@ class GroupedQuery(nnx.Module):
         None if spec.alibi is None else jnp.asarray(spec.alibi, jnp.float32)
       ),
     )
-    out = attend(q, tokens, cache, spec.mask, extras)
+    out = self.out_norm(attend(q, tokens, cache, spec.mask, extras))
     if self.gate is not None:
       out = out * jax.nn.sigmoid(attend.rows(self.gate, x))
     return attend.summed(self.o, out)

@@ -273,7 +273,7 @@ class FoldedQuery(GroupedQuery):
       tokens.at,
       tokens.rotation(None),
     )
-    out = self._merged(q, tokens, cache, attend)
+    out = self.out_norm(self._merged(q, tokens, cache, attend))
     if self.gate is not None:
       out = out * nnx.sigmoid(attend.rows(self.gate, x))
     return attend.summed(self.o, out), cache

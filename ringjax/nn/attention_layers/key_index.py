@@ -34,12 +34,14 @@ class KeyIndex:
     dim: Size of a key, E.
     count: Maximum number of keys that a query reads.
     eps: Epsilon of the norm of the keys.
+    interleaved: Whether neighbouring dims are a pair, not those of halves.
   """
 
   heads: int
   dim: int
   count: int
   eps: float = 1e-6
+  interleaved: bool = False
 
   def build(
     self, rngs: nnx.Rngs, embed: int, query: int, rope: Rope | None
@@ -47,7 +49,7 @@ class KeyIndex:
     """Make the module, whose queries are computed from `query` numbers.
 
     `rope` rotates the layer's keys. The first dims of the index are rotated by
-    the same angles, in pairs of their two halves.
+    the same angles, in the pairs that `interleaved` says.
     """
     return KeyIndexLayer(rngs, self, embed, query, rope)
 
@@ -64,7 +66,9 @@ class KeyIndexLayer(nnx.Module):
     rope: Rope | None,
   ):
     self.spec = spec
-    self._mixed = rope.dims if rope is not None and rope.interleaved else 0
+    self._mixed = 0
+    if rope is not None and rope.interleaved and not spec.interleaved:
+      self._mixed = rope.dims
     self.q = Linear(rngs, (query,), (spec.heads, spec.dim), (None, None, None))
     self.k = Linear(rngs, (embed,), (spec.dim,), ("embed", None))
     self.k_norm = LayerNorm(rngs, (spec.dim,), (None,), eps=spec.eps, bias=True)

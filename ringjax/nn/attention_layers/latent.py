@@ -25,6 +25,7 @@ from jaxtyping import Array, Float
 from ringjax.kv.base import KV, LayerCache
 from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.query_reading import KeyReading
+from ringjax.nn.attention_layers.attention import Temperature
 from ringjax.nn.attention_layers.key_index import KeyIndex
 from ringjax.nn.linear import Identity, Linear, RMSNorm
 from ringjax.nn.sharding_context import Attend, Extras
@@ -54,6 +55,7 @@ class Latent:
     mask: Mask between queries and keys.
     unturned: Number of dims whose keys the heads share, without a rotation.
     index: Chooses the keys that are read; None: all.
+    temperature: Scaling of the queries by position, or None.
   """
 
   heads: int
@@ -68,6 +70,7 @@ class Latent:
   mask: Mask = Causal()
   unturned: int = 0
   index: KeyIndex | None = None
+  temperature: Temperature | None = None
 
   @property
   def ropes(self) -> tuple[Rope, ...]:
@@ -179,6 +182,8 @@ class LatentLayer(nnx.Module):
     """[B, T, D] and the layer's cache with this call's latents."""
     spec = self.spec
     q, latent_and_shared, index = attend.rows(self._maps, x)
+    if spec.temperature is not None:
+      q = spec.temperature(q, tokens.pos)
     q_plain, q_turned = q[..., : spec.plain], q[..., spec.plain :]
     unrotated, q_turned = q_turned, tokens.rotate(spec.rope, q_turned)
     latent = self.kv_norm(latent_and_shared[..., : spec.latent])

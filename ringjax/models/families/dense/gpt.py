@@ -1,4 +1,4 @@
-"""GPT-NeoX and GPT-OSS."""
+"""GPT-J, GPT-NeoX and GPT-OSS."""
 
 from __future__ import annotations
 
@@ -18,6 +18,61 @@ from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention_layers.attention import Attention
 from ringjax.nn.feedforward import Clamped, Plain, Softmax
 from ringjax.nn.linear import Norm
+from ringjax.ops.rope import Rope
+
+
+def _gptj(r: ConfigReader) -> TransformerConfig:
+  embed = r.whole("n_embd", "hidden_size", default=4096)
+  heads = r.whole("n_head", "num_attention_heads", default=16)
+  if embed % heads:
+    raise r.error("n_embd", embed, f"a multiple of {heads} heads")
+  head_dim = embed // heads
+  rotated = r.whole("rotary_dim", default=None, absent=64)
+  if rotated is None or rotated % 2 or rotated > head_dim:
+    want = f"an even number of the {head_dim} dims of a head"
+    raise r.error("rotary_dim", rotated, want)
+  # Keys of published files that transformers does not read.
+  r.only("rotary", True)
+  r.only("scale_attn_weights", True)
+  # Also another name of the bound.
+  r.whole("n_positions", "max_position_embeddings", default=2048)
+  return model(
+    r,
+    "gptj",
+    Attention(
+      heads=heads,
+      kv_heads=heads,
+      head_dim=head_dim,
+      rope=Rope(theta=10000.0, dims=rotated, interleaved=True),
+    ),
+    Plain(
+      hidden=r.whole("n_inner", default=4 * embed),
+      act=r.act("activation_function", default="gelu_new"),
+      bias=True,
+    ),
+    Norm(eps=r.positive("layer_norm_epsilon", default=1e-5), layer=True),
+    layer={"parallel": True, "shared_norm": True},
+    head_bias=True,
+    rope_scalable=False,
+  )
+
+
+_GPTJ_NAMES = TensorNames(
+  layer="transformer.h.{}.",
+  parts={
+    "attention.q": "attn.q_proj",
+    "attention.k": "attn.k_proj",
+    "attention.v": "attn.v_proj",
+    "attention.o": "attn.out_proj",
+    "feedforward.up": "mlp.fc_in",
+    "feedforward.down": "mlp.fc_out",
+    "pre_attention": "ln_1",
+  },
+  embed="transformer.wte",
+  norm="transformer.ln_f",
+  buffers=("attn.bias", "attn.masked_bias"),
+  base="transformer.",
+)
 
 
 def _neox(r: ConfigReader) -> TransformerConfig:
@@ -110,6 +165,7 @@ _OSS_NAMES = TensorNames(
 )
 
 FAMILIES = (
+  Family(name="gptj", config=_gptj, names=lambda config: _GPTJ_NAMES),
   Family(name="gpt_neox", config=_neox, names=_neox_names),
   Family(name="gpt_oss", config=_oss, names=lambda config: _OSS_NAMES),
 )

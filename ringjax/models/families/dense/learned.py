@@ -1,6 +1,8 @@
-"""GPT-2 and OPT, which have learned position embeddings."""
+"""GPT-2, GPTBigCode and OPT, which have learned position embeddings."""
 
 from __future__ import annotations
+
+import dataclasses
 
 from ringjax.models.families.family import Family, llama_names, model
 from ringjax.models.hf.config_reader import ConfigReader
@@ -25,7 +27,6 @@ def _gpt2(r: ConfigReader) -> TransformerConfig:
   # Options of classifiers, and another name of the positions.
   r.ignore("summary_activation", "summary_first_dropout", "summary_type")
   r.ignore("summary_proj_to_labels", "summary_use_proj", "n_ctx")
-  r.ignore("attn_pdrop")
   attentions = [
     Attention(
       heads=heads,
@@ -44,6 +45,42 @@ def _gpt2(r: ConfigReader) -> TransformerConfig:
     Plain(
       hidden=r.whole("n_inner", default=4 * embed),
       act=r.act("activation_function", default="gelu_new"),
+      bias=True,
+    ),
+    Norm(eps=r.positive("layer_norm_epsilon", default=1e-5), layer=True),
+    tied=True,
+    positions=LearnedPositions(
+      count=_count(r, "n_positions", "max_position_embeddings", default=1024)
+    ),
+    bound="n_positions",
+  )
+
+
+def _gpt_bigcode(r: ConfigReader) -> TransformerConfig:
+  """GPT-2 whose heads may share their keys."""
+  heads = r.whole("n_head", "num_attention_heads", default=12)
+  embed = r.whole("hidden_size", "n_embd")
+  if embed % heads:
+    raise r.error("n_embd", embed, f"a multiple of {heads} heads")
+  scaled = r.flag("scale_attn_weights", default=True)
+  # transformers computes it from `multi_query`.
+  r.ignore("num_key_value_heads")
+  # Precision of products: always float32 here.
+  r.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
+  return model(
+    r,
+    "gpt_bigcode",
+    Attention(
+      heads=heads,
+      kv_heads=1 if r.flag("multi_query", default=True) else heads,
+      head_dim=embed // heads,
+      scale=(embed // heads) ** -0.5 if scaled else 1.0,
+      bias=True,
+      out_bias=True,
+    ),
+    Plain(
+      hidden=r.whole("n_inner", default=4 * embed),
+      act=r.act("activation_function", default="gelu_pytorch_tanh"),
       bias=True,
     ),
     Norm(eps=r.positive("layer_norm_epsilon", default=1e-5), layer=True),
@@ -119,8 +156,22 @@ _GPT2_NAMES = TensorNames(
   buffers=("attn.bias", "attn.masked_bias"),
   base="transformer.",
 )
+
+
+def _bigcode_names(config: TransformerConfig) -> TensorNames:
+  """GPT-2's names, with maps [out, in] whose rows are grouped by kv heads."""
+  mixer = config.layers[0].attention
+  assert isinstance(mixer, Attention)
+  ((name, fusion),) = _GPT2_NAMES.fused.items()
+  grouped = dataclasses.replace(fusion, groups=mixer.kv_heads)
+  return dataclasses.replace(
+    _GPT2_NAMES, fused={name: grouped}, swapped=lambda name: False
+  )
+
+
 FAMILIES = (
   Family(name="gpt2", config=_gpt2, names=lambda config: _GPT2_NAMES),
+  Family(name="gpt_bigcode", config=_gpt_bigcode, names=_bigcode_names),
   Family(
     name="opt",
     config=_opt,

@@ -28,7 +28,7 @@ from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention_layers.key_index import KeyIndex
 from ringjax.nn.attention_layers.latent import Latent
 from ringjax.nn.feedforward import Experts, Gated, Grouped
-from ringjax.ops.rope import Unscaled, yarn_magnitude
+from ringjax.ops.rope import Rope, Unscaled, yarn_magnitude
 
 
 def latent(
@@ -37,6 +37,7 @@ def latent(
   *,
   query_latent: int = 1536,
   turned_by_head_dim: bool = False,
+  rope: Rope | None = None,
 ) -> Latent:
   """Latent attention of a config.
 
@@ -46,13 +47,15 @@ def latent(
     query_latent: Default of `q_lora_rank`; null means none.
     turned_by_head_dim: Whether transformers rotates as many dims as
       `head_dim` says, if it is present.
+    rope: Rotation; None: that of a config whose vectors have the dims that
+      rotate.
   """
   heads, kv_heads = r.heads()
   if kv_heads != heads:
     raise r.error("num_key_value_heads", kv_heads, f"the {heads} heads")
   rotated = r.whole("qk_rope_head_dim")
   plain = r.whole("qk_nope_head_dim")
-  rope = r.rope(rotated, interleaved=interleaved)
+  rope = rope or r.rope(rotated, interleaved=interleaved)
   if r.has("head_dim") and turned_by_head_dim:
     r.only("head_dim", rotated)
   r.ignore("head_dim", "qk_head_dim")
@@ -96,7 +99,9 @@ def _grouped(
   router, max_chosen = grouped_router(
     r, groups=groups, best=best, scale=scale, renormalise=renormalise
   )
-  return _feedforwards(r, router, first, 1, most=max_chosen, correction=True)
+  return dense_then_sparse(
+    r, router, first, 1, most=max_chosen, correction=True
+  )
 
 
 def grouped_router(
@@ -135,7 +140,7 @@ def grouped_router(
   return router, number // groups * best
 
 
-def _feedforwards(
+def dense_then_sparse(
   r: ConfigReader, router: Grouped, first: int, shared: int, **options: Any
 ) -> list[Experts | Gated]:
   """Plain feedforwards in the first layers, experts in the others."""
@@ -166,10 +171,17 @@ def _v3(r: ConfigReader) -> TransformerConfig:
   return model(r, "deepseek_v3", attend, feedforwards, rms(r))
 
 
-def _v32(r: ConfigReader) -> TransformerConfig:
-  """V3 with queries that read only the keys that an index scores best."""
-  r.must_be("rope_interleave", True, default=True)
-  attend = latent(r, interleaved=True)
+def indexed(
+  r: ConfigReader, attend: Latent, *, heads: int, interleaved: bool
+) -> Latent:
+  """Latent attention whose queries read the keys that an index scores best.
+
+  Args:
+    r: Reader of the config.
+    attend: The attention without an index.
+    heads: Default of `index_n_heads`.
+    interleaved: Whether neighbouring dims of the index rotate as a pair.
+  """
   if attend.query_latent is None:
     raise r.error("q_lora_rank", None, "a size: the index reads that latent")
   assert attend.rope is not None
@@ -177,21 +189,29 @@ def _v32(r: ConfigReader) -> TransformerConfig:
   if dim < attend.rope.dims:
     want = f"at least the {attend.rope.dims} of qk_rope_head_dim"
     raise r.error("index_head_dim", dim, want)
+  r.only("layer_types", ["indexed_attention"] * r.layers())
+  r.must_be("mlp_bias", False, default=False)
   index = KeyIndex(
-    heads=r.whole("index_n_heads", default=64),
+    heads=r.whole("index_n_heads", default=heads),
     dim=dim,
     count=r.whole("index_topk", default=2048),
+    interleaved=interleaved,
   )
+  return dataclasses.replace(attend, index=index)
+
+
+def _v32(r: ConfigReader) -> TransformerConfig:
+  """V3 with queries that read only the keys that an index scores best."""
+  r.must_be("rope_interleave", True, default=True)
+  attend = latent(r, interleaved=True)
+  attend = indexed(r, attend, heads=64, interleaved=False)
   r.must_be("scoring_func", "sigmoid", default="sigmoid")
   r.must_be("topk_method", "noaux_tc", default="noaux_tc")
-  r.must_be("mlp_bias", False, default=False)
-  r.only("layer_types", ["indexed_attention"] * r.layers())
   feedforwards = _grouped(
     r, groups=8, best=4, scale=2.5, first=3, renormalise=True
   )
   names = ["dense" if isinstance(f, Gated) else "sparse" for f in feedforwards]
   r.only("mlp_layer_types", names)
-  attend = dataclasses.replace(attend, index=index)
   return model(r, "deepseek_v32", attend, feedforwards, rms(r))
 
 
@@ -221,7 +241,7 @@ def _v2(r: ConfigReader) -> TransformerConfig:
     judged=1,
   )
   max_chosen = number // groups * best
-  feedforwards = _feedforwards(r, router, 0, 2, most=max_chosen)
+  feedforwards = dense_then_sparse(r, router, 0, 2, most=max_chosen)
   return model(r, "deepseek_v2", attend, feedforwards, rms(r))
 
 

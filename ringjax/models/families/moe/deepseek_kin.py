@@ -1,10 +1,12 @@
 """Families that attend, or choose experts, as DeepSeek-V3 does, since 2025.
 
-GLM-4.7-Flash and Youtu have latent attention; Solar Open, EXAONE's mixture and
-Hunyuan 3 have its choice of experts.
+GLM-4.7-Flash, GLM-5, Mistral 4 and Youtu have latent attention; Solar Open,
+EXAONE's mixture and Hunyuan 3 have its choice of experts.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from ringjax.models.families.dense.llama_kin import exaone_attentions
 from ringjax.models.families.family import (
@@ -20,14 +22,18 @@ from ringjax.models.families.family import (
 from ringjax.models.families.moe.deepseek import (
   GROUPED_NAMES,
   ROUTED,
+  dense_then_sparse,
   grouped_router,
+  indexed,
   latent,
   latent_names,
   unread,
 )
 from ringjax.models.families.moe.mixtures import QWEN_EXPERTS, shared_names
-from ringjax.models.hf.config_reader import ConfigReader
+from ringjax.models.hf.config_reader import OTHER, ConfigReader
+from ringjax.models.hf.names import TensorNames
 from ringjax.models.transformer import TransformerConfig
+from ringjax.nn.attention_layers.attention import Temperature
 from ringjax.nn.feedforward import Experts, Gated, Grouped
 
 
@@ -63,11 +69,19 @@ def _chosen(
   count: str = "n_routed_experts",
   shared: str = "n_shared_experts",
   scale: float = 1.0,
+  older: str = "num_local_experts",
 ) -> Experts:
-  """Experts with the router of DeepSeek-V3."""
+  """Experts with the router of DeepSeek-V3.
+
+  Args:
+    r: Reader of the config.
+    count, shared: Keys of the numbers of experts, chosen and shared.
+    scale: Default of `routed_scaling_factor`.
+    older: Another key of the number of experts.
+  """
   r.only("scoring_func", "sigmoid")
   r.only("topk_method", "noaux_tc")
-  names = (count, "num_local_experts")
+  names = (count, "num_local_experts", older)
   router, max_chosen = grouped_router(r, count=names, scale=scale)
   width = r.whole("moe_intermediate_size")
   return experts(
@@ -85,6 +99,75 @@ def _glm4_moe_lite(r: ConfigReader) -> TransformerConfig:
   attend = latent(r, turned, query_latent=768)
   layers = feedforwards(r, _chosen(r, scale=1.8), first=1)
   return model(r, "glm4_moe_lite", attend, layers, rms(r, default=1e-5))
+
+
+def _refuse_shared_indexes(r: ConfigReader) -> None:
+  """Refuse layers that read the keys that an earlier layer's index chose."""
+  count = r.layers()
+  freq = r.whole("index_topk_freq", default=1, least=0)
+  offset = r.whole("index_skip_topk_offset", default=2, least=0)
+  key, types = "index_topk_pattern", r.value("index_topk_pattern", default=None)
+  if types is None:
+    key, types = (
+      "index_topk_freq",
+      [
+        "shared" if max(i - offset + 1, 0) % max(freq, 1) else "full"
+        for i in range(count)
+      ],
+    )
+  if isinstance(types, str):
+    types = [{"F": "full", "S": "shared"}.get(x, x) for x in types]
+  if r.has("indexer_types"):
+    key = "indexer_types"
+  types = r.value("indexer_types", default=types)
+  if types != ["full"] * count:
+    want = f"an index in each of {count} layers (full)"
+    raise r.error(key, types, want, OTHER)
+
+
+def _glm_moe_dsa(r: ConfigReader) -> TransformerConfig:
+  """GLM-5: DeepSeek-V3.2 whose index rotates neighbouring dims, too."""
+  attend = latent(r, interleaved=True, query_latent=2048)
+  attend = indexed(r, attend, heads=32, interleaved=True)
+  _refuse_shared_indexes(r)
+  # An older name, which counts.
+  sparse = _chosen(r, scale=2.5, older="num_experts")
+  layers = feedforwards(r, sparse, first=3)
+  return model(r, "glm_moe_dsa", attend, layers, rms(r, default=1e-5))
+
+
+def _mistral4(r: ConfigReader) -> TransformerConfig:
+  """Latent attention with queries that grow with their position."""
+  # Without a value transformers scales the context by 128: the file must have
+  # it.
+  rope_config = r.value("rope_parameters", "rope_scaling")
+  part = r.part("rope_parameters", rope_config)
+  temperature = Temperature(
+    scale=part.positive("llama_4_scaling_beta"),
+    floor=float(part.whole("original_max_position_embeddings")),
+    counted=0,
+  )
+  rotated = r.whole("qk_rope_head_dim")
+  head_dim = rotated + r.whole("qk_nope_head_dim")
+  # The part that rotates is one of whole heads.
+  rope = r.rope(
+    head_dim,
+    partial=rotated / head_dim,
+    interleaved=r.flag("rope_interleave", default=True),
+    beside=("llama_4_scaling_beta", "max_position_embeddings"),
+  )
+  if rope.dims != rotated:
+    want = f"the part {rotated} of {head_dim}, as qk_rope_head_dim says"
+    got = part.value("partial_rotary_factor", default=None)
+    raise r.error("rope_parameters.partial_rotary_factor", got, want)
+  attend = dataclasses.replace(
+    latent(r, rope.interleaved, query_latent=1024, rope=rope),
+    temperature=temperature,
+  )
+  router, max_chosen = grouped_router(r)
+  router = dataclasses.replace(router, softmax=True)
+  layers = dense_then_sparse(r, router, 0, 1, most=max_chosen)
+  return model(r, "mistral4", attend, layers, rms(r))
 
 
 def _youtu(r: ConfigReader) -> TransformerConfig:
@@ -132,7 +215,29 @@ def _hy_v3(r: ConfigReader) -> TransformerConfig:
   return model(r, "hy_v3", attend, layers, norm)
 
 
+_FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+def _fused_names(config: TransformerConfig) -> TensorNames:
+  """Latent attention's names, with all experts [out, in] in two tensors."""
+  pair = ("feedforward.gate", "feedforward.up")
+  return dataclasses.replace(
+    latent_names(config),
+    leaves={"feedforward.down": _FUSED[1]},
+    columns={_FUSED[0]: (pair, False)},
+    swapped=lambda name: name in _FUSED,
+    experts={},
+  )
+
+
 FAMILIES = (
+  Family(
+    name="glm_moe_dsa",
+    config=_glm_moe_dsa,
+    names=latent_names,
+    unread=unread,
+  ),
+  Family(name="mistral4", config=_mistral4, names=_fused_names),
   Family(
     name="glm4_moe_lite",
     config=_glm4_moe_lite,

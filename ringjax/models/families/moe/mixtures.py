@@ -1,11 +1,12 @@
 """Mixtures of experts.
 
-Mixtral, Qwen 2 and 3, OLMoE, FlexOlmo, Granite, ERNIE 4.5, HunYuan and
-MiniMax-M2.
+Mixtral, Phi-3.5-MoE, Qwen 2 and 3, OLMoE, FlexOlmo, Granite, ERNIE 4.5, HunYuan
+and MiniMax-M2.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,7 +34,15 @@ from ringjax.models.families.family import (
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import Fusion, TensorNames
 from ringjax.models.transformer import TransformerConfig
-from ringjax.nn.feedforward import Experts, Gated, Grouped, Softmax
+from ringjax.nn.feedforward import (
+  Experts,
+  Gated,
+  Grouped,
+  Softmax,
+  SparseMixer,
+)
+from ringjax.nn.linear import Norm
+from ringjax.ops.rope import LongRope, Unscaled
 
 
 def _mixtral(r: ConfigReader) -> TransformerConfig:
@@ -44,6 +53,54 @@ def _mixtral(r: ConfigReader) -> TransformerConfig:
     attention(r, r.rope(theta=1000000.0), mask=mask),
     experts(r, Softmax(renormalise=True), hidden="intermediate_size"),
     rms(r, default=1e-5),
+  )
+
+
+def _phimoe(r: ConfigReader) -> TransformerConfig:
+  """Mixtral with LayerNorm and another choice of experts.
+
+  Texts beyond the original context have LongRoPE's long divisors, as in the
+  authors' code; transformers 5 keeps the short ones.
+  """
+  scales = ("short_mscale", "long_mscale")
+  rope = r.rope(theta=1000000.0, beside=scales)
+  if type(rope.scaling) is not Unscaled:
+    name = "rope_parameters" if r.has("rope_parameters") else "rope_scaling"
+    part = r.part(name, r.value(name))
+    if not isinstance(rope.scaling, LongRope):
+      kind = part.text("rope_type", "type")
+      raise part.error("rope_type", kind, "default or longrope")
+    # transformers reads it here only.
+    part.whole("original_max_position_embeddings")
+    short, long = (part.positive(key) for key in scales)
+    if short != long:
+      raise part.error("long_mscale", long, f"{short}, as short_mscale says")
+    scaling = dataclasses.replace(rope.scaling, attention=short)
+    rope = dataclasses.replace(rope, scaling=scaling)
+  # Noise of training.
+  r.ignore("input_jitter_noise")
+  noise = r.number("router_jitter_noise", default=0.01)
+  if noise < 0:
+    raise r.error("router_jitter_noise", noise, "a number from 0")
+  chosen = "num_experts_per_tok"
+  r.must_be(chosen, 2, default=2)
+  sparse = Experts(
+    experts=r.whole("num_local_experts", least=2, default=16),
+    chosen=2,
+    hidden=r.whole("intermediate_size"),
+    act=r.act("hidden_act", default="silu"),
+    router=SparseMixer(tolerance=2 * noise),
+  )
+  mask = causal(r.whole("sliding_window", default=None))
+  norm = Norm(eps=r.positive("rms_norm_eps", default=1e-5), layer=True)
+  return model(
+    r,
+    "phimoe",
+    attention(r, rope, mask=mask, **biases(r)),
+    sparse,
+    norm,
+    head_bias=r.flag("lm_head_bias", default=False),
+    rope_scalable=type(rope.scaling) is not Unscaled,
   )
 
 
@@ -254,6 +311,14 @@ FAMILIES = (
   Family(
     name="mixtral",
     config=_mixtral,
+    names=llama_names(
+      {"feedforward.router": "block_sparse_moe.gate"},
+      experts=W_EXPERTS,
+    ),
+  ),
+  Family(
+    name="phimoe",
+    config=_phimoe,
     names=llama_names(
       {"feedforward.router": "block_sparse_moe.gate"},
       experts=W_EXPERTS,
