@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax.nn.param import param
+from ringjax.nn.row_tiles import current_row_tiles
 from ringjax.ops.norm import layer_norm, rms_norm
 
 
@@ -69,7 +70,12 @@ class Linear(nnx.Module):
   ):
     self.contracted = len(inputs)
     self.weight = param(
-      rngs, inputs + outputs, axes, fan_in=math.prod(inputs), wide=wide
+      rngs,
+      inputs + outputs,
+      axes,
+      fan_in=math.prod(inputs),
+      wide=wide,
+      by_rows=True,
     )
     self.bias = (
       param(rngs, outputs, axes[len(inputs) :], value=0.0) if bias else None
@@ -82,7 +88,11 @@ class Linear(nnx.Module):
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
     bias = None if self.bias is None else self.bias[...]
-    return linear_product(x, self.weight[...], self.contracted, bias)
+    tiles = current_row_tiles()
+    if tiles is None:
+      return linear_product(x, self.weight[...], self.contracted, bias)
+    y = tiles.product(x, self.weight.get_value(), self.contracted)
+    return y if bias is None else y + bias[None, None].astype(y.dtype)
 
 
 class ExpertLinear(Linear):
