@@ -127,6 +127,4 @@ class JointAttention(CachedAttention):
     assert isinstance(cache, JointLayer) and not extras.residual
     attend = super().__call__
     calls = zip(cache.rows.split(q), cache.tokens, cache.parts, strict=True)
-    return cache.rows.joined(
-      [attend(*call, mask, extras) for call in calls]
-    )
+    return cache.rows.joined([attend(*call, mask, extras) for call in calls])

@@ -152,4 +152,6 @@ def param(
   else:
     data = jax.random.normal(rngs.params(), shape, jnp.float32)
     data = data * jnp.float32(1 / math.sqrt(fan_in))
-  return nnx.Param(data, axes=axes, wide=wide, by_index=by_index, by_rows=by_rows)
+  return nnx.Param(
+    data, axes=axes, wide=wide, by_index=by_index, by_rows=by_rows
+  )

@@ -13,7 +13,6 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -52,8 +51,8 @@ class RowTiles:
     return cls(shapes=shapes, size=size, live=live)
 
   def joined(
-    self, arrays: Sequence[Shaped[Array, "_ _ *d"]]
-  ) -> Shaped[Array, "tiles size *d"]:
+    self, arrays: Sequence[Shaped[Array, "_ _ ..."]]
+  ) -> Shaped[Array, "tiles size ..."]:
     """Tiles of each call's array [B or 1, T, ...]."""
     pairs = zip(arrays, self.shapes, strict=True)
     return _joined(
@@ -62,8 +61,8 @@ class RowTiles:
     )
 
   def split(
-    self, x: Shaped[Array, "tiles size *d"]
-  ) -> list[Shaped[Array, "_ _ *d"]]:
+    self, x: Shaped[Array, "tiles size ..."]
+  ) -> list[Shaped[Array, "_ _ ..."]]:
     """Each call's array [B, T, ...] of an array of tiles."""
     rows, parts, start = x.reshape(-1, *x.shape[2:]), [], 0
     for b, t in self.shapes:
@@ -85,10 +84,14 @@ class RowTiles:
       weight: Weight of a layer.
       contracted: Number of axes in `in`.
     """
-    matrix, index, outputs = _matrix(weight, contracted)
+    stacked, index = _in_place(weight)
+    shape = stacked.shape[len(index) :]
+    # Inputs in one axis are the same memory; outputs in one axis are not.
+    lead, inner = stacked.shape[: len(index)], math.prod(shape[:contracted])
+    stacked = stacked.reshape(*lead, inner, *shape[contracted:])
     rows = x.reshape(*x.shape[:2], -1)
-    y = flat_product(rows, matrix, self.live, index)
-    return y.reshape(*y.shape[:2], *outputs)
+    y = flat_product(rows, stacked, self.live, index)
+    return y.reshape(*y.shape[:2], *shape[contracted:])
 
   def gated(
     self,
@@ -98,14 +101,14 @@ class RowTiles:
     combine: Callable[[Array, Array], Array],
   ) -> Float[Array, "tiles size F"]:
     """`combine` of the products with two weights, number by number."""
-    (gate_matrix, index, _), (up_matrix, *_) = _matrix(gate, 1), _matrix(up, 1)
-    weights = gate_matrix, up_matrix
+    (stacked_gate, index), (stacked_up, _) = _in_place(gate), _in_place(up)
+    weights = stacked_gate, stacked_up
     return flat_gated(x, weights, self.live, index, combine)
 
 
 def _joined(
-  arrays: Sequence[Shaped[Array, "B T *d"]], size: int
-) -> Shaped[Array, "tiles size *d"]:
+  arrays: Sequence[Shaped[Array, "_ _ ..."]], size: int
+) -> Shaped[Array, "tiles size ..."]:
   """Tiles of rows of arrays of calls, each call's padded to whole tiles."""
 
   def padded(x: Array) -> Array:
@@ -116,17 +119,13 @@ def _joined(
   return rows.reshape(-1, size, *rows.shape[1:])
 
 
-def _matrix(
-  weight: LayerArray | Float[Array, ...], contracted: int
-) -> tuple[Any, tuple[Int[Array, ""], ...], tuple[int, ...]]:
-  """(weight as a matrix [*layers, I, O], its layer, shape of its outputs)."""
-  stacked, index = weight, ()
+def _in_place(
+  weight: LayerArray | Float[Array, ...],
+) -> tuple[Float[Array, ...], tuple[Int[Array, ""], ...]]:
+  """A layer's weight, or the stack that it is in, and its place there."""
   if isinstance(weight, LayerArray):
-    stacked, index = weight.stacked, (weight.layer,)
-  shape = weight.shape
-  inner, outputs = math.prod(shape[:contracted]), shape[contracted:]
-  lead = stacked.shape[: len(index)]
-  return stacked.reshape(*lead, inner, math.prod(outputs)), index, outputs
+    return weight.stacked, (weight.layer,)
+  return weight, ()
 
 
 _CURRENT: contextvars.ContextVar[RowTiles | None] = contextvars.ContextVar(

@@ -212,11 +212,11 @@ def _reason_of_kernel(
   tiles = -(-config.rows // rows) + -(-config.pieces * config.piece // rows)
   for name, linear in _maps(model):
     weight = linear.weight.get_value()
-    inner = math.prod(weight.shape[1 : 1 + linear.contracted])
-    outer = math.prod(weight.shape[1 + linear.contracted :])
+    first = 1 + linear.contracted
+    inner, outputs = math.prod(weight.shape[1:first]), weight.shape[first:]
     spec = lambda *shape, dtype=weight.dtype: jax.ShapeDtypeStruct(shape, dtype)
     with on_mesh(attend.mesh):
-      choice = choose_flat(spec(tiles, rows, inner), (spec(inner, outer),))
+      choice = choose_flat(spec(tiles, rows, inner), (spec(inner, *outputs),))
     if choice.algorithm is None:
       reasons = [reason for _, reason in choice.declined]
       return "; ".join([f"{name} by no kernel", *reasons])
