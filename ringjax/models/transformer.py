@@ -51,7 +51,7 @@ from ringjax.nn.attention_layers.folded_attention import (
   refuse_folded,
 )
 from ringjax.nn.block import Layer
-from ringjax.nn.joint_calls import JointAttention, JointCache
+from ringjax.nn.joint_calls import JointCache
 from ringjax.nn.layer_inputs import LayerInputs
 from ringjax.nn.linear import (
   Embedding,
@@ -837,9 +837,9 @@ def forward_calls(
 def _in_row_tiles(
   model: Transformer,
   attend: CachedAttention,
-  inputs: Sequence[tuple[Float[Array, "B T D"], Tokens, Any]],
+  inputs: Sequence[tuple[Float[Array, "_ _ D"], Tokens, Any]],
   size: int,
-) -> tuple[list[Float[Array, "B T D"]], Any]:
+) -> tuple[list[Float[Array, "_ _ D"]], Any]:
   """Runs the layers for the tokens of several calls together.
 
   Args:
@@ -854,12 +854,11 @@ def _in_row_tiles(
   xs, tokens, caches = zip(*inputs, strict=True)
   rows = RowTiles.of([places.at.seg for places in tokens], size)
   cache = JointCache(calls=caches, tokens=tokens, rows=rows)
-  context: Any = JointAttention.of(attend)
+  context: Any = attend
   with in_row_tiles(rows):
-    x, new_cache = model.stack(
-      rows.joined(xs), Tokens.joined(tokens, rows.joined), cache, context
-    )
-  return rows.split(x), new_cache
+    # A layer takes the coordinates of each call from the cache.
+    x, new_cache = model.stack(rows.joined(xs), tokens[0], cache, context)
+  return [rows.take(x, call) for call in range(len(inputs))], new_cache
 
 
 def _begun(

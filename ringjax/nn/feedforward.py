@@ -19,7 +19,7 @@ from ringjax.errors import MeshError
 from ringjax.nn.linear import Linear, Norm, linear_product, part_dtype
 from ringjax.nn.param import param
 from ringjax.nn.router_sums import RouterRecord
-from ringjax.nn.row_tiles import current_row_tiles
+from ringjax.nn.row_tiles import by_tile, current_row_tiles
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.weights.expert_maps import expert_maps
 from ringjax.nn.weights.layer_array import LayerArray, entry_of
@@ -140,7 +140,8 @@ class PlainLayer(nnx.Module):
 
   def row(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """Apply the layer to some tokens, all at once."""
-    return self.down((self.act or ACTIVATIONS[self.spec.act])(self.up(x)))
+    act = self.act or ACTIVATIONS[self.spec.act]
+    return self.down(by_tile(act, self.up(x)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,9 +200,11 @@ class GatedLayer(nnx.Module):
       weights = self.gate.weight.get_value(), self.up.weight.get_value()
       h = tiles.gated(x, *weights, self._combined)
     else:
-      h = self._combined(self.gate(x), self.up(x))
+      h = by_tile(self._combined, self.gate(x), self.up(x))
     y = self.down(h)
-    return y if spec.scale == 1.0 else y * jnp.asarray(spec.scale, y.dtype)
+    if spec.scale == 1.0:
+      return y
+    return by_tile(lambda y: y * jnp.asarray(spec.scale, y.dtype), y)
 
   def _combined(
     self, gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"]

@@ -1,25 +1,25 @@
-"""Several calls of a pool that pass a layer's products together.
+"""Caches of several calls of a pool, whose tokens pass products together.
 
-Guarantees: queries of a call read the keys of that call's rows, as in a program
-of its own. Keys of all calls are written before any are read.
-Cost: attention is one kernel for each call; see `nn.row_tiles` for products.
+Guarantees: between products a layer computes each call as in a program of its
+own, one call after another; see `nn.row_tiles` for the products.
+Cost: a call without tokens is skipped.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import jax
+from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, PyTree, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
-from ringjax.kv.base import CallCache, CallLayer
+from ringjax.kv.base import CallCache
 from ringjax.nn.row_tiles import RowTiles
-from ringjax.nn.sharding_context import CachedAttention, Extras
 from ringjax.nn.tokens import Tokens
-from ringjax.ops.mask import Coords, Mask
-from ringjax.ops.rope import Rotation
+from ringjax.ops.attention.blockwise import loop
 from ringjax.typing import Index
 
 
@@ -61,7 +61,7 @@ class JointCache(CallCache):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JointLayer(CallLayer):
+class JointLayer:
   """One layer's part of a `JointCache`.
 
   Attributes:
@@ -78,53 +78,38 @@ class JointLayer(CallLayer):
   def slots(self) -> PyTree:
     return self.parts[0].slots
 
-  def append(
+  def by_call(
     self,
-    k: Shaped[Array, "tiles K size H"],
-    v: Shaped[Array, "tiles K size J"],
-    at: Coords,
-    rotation: Rotation,
-  ) -> JointLayer:
-    del at
-    split = lambda x: self.rows.split(jnp.swapaxes(x, 1, 2))
-    slots, parts = self.slots, []
-    for part, tokens, *new in zip(
-      self.parts, self.tokens, split(k), split(v), strict=True
-    ):
-      call_rotation = tokens.rotation(
-        rotation.rope, first=rotation.first, after=rotation.after
-      )
-      keys, values = (jnp.swapaxes(x, 1, 2) for x in new)
-      part = dataclasses.replace(part, slots=slots)
-      part = part.append(keys, values, tokens.at, call_rotation)
-      slots = part.slots
-      parts.append(part)
-    # Reads of the arrays before the last write would keep a copy of them.
-    parts = tuple(dataclasses.replace(part, slots=slots) for part in parts)
-    return dataclasses.replace(self, parts=parts)
+    mix: Callable[..., tuple[Array, Any]],
+    arrays: Sequence[Shaped[Array, "tiles size ..."]],
+  ) -> tuple[Shaped[Array, "tiles size ..."], JointLayer]:
+    """Result of `mix` for the calls that have tokens, and the layer after it.
 
+    Args:
+      mix: Function of a call's arrays [B, T, ...], its tokens and its part that
+        returns an array [B, T, ...] and the part with the call's keys.
+      arrays: Arrays of tiles.
+    """
+    rows = self.rows
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JointAttention(CachedAttention):
-  """Attention of each call of a `JointCache` to its own rows' keys."""
+    def mixed(call: int, slots: PyTree) -> tuple[Array, PyTree]:
+      part = dataclasses.replace(self.parts[call], slots=slots)
+      taken = [rows.take(x, call) for x in arrays]
+      y, part = mix(*taken, self.tokens[call], part)
+      return y, part.slots
 
-  @classmethod
-  def of(cls, attend: CachedAttention) -> JointAttention:
-    """The same sharding and algorithms for several calls."""
-    fields = dataclasses.fields(attend)
-    return cls(**{field.name: getattr(attend, field.name) for field in fields})
+    like, _ = jax.eval_shape(lambda: mixed(0, self.slots))
+    shape = *arrays[0].shape[:2], *like.shape[2:]
+    carry = lax.empty(shape, like.dtype), self.slots
+    for call, present in enumerate(rows.present):
 
-  def __call__(
-    self,
-    q: Float[Array, "tiles size N H"],
-    tokens: Tokens,
-    cache: Any,
-    mask: Mask,
-    extras: Extras,
-  ) -> Float[Array, "tiles size N J"]:
-    """Outputs in tiles, from queries in tiles and a `JointLayer`."""
-    del tokens
-    assert isinstance(cache, JointLayer) and not extras.residual
-    attend = super().__call__
-    calls = zip(cache.rows.split(q), cache.tokens, cache.parts, strict=True)
-    return cache.rows.joined([attend(*call, mask, extras) for call in calls])
+      def step(_: Index, carry: Any, call: int = call) -> Any:
+        results, slots = carry
+        y, slots = mixed(call, slots)
+        return rows.put(results, call, y), slots
+
+      # A loop writes to the arrays in place, of which a branch makes copies.
+      carry = loop(present, step, carry)
+    results, slots = carry
+    parts = tuple(dataclasses.replace(x, slots=slots) for x in self.parts)
+    return results, dataclasses.replace(self, parts=parts)

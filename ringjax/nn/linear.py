@@ -51,8 +51,9 @@ def part_dtype(module: nnx.Module, stream: DTypeLike) -> np.dtype:
 class Linear(nnx.Module):
   """y[..., out] = x[..., in] . weight[in, out] + bias[out].
 
-  `inputs` and `outputs` are groups of axes, such as (D,) and (N, H). The weight
-  of a `wide` one stays float32 when the model is cast.
+  `inputs` and `outputs` are groups of axes, such as (D,) and (N, H); of rows in
+  `nn.row_tiles` outputs are one axis. The weight of a `wide` one stays float32
+  when the model is cast.
   """
 
   # Number of leading axes of the weight before `inputs` and `outputs`.
@@ -92,7 +93,10 @@ class Linear(nnx.Module):
     if tiles is None:
       return linear_product(x, self.weight[...], self.contracted, bias)
     y = tiles.product(x, self.weight.get_value(), self.contracted)
-    return y if bias is None else y + bias[None, None].astype(y.dtype)
+    if bias is None:
+      return y
+    flat_bias = bias.reshape(1, 1, -1).astype(y.dtype)
+    return tiles.each(lambda y: y + flat_bias, y)
 
 
 class ExpertLinear(Linear):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import jax.numpy as jnp
@@ -72,32 +72,6 @@ class Tokens:
     return Coords(
       jnp.broadcast_to(self.pos, shape), jnp.broadcast_to(self.seg, shape)
     )
-
-  @classmethod
-  def joined(
-    cls,
-    calls: Sequence[Tokens],
-    join: Callable[[Sequence[Array]], Array],
-  ) -> Tokens:
-    """Tokens of several calls as those of one.
-
-    The length of the context stays with each call, and so do drafted trees.
-
-    Args:
-      calls: Tokens of each call.
-      join: Function of an array [B or 1, T, ...] of each call.
-    """
-    tokens = copy.copy(calls[0])
-    tokens.pos = join([call.pos for call in calls])
-    tokens.seg = join([call.seg for call in calls])
-    tokens._tables = {
-      rope: (
-        join([call._tables[rope][0] for call in calls]),
-        join([call._tables[rope][1] for call in calls]),
-      )
-      for rope in tokens._tables
-    }
-    return tokens
 
   def of_layer(self) -> Tokens:
     """These tokens, with a record of one layer if there is a recorder."""

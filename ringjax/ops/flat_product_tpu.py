@@ -537,7 +537,7 @@ def _reorder(heads: Ref, matrix: Ref) -> None:
   Neighbours along D are n rows apart in memory, and of 16 bits two heads are in
   a register's word.
   """
-  inner, count, width = heads.shape
+  inner, _, width = heads.shape
   half = matrix.dtype.itemsize == 2
   words = heads.bitcast(jnp.uint32) if half else heads
   stride = words.shape[1]

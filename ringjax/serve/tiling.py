@@ -70,7 +70,7 @@ def row_tile(
   platform: str,
   attention_fn: DenseFunction | None = None,
 ) -> tuple[int, str]:
-  """Rows of a tile in which both calls pass products together, see `nn.row_tiles`.
+  """Rows of a tile in which both calls pass products, see `nn.row_tiles`.
 
   Returns:
     (number of rows, ""), or (0, reason).
