@@ -92,24 +92,29 @@ class JointLayer:
     """
     rows = self.rows
 
-    def mixed(call: int, slots: PyTree) -> tuple[Array, PyTree]:
+    def mixed(
+      call: int, arrays: Sequence[Array], slots: PyTree
+    ) -> tuple[Array, PyTree]:
       part = dataclasses.replace(self.parts[call], slots=slots)
       taken = [rows.take(x, call) for x in arrays]
       y, part = mix(*taken, self.tokens[call], part)
       return y, part.slots
 
-    like, _ = jax.eval_shape(lambda: mixed(0, self.slots))
+    like, _ = jax.eval_shape(lambda: mixed(0, arrays, self.slots))
     shape = *arrays[0].shape[:2], *like.shape[2:]
     carry = lax.empty(shape, like.dtype), self.slots
     for call, present in enumerate(rows.present):
 
-      def step(_: Index, carry: Any, call: int = call) -> Any:
+      def step(n: Index, carry: Any, call: int = call) -> Any:
         results, slots = carry
-        y, slots = mixed(call, slots)
+        # The compiler would compute what only depends on them before the loop.
+        taken, _ = lax.optimization_barrier((tuple(arrays), n))
+        y, slots = mixed(call, taken, slots)
         return rows.put(results, call, y), slots
 
       # A loop writes to the arrays in place, of which a branch makes copies.
-      carry = loop(present, step, carry)
+      with jax.named_scope(f"joint_call_{call}"):
+        carry = loop(present, step, carry)
     results, slots = carry
     parts = tuple(dataclasses.replace(x, slots=slots) for x in self.parts)
     return results, dataclasses.replace(self, parts=parts)

@@ -114,7 +114,8 @@ class RowTiles:
       lambda x: lax.empty((order.size, *x.shape[1:]), x.dtype),
       jax.eval_shape(lambda: f(*(take(x, 0) for x in arrays))),
     )
-    return loop(jnp.asarray(self.live.count), step, empty)
+    with jax.named_scope("row_tiles"):
+      return loop(jnp.asarray(self.live.count), step, empty)
 
   def product(
     self,

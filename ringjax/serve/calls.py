@@ -213,12 +213,7 @@ def compute_step(
   outputs, pool = forward_calls(model, attend, model_calls, row_tile)
   choices = []
   if row_tile:
-    # Rows that choose no token may be undefined.
-    rows = [
-      jnp.where(call.chooses[:, None], x, 0)
-      for call, x in zip(calls, outputs, strict=True)
-    ]
-    x = jnp.concatenate(rows)[:, None]
+    x = jnp.concatenate(outputs)[:, None]
     logits = attend.over_vocab(model.logits(model.head_input(x)))[:, 0]
     of_calls = jnp.split(attend.everywhere(logits), [outputs[0].shape[0]])
     for call, call_logits, mask in zip(calls, of_calls, allowed, strict=True):

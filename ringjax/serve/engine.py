@@ -535,11 +535,9 @@ class Engine:
     tiles = prompt_tiles(
       self.model, config, self._attend, sizes.platform, self._function
     )
-    self._row_tile, self.calls_apart = 0, ""
-    if not tiles:
-      self._row_tile, self.calls_apart = row_tile(
-        self.model, config, self._attend, sizes.platform, self._function
-      )
+    self._row_tile, self.calls_apart = row_tile(
+      self.model, config, self._attend, sizes.platform, self._function
+    )
     if not self._row_tile:
       self.calls_apart = reason_for_two_calls(
         config, tiles, sizes.platform, self.calls_apart

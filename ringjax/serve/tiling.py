@@ -81,12 +81,14 @@ def row_tile(
   requested = config.row_tile
   if requested == 0:
     return 0, "row_tile=0"
+  if requested is None and platform != "tpu":
+    return 0, f"a {platform}, on which row_tile is 0"
+  rows = _TPU_TILE if requested is None else requested
   reason = _reason_against_row_tiles(model, config, attend, attention_fn)
+  if platform == "tpu" and not reason:
+    reason = _reason_of_kernel(model, config, attend, rows)
   if requested is None:
-    if platform != "tpu":
-      return 0, f"a {platform}, on which row_tile is 0"
-    reason = reason or _reason_of_kernel(model, config, attend, _TPU_TILE)
-    return (0, reason) if reason else (_TPU_TILE, "")
+    return (0, reason) if reason else (rows, "")
   if reason:
     raise OptionError(
       "row_tile",

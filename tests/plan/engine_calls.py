@@ -69,12 +69,12 @@ def call_arrays(pool, name, page, tokens, devices, vocab):
   return arrays._replace(shared=shared)
 
 
-def call(devices, *, model, name, kind, page, tokens, prompts=None):
+def call(devices, *, model, name, kind, page, tokens, prompts=None, trips=1.0):
   """A call for answers or prompts, over a pool of so many tokens a device.
 
   With `prompts` it is one program of the call for answers `name` and of that
-  call for prompts, in tiles of rows. Its facts have the pool's bytes on a
-  device.
+  call for prompts, in tiles of rows, whose loops have `trips` (`Built`). Its
+  facts have the pool's bytes on a device.
   """
   shards = len(devices)
   mesh = rj.make_mesh((shards,), ("seq",), devices=devices)
@@ -108,6 +108,7 @@ def call(devices, *, model, name, kind, page, tokens, prompts=None):
       arguments=(form, attend, pool, board, calls, allowed, 128),
       mesh=mesh,
       facts={"pool": bytes_each(pool.slots)},
+      data_trips=trips,
     )
   if name == "trees":
     arrays = arrays._replace(parents=zeros(batch, count))
