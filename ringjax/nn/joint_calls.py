@@ -1,7 +1,7 @@
 """Caches of several calls of a pool, whose tokens pass products together.
 
-Guarantees: between products a layer computes each call as in a program of its
-own, one call after another; see `nn.row_tiles` for the products.
+Guarantees: between products a layer computes each call as a program of that
+call alone, one call after another; see `nn.row_tiles` for the products.
 Cost: a call without tokens is skipped.
 """
 
@@ -96,8 +96,8 @@ class JointLayer:
       call: int, arrays: Sequence[Array], slots: PyTree
     ) -> tuple[Array, PyTree]:
       part = dataclasses.replace(self.parts[call], slots=slots)
-      taken = [rows.take(x, call) for x in arrays]
-      y, part = mix(*taken, self.tokens[call], part)
+      call_arrays = [rows.take(x, call) for x in arrays]
+      y, part = mix(*call_arrays, self.tokens[call], part)
       return y, part.slots
 
     like, _ = jax.eval_shape(lambda: mixed(0, arrays, self.slots))
@@ -108,8 +108,8 @@ class JointLayer:
       def step(n: Index, carry: Any, call: int = call) -> Any:
         results, slots = carry
         # The compiler would compute what only depends on them before the loop.
-        taken, _ = lax.optimization_barrier((tuple(arrays), n))
-        y, slots = mixed(call, taken, slots)
+        in_loop, _ = lax.optimization_barrier((tuple(arrays), n))
+        y, slots = mixed(call, in_loop, slots)
         return rows.put(results, call, y), slots
 
       # A loop writes to the arrays in place, of which a branch makes copies.

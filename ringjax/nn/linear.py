@@ -96,7 +96,7 @@ class Linear(nnx.Module):
     if bias is None:
       return y
     flat_bias = bias.reshape(1, 1, -1).astype(y.dtype)
-    return tiles.each(lambda y: y + flat_bias, y)
+    return tiles.map_tiles(lambda y: y + flat_bias, y)
 
 
 class ExpertLinear(Linear):

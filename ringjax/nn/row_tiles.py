@@ -36,7 +36,7 @@ from ringjax.typing import Index
 class RowTiles:
   """Places of the tokens of several calls in tiles of rows.
 
-  Each call begins with a tile of its own.
+  The first token of a call is the first of a tile.
 
   Attributes:
     calls: Whether each of a call's places holds a token, bool [B, T].
@@ -90,7 +90,7 @@ class RowTiles:
     """Number of the row of a call's first token."""
     return sum(-(-x.size // self.size) * self.size for x in self.calls[:call])
 
-  def each(
+  def map_tiles(
     self,
     f: Callable[..., Any],
     *arrays: Shaped[Array, "tiles size ..."],
@@ -194,6 +194,6 @@ def current_row_tiles() -> RowTiles | None:
 
 
 def by_tile(f: Callable[..., Any], *arrays: Shaped[Array, "_ _ ..."]) -> Any:
-  """`f` of arrays [B, T, ...]; of rows in tiles see `RowTiles.each`."""
+  """`f` of arrays [B, T, ...]; of rows in tiles see `RowTiles.map_tiles`."""
   tiles = current_row_tiles()
-  return f(*arrays) if tiles is None else tiles.each(f, *arrays)
+  return f(*arrays) if tiles is None else tiles.map_tiles(f, *arrays)

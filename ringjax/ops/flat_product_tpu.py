@@ -319,8 +319,8 @@ class FlatProductTPU:
       return [n for n in form.columns() if n * column <= budget - rows_bytes]
 
     if columns := fitting(tiles * rows * inner * number):
-      most = _BLOCK_BYTES // (form.maps * inner * number)
-      small = [n for n in columns if n <= most]
+      limit = _BLOCK_BYTES // (form.maps * inner * number)
+      small = [n for n in columns if n <= limit]
       return _Blocks(columns=max(small, default=columns[0]), resident=True)
     if columns := fitting(2 * rows * inner * number):
       return _Blocks(columns=max(columns), resident=False)

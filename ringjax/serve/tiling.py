@@ -7,6 +7,7 @@ holds.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -216,9 +217,11 @@ def _reason_of_kernel(
     weight = linear.weight.get_value()
     first = 1 + linear.contracted
     inner, outputs = math.prod(weight.shape[1:first]), weight.shape[first:]
-    spec = lambda *shape, dtype=weight.dtype: jax.ShapeDtypeStruct(shape, dtype)
+    spec: Any = functools.partial(jax.ShapeDtypeStruct, dtype=weight.dtype)
     with on_mesh(attend.mesh):
-      choice = choose_flat(spec(tiles, rows, inner), (spec(inner, *outputs),))
+      choice = choose_flat(
+        spec((tiles, rows, inner)), (spec((inner, *outputs)),)
+      )
     if choice.algorithm is None:
       reasons = [reason for _, reason in choice.declined]
       return "; ".join([f"{name} by no kernel", *reasons])

@@ -85,7 +85,7 @@ def numbers(handle):
 
 
 def in_a_crowd(model, first, **options):
-  """Numbers of a request beside which prompts come and go."""
+  """Numbers of a request in an engine where prompts come and go."""
   others = drawn(model, 20, 1, 33, 16, 7)
   crowd, steps = engine(model, **options), 0
   handle = crowd.submit(first)
@@ -140,7 +140,7 @@ def test_windows_and_sinks_keep_their_bits(sinks):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_kernel_leaves_an_answer_its_bits(kernel, dtype):
-  """What it leaves undefined in tiles without tokens reaches no token."""
+  """Undefined numbers of tiles without tokens reach no token."""
   # Without a mesh a program counts as one for all devices.
   mesh = rj.make_mesh((1,), ("seq",), devices=jax.devices()[:1])
   model = rj.models.create(WIDE, seed=0, dtype=dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -204,7 +205,7 @@ class GroupedQuery(nnx.Module):
     tokens: Tokens,
     cache: LayerCache | JointLayer,
     attend: Attend,
-  ) -> tuple[Float[Array, "B T D"], LayerCache | JointLayer]:
+  ) -> tuple[Float[Array, "B T D"], Any]:
     """[B, T, D] and the layer's cache with this call's keys."""
     spec = self.spec
     if spec.reads:
@@ -213,12 +214,12 @@ class GroupedQuery(nnx.Module):
       return self._projected(
         x, self._seen(q, tokens, cache, attend), attend
       ), cache
-    maps = attend.rows(self._maps, x)
+    q, k, v = attend.rows(self._maps, x)
     if isinstance(cache, JointLayer):
       mix = functools.partial(self._mixed_rows, attend)
-      out, cache = cache.by_call(mix, maps)
+      out, cache = cache.by_call(mix, (q, k, v))
     else:
-      out, cache = self._mixed(*maps, tokens, cache, attend)
+      out, cache = self._mixed(q, k, v, tokens, cache, attend)
     return self._projected(x, out, attend), cache
 
   def _mixed_rows(
