@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -125,22 +126,30 @@ class _WeightForm:
       inner=inner, outer=math.prod(outputs), maps=len(weights), heads=heads
     )
 
-  def block(self, columns: int) -> tuple[int, ...]:
-    """Shape of the outputs of a block of so many columns."""
+  @property
+  def width(self) -> int:
+    """H, numbers of a head."""
+    return self.outer // max(1, self.heads)
+
+  def heads_of(self, columns: int) -> int:
+    """Number of heads of a block of so many columns."""
+    return columns // self.width
+
+  def buffer(self, columns: int) -> tuple[int, ...]:
+    """Shape of a buffer of a block; of heads each 128 numbers apart."""
     if not self.heads:
-      return (columns,)
-    width = self.outer // self.heads
-    return columns // width, width
+      return self.inner, columns
+    count = self.heads_of(columns)
+    return self.width // _LANES, self.inner, count, _LANES
 
   def columns(self) -> list[int]:
     """Numbers of columns that a block may have, ascending."""
     if not self.heads:
       sizes = range(_LANES, self.outer + 1, _LANES)
       return [n for n in sizes if self.outer % n == 0]
-    width = self.outer // self.heads
     sizes = range(_ROWS, self.heads + 1, _ROWS)
     counts = [n for n in sizes if self.heads % n == 0] or [self.heads]
-    return [n * width for n in counts]
+    return [n * self.width for n in counts]
 
   def bytes_of_column(self, rows: int, number: int) -> int:
     """Bytes of the vector memory for a column and its products.
@@ -149,9 +158,10 @@ class _WeightForm:
       rows: Rows of a tile.
       number: Bytes of a number.
     """
+    column = self.inner * number
     # Weights, products and results; of heads also the matrix.
-    size = self.maps * (2 * self.inner * number + 4 * rows) + 2 * rows * number
-    return size + self.maps * self.inner * number * bool(self.heads)
+    weights = column * (3 if self.heads else 2)
+    return self.maps * (weights + 4 * rows) + 2 * rows * number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +265,7 @@ class FlatProductTPU:
       pltpu.SemaphoreType.DMA((2,)),
     ]
     return pl.pallas_call(
-      functools.partial(_kernel, blocks, len(index), maps, combine),
+      functools.partial(_kernel, blocks, form, len(index), combine),
       grid_spec=pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1 + len(index),
         # Without rows a tile of any numbers is multiplied.
@@ -268,7 +278,7 @@ class FlatProductTPU:
           (None, rows, columns), lambda j, i, order, *_: (order[i], 0, j)
         ),
         scratch_shapes=[
-          pltpu.VMEM((maps, 2, inner, *form.block(columns)), x.dtype),
+          pltpu.VMEM((maps, 2, *form.buffer(columns)), x.dtype),
           pltpu.SemaphoreType.DMA((maps, 2)),
           *(resident if blocks.resident else ()),
           *(
@@ -335,11 +345,10 @@ class FlatProductTPU:
 
 def _reason_by_heads(form: _WeightForm) -> str:
   """Reason not to read a weight by heads, or ""."""
-  width = form.outer // form.heads
-  if width != _LANES:
-    return f"heads of {width} numbers: it takes weights by heads of {_LANES}"
+  if form.width % _LANES:
+    return f"heads of {form.width} numbers: it takes multiples of {_LANES}"
   if form.heads % _ROWS and form.heads not in (2, 4):
-    return f"{form.heads} heads: it takes 2, 4 or a multiple of 8"
+    return f"{form.heads} heads: it takes 2, 4 or a multiple of {_ROWS}"
   return ""
 
 
@@ -442,35 +451,41 @@ def _by_loop(
 
 def _kernel(
   blocks: _Blocks,
+  form: _WeightForm,
   layers: int,
-  maps: int,
   combine: Callable[..., Array],
   order: Ref,
   *refs: Ref,
 ) -> None:
+  maps = form.maps
   layer, x, weights = refs[:layers], refs[layers], refs[layers + 1 :][:maps]
   out, buffers, arrived, *tile_refs = refs[layers + 1 + maps :]
-  by_heads = len(buffers.shape) == 5
-  matrices = tile_refs.pop() if by_heads else None
+  matrices = tile_refs.pop() if form.heads else None
   j, i = pl.program_id(0), pl.program_id(1)
   num_blocks, num_tiles = pl.num_programs(0), pl.num_programs(1)
   slot = lax.rem(j, 2)
 
   def columns(block: Array, slot: Array) -> list[Any]:
     """Copies of a block of columns to the vector memory."""
-    size, *width = buffers.shape[3:]
-    start = pl.multiple_of(block * size, _ROWS if by_heads else _LANES)
-    if size % _ROWS:
-      # All heads are one block.
-      start = 0
-    part = (slice(None), pl.ds(start, size), *(slice(None) for _ in width))
+    every, size = slice(None), blocks.columns
+    if not form.heads:
+      parts = [(pl.ds(pl.multiple_of(block * size, _LANES), size),)]
+      targets: list[tuple[Any, ...]] = [()]
+    else:
+      count = form.heads_of(size)
+      # A few heads are one block.
+      start = 0 if count % _ROWS else pl.multiple_of(block * count, _ROWS)
+      lanes = range(form.width // _LANES)
+      parts = [(pl.ds(start, count), pl.ds(n * _LANES, _LANES)) for n in lanes]
+      targets = [(n,) for n in lanes]
     return [
       pltpu.make_async_copy(
-        weight.at[(*(n[0] for n in layer), *part)],
-        buffers.at[m, slot],
+        weight.at[(*(n[0] for n in layer), every, *part)],
+        buffers.at[(m, slot, *target)],
         arrived.at[m, slot],
       )
       for m, weight in enumerate(weights)
+      for part, target in zip(parts, targets, strict=True)
     ]
 
   @pl.when(i == 0)
@@ -511,10 +526,11 @@ def _kernel(
 
   @pl.when(i == 0)
   def _() -> None:
-    for m, copy in enumerate(columns(j, slot)):
+    for copy in columns(j, slot):
       copy.wait()
-      if matrices is not None:
-        _reorder(buffers.at[m, slot], matrices.at[m])
+    if matrices is not None:
+      for m, n in itertools.product(range(maps), range(buffers.shape[2])):
+        _reorder(buffers.at[m, slot, n], matrices.at[m], form, n * _LANES)
 
   exact = rows.dtype == jnp.float32
   products = (
@@ -531,17 +547,23 @@ def _kernel(
   out[...] = results.astype(out.dtype)
 
 
-def _reorder(heads: Ref, matrix: Ref) -> None:
-  """Write [D, n, H] as a matrix [D, n H].
+def _reorder(heads: Ref, matrix: Ref, form: _WeightForm, lane: int) -> None:
+  """Write a part of heads, [D, n, 128], to a matrix [D, columns].
 
   Neighbours along D are n rows apart in memory, and of 16 bits two heads are in
   a register's word.
+
+  Args:
+    heads: Numbers of each head from `lane` on.
+    matrix: Matrix of the block.
+    form: Form of the weights.
+    lane: Number of the first in its head.
   """
-  inner, _, width = heads.shape
+  inner, width = heads.shape[0], form.width
   half = matrix.dtype.itemsize == 2
   words = heads.bitcast(jnp.uint32) if half else heads
   stride = words.shape[1]
-  words = words.reshape(inner * stride, width)
+  words = words.reshape(inner * stride, _LANES)
   size = math.gcd(inner, _REORDERED)
 
   def part(n: Array, _: None) -> None:
@@ -556,8 +578,8 @@ def _reorder(heads: Ref, matrix: Ref) -> None:
         bits = read << 16, read & jnp.uint32(0xFFFF0000)
         numbers = [lax.bitcast_convert_type(x, jnp.float32) for x in bits]
       for m, head in enumerate(numbers):
-        column = (k * len(numbers) + m) * width
-        matrix[rows, column : column + width] = head.astype(matrix.dtype)
+        column = (k * len(numbers) + m) * width + lane
+        matrix[rows, column : column + _LANES] = head.astype(matrix.dtype)
 
   lax.fori_loop(0, inner // size, part, None)
 
