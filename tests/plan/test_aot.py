@@ -433,10 +433,11 @@ class TestCompiled:
     weights = r"4096,(32,128|8,128|14336)|14336,4096|32,128,4096"
     made = re.findall(rf"= bf16\[(?:1,)?(?:{weights})\]", path.read_text())
     assert not made
-    # A step of answers alone skips what is only for prompts.
+    # A step of answers alone skips what is only for prompts; rows that the
+    # kernel skips are counted.
     skips = [["row_tiles", 1], ["joint_call_1", 0], ["", 1]]
     alone = call("answers", prompts=prompts, trips=skips)
-    assert alone.traffic.total < 1.05 * answers.traffic.total
+    assert alone.traffic.total < 1.1 * answers.traffic.total
 
   @pytest.mark.parametrize(
     ("name", "kind", "kernel"),
