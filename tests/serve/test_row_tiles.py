@@ -215,6 +215,7 @@ def test_what_keeps_two_calls_is_named(loaded, family, options, reason):
     row_tile(model, requested, attend, "cpu")
 
 
+@pytest.mark.long
 def test_other_maps_keep_two_calls(loaded):
   model, _ = loaded("llama3")
   lora = rj.train.Lora(rank=2)
@@ -228,6 +229,7 @@ def test_other_maps_keep_two_calls(loaded):
   assert row_tile(model, EngineConfig(), attend, "gpu")[0] == 0
 
 
+@pytest.mark.long
 def test_narrow_heads_keep_two_calls_on_a_tpu(kernel):
   narrow = rj.models.create(WIDE | dict(head_dim=64), seed=0)
   mesh = rj.make_mesh((1,), ("seq",), devices=jax.devices()[:1])
