@@ -431,8 +431,10 @@ class TestCompiled:
     assert step.traffic.total < 0.91 * both
     # No layer is cut out of its stack, nor put in another order.
     weights = r"4096,(32,128|8,128|14336)|14336,4096|32,128,4096"
-    made = re.findall(rf"= bf16\[(?:1,)?(?:{weights})\]", path.read_text())
-    assert not made
+    layer_copies = re.findall(
+      rf"= bf16\[(?:1,)?(?:{weights})\]", path.read_text()
+    )
+    assert not layer_copies
     # A step of answers alone skips what is only for prompts; rows that the
     # kernel skips are counted.
     skips = [["row_tiles", 1], ["joint_call_1", 0], ["", 1]]
