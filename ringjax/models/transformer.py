@@ -51,6 +51,7 @@ from ringjax.nn.attention_layers.folded_attention import (
   refuse_folded,
 )
 from ringjax.nn.block import Layer
+from ringjax.nn.joint_calls import JointCache
 from ringjax.nn.layer_inputs import LayerInputs
 from ringjax.nn.linear import (
   Embedding,
@@ -59,6 +60,7 @@ from ringjax.nn.linear import (
   Norm,
   part_dtype,
 )
+from ringjax.nn.row_tiles import RowTiles, in_row_tiles
 from ringjax.nn.sharding_context import (
   CachedAttention,
   ContextParallel,
@@ -798,9 +800,19 @@ class JointCall(NamedTuple):
 
 
 def forward_calls(
-  model: Transformer, attend: ShardingContext, calls: Sequence[JointCall]
+  model: Transformer,
+  attend: CachedAttention,
+  calls: Sequence[JointCall],
+  row_tile: int = 0,
 ) -> tuple[list[Float[Array, "B *_ D"]], Any]:
-  """Runs the layers for several calls, one call after another in each layer.
+  """Runs the layers for several calls.
+
+  Args:
+    model: The whole model.
+    attend: Sharding of the tokens, and where their keys are.
+    calls: Calls, each of which passes a layer after the one before it.
+    row_tile: Number of rows of a tile in which the tokens of all calls pass a
+      layer together, see `nn.row_tiles`; 0: one call after another.
 
   Returns:
     (output of the last layer for a token of each row of each call, new cache).
@@ -813,13 +825,44 @@ def forward_calls(
     cache = _begun(call.cache, attend, call.tokens, places)
     x = attend.constrain(model.embedded(call.tokens, places))
     inputs.append((x, places, cache))
-  context: Any = attend
-  results = model.stack.together(inputs, context)
+  if row_tile:
+    xs, cache = _in_row_tiles(model, attend, inputs, row_tile)
+  else:
+    context: Any = attend
+    results = model.stack.together(inputs, context)
+    xs, cache = [x for x, _ in results], results[-1][1]
   outputs = []
-  for call, (x, _) in zip(calls, results, strict=True):
+  for call, x in zip(calls, xs, strict=True):
     index = call.rows.reshape(-1, *(1,) * (x.ndim - 1))
     outputs.append(jnp.take_along_axis(x, index, 1)[:, 0])
-  return outputs, results[-1][1]
+  return outputs, cache
+
+
+def _in_row_tiles(
+  model: Transformer,
+  attend: CachedAttention,
+  inputs: Sequence[tuple[Float[Array, "_ _ D"], Tokens, Any]],
+  size: int,
+) -> tuple[list[Float[Array, "_ _ D"]], Any]:
+  """Runs the layers for the tokens of several calls together.
+
+  Args:
+    model: The whole model.
+    attend: Attention over cached keys.
+    inputs: Input of the first layer, coordinates and cache of each call.
+    size: Number of rows of a tile.
+
+  Returns:
+    (output of the last layer of each call, new cache).
+  """
+  xs, tokens, caches = zip(*inputs, strict=True)
+  rows = RowTiles.of([places.at.seg for places in tokens], size)
+  cache = JointCache(calls=caches, tokens=tokens, rows=rows)
+  context: Any = attend
+  with in_row_tiles(rows):
+    # A layer takes the coordinates of each call from the cache.
+    x, new_cache = model.stack(rows.joined(xs), tokens[0], cache, context)
+  return [rows.take(x, call) for call in range(len(inputs))], new_cache
 
 
 def _begun(

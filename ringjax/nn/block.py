@@ -27,6 +27,7 @@ from ringjax.nn.feedforward import (
   NoFeedforward,
   Plain,
 )
+from ringjax.nn.joint_calls import JointLayer
 from ringjax.nn.layer_inputs import LayerInputs
 from ringjax.nn.linear import Identity, Norm, part_dtype
 from ringjax.nn.param import param
@@ -36,6 +37,7 @@ from ringjax.nn.recurrent_layers.mamba import Mamba2
 from ringjax.nn.recurrent_layers.mamba1 import Mamba1
 from ringjax.nn.recurrent_layers.short_conv import ShortConv
 from ringjax.nn.router_sums import RouterRecord
+from ringjax.nn.row_tiles import by_tile
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.streams import LowRank, ResidualGate, Streams
 from ringjax.nn.tokens import Tokens
@@ -46,6 +48,8 @@ OneMixer = (
   Attention | ChannelDelta | Delta | Latent | Mamba1 | Mamba2 | ShortConv
 )
 Mixer = OneMixer | Beside
+# What a mixer keeps of a call.
+PartOfCache = LayerCache | StateCache | JointLayer
 Feedforward = Plain | Gated | Experts | DenseAndExperts | NoFeedforward
 
 
@@ -157,7 +161,7 @@ class Block(nnx.Module):
     self,
     x: Float[Array, "B T *D"],
     tokens: Tokens,
-    cache: LayerCache | StateCache | tuple[LayerCache | StateCache, ...],
+    cache: PartOfCache | tuple[PartOfCache, ...],
     attend: Attend,
     states: EncoderStates | None = None,
     number: Index = 0,
@@ -188,14 +192,15 @@ class Block(nnx.Module):
         layer_input = jnp.pad(layer_input, padding)
       x = attend.constrain(x + layer_input)
     if self.scale is not None:
-      x = x * self.scale[...].astype(x.dtype)[None, None]
+      scale = self.scale[...].astype(x.dtype)[None, None]
+      x = by_tile(lambda x: x * scale, x)
     return x, cache
 
   def _parts(
     self,
     x: Float[Array, "B T D"],
     tokens: Tokens,
-    cache: LayerCache | StateCache | tuple[LayerCache | StateCache, ...],
+    cache: PartOfCache | tuple[PartOfCache, ...],
     attend: Attend,
     states: EncoderStates | None,
   ) -> tuple[jax.Array, Any]:
@@ -209,20 +214,19 @@ class Block(nnx.Module):
     # Sums and norms use the stream's dtype, products the weights'.
     stream = x.dtype
     narrow = part_dtype(self, stream)
-    normed = self.pre_attention(x).astype(narrow)
+    normed = by_tile(lambda x: self.pre_attention(x).astype(narrow), x)
     # Each kind of mixer has its own kind of cache.
     mix: Any = self.attention
     mixed, cache = mix(normed, tokens, cache, attend)
-    mixed = scaled(self.post_attention(mixed.astype(stream)))
+    after_mixer = lambda y: scaled(self.post_attention(y.astype(stream)))
     if spec.parallel:
-      h = normed if spec.shared_norm else self.pre_feedforward(x)
+      h = normed if spec.shared_norm else by_tile(self.pre_feedforward, x)
       x = self.cross(x, states, attend)
     else:
-      x = (
-        x + mixed
-        if self.attention_sum is None
-        else (self.attention_sum(x, mixed))
-      )
+      if self.attention_sum is None:
+        x = by_tile(lambda x, y: x + after_mixer(y), x, mixed)
+      else:
+        x = self.attention_sum(x, after_mixer(mixed))
       if self.low_rank is not None:
         half = jnp.asarray(1 / math.sqrt(2), x.dtype)
         low_rank_residual = attend.rows(self.low_rank, normed).astype(stream)
@@ -230,16 +234,22 @@ class Block(nnx.Module):
       x = self.cross(attend.constrain(x), states, attend)
       if isinstance(spec.feedforward, NoFeedforward):
         return x, cache
-      h = self.pre_feedforward(x)
+      h = by_tile(self.pre_feedforward, x)
     if not isinstance(spec.feedforward, DenseAndExperts):
       # That one has its own norms before its products.
       h = h.astype(narrow)
     if isinstance(spec.feedforward, Experts | DenseAndExperts):
       mixture: Any = self.feedforward
-      h = mixture(h, attend, tokens.record_of(RouterRecord)).astype(stream)
+      h = mixture(h, attend, tokens.record_of(RouterRecord))
     else:
-      h = self.feedforward(h, attend).astype(stream)
-    h = scaled(self.post_feedforward(h))
-    if self.feedforward_sum is not None:
-      return attend.constrain(self.feedforward_sum(x, h)), cache
-    return attend.constrain(x + mixed + h if spec.parallel else x + h), cache
+      h = self.feedforward(h, attend)
+
+    def total(x: jax.Array, mixed: jax.Array, h: jax.Array) -> jax.Array:
+      if spec.parallel:
+        x = x + after_mixer(mixed)
+      h = scaled(self.post_feedforward(h.astype(stream)))
+      return (
+        x + h if self.feedforward_sum is None else self.feedforward_sum(x, h)
+      )
+
+    return attend.constrain(by_tile(total, x, mixed, h)), cache

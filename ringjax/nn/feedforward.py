@@ -19,6 +19,7 @@ from ringjax.errors import MeshError
 from ringjax.nn.linear import Linear, Norm, linear_product, part_dtype
 from ringjax.nn.param import param
 from ringjax.nn.router_sums import RouterRecord
+from ringjax.nn.row_tiles import by_tile, current_row_tiles
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.weights.expert_maps import expert_maps
 from ringjax.nn.weights.layer_array import LayerArray, entry_of
@@ -142,7 +143,8 @@ class PlainLayer(nnx.Module):
 
   def row(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """Apply the layer to some tokens, all at once."""
-    return self.down((self.act or ACTIVATIONS[self.spec.act])(self.up(x)))
+    act = self.act or ACTIVATIONS[self.spec.act]
+    return self.down(by_tile(act, self.up(x)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,13 +197,28 @@ class GatedLayer(nnx.Module):
 
   def row(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """Apply the layer to some tokens, all at once."""
-    spec, gate = self.spec, self.gate(x)
+    spec, tiles = self.spec, current_row_tiles()
+    in_kernel = not spec.bias and spec.act not in _NOT_IN_KERNELS
+    if tiles is not None and in_kernel and not spec.sparsity:
+      weights = self.gate.weight.get_value(), self.up.weight.get_value()
+      h = tiles.gated(x, *weights, self._combined)
+    else:
+      h = by_tile(self._combined, self.gate(x), self.up(x))
+    y = self.down(h)
+    if spec.scale == 1.0:
+      return y
+    return by_tile(lambda y: y * jnp.asarray(spec.scale, y.dtype), y)
+
+  def _combined(
+    self, gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"]
+  ) -> Float[Array, "*batch F"]:
+    """Intermediate numbers, from both products."""
+    spec = self.spec
     if spec.gate_scale != 1.0:
       gate = gate * jnp.asarray(spec.gate_scale, gate.dtype)
     if spec.sparsity:
       gate = above(gate, spec.sparsity)
-    y = self.down(ACTIVATIONS[spec.act](gate) * self.up(x))
-    return y if spec.scale == 1.0 else y * jnp.asarray(spec.scale, y.dtype)
+    return ACTIVATIONS[spec.act](gate) * up
 
 
 def above(x: Float[Array, "*batch F"], part: float) -> Float[Array, "*batch F"]:

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax.nn.param import param
+from ringjax.nn.row_tiles import current_row_tiles
 from ringjax.ops.norm import layer_norm, rms_norm, scaled_rms_norm
 
 
@@ -50,8 +51,9 @@ def part_dtype(module: nnx.Module, stream: DTypeLike) -> np.dtype:
 class Linear(nnx.Module):
   """y[..., out] = x[..., in] . weight[in, out] + bias[out].
 
-  `inputs` and `outputs` are groups of axes, such as (D,) and (N, H). The weight
-  of a `wide` one stays float32 when the model is cast.
+  `inputs` and `outputs` are groups of axes, such as (D,) and (N, H); of rows in
+  `nn.row_tiles` outputs are one axis. The weight of a `wide` one stays float32
+  when the model is cast.
   """
 
   # Number of leading axes of the weight before `inputs` and `outputs`.
@@ -69,7 +71,12 @@ class Linear(nnx.Module):
   ):
     self.contracted = len(inputs)
     self.weight = param(
-      rngs, inputs + outputs, axes, fan_in=math.prod(inputs), wide=wide
+      rngs,
+      inputs + outputs,
+      axes,
+      fan_in=math.prod(inputs),
+      wide=wide,
+      by_rows=True,
     )
     self.bias = (
       param(rngs, outputs, axes[len(inputs) :], value=0.0) if bias else None
@@ -82,7 +89,14 @@ class Linear(nnx.Module):
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
     bias = None if self.bias is None else self.bias[...]
-    return linear_product(x, self.weight[...], self.contracted, bias)
+    tiles = current_row_tiles()
+    if tiles is None:
+      return linear_product(x, self.weight[...], self.contracted, bias)
+    y = tiles.product(x, self.weight.get_value(), self.contracted)
+    if bias is None:
+      return y
+    flat_bias = bias.reshape(1, 1, -1).astype(y.dtype)
+    return tiles.map_tiles(lambda y: y + flat_bias, y)
 
 
 class ExpertLinear(Linear):

@@ -137,12 +137,14 @@ def param(
   value: float = 0.0,
   wide: bool = False,
   by_index: bool = False,
+  by_rows: bool = False,
 ) -> nnx.Param:
   """Make a float32 parameter: normal of variance 1/fan_in, else `value`.
 
   `wide` parameters stay float32 when a model is cast. Of `by_index` ones a call
   reads some entries along the first axis, so a loop over layers that computes
-  no gradient passes a `LayerArray` instead of copying a layer's array.
+  no gradient passes a `LayerArray` instead of copying a layer's array; so it
+  does for `by_rows` ones where rows of several calls are in `nn.row_tiles`.
   """
   assert len(shape) == len(axes), (shape, axes)
   if fan_in is None:
@@ -150,4 +152,6 @@ def param(
   else:
     data = jax.random.normal(rngs.params(), shape, jnp.float32)
     data = data * jnp.float32(1 / math.sqrt(fan_in))
-  return nnx.Param(data, axes=axes, wide=wide, by_index=by_index)
+  return nnx.Param(
+    data, axes=axes, wide=wide, by_index=by_index, by_rows=by_rows
+  )

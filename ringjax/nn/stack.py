@@ -22,12 +22,14 @@ from jaxtyping import Array, Float
 
 from ringjax.kv.base import CallCache
 from ringjax.nn.block import Block, Layer
+from ringjax.nn.row_tiles import current_row_tiles
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tiled_layer import over_tiles, where_present
 from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.layer_array import (
   LayerArray,
   read_by_index,
+  read_by_rows,
   read_in_place,
 )
 from ringjax.nn.weights.placed_layers import PlacedLayers, ReadFault
@@ -97,10 +99,13 @@ class _Resident:
     leaves, self._tree = jax.tree.flatten(
       block, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
+    reads = [read_by_index, read_in_place]
+    if current_row_tiles() is not None:
+      reads.append(read_by_rows)
     self._read_in_part = {
       n: leaf
       for n, leaf in enumerate(leaves)
-      if in_part and (read_by_index(leaf) or read_in_place(leaf))
+      if in_part and any(is_read(leaf) for is_read in reads)
     }
     self.stacked = tuple(
       leaf for n, leaf in enumerate(leaves) if n not in self._read_in_part

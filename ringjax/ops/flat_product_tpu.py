@@ -9,7 +9,8 @@ Cost: the weight is read once for a call, in place in a stack of layers, however
 many tiles hold rows; its next columns are loaded while all tiles are multiplied
 by the current ones. The tiles that hold rows are read once if they fit the
 vector memory together with the weight's columns, else once for each of them.
-Of a device with two cores one multiplies.
+A weight by heads, [D, N, H], is put in the order of a matrix in the vector
+memory, a block of heads at a time. Of a device with two cores one multiplies.
 Memory: VMEM only: two blocks of the weight's columns, and the tiles.
 
   grid [N / columns, tiles that hold rows]    [rows, D] . [D, columns]
@@ -22,6 +23,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,8 +53,10 @@ Ref = Any
 # Function of the outputs of two maps, row by row and number by number.
 Combine = Callable[[Array, Array], Array]
 _LANES = 128
-# Rows of a register of bfloat16.
-_HALF_ROWS = 16
+# Rows of a register of 32 bits, and of bfloat16.
+_ROWS, _HALF_ROWS = 8, 16
+# Most inputs of a head that are reordered at once.
+_REORDERED = 512
 # Bytes of a block of columns where tiles stay in the vector memory: nothing
 # else runs while the first one is loaded.
 _BLOCK_BYTES = 4 << 20
@@ -94,6 +99,71 @@ class _Blocks:
   resident: bool
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _WeightForm:
+  """Shape of the weights of a call.
+
+  Attributes:
+    inner: D, number of inputs.
+    outer: Number of outputs.
+    maps: Number of weights.
+    heads: Number of heads of the outputs; 0 for a matrix.
+  """
+
+  inner: int
+  outer: int
+  maps: int
+  heads: int = 0
+
+  @classmethod
+  def of(
+    cls, weights: Sequence[Float[ArrayLeaf, "*layers D *out"]], layers: int
+  ) -> _WeightForm:
+    """Form of weights whose first axes are `layers` axes of a stack."""
+    inner, *outputs = weights[0].shape[layers:]
+    heads = outputs[0] if len(outputs) == 2 else 0
+    return cls(
+      inner=inner, outer=math.prod(outputs), maps=len(weights), heads=heads
+    )
+
+  @property
+  def width(self) -> int:
+    """H, numbers of a head."""
+    return self.outer // max(1, self.heads)
+
+  def heads_of(self, columns: int) -> int:
+    """Number of heads of a block of so many columns."""
+    return columns // self.width
+
+  def buffer(self, columns: int) -> tuple[int, ...]:
+    """Shape of a buffer of a block; of heads each 128 numbers apart."""
+    if not self.heads:
+      return self.inner, columns
+    count = self.heads_of(columns)
+    return self.width // _LANES, self.inner, count, _LANES
+
+  def columns(self) -> list[int]:
+    """Numbers of columns that a block may have, ascending."""
+    if not self.heads:
+      sizes = range(_LANES, self.outer + 1, _LANES)
+      return [n for n in sizes if self.outer % n == 0]
+    sizes = range(_ROWS, self.heads + 1, _ROWS)
+    counts = [n for n in sizes if self.heads % n == 0] or [self.heads]
+    return [n * self.width for n in counts]
+
+  def bytes_of_column(self, rows: int, number: int) -> int:
+    """Bytes of the vector memory for a column and its products.
+
+    Args:
+      rows: Rows of a tile.
+      number: Bytes of a number.
+    """
+    column = self.inner * number
+    # Weights, products and results; of heads also the matrix.
+    weights = column * (3 if self.heads else 2)
+    return self.maps * (weights + 4 * rows) + 2 * rows * number
+
+
 @dataclasses.dataclass(frozen=True)
 class FlatProductTPU:
   """A Pallas kernel for TPU for products of row tiles with one weight.
@@ -110,15 +180,18 @@ class FlatProductTPU:
   def decline(
     self,
     x: Float[ArrayLeaf, "tiles rows D"],
-    weights: Sequence[Float[ArrayLeaf, "*layers D N"]],
+    weights: Sequence[Float[ArrayLeaf, "*layers D *out"]],
+    layers: int = 0,
   ) -> str | None:
     """Return the reason not to serve a call, or None.
 
     Args:
       x: Tiles of rows.
       weights: One weight, or two of the same inputs and outputs.
+      layers: Number of axes of the stack of layers.
     """
-    kind, inner, outer = x.dtype.name, *weights[0].shape[-2:]
+    form, kind = _WeightForm.of(weights, layers), x.dtype.name
+    inner, outer = form.inner, form.outer
     if kind not in ("bfloat16", "float32"):
       return f"{kind}: it multiplies bfloat16 and float32"
     for weight in weights:
@@ -126,21 +199,21 @@ class FlatProductTPU:
         return f"a weight of {weight.dtype.name} for rows of {kind}"
     if inner % _LANES or outer % _LANES:
       return f"a weight of {inner} by {outer}: it takes multiples of {_LANES}"
+    if form.heads and (reason := _reason_by_heads(form)):
+      return reason
     if x.shape[1] % _HALF_ROWS:
       return f"tiles of {x.shape[1]} rows: it takes multiples of {_HALF_ROWS}"
-    tiles, rows, _ = x.shape
-    maps = len(weights)
-    if self._blocks(tiles, rows, inner, outer, x.dtype, maps) is None:
+    if self._blocks(x.shape, form, x.dtype) is None:
       return (
-        f"{inner} by {outer} {kind}: two blocks of {_LANES} columns do not fit "
-        "the vector memory"
+        f"{inner} by {outer} {kind}: two blocks of {form.columns()[0]} columns "
+        "do not fit the vector memory"
       )
     return None
 
   def product(
     self,
     x: Float[Array, "tiles rows D"],
-    weight: Float[ArrayLeaf, "*layers D N"],
+    weight: Float[ArrayLeaf, "*layers D *out"],
     index: tuple[Int[ArrayLeaf, ""], ...],
     live: LiveTiles,
   ) -> Float[Array, "tiles rows N"]:
@@ -148,7 +221,8 @@ class FlatProductTPU:
 
     Args:
       x: Tiles of rows.
-      weight: Weight, in a stack of layers if there is an `index`.
+      weight: Weight, [N] outputs or [heads, H], in a stack of layers if there
+        is an `index`.
       index: Position in each axis of the stack, int32 [] each.
       live: Tiles that hold rows.
     """
@@ -170,15 +244,16 @@ class FlatProductTPU:
   def _call(
     self,
     x: Float[Array, "tiles rows D"],
-    weights: tuple[Float[ArrayLeaf, "*layers D N"], ...],
+    weights: tuple[Float[ArrayLeaf, "*layers D *out"], ...],
     index: tuple[Int[ArrayLeaf, ""], ...],
     live: LiveTiles,
     combine: Callable[..., Array],
   ) -> Float[Array, "tiles rows N"]:
     """`combine` of the products with each weight."""
     tiles, rows, inner = x.shape
-    outer, maps = weights[0].shape[-1], len(weights)
-    blocks = self._blocks(tiles, rows, inner, outer, x.dtype, maps)
+    form = _WeightForm.of(weights, len(index))
+    outer, maps = form.outer, form.maps
+    blocks = self._blocks(x.shape, form, x.dtype)
     assert blocks is not None, "decline() was not asked"
     columns = blocks.columns
     of_tile = pl.BlockSpec(
@@ -190,7 +265,7 @@ class FlatProductTPU:
       pltpu.SemaphoreType.DMA((2,)),
     ]
     return pl.pallas_call(
-      functools.partial(_kernel, blocks, len(index), maps, combine),
+      functools.partial(_kernel, blocks, form, len(index), combine),
       grid_spec=pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1 + len(index),
         # Without rows a tile of any numbers is multiplied.
@@ -203,9 +278,12 @@ class FlatProductTPU:
           (None, rows, columns), lambda j, i, order, *_: (order[i], 0, j)
         ),
         scratch_shapes=[
-          pltpu.VMEM((maps, 2, inner, columns), x.dtype),
+          pltpu.VMEM((maps, 2, *form.buffer(columns)), x.dtype),
           pltpu.SemaphoreType.DMA((maps, 2)),
           *(resident if blocks.resident else ()),
+          *(
+            [pltpu.VMEM((maps, inner, columns), x.dtype)] if form.heads else ()
+          ),
         ],
       ),
       out_shape=collectives.out_type((tiles, rows, outer), x.dtype, x, weights),
@@ -232,27 +310,27 @@ class FlatProductTPU:
     )
 
   def _blocks(
-    self,
-    tiles: int,
-    rows: int,
-    inner: int,
-    outer: int,
-    dtype: DTypeLike,
-    maps: int = 1,
+    self, shape: tuple[int, ...], form: _WeightForm, dtype: DTypeLike
   ) -> _Blocks | None:
-    """Sizes of a call's blocks; None where none fits the vector memory."""
+    """Sizes of a call's blocks; None where none fits the vector memory.
+
+    Args:
+      shape: Shape of the tiles of rows.
+      form: Form of the weights.
+      dtype: Dtype of both.
+    """
+    tiles, rows, inner = shape
     number = np.dtype(dtype).itemsize
-    # Weights, products and results.
-    column = maps * (2 * inner * number + 4 * rows) + 2 * rows * number
+    column = form.bytes_of_column(rows, number)
     budget = self._limit // 4 * 3
-    sizes = [n for n in range(_LANES, outer + 1, _LANES) if outer % n == 0]
 
     def fitting(rows_bytes: int) -> list[int]:
       """Numbers of columns whose blocks fit next to rows of x."""
-      return [n for n in sizes if n * column <= budget - rows_bytes]
+      return [n for n in form.columns() if n * column <= budget - rows_bytes]
 
     if columns := fitting(tiles * rows * inner * number):
-      small = [n for n in columns if n * maps * inner * number <= _BLOCK_BYTES]
+      limit = _BLOCK_BYTES // (form.maps * inner * number)
+      small = [n for n in columns if n <= limit]
       return _Blocks(columns=max(small, default=columns[0]), resident=True)
     if columns := fitting(2 * rows * inner * number):
       return _Blocks(columns=max(columns), resident=False)
@@ -265,13 +343,28 @@ class FlatProductTPU:
     return capacity - capacity // 8
 
 
+def _reason_by_heads(form: _WeightForm) -> str:
+  """Reason not to read a weight by heads, or ""."""
+  if form.width % _LANES:
+    return f"heads of {form.width} numbers: it takes multiples of {_LANES}"
+  if form.heads % _ROWS and form.heads not in (2, 4):
+    return f"{form.heads} heads: it takes 2, 4 or a multiple of {_ROWS}"
+  return ""
+
+
 def choose_flat(
   x: Float[ArrayLeaf, "tiles rows D"],
-  weights: Sequence[Float[ArrayLeaf, "*layers D N"]],
+  weights: Sequence[Float[ArrayLeaf, "*layers D *out"]],
+  layers: int = 0,
 ) -> KernelChoice:
   """Choose the kernel for a product; None where a loop over tiles computes it.
 
   In a model's call the call's mesh gives the platform, see `on_mesh`.
+
+  Args:
+    x: Tiles of rows.
+    weights: One weight, or two of the same shape.
+    layers: Number of axes of the stack of layers.
   """
   platform, kind, alone = product_device((x,))
   kernels = [
@@ -282,14 +375,14 @@ def choose_flat(
   def decline(kernel: FlatProductTPU) -> str | None:
     if not alone:
       return "XLA cuts no kernel over several devices"
-    return kernel.decline(x, weights)
+    return kernel.decline(x, weights, layers)
 
   return first_serving(kernels, decline, None)
 
 
 def flat_product(
   x: Float[Array, "tiles rows D"],
-  weight: Float[ArrayLeaf, "*layers D N"],
+  weight: Float[ArrayLeaf, "*layers D *out"],
   live: LiveTiles,
   index: tuple[Int[ArrayLeaf, ""], ...] = (),
 ) -> Float[Array, "tiles rows N"]:
@@ -297,11 +390,12 @@ def flat_product(
 
   Args:
     x: Tiles of rows.
-    weight: Weight, in a stack of layers if there is an `index`.
+    weight: Weight, [N] outputs or [heads, H], in a stack of layers if there is
+      an `index`.
     live: Tiles that hold rows.
     index: Position in each axis of the stack, int32 [] each.
   """
-  kernel = choose_flat(x, (weight,)).algorithm
+  kernel = choose_flat(x, (weight,), len(index)).algorithm
   if kernel is None:
     return _by_loop(x, (weight,), live, index, lambda y: y)
   return kernel.product(x, weight, index, live)
@@ -317,7 +411,7 @@ def flat_gated(
   combine: Combine,
 ) -> Float[Array, "tiles rows N"]:
   """`combine` of the products with two weights, as `flat_product` of one."""
-  kernel = choose_flat(x, weights).algorithm
+  kernel = choose_flat(x, weights, len(index)).algorithm
   if kernel is None:
     return _by_loop(x, weights, live, index, combine)
   return kernel.gated(x, weights, index, live, combine)
@@ -325,7 +419,7 @@ def flat_gated(
 
 def _by_loop(
   x: Float[Array, "tiles rows D"],
-  weights: Sequence[Float[ArrayLeaf, "*layers D N"]],
+  weights: Sequence[Float[ArrayLeaf, "*layers D *out"]],
   live: LiveTiles,
   index: tuple[Int[ArrayLeaf, ""], ...],
   combine: Callable[..., Array],
@@ -337,6 +431,7 @@ def _by_loop(
       lax.dynamic_index_in_dim(layer, jnp.asarray(n), keepdims=False)
       for layer in layers
     ]
+  layers = [layer.reshape(x.shape[2], -1) for layer in layers]
   order = jnp.asarray(live.order)
 
   def step(n: Array, y: Array) -> Array:
@@ -356,29 +451,41 @@ def _by_loop(
 
 def _kernel(
   blocks: _Blocks,
+  form: _WeightForm,
   layers: int,
-  maps: int,
   combine: Callable[..., Array],
   order: Ref,
   *refs: Ref,
 ) -> None:
+  maps = form.maps
   layer, x, weights = refs[:layers], refs[layers], refs[layers + 1 :][:maps]
   out, buffers, arrived, *tile_refs = refs[layers + 1 + maps :]
+  matrices = tile_refs.pop() if form.heads else None
   j, i = pl.program_id(0), pl.program_id(1)
   num_blocks, num_tiles = pl.num_programs(0), pl.num_programs(1)
   slot = lax.rem(j, 2)
 
   def columns(block: Array, slot: Array) -> list[Any]:
     """Copies of a block of columns to the vector memory."""
-    start = pl.multiple_of(block * blocks.columns, _LANES)
-    part = (slice(None), pl.ds(start, blocks.columns))
+    every, size = slice(None), blocks.columns
+    if not form.heads:
+      parts = [(pl.ds(pl.multiple_of(block * size, _LANES), size),)]
+      targets: list[tuple[Any, ...]] = [()]
+    else:
+      count = form.heads_of(size)
+      # A few heads are one block.
+      start = 0 if count % _ROWS else pl.multiple_of(block * count, _ROWS)
+      lanes = range(form.width // _LANES)
+      parts = [(pl.ds(start, count), pl.ds(n * _LANES, _LANES)) for n in lanes]
+      targets = [(n,) for n in lanes]
     return [
       pltpu.make_async_copy(
-        weight.at[(*(n[0] for n in layer), *part)],
-        buffers.at[m, slot],
+        weight.at[(*(n[0] for n in layer), every, *part)],
+        buffers.at[(m, slot, *target)],
         arrived.at[m, slot],
       )
       for m, weight in enumerate(weights)
+      for part, target in zip(parts, targets, strict=True)
     ]
 
   @pl.when(i == 0)
@@ -421,12 +528,15 @@ def _kernel(
   def _() -> None:
     for copy in columns(j, slot):
       copy.wait()
+    if matrices is not None:
+      for m, n in itertools.product(range(maps), range(buffers.shape[2])):
+        _reorder(buffers.at[m, slot, n], matrices.at[m], form, n * _LANES)
 
   exact = rows.dtype == jnp.float32
   products = (
     lax.dot_general(
       rows[...],
-      buffers[m, slot],
+      buffers[m, slot] if matrices is None else matrices[m],
       (((1,), (0,)), ((), ())),
       precision=lax.Precision.HIGHEST if exact else None,
       preferred_element_type=jnp.float32,
@@ -437,6 +547,43 @@ def _kernel(
   out[...] = results.astype(out.dtype)
 
 
+def _reorder(heads: Ref, matrix: Ref, form: _WeightForm, lane: int) -> None:
+  """Write a part of heads, [D, n, 128], to a matrix [D, columns].
+
+  Neighbours along D are n rows apart in memory, and of 16 bits two heads are in
+  a register's word.
+
+  Args:
+    heads: Numbers of each head from `lane` on.
+    matrix: Matrix of the block.
+    form: Form of the weights.
+    lane: Number of the first in its head.
+  """
+  inner, width = heads.shape[0], form.width
+  half = matrix.dtype.itemsize == 2
+  words = heads.bitcast(jnp.uint32) if half else heads
+  stride = words.shape[1]
+  words = words.reshape(inner * stride, _LANES)
+  size = math.gcd(inner, _REORDERED)
+
+  def part(n: Array, _: None) -> None:
+    rows = pl.ds(pl.multiple_of(n * size, size), size)
+    first = pl.multiple_of(n * (size * stride), size * stride)
+    inputs = words.at[pl.ds(first, size * stride)]
+    for k in range(stride):
+      read = inputs[pl.ds(k, size, stride=stride), :]
+      numbers = [read]
+      if half:
+        # The upper 16 bits of a float32 are a bfloat16.
+        bits = read << 16, read & jnp.uint32(0xFFFF0000)
+        numbers = [lax.bitcast_convert_type(x, jnp.float32) for x in bits]
+      for m, head in enumerate(numbers):
+        column = (k * len(numbers) + m) * width + lane
+        matrix[rows, column : column + _LANES] = head.astype(matrix.dtype)
+
+  lax.fori_loop(0, inner // size, part, None)
+
+
 # Kernels for products of row tiles with one weight.
 FLAT_PRODUCTS: dict[str, tuple[type, ...]] = {"tpu": (FlatProductTPU,)}
 
@@ -445,22 +592,24 @@ def _largest_error(kernel: FlatProductTPU) -> float:
   """Error for three tiles, of which one is empty, and two layers."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-  x, weight = draw(3, 32, 256), draw(2, 256, 384)
+  x, weight = draw(3, 32, 256), draw(2, 256, 2048)
+  by_heads = weight.reshape(2, 256, 16, 128)
   live = LiveTiles.of(jnp.asarray([True, False, True]))
 
   def run(
     x: Array, weight: Array, layer: Array
-  ) -> tuple[Float[Array, "n r N"], Float[Array, "n r N"]]:
+  ) -> tuple[Float[Array, "n r N"], ...]:
     y = kernel.product(x, weight, (layer,), live)
     z = kernel.gated(x, (weight, weight), (layer,), live, jnp.multiply)
-    return y[::2], z[::2]
+    heads = kernel.product(x, by_heads, (layer,), live)
+    return y[::2], z[::2], heads[::2]
 
   results = jax.jit(run)(x, weight, jnp.int32(1))
   float32 = lambda a: a.astype(jnp.float32)
   y = jnp.matmul(
     float32(x[::2]), float32(weight[1]), precision=lax.Precision.HIGHEST
   )
-  return relative_error(results, (y, y * y))
+  return relative_error(results, (y, y * y, y))
 
 
 register(FLAT_PRODUCTS, _largest_error)

@@ -161,7 +161,7 @@ def compute(
 
 
 @bounded
-@functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=(1, 6), donate_argnums=(2, 3))
 def compute_step(
   model: Transformer,
   attend: CachedAttention,
@@ -169,12 +169,14 @@ def compute_step(
   board: RowBoard,
   calls: tuple[CallArrays, CallArrays],
   allowed: tuple[Bool[Array, "R V"], Bool[Array, "B V"]],
+  row_tile: int = 0,
 ) -> tuple[tuple[Any, Any], PagePool, RowBoard]:
   """Computes a step's call for answers and its call for prompts.
 
-  Each layer computes the answers, then the prompts' tiles: its weights are read
-  once for both. A call without tokens costs next to nothing, and the head runs
-  only for a call in which a token is chosen.
+  The weights of a layer are read once for both: it computes the answers, then
+  the prompts' tiles, or with `row_tile` both together. A call without tokens
+  costs next to nothing. The head runs only for a call in which a token is
+  chosen; with `row_tile` it runs once for both calls.
 
   Args:
     model: The whole model.
@@ -182,17 +184,20 @@ def compute_step(
     pool: Pool of pages, donated.
     board: State of the rows, donated.
     calls: Call for answers, of a token of each row, and call for prompts, which
-      has tiles.
+      has tiles if there is no `row_tile`.
     allowed: Allowed next tokens of the rows of each call.
+    row_tile: Number of rows of a tile, see `tiling.row_tile`; 0: none.
   """
   # As in `compute`.
   calls = attend.everywhere(calls)
   answers, prompts = calls
-  present = jnp.any(answers.seg > 0).astype(jnp.int32)
-  caches = (
-    dataclasses.replace(_pooled(pool, answers), present=present),
-    _pooled(pool, prompts).borrowing(),
-  )
+  caches = _pooled(pool, answers), _pooled(pool, prompts)
+  if not row_tile:
+    present = jnp.any(answers.seg > 0).astype(jnp.int32)
+    caches = (
+      dataclasses.replace(caches[0], present=present),
+      caches[1].borrowing(),
+    )
   model_calls = [
     JointCall(
       _with_last(board, call),
@@ -205,8 +210,17 @@ def compute_step(
     )
     for call, cache in zip(calls, caches, strict=True)
   ]
-  outputs, pool = forward_calls(model, attend, model_calls)
+  outputs, pool = forward_calls(model, attend, model_calls, row_tile)
   choices = []
+  if row_tile:
+    x = jnp.concatenate(outputs)[:, None]
+    logits = attend.over_vocab(model.logits(model.head_input(x)))[:, 0]
+    of_calls = jnp.split(attend.everywhere(logits), [outputs[0].shape[0]])
+    for call, call_logits, mask in zip(calls, of_calls, allowed, strict=True):
+      choice = _chosen(board, call, call_logits, mask)
+      board = _with_choice(board, call, choice)
+      choices.append(attend.everywhere(choice))
+    return (choices[0], choices[1]), pool, attend.everywhere(board)
   for call, x, mask in zip(calls, outputs, allowed, strict=True):
 
     def choice_of(

@@ -105,7 +105,7 @@ from ringjax.serve.scheduler import (
   StepLimits,
   StepPlan,
 )
-from ringjax.serve.tiling import prompt_tiles, reason_for_two_calls
+from ringjax.serve.tiling import prompt_tiles, reason_for_two_calls, row_tile
 from ringjax.serve.vattention.contiguous_rows import (
   ContiguousRows,
   check_dense_rows,
@@ -535,7 +535,13 @@ class Engine:
     tiles = prompt_tiles(
       self.model, config, self._attend, sizes.platform, self._function
     )
-    self.calls_apart = reason_for_two_calls(config, tiles, sizes.platform)
+    self._row_tile, self.calls_apart = row_tile(
+      self.model, config, self._attend, sizes.platform, self._function
+    )
+    if not self._row_tile:
+      self.calls_apart = reason_for_two_calls(
+        config, tiles, sizes.platform, self.calls_apart
+      )
     self._calls = CallBuilder(
       self.scheduler,
       self.vocab,
@@ -1314,7 +1320,13 @@ class Engine:
       self._allowed(calls[1].slots.size, ends),
     )
     choices, self._pool, self._board = compute_step(
-      self.model, self._attend, self._pool, self._board, calls, allowed
+      self.model,
+      self._attend,
+      self._pool,
+      self._board,
+      calls,
+      allowed,
+      self._row_tile,
     )
     return (
       None if answers is None else choices[0],

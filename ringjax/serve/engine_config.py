@@ -106,6 +106,14 @@ class EngineConfig(Config):
     least=0,
     default=None,
   )
+  row_tile: int | None = option(
+    "Number of rows of a tile in which answers and prompts pass the products "
+    "of a layer together, so that a step is one program that reads the weights "
+    "once. 0: no such tiles; default: 128 on a TPU where the model, the mesh "
+    "and the other options allow them, else 0.",
+    least=0,
+    default=None,
+  )
   budget: int | None = option(
     "Maximum number of tokens of a step, of prompts and answers together; "
     "default: all that its calls have room for.",

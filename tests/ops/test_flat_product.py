@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ringjax.ops.flat_product_tpu import (
   FlatProductTPU,
   LiveTiles,
+  _WeightForm,
   flat_gated,
   flat_product,
 )
@@ -86,8 +87,9 @@ def test_a_gate_is_computed_with_its_products(kind):
 
 
 def test_the_tiles_stay_in_the_vector_memory_where_they_fit():
+  form = _WeightForm(inner=14336, outer=4096, maps=1)
   blocks = lambda tiles: FlatProductTPU(chip="tpu-v5e")._blocks(
-    tiles, 128, 14336, 4096, jnp.bfloat16
+    (tiles, 128, 14336), form, jnp.bfloat16
   )
   assert blocks(17).resident and blocks(17).columns == 128
   assert not blocks(34).resident and blocks(34).columns > 128
@@ -109,6 +111,21 @@ def test_the_bits_of_a_row_depend_on_that_row_alone(kernel):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("heads", "width"), [(2, 128), (4, 256), (16, 128)])
+def test_a_weight_by_heads_is_one_by_columns(heads, width, dtype):
+  x = drawn(TILES, ROWS, 1024, dtype=dtype)
+  weight = drawn(2, 1024, heads, width, dtype=dtype, seed=1)
+  matrix = weight.reshape(2, 1024, heads * width)
+  for kernel in (KERNEL, None):
+    got, want = (
+      multiplied(kernel, x, w, jnp.int32(1), jnp.asarray(HOLDS))[HOLDS]
+      for w in (weight, matrix)
+    )
+    np.testing.assert_array_equal(*(np.asarray(a, "f4") for a in (got, want)))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
 def test_nothing_is_read_before_it_has_come_nor_overwritten_while_it_is(mode):
   """Copies are made as late, and as early, as their semaphores allow."""
@@ -116,7 +133,8 @@ def test_nothing_is_read_before_it_has_come_nor_overwritten_while_it_is(mode):
   kernel = FlatProductTPU(
     interpret=pltpu.InterpretParams(dma_execution_mode=mode)
   )
-  assert kernel._blocks(*x.shape, weight.shape[-1], x.dtype).columns < 16384
+  form = _WeightForm.of((weight,), 1)
+  assert kernel._blocks(x.shape, form, x.dtype).columns < 16384
   arguments = x, weight, jnp.int32(0), jnp.asarray(HOLDS)
   got, want = (multiplied(k, *arguments)[HOLDS] for k in (kernel, KERNEL))
   np.testing.assert_array_equal(*(np.asarray(a, "f4") for a in (got, want)))
@@ -137,6 +155,8 @@ def test_a_call_without_rows_is_computed():
     ((2, 16, 256), (256, 200), "multiples of 128"),
     ((2, 12, 256), (256, 128), "12 rows"),
     ((1, 16, 1 << 18), (1 << 18, 128), "do not fit"),
+    ((2, 16, 256), (256, 2, 64), "heads of 64"),
+    ((2, 16, 256), (256, 28, 128), "28 heads"),
   ],
 )
 def test_what_the_kernel_does_not_serve_is_named(x, weight, reason):

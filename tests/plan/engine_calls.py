@@ -21,6 +21,7 @@ from ringjax.serve.calls import (
   check_drafts,
   compute,
   compute_layers,
+  compute_step,
 )
 from ringjax.serve.prefix.shared_rows import shared_tiles
 from ringjax.serve.row_sampler import RowNumbers
@@ -68,10 +69,12 @@ def call_arrays(pool, name, page, tokens, devices, vocab):
   return arrays._replace(shared=shared)
 
 
-def call(devices, *, model, name, kind, page, tokens):
+def call(devices, *, model, name, kind, page, tokens, prompts=None, trips=1.0):
   """A call for answers or prompts, over a pool of so many tokens a device.
 
-  Its facts have the pool's bytes on a device.
+  With `prompts` it is one program of the call for answers `name` and of that
+  call for prompts, in tiles of rows, whose loops have `trips` (`Built`). Its
+  facts have the pool's bytes on a device.
   """
   shards = len(devices)
   mesh = rj.make_mesh((shards,), ("seq",), devices=devices)
@@ -93,6 +96,20 @@ def call(devices, *, model, name, kind, page, tokens):
   vocab = form.config.vocab
   zeros = lambda *shape: np.zeros(shape, np.int32)
   arrays = call_arrays(pool, name, page, tokens, devices, vocab)
+  if prompts is not None:
+    calls = arrays, call_arrays(pool, prompts, page, tokens, devices, vocab)
+    allowed = tuple(np.zeros((len(x.ends), vocab), bool) for x in calls)
+    board = RowBoard(
+      zeros(ROWS), np.zeros((ROWS, vocab), bool), zeros(ROWS, vocab)
+    )
+    calls, board, allowed = jax.tree.map(shaped, (calls, board, allowed))
+    return Built(
+      function=compute_step,
+      arguments=(form, attend, pool, board, calls, allowed, 128),
+      mesh=mesh,
+      facts={"pool": bytes_each(pool.slots)},
+      data_trips=trips,
+    )
   if name == "trees":
     arrays = arrays._replace(parents=zeros(batch, count))
   board = RowBoard(

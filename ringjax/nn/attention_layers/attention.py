@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +14,10 @@ from jaxtyping import Array, Float, Int
 from ringjax.kv.base import LayerCache
 from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.query_reading import KeyReading
+from ringjax.nn.joint_calls import JointLayer
 from ringjax.nn.linear import Identity, LayerNorm, Linear, Norm, RMSNorm
 from ringjax.nn.param import param
+from ringjax.nn.row_tiles import by_tile
 from ringjax.nn.sharding_context import Attend, Extras
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.scores import Scores
@@ -203,15 +207,52 @@ class GroupedQuery(nnx.Module):
     self,
     x: Float[Array, "B T D"],
     tokens: Tokens,
-    cache: LayerCache,
+    cache: LayerCache | JointLayer,
     attend: Attend,
-  ) -> tuple[Float[Array, "B T D"], LayerCache]:
+  ) -> tuple[Float[Array, "B T D"], Any]:
     """[B, T, D] and the layer's cache with this call's keys."""
     spec = self.spec
     if spec.reads:
+      assert not isinstance(cache, JointLayer)
       q = tokens.rotate(spec.rope, self.q_norm(attend.rows(self.q, x)))
-      return self._seen(x, q, tokens, cache, attend), cache
+      return self._projected(
+        x, self._seen(q, tokens, cache, attend), attend
+      ), cache
     q, k, v = attend.rows(self._maps, x)
+    if isinstance(cache, JointLayer):
+      mix = functools.partial(self._mixed_rows, attend)
+      out, cache = cache.by_call(mix, (q, k, v))
+    else:
+      out, cache = self._mixed(q, k, v, tokens, cache, attend)
+    return self._projected(x, out, attend), cache
+
+  def _mixed_rows(
+    self,
+    attend: Attend,
+    q: Float[Array, "B T I"],
+    k: Float[Array, "B T Y"],
+    v: Float[Array, "B T Z"],
+    tokens: Tokens,
+    cache: LayerCache,
+  ) -> tuple[Float[Array, "B T O"], LayerCache]:
+    """`_mixed` of projections whose heads are in one axis."""
+    heads = lambda x, dim: x.reshape(*x.shape[:2], -1, dim)
+    dim, value = self.spec.head_dim, self.spec.value
+    projections = heads(q, dim), heads(k, dim), heads(v, value)
+    out, cache = self._mixed(*projections, tokens, cache, attend)
+    return out.reshape(*out.shape[:2], -1), cache
+
+  def _mixed(
+    self,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K J"],
+    tokens: Tokens,
+    cache: LayerCache,
+    attend: Attend,
+  ) -> tuple[Float[Array, "B T N J"], LayerCache]:
+    """Attention to the keys of a cache and of the call, and the new cache."""
+    spec = self.spec
     v = self.v_norm(v)
     if spec.value_scale != 1.0:
       v = v * jnp.asarray(spec.value_scale, v.dtype)
@@ -233,7 +274,7 @@ class GroupedQuery(nnx.Module):
       tokens.rotation(spec.rope, after=self.k_norm if norm_late else None),
     )
     cache = cache.observe(lambda: q, lambda: unrotated_q)
-    return self._seen(x, q, tokens, cache, attend), cache
+    return self._seen(q, tokens, cache, attend), cache
 
   def _maps(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
     """Project to queries, keys and values."""
@@ -242,13 +283,12 @@ class GroupedQuery(nnx.Module):
 
   def _seen(
     self,
-    x: Float[Array, "B T D"],
     q: Float[Array, "B T N H"],
     tokens: Tokens,
     cache: LayerCache,
     attend: Attend,
-  ) -> jax.Array:
-    """[B, T, D] from queries and the keys that a cache now has."""
+  ) -> Float[Array, "B T N J"]:
+    """Attention of queries to the keys that a cache now has."""
     spec = self.spec
     extras = Extras(
       scale=spec.logit_scale,
@@ -258,9 +298,18 @@ class GroupedQuery(nnx.Module):
         None if spec.alibi is None else jnp.asarray(spec.alibi, jnp.float32)
       ),
     )
-    out = self.out_norm(attend(q, tokens, cache, spec.mask, extras))
+    return self.out_norm(attend(q, tokens, cache, spec.mask, extras))
+
+  def _projected(
+    self,
+    x: Float[Array, "B T D"],
+    out: Float[Array, "B T ..."],
+    attend: Attend,
+  ) -> Float[Array, "B T D"]:
+    """[B, T, D] of the attention of all heads."""
     if self.gate is not None:
-      out = out * jax.nn.sigmoid(attend.rows(self.gate, x))
+      gated = lambda out, gate: out * jax.nn.sigmoid(gate)
+      out = by_tile(gated, out, attend.rows(self.gate, x))
     return attend.summed(self.o, out)
 
   def _clipped(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:

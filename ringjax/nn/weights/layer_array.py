@@ -69,6 +69,15 @@ def read_by_index(leaf: object) -> bool:
   return metadata is not None and bool(metadata().get("by_index"))
 
 
+def read_by_rows(leaf: object) -> bool:
+  """Whether a parameter is the weight of a product, see `nn.row_tiles`.
+
+  The mark is `by_rows=True` of `param`.
+  """
+  metadata = getattr(leaf, "get_metadata", None)
+  return metadata is not None and bool(metadata().get("by_rows"))
+
+
 def read_in_place(leaf: object) -> bool:
   """Whether a parameter is one that a call reads in place in a stack.
 
