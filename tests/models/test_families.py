@@ -67,7 +67,7 @@ RECOMBINED = (
   # Of each line of models the newest is in the default run.
   "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone4", "falcon_40b",
   "falcon_7b", "gemma", "gemma2", "gemma3n", "gemma4", "glm", "granitemoe",
-  "olmo", "olmo2",
+  "olmo", "olmo2", "olmo_hybrid",
 )  # fmt: skip
 
 

@@ -18,7 +18,10 @@ from ringjax.parallel.layout import Striped
 from tests import checkpoints
 from tests.helpers import make_mesh
 
-HYBRIDS = ("bamba", "falcon_h1", "jamba", "kimi_linear", "lfm2", "nemotron_h")
+HYBRIDS = (
+  "bamba", "falcon_h1", "jamba", "kimi_linear", "lfm2", "nemotron_h",
+  "olmo_hybrid",
+)  # fmt: skip
 
 
 def read(config, **changes):
@@ -77,6 +80,10 @@ def test_letters_of_nemotron_h():
     ("lfm2", "layer_types", ["conv", "full_attention"]),
     ("lfm2", "conv_L_cache", 1),
     ("lfm2", "conv_dim", 7),
+    ("olmo_hybrid", "layer_types", ["linear_attention"] * 3),
+    ("olmo_hybrid", "layer_types", ["sliding_attention"] * 3),
+    ("olmo_hybrid", "linear_num_value_heads", 3),
+    ("olmo_hybrid", "hidden_act", "gelu"),
   ],
 )
 def test_what_a_config_may_not_say(name, key, value):
@@ -164,6 +171,18 @@ def test_older_words_for_the_same():
 def test_what_published_files_say_beside(preset, beside):
   config = models.PRESETS[preset]
   assert read(config, **beside) == read(config)
+
+
+def test_a_base_of_null_is_no_rotation():
+  """OLMo Hybrid's published files say so, in either place."""
+  config = checkpoints.config("olmo_hybrid")
+  ropes = lambda config: {x for y in config.layers for x in y.attention.ropes}
+  assert len(ropes(read(config))) == 1
+  none = {"rope_type": "default", "rope_theta": None}
+  without = read(config, rope_parameters=none)
+  assert ropes(without) == set()
+  assert read(config, rope_parameters=None, rope_theta=None) == without
+  assert read(config, rope_parameters=None) == read(config)
 
 
 # ---------------------------------------------------------------------------
@@ -269,6 +288,27 @@ def test_caches_of_other_kinds(folders, name):
     )
     exact = np.mean(np.asarray(made) == expected.greedy[:, :8])
     assert exact == 1 if kind == "windowed" else exact > 0.5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bare", ["input_layernorm", "feedforward_layer_norm"])
+def test_other_names_of_late_and_early_norms(folders, tmp_path, bare):
+  """transformers reads and writes OLMo Hybrid's norms under several names."""
+  name = "olmo_hybrid"
+  others = {
+    "input_layernorm": ("0.attention_layer_norm", "0.input_layernorm"),
+    "feedforward_layer_norm": (
+      "1.post_attention_layernorm",
+      "1.feedforward_layer_norm",
+    ),
+  }
+  arrays = checkpoints.tensors(name)
+  renamed = {key.replace(*others[bare]): x for key, x in arrays.items()}
+  assert set(renamed) != set(arrays)
+  checkpoints.write_folder(renamed, checkpoints.config(name), tmp_path)
+  models_read = [models.load(folder) for folder in (tmp_path, folders[name])]
+  for a, b in zip(*map(jax.tree.leaves, models_read), strict=True):
+    np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.long
