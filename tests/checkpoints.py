@@ -75,6 +75,11 @@ LOUD = (
   "vaultgemma",
 )
 
+# Tables that follow from a config, and that no program has to read or write.
+TABLES = ("query_decay", "key_decay", "diagonal_decay")
+# Numbers that follow from a config: these tables, and a number of each head.
+DECAYS = ("slope_rate", *TABLES)
+
 # A buffer, not a parameter: stays float32 in a checkpoint of any dtype.
 BUFFER = "e_score_correction_bias"
 
@@ -247,9 +252,30 @@ def draw(
   name: str, shape: tuple[int, ...], settings: Mapping[str, Any], seed: int
 ) -> np.ndarray:
   """One tensor, float32."""
+  if name.endswith(DECAYS):
+    return decay(name, settings).reshape(shape)
   centre, scale = spread(name, shape, settings)
   x = centre + scale * normal(name, shape, seed)
   return np.asarray(x, np.float32)
+
+
+def decay(name: str, settings: Mapping[str, Any]) -> np.ndarray:
+  """A table of MiniMax-01's fixed decays, float32.
+
+  Rounded from float64, so that the last bits of an exponential do not show.
+  """
+  heads, size = settings["num_attention_heads"], settings["block_size"]
+  layer = int(name.split(".layers.")[1].split(".")[0])
+  share = 1 - layer / (settings["num_hidden_layers"] - 1 + 1e-5) + 1e-5
+  rate = share * np.float64(2) ** (-8 * np.arange(1, heads + 1) / heads)
+  rate, at = rate[:, None, None], np.arange(1, size + 1)[:, None]
+  table = {
+    "slope_rate": lambda: rate,
+    "query_decay": lambda: np.exp(-rate * at),
+    "key_decay": lambda: np.exp(-rate * (size - at)),
+    "diagonal_decay": lambda: np.exp(-rate * (at - at.T)) * (at >= at.T),
+  }[name.rsplit(".", 1)[-1]]
+  return np.asarray(table(), np.float32)
 
 
 def normal(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:

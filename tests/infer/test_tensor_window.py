@@ -84,9 +84,9 @@ UNSHARED = (
   "deepseek_v32", "deepseek_v3_noq", "falcon_h1", "falcon_mamba", "flex_olmo",
   "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite", "gpt2",
   "granitemoehybrid", "granitemoehybrid_dense", "jamba", "kimi_linear", "lfm2",
-  "lfm2_moe", "mamba", "mamba2", "minimax_m2", "nemotron_h", "olmo2", "olmo3",
-  "olmo_hybrid", "olmoe", "opt", "qwen3_5", "qwen3_5_moe", "qwen3_next",
-  "stablelm", "youtu",
+  "lfm2_moe", "mamba", "mamba2", "minimax", "minimax_m2", "nemotron_h",
+  "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "qwen3_5", "qwen3_5_moe",
+  "qwen3_next", "stablelm", "youtu",
 )  # fmt: skip
 
 

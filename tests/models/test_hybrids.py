@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
 
 import ringjax as rj
 from ringjax import models
@@ -19,8 +20,8 @@ from tests import checkpoints
 from tests.helpers import make_mesh
 
 HYBRIDS = (
-  "bamba", "falcon_h1", "jamba", "kimi_linear", "lfm2", "nemotron_h",
-  "olmo_hybrid",
+  "bamba", "falcon_h1", "jamba", "kimi_linear", "lfm2", "minimax",
+  "nemotron_h",   "olmo_hybrid",
 )  # fmt: skip
 
 
@@ -80,6 +81,9 @@ def test_letters_of_nemotron_h():
     ("lfm2", "layer_types", ["conv", "full_attention"]),
     ("lfm2", "conv_L_cache", 1),
     ("lfm2", "conv_dim", 7),
+    ("minimax", "layer_types", ["full_attention", "conv"]),
+    ("minimax", "layer_types", ["sliding_attention"] * 3),
+    ("minimax", "mlp_beta_factor", "large"),
     ("olmo_hybrid", "layer_types", ["linear_attention"] * 3),
     ("olmo_hybrid", "layer_types", ["sliding_attention"] * 3),
     ("olmo_hybrid", "linear_num_value_heads", 3),
@@ -309,6 +313,19 @@ def test_other_names_of_late_and_early_norms(folders, tmp_path, bare):
   models_read = [models.load(folder) for folder in (tmp_path, folders[name])]
   for a, b in zip(*map(jax.tree.leaves, models_read), strict=True):
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.long
+def test_decays_of_a_new_model_depend_on_the_layer(tmp_path):
+  """MiniMax-01's follow from the config, and tables of them are not saved."""
+  config = checkpoints.config("minimax")
+  models.save(models.create(config), tmp_path)
+  tensors = load_file(tmp_path / "model.safetensors")
+  names = [x for x in tensors if x.endswith(checkpoints.DECAYS)]
+  assert names == [f"model.layers.{n}.self_attn.slope_rate" for n in range(2)]
+  for name in names:
+    want = checkpoints.decay(name, config)
+    np.testing.assert_allclose(tensors[name], want, rtol=1e-6)
 
 
 @pytest.mark.long

@@ -558,6 +558,8 @@ def _check_layer(family: str, number: int, layer: Layer) -> None:
     fault = "shares its keys with others"
   elif mix.one_map or mix.value_norm is not None:
     fault = "makes its values of its keys, or norms them"
+  elif layer.normed_residual is not None:
+    fault = "adds its parts to their normed inputs"
   elif layer.inputs is not None or layer.learned_scale:
     fault = "reads tokens' ids, or scales its output"
   elif getattr(feed, "sparsity", 0):
