@@ -59,6 +59,7 @@ ONE_PLUS = (
   "qwen3_5_moe_text",
   "qwen3_5_text",
   "qwen3_next",
+  "recurrent_gemma",
   "vaultgemma",
 )
 # Families of which all layers read tokens' ids.
@@ -67,6 +68,7 @@ STREAMED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 LOUD = (
   *GEMMA,
   *STREAMED,
+  "recurrent_gemma",
   "granite",
   "granite4_vision_text",
   "granite_docling_text",
@@ -334,7 +336,10 @@ def spread(
   if last in ("attention_sink_bias", "sinks", "dt_bias"):
     return 0.0, 1.0
   if last == "A_log":
-    return -2.0, 0.7
+    # Where it multiplies what a sigmoid reads, small ones would say nothing.
+    return 0.5 if "forget_gate" in name else -2.0, 0.7
+  if last == "recurrent_param":
+    return -4.0, 0.7
   if len(shape) == 0:
     return (-0.5, 0.1) if last == "eps" else (0.5, 0.1)
   if len(shape) == 1 or last.endswith("_bias"):

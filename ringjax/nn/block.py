@@ -35,6 +35,7 @@ from ringjax.nn.recurrent_layers.delta import Delta
 from ringjax.nn.recurrent_layers.lightning import Lightning
 from ringjax.nn.recurrent_layers.mamba import Mamba2
 from ringjax.nn.recurrent_layers.mamba1 import Mamba1
+from ringjax.nn.recurrent_layers.rg_lru import RgLru
 from ringjax.nn.recurrent_layers.short_conv import ShortConv
 from ringjax.nn.router_sums import RouterRecord
 from ringjax.nn.sharding_context import Attend
@@ -51,6 +52,7 @@ OneMixer = (
   | Lightning
   | Mamba1
   | Mamba2
+  | RgLru
   | ShortConv
 )
 Mixer = OneMixer | Beside

@@ -21,7 +21,7 @@ from tests.helpers import make_mesh
 
 HYBRIDS = (
   "bamba", "falcon_h1", "jamba", "kimi_linear", "lfm2", "minimax",
-  "nemotron_h",   "olmo_hybrid",
+  "nemotron_h", "olmo_hybrid", "recurrent_gemma",
 )  # fmt: skip
 
 
@@ -84,6 +84,10 @@ def test_letters_of_nemotron_h():
     ("minimax", "layer_types", ["full_attention", "conv"]),
     ("minimax", "layer_types", ["sliding_attention"] * 3),
     ("minimax", "mlp_beta_factor", "large"),
+    ("recurrent_gemma", "block_types", ["recurrent", "conv"]),
+    ("recurrent_gemma", "block_types", []),
+    ("recurrent_gemma", "lru_width", 42),
+    ("recurrent_gemma", "head_dim", 16),
     ("olmo_hybrid", "layer_types", ["linear_attention"] * 3),
     ("olmo_hybrid", "layer_types", ["sliding_attention"] * 3),
     ("olmo_hybrid", "linear_num_value_heads", 3),

@@ -26,6 +26,7 @@ from ringjax.models.families.hybrid import (
   nemotron_h,
   olmo_hybrid,
   qwen3_next,
+  recurrent_gemma,
   selective_state_space,
   state_space,
 )
@@ -61,6 +62,7 @@ _MODULES = (
   nemotron_h,
   olmo_hybrid,
   qwen3_next,
+  recurrent_gemma,
   selective_state_space,
   state_space,
 )
