@@ -80,9 +80,10 @@ def test_spans_deal_all_and_follow_the_weights():
 FORMS = ("llama3", "phi3", "falcon_40b", "falcon_7b", "qwen3_moe", "gpt_oss",
          "gpt_neox", "starcoder2")  # fmt: skip
 UNSHARED = (
-  "bamba", "cohere", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3",
-  "deepseek_v32", "deepseek_v3_noq", "falcon_h1", "falcon_mamba", "flex_olmo",
-  "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite", "gpt2",
+  "bailing_hybrid", "bamba", "cohere", "deepseek_v2", "deepseek_v2_lite",
+  "deepseek_v3", "deepseek_v32", "deepseek_v3_noq", "falcon_h1",
+  "falcon_mamba", "flex_olmo", "gemma3n", "gemma4", "gemma4_moe",
+  "glm4_moe_lite", "gpt2",
   "granitemoehybrid", "granitemoehybrid_dense", "jamba", "kimi_linear", "lfm2",
   "lfm2_moe", "mamba", "mamba2", "minimax", "minimax_m2", "nemotron_h",
   "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "qwen3_5", "qwen3_5_moe",

@@ -20,8 +20,8 @@ from tests import checkpoints
 from tests.helpers import make_mesh
 
 HYBRIDS = (
-  "bamba", "falcon_h1", "jamba", "kimi_linear", "lfm2", "minimax",
-  "nemotron_h", "olmo_hybrid", "recurrent_gemma",
+  "bailing_hybrid", "bamba", "falcon_h1", "jamba", "kimi_linear", "lfm2",
+  "minimax", "nemotron_h", "olmo_hybrid", "recurrent_gemma",
 )  # fmt: skip
 
 
@@ -88,6 +88,10 @@ def test_letters_of_nemotron_h():
     ("recurrent_gemma", "block_types", []),
     ("recurrent_gemma", "lru_width", 42),
     ("recurrent_gemma", "head_dim", 16),
+    ("bailing_hybrid", "layer_types", ["linear_attention", "conv", "conv"]),
+    ("bailing_hybrid", "kda_lower_bound", 0.5),
+    ("bailing_hybrid", "q_lora_rank", 8),
+    ("bailing_hybrid", "num_expert_group", 4),
     ("olmo_hybrid", "layer_types", ["linear_attention"] * 3),
     ("olmo_hybrid", "layer_types", ["sliding_attention"] * 3),
     ("olmo_hybrid", "linear_num_value_heads", 3),

@@ -18,6 +18,7 @@ from ringjax.models.families.dense import (
 )
 from ringjax.models.families.family import Family, Wrapper
 from ringjax.models.families.hybrid import (
+  bailing_hybrid,
   falcon_h1,
   jamba,
   kimi_linear,
@@ -40,6 +41,7 @@ from ringjax.models.families.moe import (
 from ringjax.models.families.with_images import SHARED
 
 _MODULES = (
+  bailing_hybrid,
   deepseek,
   deepseek_kin,
   falcon,
