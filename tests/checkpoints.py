@@ -364,6 +364,9 @@ def spread(
   elif last in ("q_proj", "k_proj", "q_b_proj", "qkv_proj", "query_key_value",
                 "Wqkv", "c_attn"):  # fmt: skip
     gain = 1.5
+  elif last == "linear" and family == "zamba2":
+    # Blocks without residuals would make much of rounding errors.
+    gain = 0.03
   elif last == "modality_router":
     # What it reads is divided by the width.
     gain = 0.5 * fan_in

@@ -20,6 +20,7 @@ from ringjax.nn.attention_layers.cross_attention import (
   NoCrossAttention,
 )
 from ringjax.nn.attention_layers.latent import Latent
+from ringjax.nn.attention_layers.shared_block import AfterBlock
 from ringjax.nn.feedforward import (
   DenseAndExperts,
   Experts,
@@ -55,7 +56,7 @@ OneMixer = (
   | RgLru
   | ShortConv
 )
-Mixer = OneMixer | Beside
+Mixer = OneMixer | AfterBlock | Beside
 Feedforward = Plain | Gated | Experts | DenseAndExperts | NoFeedforward
 
 
@@ -125,7 +126,7 @@ class Layer:
     Empty for a layer that reads another layer's cache.
     """
     mixer = self.attention
-    if isinstance(mixer, Beside):
+    if isinstance(mixer, AfterBlock | Beside):
       return (mixer.attention, mixer.state)
     return () if getattr(mixer, "reads", False) else (mixer,)
 

@@ -87,7 +87,7 @@ UNSHARED = (
   "granitemoehybrid", "granitemoehybrid_dense", "jamba", "kimi_linear", "lfm2",
   "lfm2_moe", "mamba", "mamba2", "minimax", "minimax_m2", "nemotron_h",
   "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "qwen3_5", "qwen3_5_moe",
-  "qwen3_next", "recurrent_gemma", "stablelm", "youtu",
+  "qwen3_next", "recurrent_gemma", "stablelm", "youtu", "zamba2",
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from tests.helpers import make_mesh
 
 HYBRIDS = (
   "bailing_hybrid", "bamba", "falcon_h1", "jamba", "kimi_linear", "lfm2",
-  "minimax", "nemotron_h", "olmo_hybrid", "recurrent_gemma",
+  "minimax", "nemotron_h", "olmo_hybrid", "recurrent_gemma", "zamba2",
 )  # fmt: skip
 
 
@@ -92,6 +92,12 @@ def test_letters_of_nemotron_h():
     ("bailing_hybrid", "kda_lower_bound", 0.5),
     ("bailing_hybrid", "q_lora_rank", 8),
     ("bailing_hybrid", "num_expert_group", 4),
+    ("zamba2", "layers_block_type", ["mamba"] * 3),
+    ("zamba2", "layers_block_type", ["mamba", "attention", "hybrid"]),
+    ("zamba2", "hybrid_layer_ids", [1]),
+    ("zamba2", "tie_word_embeddings", False),
+    ("zamba2", "use_long_context", True),
+    ("zamba2", "num_key_value_heads", 2),
     ("olmo_hybrid", "layer_types", ["linear_attention"] * 3),
     ("olmo_hybrid", "layer_types", ["sliding_attention"] * 3),
     ("olmo_hybrid", "linear_num_value_heads", 3),
@@ -237,6 +243,29 @@ def test_documents_and_padding(folders, name):
 
 
 @pytest.mark.long
+@pytest.mark.long_cases(1)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_rows_of_two_lengths_and_a_second_turn(folders, name):
+  """A row is what it is alone, and a turn what it is in one text."""
+  model, prompt = models.load(folders[name]), checkpoints.expected(name).prompt
+  rows = [prompt[0], prompt[1, :17]]
+  options = {"max_new_tokens": 6}
+  together = np.asarray(rj.infer.generate(model, rows, **options))
+  for row, answer in zip(rows, together, strict=True):
+    alone = rj.infer.generate(model, row[None], **options)
+    np.testing.assert_array_equal(np.asarray(alone)[0], answer)
+  session = rj.infer.Session(model, 64)
+  first, second = rows[0][None, :9], rows[0][None, 9:]
+  answer = rj.infer.generate(model, first, cache=session, **options)
+  got = rj.infer.generate(model, second, cache=session, **options)
+  text = np.concatenate([first, np.asarray(answer), second], 1)
+  want = rj.infer.generate(model, text, **options)
+  np.testing.assert_array_equal(got, want)
+  drafted = rj.infer.generate(model, text, speculate="lookup", **options)
+  np.testing.assert_array_equal(drafted, want)
+
+
+@pytest.mark.long
 def test_two_mixers_are_one_layer(folders):
   """A pyramid of budgets is over layers, however many mixers each has."""
   model = models.load(folders["falcon_h1"])
@@ -321,6 +350,29 @@ def test_other_names_of_late_and_early_norms(folders, tmp_path, bare):
   models_read = [models.load(folder) for folder in (tmp_path, folders[name])]
   for a, b in zip(*map(jax.tree.leaves, models_read), strict=True):
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.long
+def test_layers_use_shared_blocks_in_turn(folders, tmp_path):
+  """A block is in the first layer that uses it, with maps for each use."""
+  config = checkpoints.config("zamba2") | {
+    "num_hidden_layers": 3,
+    "layers_block_type": ["hybrid"] * 3,
+    "num_mem_blocks": 2,
+  }
+  del config["hybrid_layer_ids"]
+  model = models.create(config, dtype=jnp.float32)
+  models.save(model, tmp_path)
+  part = ".shared_transformer.feed_forward.gate_up_proj_adapter_list."
+  names = sorted(x for x in load_file(tmp_path / "model.safetensors"))
+  assert [x for x in names if part in x and x.endswith("0.weight")] == [
+    f"model.layers.{layer}{part}{use}.0.weight"
+    for layer, use in ((0, 0), (0, 2), (1, 1))
+  ]
+  tokens = np.arange(20)[None]
+  np.testing.assert_array_equal(models.load(tmp_path)(tokens), model(tokens))
+  with pytest.raises(OptionError, match="share further weights"):
+    models.load_layers(tmp_path, 0, 2)
 
 
 @pytest.mark.long

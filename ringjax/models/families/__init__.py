@@ -30,6 +30,7 @@ from ringjax.models.families.hybrid import (
   recurrent_gemma,
   selective_state_space,
   state_space,
+  zamba2,
 )
 from ringjax.models.families.moe import (
   deepseek,
@@ -67,6 +68,7 @@ _MODULES = (
   recurrent_gemma,
   selective_state_space,
   state_space,
+  zamba2,
 )
 FAMILIES: dict[str, Family] = {
   family.name: family for module in _MODULES for family in module.FAMILIES

@@ -44,8 +44,8 @@ class ChannelDelta(Recurrent):
     taps: Number of tokens that the convolutions see, including the token
       itself.
     eps: Epsilon of the norm of the outputs.
-    least: Limit of the logarithms of decays, below 0, to which a sigmoid leads;
-      None: a softplus, without a limit.
+    lower_limit: Limit of the logarithms of decays, below 0, to which a sigmoid
+      leads; None: a softplus, without a limit.
   """
 
   heads: int
@@ -53,7 +53,7 @@ class ChannelDelta(Recurrent):
   rank: int | None
   taps: int
   eps: float
-  least: float | None = None
+  lower_limit: float | None = None
 
   def cache_shape(self, layers: int) -> StateShape:
     """Shape of the state that `layers` of this kind keep."""
@@ -116,11 +116,11 @@ class ChannelDeltaLayer(nnx.Module):
     step = self.step(self.step_down(x)).astype(compute_dtype) + offset
     rate = jnp.exp(self.log_rate[...].astype(compute_dtype))
     rate = rate.reshape(1, 1, spec.heads, 1)
-    if spec.least is None:
+    if spec.lower_limit is None:
       log_decay = -rate * jax.nn.softplus(step)
     else:
-      least = jnp.asarray(spec.least, compute_dtype)
-      log_decay = least * jax.nn.sigmoid(rate * step)
+      limit = jnp.asarray(spec.lower_limit, compute_dtype)
+      log_decay = limit * jax.nn.sigmoid(rate * step)
     inputs = RecurrentInputs(
       (self.q(x), self.k(x), self.v(x)),
       log_decay,

@@ -37,16 +37,16 @@ def _delta(r: ConfigReader) -> ChannelDelta:
   # A file that transformers wrote has the width of a rotation as `head_dim`.
   dim = r.whole("linear_head_dim", default=r.whole("head_dim", default=128))
   taps = r.whole("short_conv_kernel_size", default=4, least=2)
-  least = r.number("kda_lower_bound", default=-5.0)
-  if least >= 0:
-    raise r.error("kda_lower_bound", least, "a number below 0")
+  limit = r.number("kda_lower_bound", default=-5.0)
+  if limit >= 0:
+    raise r.error("kda_lower_bound", limit, "a number below 0")
   return ChannelDelta(
     heads=r.whole("linear_num_heads", default=heads),
     dim=dim,
     rank=None,
     taps=r.whole("linear_conv_kernel_dim", default=taps, least=2),
     eps=r.positive("rms_norm_eps", default=1e-6),
-    least=least if r.flag("kda_safe_gate", default=True) else None,
+    lower_limit=limit if r.flag("kda_safe_gate", default=True) else None,
   )
 
 
