@@ -59,6 +59,7 @@ ONE_PLUS = (
   "qwen3_5_moe_text",
   "qwen3_5_text",
   "qwen3_next",
+  "recurrent_gemma",
   "vaultgemma",
 )
 # Families of which the last norm alone does not.
@@ -69,6 +70,7 @@ STREAMED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 LOUD = (
   *GEMMA,
   *STREAMED,
+  "recurrent_gemma",
   "granite",
   "granite4_vision_text",
   "granite_docling_text",
@@ -76,6 +78,11 @@ LOUD = (
   "granitemoehybrid",
   "vaultgemma",
 )
+
+# Tables that follow from a config, and that no program has to read or write.
+TABLES = ("query_decay", "key_decay", "diagonal_decay")
+# Numbers that follow from a config: these tables, and a number of each head.
+DECAYS = ("slope_rate", *TABLES)
 
 # A buffer, not a parameter: stays float32 in a checkpoint of any dtype.
 BUFFER = "e_score_correction_bias"
@@ -249,9 +256,30 @@ def draw(
   name: str, shape: tuple[int, ...], settings: Mapping[str, Any], seed: int
 ) -> np.ndarray:
   """One tensor, float32."""
+  if name.endswith(DECAYS):
+    return decay(name, settings).reshape(shape)
   centre, scale = spread(name, shape, settings)
   x = centre + scale * normal(name, shape, seed)
   return np.asarray(x, np.float32)
+
+
+def decay(name: str, settings: Mapping[str, Any]) -> np.ndarray:
+  """A table of MiniMax-01's fixed decays, float32.
+
+  Rounded from float64, so that the last bits of an exponential do not show.
+  """
+  heads, size = settings["num_attention_heads"], settings["block_size"]
+  layer = int(name.split(".layers.")[1].split(".")[0])
+  share = 1 - layer / (settings["num_hidden_layers"] - 1 + 1e-5) + 1e-5
+  rate = share * np.float64(2) ** (-8 * np.arange(1, heads + 1) / heads)
+  rate, at = rate[:, None, None], np.arange(1, size + 1)[:, None]
+  table = {
+    "slope_rate": lambda: rate,
+    "query_decay": lambda: np.exp(-rate * at),
+    "key_decay": lambda: np.exp(-rate * (size - at)),
+    "diagonal_decay": lambda: np.exp(-rate * (at - at.T)) * (at >= at.T),
+  }[name.rsplit(".", 1)[-1]]
+  return np.asarray(table(), np.float32)
 
 
 def normal(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -311,7 +339,10 @@ def spread(
   if last in ("attention_sink_bias", "sinks", "dt_bias"):
     return 0.0, 1.0
   if last == "A_log":
-    return -2.0, 0.7
+    # Where it multiplies what a sigmoid reads, small ones would say nothing.
+    return 0.5 if "forget_gate" in name else -2.0, 0.7
+  if last == "recurrent_param":
+    return -4.0, 0.7
   if len(shape) == 0:
     return (-0.5, 0.1) if last == "eps" else (0.5, 0.1)
   if len(shape) == 1 or last.endswith("_bias"):
@@ -336,6 +367,9 @@ def spread(
   elif last in ("q_proj", "k_proj", "q_b_proj", "qkv_proj", "query_key_value",
                 "Wqkv", "c_attn"):  # fmt: skip
     gain = 1.5
+  elif last == "linear" and family == "zamba2":
+    # Blocks without residuals would make much of rounding errors.
+    gain = 0.03
   elif last == "modality_router":
     # What it reads is divided by the width.
     gain = 0.5 * fan_in

@@ -50,6 +50,7 @@ from ringjax.nn.attention_layers.folded_attention import (
   FoldedAttention,
   refuse_folded,
 )
+from ringjax.nn.attention_layers.shared_block import SharedBlocks
 from ringjax.nn.block import Layer
 from ringjax.nn.joint_calls import JointCache
 from ringjax.nn.layer_inputs import LayerInputs
@@ -111,7 +112,8 @@ class TransformerConfig:
     embed_scale: Factor of the embeddings.
     embed_norm: Norm of the scaled embeddings, or None.
     positions: Learned vectors that are added to embeddings, or None.
-    inputs: Second embedding that all layers read, or None.
+    inputs: Second embedding that all layers read, or blocks whose weights
+      layers share, or None.
     streams: Residual streams that layers share, or None for one.
     logit_scale: Factor of the logits.
     logit_cap: Soft cap of the logits, cap * tanh(logits / cap), or None.
@@ -131,7 +133,7 @@ class TransformerConfig:
   embed_scale: float = 1.0
   embed_norm: Norm | None = None
   positions: LearnedPositions | None = None
-  inputs: LayerInputs | None = None
+  inputs: LayerInputs | SharedBlocks | None = None
   streams: Streams | None = None
   logit_scale: float = 1.0
   logit_cap: float | None = None

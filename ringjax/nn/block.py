@@ -20,6 +20,7 @@ from ringjax.nn.attention_layers.cross_attention import (
   NoCrossAttention,
 )
 from ringjax.nn.attention_layers.latent import Latent
+from ringjax.nn.attention_layers.shared_block import AfterBlock
 from ringjax.nn.feedforward import (
   DenseAndExperts,
   Experts,
@@ -33,8 +34,10 @@ from ringjax.nn.linear import Identity, Norm, part_dtype
 from ringjax.nn.param import param
 from ringjax.nn.recurrent_layers.channel_delta import ChannelDelta
 from ringjax.nn.recurrent_layers.delta import Delta
+from ringjax.nn.recurrent_layers.lightning import Lightning
 from ringjax.nn.recurrent_layers.mamba import Mamba2
 from ringjax.nn.recurrent_layers.mamba1 import Mamba1
+from ringjax.nn.recurrent_layers.rg_lru import RgLru
 from ringjax.nn.recurrent_layers.short_conv import ShortConv
 from ringjax.nn.router_sums import RouterRecord
 from ringjax.nn.row_tiles import by_tile
@@ -45,12 +48,35 @@ from ringjax.typing import Index
 
 # Mixers of tokens, and feedforwards that act on each token alone.
 OneMixer = (
-  Attention | ChannelDelta | Delta | Latent | Mamba1 | Mamba2 | ShortConv
+  Attention
+  | ChannelDelta
+  | Delta
+  | Latent
+  | Lightning
+  | Mamba1
+  | Mamba2
+  | RgLru
+  | ShortConv
 )
-Mixer = OneMixer | Beside
+Mixer = OneMixer | AfterBlock | Beside
 # What a mixer keeps of a call.
 PartOfCache = LayerCache | StateCache | JointLayer
 Feedforward = Plain | Gated | Experts | DenseAndExperts | NoFeedforward
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormedResidual:
+  """Residuals that are the normed inputs of a layer's parts, not their inputs.
+
+  A part's result is keep norm(x) + add part(norm(x)), as in MiniMax-01.
+
+  Attributes:
+    attention: Factors keep and add of attention.
+    feedforward: Factors keep and add of the feedforward.
+  """
+
+  attention: tuple[float, float] = (1.0, 1.0)
+  feedforward: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +94,9 @@ class Layer:
       added together; with `shared_norm` through one norm.
     shared_norm: See `parallel`.
     residual_scale: Factor on a part's output before it is added.
+    normed_residual: Factors of residuals that are the parts' normed inputs;
+      None for residuals before the norms. Not with parallel parts, further
+      norms, `cross` or `low_rank`.
     cross: Attention to an encoder's states, between attention and feedforward;
       in parallel layers it reads the same input. None for none.
     inputs: Input from a token's id, added at the end; None for none.
@@ -91,6 +120,7 @@ class Layer:
   parallel: bool = False
   shared_norm: bool = False
   residual_scale: float = 1.0
+  normed_residual: NormedResidual | None = None
   cross: CrossAttention | None = None
   inputs: LayerInputs | None = None
   learned_scale: bool = False
@@ -106,7 +136,7 @@ class Layer:
     Empty for a layer that reads another layer's cache.
     """
     mixer = self.attention
-    if isinstance(mixer, Beside):
+    if isinstance(mixer, AfterBlock | Beside):
       return (mixer.attention, mixer.state)
     return () if getattr(mixer, "reads", False) else (mixer,)
 
@@ -206,11 +236,9 @@ class Block(nnx.Module):
   ) -> tuple[jax.Array, Any]:
     """Run attention and feedforward."""
     spec = self.spec
-    scaled = lambda y: (
-      y
-      if spec.residual_scale == 1.0
-      else y * jnp.asarray(spec.residual_scale, y.dtype)
-    )
+    if spec.normed_residual is not None:
+      return self._normed_parts(x, tokens, cache, attend, spec.normed_residual)
+    scaled = lambda y: _times(y, spec.residual_scale)
     # Sums and norms use the stream's dtype, products the weights'.
     stream = x.dtype
     narrow = part_dtype(self, stream)
@@ -238,11 +266,7 @@ class Block(nnx.Module):
     if not isinstance(spec.feedforward, DenseAndExperts):
       # That one has its own norms before its products.
       h = h.astype(narrow)
-    if isinstance(spec.feedforward, Experts | DenseAndExperts):
-      mixture: Any = self.feedforward
-      h = mixture(h, attend, tokens.record_of(RouterRecord))
-    else:
-      h = self.feedforward(h, attend)
+    h = self._feed(h, tokens, attend)
 
     def total(x: jax.Array, mixed: jax.Array, h: jax.Array) -> jax.Array:
       if spec.parallel:
@@ -253,3 +277,37 @@ class Block(nnx.Module):
       )
 
     return attend.constrain(by_tile(total, x, mixed, h)), cache
+
+  def _feed(
+    self, h: Float[Array, "B T D"], tokens: Tokens, attend: Attend
+  ) -> jax.Array:
+    """Run the feedforward."""
+    feedforward: Any = self.feedforward
+    if isinstance(self.spec.feedforward, Experts | DenseAndExperts):
+      return feedforward(h, attend, tokens.record_of(RouterRecord))
+    return feedforward(h, attend)
+
+  def _normed_parts(
+    self,
+    x: Float[Array, "B T D"],
+    tokens: Tokens,
+    cache: PartOfCache | tuple[PartOfCache, ...],
+    attend: Attend,
+    residual: NormedResidual,
+  ) -> tuple[jax.Array, Any]:
+    """Run attention and feedforward, each added to its normed input."""
+    stream, narrow = x.dtype, part_dtype(self, x.dtype)
+    mix: Any = self.attention
+    x = self.pre_attention(x)
+    mixed, cache = mix(x.astype(narrow), tokens, cache, attend)
+    keep, add = residual.attention
+    x = attend.constrain(_times(x, keep) + _times(mixed.astype(stream), add))
+    x = self.pre_feedforward(x)
+    h = self._feed(x.astype(narrow), tokens, attend).astype(stream)
+    keep, add = residual.feedforward
+    return attend.constrain(_times(x, keep) + _times(h, add)), cache
+
+
+def _times(x: jax.Array, factor: float) -> jax.Array:
+  """x times a factor, in x's dtype."""
+  return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 
 from ringjax.kv.base import CallCache
 from ringjax.nn.block import Block, Layer
+from ringjax.nn.recurrent_layers.lightning import LightningLayer
 from ringjax.nn.row_tiles import current_row_tiles
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tiled_layer import over_tiles, where_present
@@ -229,6 +230,12 @@ class Stack(nnx.Module):
       return nnx.List([build_stacked(layer) for layer in run.layers])
 
     self.blocks = nnx.List([build(run) for run in self.runs])
+    for run, blocks in zip(self.runs, self.blocks, strict=True):
+      for position, block in enumerate(blocks):
+        if isinstance(block.attention, LightningLayer):
+          block.attention.number_layers(
+            [run.number(position, n) for n in range(run.repeats)]
+          )
     self.placed: tuple[tuple[PlacedLayers | None, ...], ...] | None = None
     self.hosted: Any = None
     self.neuron_fault: ReadFault | None = None

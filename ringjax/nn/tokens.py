@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,7 @@ from ringjax.nn.router_sums import RouterRecord, RouterSums
 from ringjax.nn.tile_sums import TileRecord, TileSums
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
-from ringjax.typing import Index, Lengths
+from ringjax.typing import Lengths
 
 R = TypeVar("R", RouterRecord, TileRecord)
 
@@ -32,7 +32,8 @@ class Tokens:
     segmented: Whether segments matter.
     length: Number of tokens of the whole context.
     inputs: Function from a layer's number to its inputs from the tokens' ids,
-      [B, T, P], or None; set with the embeddings.
+      [B, T, P], or from that of a use of shared blocks to the use; None for
+      models without them. Set with the embeddings.
     tree: Coordinates [B, T] of drafted tokens among themselves, or None; see
       `ops.ancestors`.
     recorder: Class of the records that layers fill, or None; set before the
@@ -58,7 +59,7 @@ class Tokens:
     self.pos, self.seg, self.tree = pos, seg, tree
     self.derived, self.segmented = derived, segmented
     self.length = length
-    self.inputs: Callable[[Index], Array] | None = None
+    self.inputs: Callable[[Any], Any] | None = None
     self.recorder: type[RouterRecord] | type[TileRecord] | None = None
     self.recorded: tuple[tuple[RouterSums | TileSums | None, ...], ...] = ()
     self.record: RouterRecord | TileRecord | None = None

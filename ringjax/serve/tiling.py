@@ -188,6 +188,7 @@ def _is_dense(block: Block) -> bool:
     block.streams,
     block.attention_sum,
     block.feedforward_sum,
+    block.spec.normed_residual,
   )
   return (
     type(block.attention) is GroupedQuery

@@ -47,7 +47,8 @@ KINDS = (
 STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "mamba2", "granitemoehybrid",
           "granitemoehybrid_dense", "bamba", "nemotron_h", "lfm2", "jamba",
           "mamba", "falcon_mamba",
-          "kimi_linear", "falcon_h1")  # fmt: skip
+          "bailing_hybrid", "kimi_linear", "falcon_h1", "minimax",
+          "olmo_hybrid", "recurrent_gemma", "zamba2")  # fmt: skip
 # These four have no layer in common.
 QUICK = ("llama3", "gpt_oss", "deepseek_v3", "qwen3_next")
 OTHERS = tuple(n for n in checkpoints.names() if n not in KINDS)

@@ -80,14 +80,14 @@ def test_spans_deal_all_and_follow_the_weights():
 FORMS = ("llama3", "phi3", "falcon_40b", "falcon_7b", "qwen3_moe", "gpt_oss",
          "gpt_neox", "starcoder2")  # fmt: skip
 UNSHARED = (
-  "bamba", "cohere", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3",
-  "deepseek_v32", "deepseek_v3_noq", "falcon_h1", "falcon_mamba", "flex_olmo",
-  "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2",
-  "gpt_bigcode", "gpt_bigcode_heads", "granitemoehybrid",
+  "bailing_hybrid", "bamba", "cohere", "deepseek_v2", "deepseek_v2_lite",
+  "deepseek_v3", "deepseek_v32", "deepseek_v3_noq", "falcon_h1", "falcon_mamba",
+  "flex_olmo", "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite",
+  "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_bigcode_heads", "granitemoehybrid",
   "granitemoehybrid_dense", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
-  "mamba2", "minimax_m2", "mistral4", "muse_glimmer", "muse_spark",
-  "nemotron_h", "olmo2", "olmo3", "olmoe", "opt", "qwen3_5", "qwen3_5_moe",
-  "qwen3_next", "stablelm", "youtu",
+  "mamba2", "minimax", "minimax_m2", "mistral4", "muse_glimmer", "muse_spark",
+  "nemotron_h", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "qwen3_5",
+  "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "stablelm", "youtu", "zamba2",
 )  # fmt: skip
 
 

@@ -119,7 +119,8 @@ def test_forms_turn_back_into_the_same_bits(name):
     again = tensor.form.join(pieces)
     assert np.ascontiguousarray(again).tobytes() == x.tobytes(), tensor.name
   # Every number of every tensor has its place, and every place its number.
-  assert not arrays and all(x.all() for x in seen.values())
+  assert all(key.endswith(checkpoints.TABLES) for key in arrays)
+  assert all(x.all() for x in seen.values())
 
 
 @pytest.mark.one_case
@@ -131,7 +132,10 @@ def test_saved_is_what_was_loaded(name, tmp_path):
   first = checkpoints.write(name, tmp_path / "first")
   model = models.load(first)
   models.save(model, tmp_path / "second")
-  same_bits(stored(tmp_path / "second"), stored(first))
+  want = stored(first)
+  for key in [key for key in want if key.endswith(checkpoints.TABLES)]:
+    del want[key]
+  same_bits(stored(tmp_path / "second"), want)
   config = json.loads((tmp_path / "second" / "config.json").read_text())
   assert config == checkpoints.config(name)
 

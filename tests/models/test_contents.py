@@ -202,6 +202,7 @@ def test_a_missing_tensor_has_its_name_in_the_folder(tmp_path):
 # ---------------------------------------------------------------------------
 
 GUESSES = {
+  "bailing_hybrid": "model.layers.3.eh_proj.weight",
   "deepseek_v3": "model.layers.3.eh_proj.weight",
   "qwen3_next": "mtp.layers.0.mlp.gate.weight",
 }

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
 
 import ringjax as rj
 from ringjax import models
@@ -18,7 +19,10 @@ from ringjax.parallel.layout import Striped, Uneven, Zigzag
 from tests import checkpoints
 from tests.helpers import make_mesh
 
-HYBRIDS = ("bamba", "falcon_h1", "jamba", "kimi_linear", "lfm2", "nemotron_h")
+HYBRIDS = (
+  "bailing_hybrid", "bamba", "falcon_h1", "jamba", "kimi_linear", "lfm2",
+  "minimax", "nemotron_h", "olmo_hybrid", "recurrent_gemma", "zamba2",
+)  # fmt: skip
 
 
 def read(config, **changes):
@@ -77,6 +81,27 @@ def test_letters_of_nemotron_h():
     ("lfm2", "layer_types", ["conv", "full_attention"]),
     ("lfm2", "conv_L_cache", 1),
     ("lfm2", "conv_dim", 7),
+    ("minimax", "layer_types", ["full_attention", "conv"]),
+    ("minimax", "layer_types", ["sliding_attention"] * 3),
+    ("minimax", "mlp_beta_factor", "large"),
+    ("recurrent_gemma", "block_types", ["recurrent", "conv"]),
+    ("recurrent_gemma", "block_types", []),
+    ("recurrent_gemma", "lru_width", 42),
+    ("recurrent_gemma", "head_dim", 16),
+    ("bailing_hybrid", "layer_types", ["linear_attention", "conv", "conv"]),
+    ("bailing_hybrid", "kda_lower_bound", 0.5),
+    ("bailing_hybrid", "q_lora_rank", 8),
+    ("bailing_hybrid", "num_expert_group", 4),
+    ("zamba2", "layers_block_type", ["mamba"] * 3),
+    ("zamba2", "layers_block_type", ["mamba", "attention", "hybrid"]),
+    ("zamba2", "hybrid_layer_ids", [1]),
+    ("zamba2", "tie_word_embeddings", False),
+    ("zamba2", "use_long_context", True),
+    ("zamba2", "num_key_value_heads", 2),
+    ("olmo_hybrid", "layer_types", ["linear_attention"] * 3),
+    ("olmo_hybrid", "layer_types", ["sliding_attention"] * 3),
+    ("olmo_hybrid", "linear_num_value_heads", 3),
+    ("olmo_hybrid", "hidden_act", "gelu"),
   ],
 )
 def test_what_a_config_may_not_say(name, key, value):
@@ -166,6 +191,18 @@ def test_what_published_files_say_beside(preset, beside):
   assert read(config, **beside) == read(config)
 
 
+def test_a_base_of_null_is_no_rotation():
+  """OLMo Hybrid's published files say so, in either place."""
+  config = checkpoints.config("olmo_hybrid")
+  ropes = lambda config: {x for y in config.layers for x in y.attention.ropes}
+  assert len(ropes(read(config))) == 1
+  none = {"rope_type": "default", "rope_theta": None}
+  without = read(config, rope_parameters=none)
+  assert ropes(without) == set()
+  assert read(config, rope_parameters=None, rope_theta=None) == without
+  assert read(config, rope_parameters=None) == read(config)
+
+
 # ---------------------------------------------------------------------------
 # Rows
 # ---------------------------------------------------------------------------
@@ -212,6 +249,29 @@ def test_documents_and_padding(folders, name):
     model(packed, attend=ContextParallel(
       mesh=attend.mesh, axis="seq", layout=Uneven((3,) * 8)
     ))  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.long_cases(1)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_rows_of_two_lengths_and_a_second_turn(folders, name):
+  """A row is what it is alone, and a turn what it is in one text."""
+  model, prompt = models.load(folders[name]), checkpoints.expected(name).prompt
+  rows = [prompt[0], prompt[1, :17]]
+  options = {"max_new_tokens": 6}
+  together = np.asarray(rj.infer.generate(model, rows, **options))
+  for row, answer in zip(rows, together, strict=True):
+    alone = rj.infer.generate(model, row[None], **options)
+    np.testing.assert_array_equal(np.asarray(alone)[0], answer)
+  session = rj.infer.Session(model, 64)
+  first, second = rows[0][None, :9], rows[0][None, 9:]
+  answer = rj.infer.generate(model, first, cache=session, **options)
+  got = rj.infer.generate(model, second, cache=session, **options)
+  text = np.concatenate([first, np.asarray(answer), second], 1)
+  want = rj.infer.generate(model, text, **options)
+  np.testing.assert_array_equal(got, want)
+  drafted = rj.infer.generate(model, text, speculate="lookup", **options)
+  np.testing.assert_array_equal(drafted, want)
 
 
 @pytest.mark.long
@@ -278,6 +338,63 @@ def test_caches_of_other_kinds(folders, name):
     )
     exact = np.mean(np.asarray(made) == expected.greedy[:, :8])
     assert exact == 1 if kind == "windowed" else exact > 0.5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bare", ["input_layernorm", "feedforward_layer_norm"])
+def test_other_names_of_late_and_early_norms(folders, tmp_path, bare):
+  """transformers reads and writes OLMo Hybrid's norms under several names."""
+  name = "olmo_hybrid"
+  others = {
+    "input_layernorm": ("0.attention_layer_norm", "0.input_layernorm"),
+    "feedforward_layer_norm": (
+      "1.post_attention_layernorm",
+      "1.feedforward_layer_norm",
+    ),
+  }
+  arrays = checkpoints.tensors(name)
+  renamed = {key.replace(*others[bare]): x for key, x in arrays.items()}
+  assert set(renamed) != set(arrays)
+  checkpoints.write_folder(renamed, checkpoints.config(name), tmp_path)
+  models_read = [models.load(folder) for folder in (tmp_path, folders[name])]
+  for a, b in zip(*map(jax.tree.leaves, models_read), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.long
+def test_layers_use_shared_blocks_in_turn(folders, tmp_path):
+  """A block is in the first layer that uses it, with maps for each use."""
+  config = checkpoints.config("zamba2") | {
+    "num_hidden_layers": 3,
+    "layers_block_type": ["hybrid"] * 3,
+    "num_mem_blocks": 2,
+  }
+  del config["hybrid_layer_ids"]
+  model = models.create(config, dtype=jnp.float32)
+  models.save(model, tmp_path)
+  part = ".shared_transformer.feed_forward.gate_up_proj_adapter_list."
+  names = sorted(x for x in load_file(tmp_path / "model.safetensors"))
+  assert [x for x in names if part in x and x.endswith("0.weight")] == [
+    f"model.layers.{layer}{part}{use}.0.weight"
+    for layer, use in ((0, 0), (0, 2), (1, 1))
+  ]
+  tokens = np.arange(20)[None]
+  np.testing.assert_array_equal(models.load(tmp_path)(tokens), model(tokens))
+  with pytest.raises(OptionError, match="share further weights"):
+    models.load_layers(tmp_path, 0, 2)
+
+
+@pytest.mark.long
+def test_decays_of_a_new_model_depend_on_the_layer(tmp_path):
+  """MiniMax-01's follow from the config, and tables of them are not saved."""
+  config = checkpoints.config("minimax")
+  models.save(models.create(config), tmp_path)
+  tensors = load_file(tmp_path / "model.safetensors")
+  names = [x for x in tensors if x.endswith(checkpoints.DECAYS)]
+  assert names == [f"model.layers.{n}.self_attn.slope_rate" for n in range(2)]
+  for name in names:
+    want = checkpoints.decay(name, config)
+    np.testing.assert_allclose(tensors[name], want, rtol=1e-6)
 
 
 @pytest.mark.long

@@ -18,14 +18,19 @@ from ringjax.models.families.dense import (
 )
 from ringjax.models.families.family import Family, Wrapper
 from ringjax.models.families.hybrid import (
+  bailing_hybrid,
   falcon_h1,
   jamba,
   kimi_linear,
   lfm2,
+  minimax,
   nemotron_h,
+  olmo_hybrid,
   qwen3_next,
+  recurrent_gemma,
   selective_state_space,
   state_space,
+  zamba2,
 )
 from ringjax.models.families.moe import (
   deepseek,
@@ -38,6 +43,7 @@ from ringjax.models.families.moe import (
 from ringjax.models.families.with_images import SHARED
 
 _MODULES = (
+  bailing_hybrid,
   deepseek,
   deepseek_kin,
   falcon,
@@ -55,12 +61,16 @@ _MODULES = (
   llama4,
   llama_kin,
   mimo,
+  minimax,
   mixtures,
   muse,
   nemotron_h,
+  olmo_hybrid,
   qwen3_next,
+  recurrent_gemma,
   selective_state_space,
   state_space,
+  zamba2,
 )
 FAMILIES: dict[str, Family] = {
   family.name: family for module in _MODULES for family in module.FAMILIES

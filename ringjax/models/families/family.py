@@ -322,7 +322,7 @@ def model(
   feedforward: Feedforward | Sequence[Feedforward],
   norm: Norm,
   *,
-  layer: Mapping[str, Any] | None = None,
+  layer: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
   tied: bool = False,
   bound: str | None = None,
   **options: Any,
@@ -336,7 +336,7 @@ def model(
       length is then the number of layers.
     feedforward: Feedforward of every layer, or a list with one per layer.
     norm: Norm of every layer, and the last one.
-    layer: Further options of `Layer`.
+    layer: Further options of `Layer`, or a list with those of each layer.
     tied: Whether the head is the embedding, if the file does not say.
     bound: Key of the number of learned positions, if there are any.
     **options: Other options of `TransformerConfig`.
@@ -345,10 +345,17 @@ def model(
     ConfigError: If a value is out of range, or a key was not read.
   """
   count = len(attention) if isinstance(attention, list) else r.layers()
-  per_layer = lambda part: part if isinstance(part, list) else [part] * count
+  per_layer: Callable[[Any], list[Any]] = lambda part: (
+    part if isinstance(part, list) else [part] * count
+  )
   layers = [
-    Layer(attention=a, feedforward=f, norm=norm, **(layer or {}))
-    for a, f in zip(per_layer(attention), per_layer(feedforward), strict=True)
+    Layer(attention=a, feedforward=f, norm=norm, **more)
+    for a, f, more in zip(
+      per_layer(attention),
+      per_layer(feedforward),
+      per_layer(layer or {}),
+      strict=True,
+    )
   ]
   learned = options.get("positions")
   if learned is not None and bound is not None:

@@ -232,6 +232,7 @@ class TensorNames:
     rows: A parameter here -> whether it is stored as one row, [1, n].
     embed, embed_norm, positions, norm, head: Names of the other parts.
     inputs: A parameter of the inputs of all layers here -> its whole name.
+    shared: A whole name -> the parameters of shared blocks in its rows.
     streams: A parameter of the start or end of streams here -> its whole name,
       with {} for the number of a stream.
     base: Prefix of all names but the head's, which a folder leaves out if it
@@ -254,6 +255,7 @@ class TensorNames:
   norm: str = "model.norm"
   head: str = "lm_head"
   inputs: Mapping[str, str] = _none()
+  shared: Mapping[str, tuple[str, ...]] = _none()
   streams: Mapping[str, str] = _none()
   base: str = ""
   buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)

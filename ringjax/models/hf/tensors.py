@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -113,6 +113,9 @@ def _outer(
         yield CheckpointTensor(name.format(i), square, target)
   if model.inputs is None:
     return
+  if names.shared:
+    yield from _shared(model.inputs, names.shared)
+    return
   for leaf, param in parameters(model.inputs).items():
     shape = param.get_value().shape
     form = Reshape(shape, (shape[0], math.prod(shape[1:])))
@@ -121,6 +124,22 @@ def _outer(
     elif len(shape) == 1:
       form = Reshape(shape, shape)
     yield CheckpointTensor(names.inputs[leaf], form, ((f"inputs.{leaf}", ()),))
+
+
+def _shared(
+  blocks: nnx.Module, names: Mapping[str, Sequence[str]]
+) -> Iterator[CheckpointTensor]:
+  """The tensors of blocks whose weights layers share."""
+  params = parameters(blocks)
+  for name, paths in names.items():
+    forms = []
+    for path in paths:
+      part, _, leaf = path.rpartition(".")
+      shape = params[path].get_value().shape
+      forms.append(_form(_part(blocks, part), leaf, shape))
+    form = forms[0] if len(forms) == 1 else FusedRows(1, tuple(forms))
+    targets = tuple((f"inputs.{path}", ()) for path in paths)
+    yield CheckpointTensor(name, form, targets)
 
 
 def _form(
@@ -144,7 +163,8 @@ def _form(
 def _part(block: Any, path: str) -> Any:
   """A module in a block by its path, or None."""
   for name in path.split("."):
-    block = getattr(block, name, None)
+    owner: Any = block
+    block = owner[int(name)] if name.isdigit() else getattr(owner, name, None)
   return block
 
 

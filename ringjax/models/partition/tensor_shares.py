@@ -560,6 +560,8 @@ def _check_layer(family: str, number: int, layer: Layer) -> None:
     fault = "makes its values of its keys, or norms them"
   elif layer.residual_gate is not None or layer.post_norms is not None:
     fault = "gates its residuals, or has norms of several kinds"
+  elif layer.normed_residual is not None:
+    fault = "adds its parts to their normed inputs"
   elif layer.inputs is not None or layer.learned_scale:
     fault = "reads tokens' ids, or scales its output"
   elif getattr(feed, "sparsity", 0):

@@ -177,9 +177,12 @@ def head_norm(
 
 
 class GroupedQuery(nnx.Module):
-  """The module of `Attention`."""
+  """The module of `Attention`; its output may have another width than x."""
 
-  def __init__(self, rngs: nnx.Rngs, spec: Attention, embed: int):
+  def __init__(
+    self, rngs: nnx.Rngs, spec: Attention, embed: int, out: int | None = None
+  ):
+    out = embed if out is None else out
     n, k, h, j = spec.heads, spec.kv_heads, spec.head_dim, spec.value
     self.spec = spec
     into = lambda heads, dim, name, bias: Linear(
@@ -195,7 +198,7 @@ class GroupedQuery(nnx.Module):
         Identity() if value_norm is None else value_norm.build(rngs, j)
       )
     self.o = Linear(
-      rngs, (n, j), (embed,), ("heads", None, "embed"), bias=spec.out_bias
+      rngs, (n, j), (out,), ("heads", None, "embed"), bias=spec.out_bias
     )
     self.gate = into(n, j, "heads", False) if spec.gated else None
     self.q_norm = head_norm(rngs, spec, n)
@@ -209,7 +212,7 @@ class GroupedQuery(nnx.Module):
     tokens: Tokens,
     cache: LayerCache | JointLayer,
     attend: Attend,
-  ) -> tuple[Float[Array, "B T D"], Any]:
+  ) -> tuple[Float[Array, "B T _"], Any]:
     """[B, T, D] and the layer's cache with this call's keys."""
     spec = self.spec
     if spec.reads:

@@ -23,6 +23,7 @@ from ringjax.errors import InputTypeError, OptionError, ShapeError
 from ringjax.kv.state import StateShape
 from ringjax.nn.attention_layers.attention import Attention
 from ringjax.nn.attention_layers.attention_and_state import Beside
+from ringjax.nn.attention_layers.shared_block import AfterBlock
 from ringjax.nn.block import Layer
 from ringjax.nn.sharding_context import CachedAttention, Extras
 from ringjax.ops.attention.cached.pooled import PooledView
@@ -51,7 +52,7 @@ def check_function(function: object, layers: tuple[Layer, ...]) -> None:
     )
   for layer in layers:
     mixer = layer.attention
-    if isinstance(mixer, Beside):
+    if isinstance(mixer, AfterBlock | Beside):
       mixer = mixer.attention
     if type(mixer) is Attention:
       refused = [

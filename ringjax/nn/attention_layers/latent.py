@@ -35,6 +35,7 @@ from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.attention.scores import Scores
 from ringjax.ops.mask import Causal, Mask
 from ringjax.ops.rope import Rope
+from ringjax.ops.softmax import wide_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,7 @@ class Latent:
     unturned: Number of dims whose keys the heads share, without a rotation.
     index: Chooses the keys that are read; None: all.
     temperature: Scaling of the queries by position, or None.
+    gated: Whether a sigmoid of the layer's input multiplies each head's output.
   """
 
   heads: int
@@ -71,6 +73,7 @@ class Latent:
   unturned: int = 0
   index: KeyIndex | None = None
   temperature: Temperature | None = None
+  gated: bool = False
 
   @property
   def ropes(self) -> tuple[Rope, ...]:
@@ -165,6 +168,9 @@ class LatentLayer(nnx.Module):
       ("heads", None, "embed"),
       bias=spec.bias,
     )
+    self.gate = (
+      Linear(rngs, (embed,), (n,), ("embed", "heads")) if spec.gated else None
+    )
     key_index = spec.index
     self.index = (
       None
@@ -220,6 +226,10 @@ class LatentLayer(nnx.Module):
         extras = dataclasses.replace(extras, selection=selection)
       unrotated = unrotated[:, :, None]
       out = self._expanded(q, latent, unrotated, tokens, attend, extras)
+    if self.gate is not None:
+      gate = attend.rows(self.gate, x)
+      gate = jax.nn.sigmoid(gate.astype(wide_dtype(gate.dtype)))
+      out = out * gate.astype(out.dtype)[..., None]
     return attend.rows(self.o, out), cache
 
   def _maps(self, x: Float[Array, "B T D"]) -> tuple[Any, ...]:

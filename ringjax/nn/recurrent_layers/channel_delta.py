@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from ringjax.kv.base import StateCache
 from ringjax.kv.state import StateShape
-from ringjax.nn.linear import Linear, RMSNorm
+from ringjax.nn.linear import Identity, Linear, RMSNorm
 from ringjax.nn.param import param
 from ringjax.nn.recurrent_layers.delta import (
   Recurrent,
@@ -39,17 +39,21 @@ class ChannelDelta(Recurrent):
   Attributes:
     heads: Number of heads, N.
     dim: Size of a head of queries, keys and values, H.
-    rank: Size of the vectors from which decays and gates are computed.
+    rank: Size of the vectors from which decays and gates are computed; None:
+      they are computed from the layer's input.
     taps: Number of tokens that the convolutions see, including the token
       itself.
     eps: Epsilon of the norm of the outputs.
+    lower_limit: Limit of the logarithms of decays, below 0, to which a sigmoid
+      leads; None: a softplus, without a limit.
   """
 
   heads: int
   dim: int
-  rank: int
+  rank: int | None
   taps: int
   eps: float
+  lower_limit: float | None = None
 
   def cache_shape(self, layers: int) -> StateShape:
     """Shape of the state that `layers` of this kind keep."""
@@ -76,16 +80,23 @@ class ChannelDeltaLayer(nnx.Module):
       rngs, (size,), (n, h), (name, "heads", None)
     )
     taps = lambda: Taps(rngs, (n, h, spec.taps), ("heads", None))
-    down = lambda: Linear(rngs, (embed,), (spec.rank,), ("embed", None))
+    rank = spec.rank
+    down = lambda: (
+      Identity()
+      if rank is None
+      else Linear(rngs, (embed,), (rank,), ("embed", None))
+    )
+    out_of = lambda: into(embed, "embed") if rank is None else into(rank, None)
     self.q, self.k, self.v = (into(embed, "embed") for _ in range(3))
     self.q_taps, self.k_taps, self.v_taps = taps(), taps(), taps()
     self.beta = Linear(rngs, (embed,), (n,), ("embed", "heads"))
-    self.step_down, self.step = down(), into(spec.rank, None)
-    self.z_down, self.z = down(), into(spec.rank, None)
-    # Shaped to broadcast with [B, T, N, H].
-    self.log_rate = param(
-      rngs, (1, 1, n, 1), (None, None, "heads", None), fan_in=1
-    )
+    self.step_down, self.step = down(), out_of()
+    self.z_down, self.z = down(), out_of()
+    # In Kimi's files shaped to broadcast with [B, T, N, H].
+    shape, axes = (1, 1, n, 1), (None, None, "heads", None)
+    if rank is None:
+      shape, axes = (n,), ("heads",)
+    self.log_rate = param(rngs, shape, axes, fan_in=1)
     self.offset = param(rngs, (n * h,), ("heads",), value=1.0)
     self.norm = RMSNorm(rngs, (h,), (None,), eps=spec.eps)
     self.out = Linear(rngs, (n, h), (embed,), ("heads", None, "embed"))
@@ -104,9 +115,15 @@ class ChannelDeltaLayer(nnx.Module):
     )
     step = self.step(self.step_down(x)).astype(compute_dtype) + offset
     rate = jnp.exp(self.log_rate[...].astype(compute_dtype))
+    rate = rate.reshape(1, 1, spec.heads, 1)
+    if spec.lower_limit is None:
+      log_decay = -rate * jax.nn.softplus(step)
+    else:
+      limit = jnp.asarray(spec.lower_limit, compute_dtype)
+      log_decay = limit * jax.nn.sigmoid(rate * step)
     inputs = RecurrentInputs(
       (self.q(x), self.k(x), self.v(x)),
-      -rate * jax.nn.softplus(step),
+      log_decay,
       jax.nn.sigmoid(self.beta(x).astype(compute_dtype)),
       jnp.broadcast_to(tokens.seg, x.shape[:2]),
     )

@@ -74,6 +74,8 @@ class Delta(Recurrent):
     taps: Number of tokens that the convolution sees, including the token
       itself.
     eps: Epsilon of the norm of the outputs.
+    most_beta: Limit of the update rates, whose least is 0: 1, or 2 for states
+      that a token may also reflect.
   """
 
   key_heads: int
@@ -82,6 +84,7 @@ class Delta(Recurrent):
   value: int
   taps: int
   eps: float
+  most_beta: float = 1.0
 
   def cache_shape(self, layers: int) -> StateShape:
     """Shape of the state that `layers` of this kind keep."""
@@ -174,10 +177,13 @@ class DeltaLayer(nnx.Module):
       self.step(x).astype(compute_dtype)
       + self.offset[...].astype(compute_dtype)[None, None]
     )
+    beta = jax.nn.sigmoid(self.beta(x).astype(compute_dtype))
+    if self.spec.most_beta != 1.0:
+      beta = beta * jnp.asarray(self.spec.most_beta, compute_dtype)
     inputs = RecurrentInputs(
       (self.q(x), self.k(x), self.v(x)),
       -rate[None, None] * jax.nn.softplus(step),
-      jax.nn.sigmoid(self.beta(x).astype(compute_dtype)),
+      beta,
       jnp.broadcast_to(tokens.seg, x.shape[:2]),
     )
     taps = tuple(

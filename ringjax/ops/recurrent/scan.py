@@ -33,7 +33,7 @@ from ringjax.ops.recurrent import sequence
 from ringjax.ops.recurrent.sequence import Shards
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
-from ringjax.parallel.layout import Layout
+from ringjax.parallel.layout import Contiguous, Layout
 
 # Most bytes of all shards' totals to gather, rather than pass on in rounds.
 _GATHERED_BYTES = 1 << 22
@@ -177,6 +177,34 @@ def linear_recurrence(
     (dims, state),
   )  # fmt: skip
   return h, last
+
+
+def recurrence_of_shard(
+  a: Float[Array, "B T ..."],
+  b: Float[Array, "B T ..."],
+  initial: Float[Array, "B ..."],
+  *,
+  axis: str | None,
+) -> tuple[Float[Array, "B T ..."], Float[Array, "B ..."]]:
+  """Per shard: `linear_recurrence` of one document, for layers.
+
+  Args:
+    a: Factors, [B, T, ...], with the shape of b; 0 forgets earlier tokens.
+    b: Terms, [B, T, ...].
+    initial: State before the first shard's first token, [B, ...].
+    axis: Mesh axis of shards that hold consecutive tokens, each as many; None
+      for one device, whatever the current mesh.
+
+  Returns:
+    (h, last), as `linear_recurrence` does.
+  """
+  size = 1 if axis is None else collectives.axis_size(axis)
+  local = b.shape[1]
+  shards = Shards(Contiguous(), axis, size, size * local, local)
+  dtype = jnp.promote_types(wide_dtype(a.dtype), wide_dtype(b.dtype))
+  total = 2 * math.prod(initial.shape) * dtype.itemsize
+  f = _Recurrence(False, _gathered(total, size), dtype.name)
+  return f(shards, b, a, None, initial)
 
 
 def _gathered(total_bytes: int, shards: int) -> bool:

@@ -19,7 +19,7 @@ from ringjax.nn.block import Feedforward
 from ringjax.nn.recurrent_layers.channel_delta import ChannelDelta
 
 
-def _kinds(
+def kinds_of_layers(
   r: ConfigReader, key: str, known: tuple[str, str], default: list[str]
 ) -> list[str]:
   """A list of one of two names for each layer."""
@@ -63,7 +63,7 @@ def _delta(r: ConfigReader) -> tuple[ChannelDelta, list[str]]:
   else:
     is_full = lambda i: i > 0 and i % 4 == 0
   names = ("linear_attention", "full_attention")
-  kinds = _kinds(
+  kinds = kinds_of_layers(
     r, "layer_types", names, [names[is_full(i)] for i in range(count)]
   )
   mixer = ChannelDelta(
@@ -129,7 +129,7 @@ def _feedforwards(r: ConfigReader) -> list[Feedforward]:
   names = ("dense", "sparse")
   default = [names[i >= first] for i in range(r.layers())]
   by_kind = {"dense": gated(r), "sparse": sparse}
-  kinds = _kinds(r, "mlp_layer_types", names, default)
+  kinds = kinds_of_layers(r, "mlp_layer_types", names, default)
   return [by_kind[kind] for kind in kinds]
 
 

@@ -35,7 +35,8 @@ def latent(
   r: ConfigReader,
   interleaved: bool,
   *,
-  query_latent: int = 1536,
+  query_latent: int | None = 1536,
+  theta: float = 10000.0,
   turned_by_head_dim: bool = False,
   rope: Rope | None = None,
 ) -> Latent:
@@ -45,6 +46,7 @@ def latent(
     r: Reader of the config.
     interleaved: Whether neighbouring dims rotate as a pair.
     query_latent: Default of `q_lora_rank`; null means none.
+    theta: Default of the rotation's base.
     turned_by_head_dim: Whether transformers rotates as many dims as
       `head_dim` says, if it is present.
     rope: Rotation; None: that of a config whose vectors have the dims that
@@ -55,7 +57,7 @@ def latent(
     raise r.error("num_key_value_heads", kv_heads, f"the {heads} heads")
   rotated = r.whole("qk_rope_head_dim")
   plain = r.whole("qk_nope_head_dim")
-  rope = rope or r.rope(rotated, interleaved=interleaved)
+  rope = rope or r.rope(rotated, interleaved=interleaved, theta=theta)
   if r.has("head_dim") and turned_by_head_dim:
     r.only("head_dim", rotated)
   r.ignore("head_dim", "qk_head_dim")
