@@ -58,7 +58,7 @@ _ROOM_SHARE, _PAGE_SHARE = 16, 32
 # Options of parts that come first in texts; those of new fields follow.
 _TEXT_ORDER = (
   "unrotated", "windowed", "slack", "first", "recent", "room", "page", "device",
-  "residual",
+  "hot", "residual",
 )  # fmt: skip
 _P = TypeVar("_P", bound=Config)
 
@@ -113,6 +113,10 @@ class CacheConfig(Config):
         "an rj.kv.Codec, or None",
         "pass rj.kv.Codec(keys=rj.kv.Integers(bits=4), values=...)",
       )
+    if self.tier.hot is not None and self.exact.room == _ROOM:
+      # Tokens leave by blocks: what a named policy sets counts for nothing.
+      exact = self.exact.replace(room=ExactConfig().room)
+      object.__setattr__(self, "exact", exact)
     for refusal in REFUSED:
       if refusal.refused(self):
         remedy = refusal.remedy
@@ -144,12 +148,17 @@ class CacheConfig(Config):
         "block" if name == "room" else name: value
         for name, value in overrides.items()
       }
+    if overrides.get("hot") is not None and "block" not in overrides:
+      layout = overrides.get("layout", parts["layout"])
+      overrides = dict(overrides)
+      overrides["block"] = overrides.get("page", layout.page)
     return super()._changes(overrides, paths, parts)
 
   @property
   def evicting(self) -> bool:
     """Whether a cache of this kind has pages, see `EvictingCache`."""
-    return self.policy is not None or bool(self.exact)
+    chooses = self.policy is not None and self.tier.device is None
+    return chooses or bool(self.exact)
 
   @property
   def grouped(self) -> bool:

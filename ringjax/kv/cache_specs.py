@@ -11,12 +11,14 @@ from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.eviction.evicting import EvictingCache
 from ringjax.kv.model_cache import ModelCache
+from ringjax.kv.offload.chosen_tiered import ChosenTieredCache
 from ringjax.kv.offload.layer_offload import OffloadedCache
 from ringjax.kv.offload.tiered import TieredCache
 
 # Classes of storage, each with whether a kind of cache is stored by it: the
 # first one that is. A class of your own goes before them.
 STORAGES: list[tuple[Callable[[CacheConfig], bool], Any]] = [
+  (lambda kind: kind.tier.hot is not None, ChosenTieredCache),
   (lambda kind: kind.tier.device is not None, TieredCache),
   (lambda kind: kind.evicting, EvictingCache),
 ]
