@@ -37,6 +37,7 @@ from ringjax.kv.base import HOST, CacheSpec, zeros
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_rows import placed_as
+from ringjax.kv.eviction.evictable_layers import check_layers
 from ringjax.kv.kv_layer import KVLayer
 from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
 from ringjax.kv.offload.cache_files import CacheFiles
@@ -54,13 +55,14 @@ from ringjax.kv.storage.slots import REPLICATED
 from ringjax.ops.attention.blockwise import loop
 from ringjax.ops.attention.cached.paged import PagedView, ranked_pages
 from ringjax.ops.attention.cached.views import KVView, UnrotatedView
-from ringjax.ops.mask import Coords
+from ringjax.ops.attention.sparse.top_tokens import ranked
+from ringjax.ops.mask import Coords, SameSegment, visible
 from ringjax.parallel.local_arrays import move
 from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index, leaf
 
 if TYPE_CHECKING:
-  from ringjax.kv.policies import Policy
+  from ringjax.ops.attention.cached.selection import KeySelection
 
 
 class PageFetches(NamedTuple):
@@ -90,7 +92,8 @@ class ChosenTieredCache(TieredCache):
     memory: Memory kind of the pages, one of `MEMORIES`.
     places: Mesh axes that shard the pages.
     landmarks: For each kind of layer, what queries choose the pages by: least
-      and largest elements of the keys, [L, B, K, R M, 2, H].
+      and largest elements of the keys, [L, B, K, R M, 2, H], or the keys of
+      the layer's index, [L, B, 1, R M, P, E].
     hot: For each kind of layer its hot pages; () if all stays on the devices.
   """
 
@@ -129,7 +132,8 @@ class ChosenTieredCache(TieredCache):
     room = CacheSpec.of(
       batch, base.held.capacity, dtype, kind.codec, **where
     )
-    _check_layers(shapes, kind, room)
+    resident = tuple(blocks is None for blocks in base.blocks)
+    _check_layers(shapes, kind, room, resident)
     fields = {x.name: getattr(base, x.name) for x in dataclasses.fields(base)}
     return cls(
       **fields,
@@ -280,6 +284,7 @@ class ChosenTieredLayer(TieredLayer):
     cache: Any = self.cache
     policy = cache.kind.policy
     if policy is None or not self._chooses:
+      # An index chooses by `chosen_by`.
       return self
     bounds, heads = cache.landmarks[self.kind], self._places
     count = bounds.shape[3] // cache.shards
@@ -288,18 +293,58 @@ class ChosenTieredLayer(TieredLayer):
     )
 
     def choose(
-      q: jax.Array, bounds: jax.Array, has_page: jax.Array
+      q: jax.Array, bounds: jax.Array, at: Coords
     ) -> tuple[jax.Array, jax.Array]:
       b, t, n, h = q.shape
-      num_heads = bounds.shape[1]
+      num_heads, num_pages = bounds.shape[1:3]
       q = q.reshape(b, t, num_heads, n // num_heads, h)
       q = jnp.transpose(q, (0, 2, 3, 1, 4))
-      pages = jnp.broadcast_to(has_page[:, None], bounds.shape[:3])
-      return ranked_pages(q, bounds, pages, pages_read)
+      is_slot = (at.seg > 0).reshape(at.seg.shape[0], 1, num_pages, -1)
+      has_page = jnp.broadcast_to(jnp.any(is_slot, 3), bounds.shape[:3])
+      pages, reads = ranked_pages(q, bounds, has_page, pages_read)
+      # Of an empty row a query would read a page, too.
+      return pages, reads & jnp.take_along_axis(has_page[:, :, None], pages, 3)
 
     q = rotated()
     spec = P(heads.batch or None, None, heads.heads or None)
     return self._fetched(choose, q, spec, q.shape[1], max(pages_read))
+
+  def chosen_by(self, selection: KeySelection) -> ChosenTieredLayer:
+    """Copy the pages with keys that the layer's index may choose.
+
+    Each shard copies those of its best keys of the older part: the keys that
+    queries read are among them and those of the open cache.
+    """
+    if not self._chooses:
+      return self
+    cache: Any = self.cache
+    assert self.fresh is not None
+    mask = cache.shapes[self.kind].reading.mask & SameSegment()
+    batch = self._places.batch or None
+
+    def choose(
+      queries: PyTree, index_keys: jax.Array, at: Coords
+    ) -> tuple[jax.Array, jax.Array]:
+      selection, q_at = queries
+      keys = index_keys[:, 0].reshape(index_keys.shape[0], -1, index_keys.shape[-1])
+      expand = lambda at, axis: Coords(*(jnp.expand_dims(x, axis) for x in at))
+      allowed = visible(mask, expand(q_at, 2), expand(at, 1))
+      scores = ranked(selection.scores(keys), allowed)
+      count = min(selection.count, scores.shape[2])
+      score, slot = lax.top_k(scores, count)
+      pages = slot.astype(jnp.int32) // cache.kind.tier.block
+      return pages[:, None], (score > -jnp.inf)[:, None]
+
+    selection = selection.without_keys()
+    tokens, most = selection.q.shape[1], selection.count
+    coords = self.fresh.at
+    row = lambda x: P(batch if x.shape[0] > 1 else None)
+    specs = selection.specs(batch, None), Coords(*map(row, coords))
+    fetched = self._fetched(choose, (selection, coords), specs, tokens, most)
+    # The index chooses among the keys of all hot pages.
+    chosen = fetched.chosen
+    assert chosen is not None
+    return dataclasses.replace(fetched, chosen=chosen._replace(places=None))
 
   @property
   def _places(self) -> Places:
@@ -325,7 +370,7 @@ class ChosenTieredLayer(TieredLayer):
 
     Args:
       choose: Function of a device's queries, the landmarks of the layer and
-        whether there is a page, bool [B, M], to the pages that each query
+        the coordinates of the older slots, to the pages that each query
         chooses, int32 [B, K, T, n], and whether it reads them.
       queries: Arrays that it gets.
       specs: PartitionSpecs of the queries.
@@ -333,7 +378,7 @@ class ChosenTieredLayer(TieredLayer):
       most: Pages that a query reads, n.
     """
     cache: Any = self.cache
-    places, page = self._places, cache.kind.tier.block
+    places = self._places
     blocks, landmarks = cache.blocks[self.kind], cache.landmarks[self.kind]
     batch, heads, axis = (x or None for x in _axes(places))
 
@@ -346,14 +391,9 @@ class ChosenTieredLayer(TieredLayer):
       layer: jax.Array,
     ) -> tuple[HotPages, ChosenPages]:
       of_layer = lax.dynamic_index_in_dim(landmarks, layer, 0, keepdims=False)
-      by_page = (at.seg > 0).reshape(at.seg.shape[0], -1, page)
-      has_page = jnp.any(by_page, 2)
-      rows = of_layer.shape[0]
-      has_page = jnp.broadcast_to(has_page, (rows, has_page.shape[1]))
-      pages, reads = choose(queries, of_layer, has_page)
-      return fetch_chosen(
-        LayerKV(*blocks), hot, Coords(*at), layer, pages, reads
-      )
+      at = Coords(*at)
+      pages, reads = choose(queries, of_layer, at)
+      return fetch_chosen(LayerKV(*blocks), hot, at, layer, pages, reads)
 
     block_spec = P(axis, batch, heads)
     by_head = P(batch, heads, axis)
@@ -435,36 +475,45 @@ def _axes(places: Places) -> tuple[tuple[str, ...], ...]:
 
 
 def _check_layers(
-  shapes: tuple[Any, ...], kind: CacheConfig, room: CacheSpec
+  shapes: tuple[Any, ...],
+  kind: CacheConfig,
+  room: CacheSpec,
+  resident: tuple[bool, ...],
 ) -> None:
   """Refuse layers that can't choose pages of host memory."""
-  del room
-  for shape in shapes:
-    if not isinstance(shape, LayerCacheSpec):
+  check_layers(shapes, kind, room)
+  for shape, stays in zip(shapes, resident, strict=True):
+    if stays:
       continue
-    reading = shape.reading
+    reading: Any = shape.reading
     indexed = reading is not None and reading.most is not None
-    if kind.policy is None:
-      raise OptionError(
-        "hot",
-        f"{kind.tier.hot}, without a policy",
-        "a policy that chooses pages",
-        "write select:device=...,hot=..., or leave hot out",
-      )
+    if indexed == (kind.policy is None):
+      by_index = reading is not None and kind.layout.unrotated
+      by_index = by_index and indexed and reading.rope is not None
+      if by_index and reading.rope.scaling.by_length:
+        raise OptionError(
+          "unrotated",
+          "True, with hot, for an index whose rotation depends on the length",
+          "keys that are stored rotated",
+          "leave unrotated out",
+        )
+      continue
+    got, remedy = "", "leave hot out"
     if indexed:
-      raise OptionError(
-        "hot",
-        f"{kind.tier.hot}, for a layer whose index chooses keys",
-        "layers whose queries choose pages by bounds",
-        "leave hot and the policy out",
+      got, remedy = "and a policy, for a layer whose index chooses", (
+        f"leave the policy out, as dense:device={kind.tier.device},"
+        f"hot={kind.tier.hot}"
       )
-    if kind.layout.unrotated and reading is not None and reading.late:
-      raise OptionError(
-        "kind",
-        f"{kind.policy} over keys that are stored before a rotation and a norm",
-        "keys that are stored rotated",
-        "leave unrotated out",
+    else:
+      got, remedy = "without a policy, for a layer without an index", (
+        f"write select:device={kind.tier.device},hot={kind.tier.hot}"
       )
+    raise OptionError(
+      "hot",
+      f"{kind.tier.hot}, {got}",
+      "one that chooses: a policy, or the index of each layer",
+      remedy,
+    )
 
 
 def _landmarks_spec(
@@ -474,7 +523,16 @@ def _landmarks_spec(
   pages = room.capacity // kind.tier.block
   lead = (shape.layers, room.batch, shape.heads, pages)
   names = (None, "batch", "heads", "tokens", None, None)
-  return room.like((*lead, 2, shape.key), room.dtype, names)
+  each = 2, shape.key
+  if kind.policy is None:
+    each = kind.tier.block, shape.key - _index_of(shape)
+  return room.like((*lead, *each), room.dtype, names)
+
+
+def _index_of(shape: LayerCacheSpec) -> int:
+  """First dim of a key that belongs to the key of the layer's index."""
+  assert shape.reading is not None and shape.reading.index is not None
+  return shape.reading.index
 
 
 def _hot_spec(
@@ -568,9 +626,12 @@ def _with_landmarks(
       keys, _ = view.tile(jnp.int32(0), view.shape[2])
       keys = keys[:, :, : num_pages * page]
       keys = keys.reshape(rows, heads, num_pages, page, -1).astype(out.dtype)
-      low = jnp.min(jnp.where(real, keys, jnp.inf), 3)
-      high = jnp.max(jnp.where(real, keys, -jnp.inf), 3)
-      new = jnp.stack([low, high], 3)
+      if config.policy is None:
+        new = keys[..., _index_of(shape) :]
+      else:
+        low = jnp.min(jnp.where(real, keys, jnp.inf), 3)
+        high = jnp.max(jnp.where(real, keys, -jnp.inf), 3)
+        new = jnp.stack([low, high], 3)
       return out.at[layer, row, head, target[:, None]].set(new, mode="drop")
 
     if not num_pages:

@@ -292,6 +292,8 @@ def _wider(
   pool: Shaped[Array, "N P _"], first: Index, heads: int, size: int, extra: int
 ) -> Shaped[Array, "_ P _"]:
   """Copy one layer's pages, with room for more of each head."""
+  if not pool.size:
+    return pool
   layer = lax.dynamic_slice_in_dim(pool, first, heads * size, 0)
   by_head = layer.reshape(heads, size, *pool.shape[1:])
   wider = jnp.pad(by_head, ((0, 0), (0, extra), (0, 0), (0, 0)))
@@ -306,6 +308,8 @@ def _narrow(
   size: int,
 ) -> Shaped[Array, "N P _"]:
   """Put a layer's pages back, without the additional room."""
+  if not pool.size:
+    return pool
   by_head = pages.reshape(heads, -1, *pool.shape[1:])[:, :size]
   layer = by_head.reshape(-1, *pool.shape[1:])
   return lax.dynamic_update_slice_in_dim(pool, layer, first, 0)
