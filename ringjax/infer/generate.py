@@ -59,6 +59,7 @@ from ringjax.infer.stopping import (
   check_tokenizer,
 )
 from ringjax.kv.base import bytes_each
+from ringjax.kv.offload.chosen_tiered import page_fetches
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.nn.attention_layers.attention_function import DenseFunction
@@ -291,6 +292,7 @@ def generate(
     model, session, sampler, logits, start + lengths, ending, total, count,
   )  # fmt: skip
   speculation, marked, undrafted = None, NotFiniteRows(), NotFiniteRows()
+  fetches_before = page_fetches(session.cache)
   if drafter is None:
     new = _decode(*decoding, marked)
   else:
@@ -315,6 +317,9 @@ def generate(
     contexts=session.contexts,
     speculation=speculation,
     tiles=session.tiles,
+    fetches=None
+    if fetches_before is None
+    else page_fetches(session.cache).since(fetches_before),
     memory=report_bytes(
       model, session, -(-(reading.chunk or reading.width) // session.shards)
     ),

@@ -269,6 +269,9 @@ class CacheConfig(Config):
   @property
   def most_steps(self) -> int | None:
     """Most tokens between two evictions; None: as many as fit."""
+    if self.tier.hot is not None:
+      # What a query chooses from must not depend on drafts and other rows.
+      return self.tier.block
     return None if self.tier.device is not None else self.exact.room
 
   def noted(self, capacity: int) -> tuple[int, bool]:

@@ -24,6 +24,11 @@ STORAGES: list[tuple[Callable[[CacheConfig], bool], Any]] = [
 ]
 
 
+def storage_of(kind: CacheConfig) -> Any:
+  """Class that stores caches of a kind, if all layers are on the devices."""
+  return next((cls for stores, cls in STORAGES if stores(kind)), KVCache)
+
+
 def cache_spec(
   shapes: tuple[Any, ...],
   batch: int,
@@ -44,7 +49,6 @@ def cache_spec(
   call = (shapes, batch, capacity, dtype)
   if tiers is not None:
     return OffloadedCache.spec(*call, kind=kind, tiers=tiers, **where)
-  for stores, storage in STORAGES:
-    if stores(kind):
-      return storage.spec(*call, kind=kind, **where)
-  return KVCache.spec(*call, kind=kind, filled=True, **where)
+  storage = storage_of(kind)
+  options = dict(filled=True) if storage is KVCache else {}
+  return storage.spec(*call, kind=kind, **options, **where)

@@ -62,6 +62,7 @@ from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index, leaf
 
 if TYPE_CHECKING:
+  from ringjax.kv.model_cache import ModelCache
   from ringjax.ops.attention.cached.selection import KeySelection
 
 
@@ -77,6 +78,26 @@ class PageFetches(NamedTuple):
   hits: int
   misses: int
   bytes: int
+
+  def since(self, earlier: PageFetches) -> PageFetches:
+    """Pages that calls have chosen after those that `earlier` counts."""
+    pairs = zip(self, earlier, strict=True)
+    return PageFetches(*(new - old for new, old in pairs))
+
+  def record(self) -> dict[str, int | float]:
+    """Fields and the share of hits as JSON."""
+    share = self.hits / max(1, self.hits + self.misses)
+    return {**self._asdict(), "hit_share": share}
+
+
+def page_fetches(cache: ModelCache) -> PageFetches | None:
+  """Chosen pages of a cache and its parts; None without a choice."""
+  if isinstance(cache, ChosenTieredCache):
+    return cache.fetches()
+  parts = [x for x in map(page_fetches, cache.parts) if x is not None]
+  if not parts:
+    return None
+  return PageFetches(*map(sum, zip(*parts, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,6 +208,19 @@ class ChosenTieredCache(TieredCache):
       num_bytes += int(counts[1]) * page_bytes
     return PageFetches(hits, misses, num_bytes)
 
+  def tokens_read(self, kind: int, tokens: int) -> int:
+    """Older tokens that a query reads at most of `tokens`, on one shard.
+
+    Args:
+      kind: Index of the kind of layer.
+      tokens: Number of older tokens.
+    """
+    page, policy = self.kind.tier.block, self.kind.policy
+    pages = -(-tokens // page)
+    if policy is not None:
+      return min(tokens, policy.pages(pages, page) * page) if pages else 0
+    return min(tokens, self.shapes[kind].reading.most * page)
+
   def tile_trips(self, platform: str) -> float:
     """Trip count of each of the two loops over a full cache's pages."""
     return (super().tile_trips(platform) + 1 / 3) / self.kind.tier.tile_blocks - 1 / 3
@@ -251,7 +285,14 @@ class ChosenTieredCache(TieredCache):
     cache = dataclasses.replace(cache, landmarks=landmarks)
     to_device = lambda x: jax.device_put(x, device)
     hot = jax.tree.map(to_device, cache._hot_for(self.batch))
-    return dataclasses.replace(cache, hot=hot)
+    counted = []
+    for new, old in zip(hot, self.hot, strict=True):
+      if new:
+        by_shard = host(old.counts).reshape(*new.counts.shape[:3], -1, 2)
+        counts = move(jnp.asarray(by_shard.sum(3)), device)
+        new = dataclasses.replace(new, counts=counts)
+      counted.append(new)
+    return dataclasses.replace(cache, hot=tuple(counted))
 
 
 tree.register(

@@ -196,7 +196,8 @@ def fetch_chosen(
   stays = (held >= 0) & jnp.take_along_axis(chosen, jnp.maximum(held, 0), 2)
   # Room that only this call has is taken last, pages of this call never.
   rank = jnp.where(stays, _LAST, used)
-  rank = jnp.where(jnp.arange(width) < size, rank, jnp.maximum(rank, _LAST - 1))
+  slots = jnp.arange(width, dtype=jnp.int32)[None, None]
+  rank = jnp.where(slots < size, rank, jnp.maximum(rank, _LAST - 1))
   order = jnp.argsort(rank, 2).astype(jnp.int32)
   nth = jnp.cumsum(is_miss, 2, dtype=jnp.int32) - 1
   victim = jnp.take_along_axis(order, jnp.clip(nth, 0, width - 1), 2)
@@ -217,7 +218,7 @@ def fetch_chosen(
     blocks, arrays, layer, total, base, width, flat, victim, is_miss
   )
   head = jnp.arange(b * heads, dtype=jnp.int32).reshape(b, heads, 1)
-  table = base + head * width + jnp.arange(width, dtype=jnp.int32)
+  table = base + head * width + slots
   table = jnp.where(held >= 0, table, -1)
   back = lambda old, new: lax.dynamic_update_slice_in_dim(
     old, new[None], layer, 0
