@@ -107,15 +107,14 @@ class TierConfig(Config):
     default=256,
   )
   hot: int | None = option(
-    "Tokens of each KV head that stay in device memory, on each shard, of those "
-    "that queries chose in host memory. Then a token of an answer reads only "
-    "the pages that the policy, or the index of its layer, chooses, and only "
-    "those that are not among the hot ones are copied. None: each call copies "
-    "all older tokens. See `ChosenTieredCache`.",
+    "Tokens of pages in host memory that each KV head keeps in device memory, "
+    "on each shard, once queries chose them. A token of an answer then reads "
+    "only the pages that the policy, or the index of its layer, chooses, and "
+    "copies only those that are not kept. None: each call copies all older "
+    "tokens. See `ChosenTieredCache`.",
     least=1,
     default=None,
   )
-
 
   @property
   def tile_blocks(self) -> int:

@@ -189,9 +189,7 @@ PATHS: dict[str, Path] = {
   "quest in host memory, unrotated": _in_host(
     rj.kv.Select(budget=0.4), unrotated=True
   ),
-  "index in host memory": _in_host(
-    None, model=lambda: model("deepseek_v32")
-  ),
+  "index in host memory": _in_host(None, model=lambda: model("deepseek_v32")),
   "sinks": _policy(rj.kv.Sinks(budget=12)),
   "sinks in the cache": _policy(rj.kv.Sinks(budget=12, positions="cache")),
   "keydiff": _policy(rj.kv.KeyDiff(budget=12)),

@@ -122,9 +122,13 @@ def test_rows_chunks_and_turns_are_independent():
       [
         row.tolist()
         for row in rj.infer.generate(
-          model, [turn[n] for n in rows], max_new_tokens=20, cache=session,
-          report=reports.append, **options,
-        )  # fmt: skip
+          model,
+          [turn[n] for n in rows],
+          max_new_tokens=20,
+          cache=session,
+          report=reports.append,
+          **options,
+        )
       ]
       for turn in turns
     ]
@@ -173,7 +177,8 @@ def test_rows_are_taken_inserted_and_cut():
   _, cache = model(
     more, segment_ids=seg, cache=cache.evict().with_room(20), attend=prompt
   )
-  cache = cache.evict().take([1, 0, 1]).insert([2], cache.evict().take([0]))
+  cache = cache.evict()
+  cache = cache.take([1, 0, 1]).insert([2], cache.take([0]))
   after = np.stack([tokens[1, 42:44], tokens[0, 42:44], tokens[0, 42:44]])
   logits, _ = model(after, cache=cache.with_room(2))
   cut = np.concatenate([tokens[1, :20], tokens[1, 22:44]])[None]

@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import OptionError
@@ -41,6 +41,7 @@ from ringjax.kv.eviction.evictable_layers import check_layers
 from ringjax.kv.kv_layer import KVLayer
 from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
 from ringjax.kv.offload.cache_files import CacheFiles
+from ringjax.kv.offload.host_memory import default_device
 from ringjax.kv.offload.hot_pages import (
   ChosenPages,
   HotPages,
@@ -59,7 +60,7 @@ from ringjax.ops.attention.sparse.top_tokens import ranked
 from ringjax.ops.mask import Coords, SameSegment, visible
 from ringjax.parallel.local_arrays import move
 from ringjax.parallel.programs import bounded
-from ringjax.typing import ArrayLeaf, Index, leaf
+from ringjax.typing import ArrayLeaf, Index
 
 if TYPE_CHECKING:
   from ringjax.kv.model_cache import ModelCache
@@ -97,7 +98,8 @@ def page_fetches(cache: ModelCache) -> PageFetches | None:
   parts = [x for x in map(page_fetches, cache.parts) if x is not None]
   if not parts:
     return None
-  return PageFetches(*map(sum, zip(*parts, strict=True)))
+  hits, misses, num_bytes = (sum(x) for x in zip(*parts, strict=True))
+  return PageFetches(int(hits), int(misses), int(num_bytes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,9 +152,7 @@ class ChosenTieredCache(TieredCache):
     base = TieredCache.spec(
       shapes, batch, capacity, dtype, kind=kind, memory=memory, **where
     )
-    room = CacheSpec.of(
-      batch, base.held.capacity, dtype, kind.codec, **where
-    )
+    room = CacheSpec.of(batch, base.held.capacity, dtype, kind.codec, **where)
     resident = tuple(blocks is None for blocks in base.blocks)
     _check_layers(shapes, kind, room, resident)
     fields = {x.name: getattr(base, x.name) for x in dataclasses.fields(base)}
@@ -170,8 +170,7 @@ class ChosenTieredCache(TieredCache):
     landmarks, hot = zeros(self.landmarks), _emptied(self.hot)
     if self.mesh is None:
       # As `TieredCache` does, so that jit does not compile twice.
-      device = next(iter(jax.tree.leaves(cache.held)[0].devices()))
-      landmarks, hot = jax.device_put((landmarks, hot), device)
+      landmarks, hot = jax.device_put((landmarks, hot), default_device())
     return dataclasses.replace(cache, landmarks=landmarks, hot=hot)
 
   def _hot_for(self, batch: int) -> tuple[Any, ...]:
@@ -223,7 +222,9 @@ class ChosenTieredCache(TieredCache):
 
   def tile_trips(self, platform: str) -> float:
     """Trip count of each of the two loops over a full cache's pages."""
-    return (super().tile_trips(platform) + 1 / 3) / self.kind.tier.tile_blocks - 1 / 3
+    return (
+      super().tile_trips(platform) + 1 / 3
+    ) / self.kind.tier.tile_blocks - 1 / 3
 
   # -------------------------------------------------------------------------
   # A call
@@ -245,8 +246,16 @@ class ChosenTieredCache(TieredCache):
     landmarks = tuple(
       None
       if x is None
-      else _with_landmarks(x, self.open, older, count, n, self.kind, self.limit,
-                           with_heads(self.places, self.shapes[n].heads))
+      else _with_landmarks(
+        x,
+        self.open,
+        older,
+        count,
+        n,
+        self.kind,
+        self.limit,
+        with_heads(self.places, self.shapes[n].heads),
+      )
       for n, x in enumerate(self.landmarks)
     )
     # Before the blocks are written: tokens that were dropped may be hot.
@@ -257,8 +266,8 @@ class ChosenTieredCache(TieredCache):
   def changed(self, change: changes.CacheChange) -> ChosenTieredCache:
     """Return the cache after a change between calls; see `ModelCache.changed`.
 
-    Hot pages of rows that are taken or inserted are copied again. Of a page
-    that `truncate` leaves partly empty, the bounds include the keys that it had.
+    Hot pages of rows that are taken or inserted are copied again. Bounds of a
+    page that `truncate` leaves partly empty include the keys that it had.
     """
     cache: Any = super().changed(change)
     match change:
@@ -367,7 +376,9 @@ class ChosenTieredLayer(TieredLayer):
       queries: PyTree, index_keys: jax.Array, at: Coords
     ) -> tuple[jax.Array, jax.Array]:
       selection, q_at = queries
-      keys = index_keys[:, 0].reshape(index_keys.shape[0], -1, index_keys.shape[-1])
+      keys = index_keys[:, 0].reshape(
+        index_keys.shape[0], -1, index_keys.shape[-1]
+      )
       expand = lambda at, axis: Coords(*(jnp.expand_dims(x, axis) for x in at))
       allowed = visible(mask, expand(q_at, 2), expand(at, 1))
       scores = ranked(selection.scores(keys), allowed)
@@ -379,7 +390,7 @@ class ChosenTieredLayer(TieredLayer):
     selection = selection.without_keys()
     tokens, most = selection.q.shape[1], selection.count
     coords = self.fresh.at
-    row = lambda x: P(batch if x.shape[0] > 1 else None)
+    row: Any = lambda x: P(batch if x.shape[0] > 1 else None)
     specs = selection.specs(batch, None), Coords(*map(row, coords))
     fetched = self._fetched(choose, (selection, coords), specs, tokens, most)
     # The index chooses among the keys of all hot pages.
@@ -436,17 +447,19 @@ class ChosenTieredLayer(TieredLayer):
       pages, reads = choose(queries, of_layer, at)
       return fetch_chosen(LayerKV(*blocks), hot, at, layer, pages, reads)
 
-    block_spec = P(axis, batch, heads)
-    by_head = P(batch, heads, axis)
+    block_spec: Any = P(axis, batch, heads)
+    value_spec: Any = block_spec if blocks.v.size else P()
+    by_head: Any = P(batch, heads, axis)
+    by_query: Any = P(batch, heads, None, axis)
     wider = is_wider(self.hot, cache.shards, tokens * most, landmarks.shape[3])
-    pool = places.pool if wider else None
-    value_pool = pool if self.hot.v.size or pool is None else P()
+    pool: Any = places.pool if wider else None
+    value_pool: Any = pool if self.hot.v.size or pool is None else P()
     hot_specs = self.hot.specs(places)
     hot, chosen = places.local(
       local,
       (
         specs,
-        LayerKV(block_spec, block_spec if blocks.v.size else P()),
+        LayerKV(block_spec, value_spec),
         hot_specs,
         places.by_head,
         places.by_example,
@@ -458,7 +471,7 @@ class ChosenTieredLayer(TieredLayer):
           pool,
           value_pool,
           by_head,
-          P(batch, heads, None, axis),
+          by_query,
           Coords(by_head, by_head),
         ),
       ),
@@ -483,9 +496,11 @@ class ChosenTieredLayer(TieredLayer):
     if codec is not None:
       constants = self.inner._constants()
       decoders = cache.shapes[self.kind].decoders(codec, cache.dtype)
+    k = self.hot.k if chosen.k is None else chosen.k
+    v = self.hot.v if chosen.v is None else chosen.v
     view: Any = PagedView(
-      self.hot.k if chosen.k is None else chosen.k,
-      self.hot.v if chosen.v is None else chosen.v,
+      k,
+      v if v.size else k[..., :0],
       chosen.at.pos,
       chosen.at.seg,
       chosen.table,
@@ -541,13 +556,17 @@ def _check_layers(
       continue
     got, remedy = "", "leave hot out"
     if indexed:
-      got, remedy = "and a policy, for a layer whose index chooses", (
-        f"leave the policy out, as dense:device={kind.tier.device},"
-        f"hot={kind.tier.hot}"
+      got, remedy = (
+        "and a policy, for a layer whose index chooses",
+        (
+          f"leave the policy out, as dense:device={kind.tier.device},"
+          f"hot={kind.tier.hot}"
+        ),
       )
     else:
-      got, remedy = "without a policy, for a layer without an index", (
-        f"write select:device={kind.tier.device},hot={kind.tier.hot}"
+      got, remedy = (
+        "without a policy, for a layer without an index",
+        (f"write select:device={kind.tier.device},hot={kind.tier.hot}"),
       )
     raise OptionError(
       "hot",
@@ -602,9 +621,7 @@ def _emptied(hot: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @bounded
-@functools.partial(
-  jax.jit, static_argnums=(4, 5, 6, 7), donate_argnums=0
-)
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7), donate_argnums=0)
 def _with_landmarks(
   landmarks: Float[Array, "L B K M n H"],
   open_cache: KVCache,
@@ -704,9 +721,7 @@ def _without_pages_from(
 
   def forget(x: HotPages) -> HotPages:
     at_places = with_heads(places, x.page.shape[2])
-    drop = lambda page, first: jnp.where(
-      page < first[None, :, None], page, -1
-    )
+    drop = lambda page, first: jnp.where(page < first[None, :, None], page, -1)
     local = at_places.local(
       drop, (at_places.by_head, at_places.by_example), at_places.by_head
     )

@@ -129,7 +129,7 @@ class ChosenPages(NamedTuple):
     table: Index of each page of a head in the arrays, int32 [B, K, W], -1 for
       none.
     places: Places in the table that each query reads, int32 [B, K, T, n], -1
-      for none.
+      for none; None: it reads all pages of the table.
     at: Coordinates of the slots of the table's pages, [B, K, W P]; positions
       are -1 for an empty slot.
   """
@@ -137,7 +137,7 @@ class ChosenPages(NamedTuple):
   k: Shaped[Array, "N P _"] | None
   v: Shaped[Array, "N P _"] | None
   table: Int[Array, "B K W"]
-  places: Int[Array, "B K T n"]
+  places: Int[Array, "B K T n"] | None
   at: Coords
 
 
@@ -192,7 +192,9 @@ def fetch_chosen(
   slot_of = _slots_of(held, total)
   is_hit = read & (jnp.take_along_axis(slot_of, flat, 2) >= 0)
   is_miss = read & ~is_hit & _is_first(flat, read, total)
-  chosen = _scattered(flat, read, jnp.bool_(True), jnp.zeros_like(slot_of, bool))
+  chosen = _scattered(
+    flat, read, jnp.bool_(True), jnp.zeros_like(slot_of, bool)
+  )
   stays = (held >= 0) & jnp.take_along_axis(chosen, jnp.maximum(held, 0), 2)
   # Room that only this call has is taken last, pages of this call never.
   rank = jnp.where(stays, _LAST, used)
@@ -334,9 +336,7 @@ def _fetched(
   order = order.astype(jnp.int32)
   first = jnp.asarray(layer, jnp.int32) * total
   # On a TPU a page is one slice, along one axis, of the hosts' memory.
-  stacks = tuple(
-    x.reshape(-1, *x.shape[3:]) if x.size else x for x in blocks
-  )
+  stacks = tuple(x.reshape(-1, *x.shape[3:]) if x.size else x for x in blocks)
 
   def step(i: Index, arrays: PyTree) -> PyTree:
     which = order[i]
@@ -350,9 +350,7 @@ def _fetched(
         return into
       host_page = lax.dynamic_slice_in_dim(stack, source, 1, 0)
       stored = jax.device_put(host_page, jax.memory.Space.Device)
-      return lax.dynamic_update_slice_in_dim(
-        into, as_bytes(stored), target, 0
-      )
+      return lax.dynamic_update_slice_in_dim(into, as_bytes(stored), target, 0)
 
     return tuple(map(copy, stacks, arrays))
 

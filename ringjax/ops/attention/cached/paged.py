@@ -115,9 +115,7 @@ class PagedView(StoredView):
       table=P(batch, heads, tokens),
       constants=jax.tree.map(lambda _: P(heads), self.constants),
       bounds=None if self.bounds is None else pool,
-      places=None
-      if self.places is None
-      else P(batch, heads, None, tokens),
+      places=None if self.places is None else P(batch, heads, None, tokens),
     )
 
   def tile(
