@@ -59,7 +59,8 @@ from ringjax.infer.stopping import (
   check_tokenizer,
 )
 from ringjax.kv.base import bytes_each
-from ringjax.kv.offload.chosen_tiered import PageFetches, page_fetches
+from ringjax.kv.offload.chosen_tiered import page_fetches
+from ringjax.kv.offload.hot_pages import PageFetches
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.nn.attention_layers.attention_function import DenseFunction

@@ -26,7 +26,7 @@ from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Codec
 from ringjax.kv.composed.row_groups import RowGroups
 from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
-from ringjax.kv.offload.chosen_tiered import PageFetches
+from ringjax.kv.offload.hot_pages import PageFetches
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import (
   WeightPlacement,

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,11 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import CacheSpec, zeros
+from ringjax.kv.cache_kind import CacheConfig
+from ringjax.kv.cache_rows import placed_as
 from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
+from ringjax.kv.offload.moved_blocks import with_heads
+from ringjax.kv.state import StateShape
 from ringjax.kv.storage.pages import Places
 from ringjax.ops.attention.blockwise import loop
 from ringjax.ops.attention.cached.code_format import as_bytes, token_axis
@@ -120,6 +125,30 @@ class HotPages:
 tree.register(HotPages, ("k", "v", "page", "used", "counts"), ())
 
 
+class PageFetches(NamedTuple):
+  """Pages that calls have chosen, of all rows, layers, KV heads and shards.
+
+  Fields:
+    hits: Pages that were on the devices.
+    misses: Pages that were copied from host memory.
+    bytes: Bytes of the pages that were copied.
+  """
+
+  hits: int
+  misses: int
+  bytes: int
+
+  def since(self, earlier: PageFetches) -> PageFetches:
+    """Pages that calls have chosen after those that `earlier` counts."""
+    pairs = zip(self, earlier, strict=True)
+    return PageFetches(*(new - old for new, old in pairs))
+
+  def record(self) -> dict[str, int | float]:
+    """Fields and the share of hits as JSON."""
+    share = self.hits / max(1, self.hits + self.misses)
+    return {**self._asdict(), "hit_share": share}
+
+
 class ChosenPages(NamedTuple):
   """Pages that the queries of a call read, in device memory.
 
@@ -181,21 +210,23 @@ def fetch_chosen(
   wanted = min(pages.shape[2] * pages.shape[3], total)
   extra = max(0, wanted - size)
   take_layer = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
-  held, used = take_layer(hot.page), take_layer(hot.used)
+  page_of, used = take_layer(hot.page), take_layer(hot.used)
   widen = lambda x, value: jnp.pad(
     x, ((0, 0), (0, 0), (0, extra)), constant_values=value
   )
-  held, used = widen(held, -1), widen(used, -1)
+  page_of, used = widen(page_of, -1), widen(used, -1)
   width = size + extra
   flat = pages.reshape(b, heads, -1)
   read = reads.reshape(b, heads, -1)
-  slot_of = _slots_of(held, total)
+  slot_of = _slots_of(page_of, total)
   is_hit = read & (jnp.take_along_axis(slot_of, flat, 2) >= 0)
   is_miss = read & ~is_hit & _is_first(flat, read, total)
   chosen = _scattered(
     flat, read, jnp.bool_(True), jnp.zeros_like(slot_of, bool)
   )
-  stays = (held >= 0) & jnp.take_along_axis(chosen, jnp.maximum(held, 0), 2)
+  stays = (page_of >= 0) & jnp.take_along_axis(
+    chosen, jnp.maximum(page_of, 0), 2
+  )
   # Room that only this call has is taken last, pages of this call never.
   rank = jnp.where(stays, _LAST, used)
   slots = jnp.arange(width, dtype=jnp.int32)[None, None]
@@ -203,16 +234,18 @@ def fetch_chosen(
   order = jnp.argsort(rank, 2).astype(jnp.int32)
   nth = jnp.cumsum(is_miss, 2, dtype=jnp.int32) - 1
   victim = jnp.take_along_axis(order, jnp.clip(nth, 0, width - 1), 2)
-  held = _scattered(victim, is_miss, flat, held)
-  slot_of = _slots_of(held, total)
+  page_of = _scattered(victim, is_miss, flat, page_of)
+  slot_of = _slots_of(page_of, total)
   slot = jnp.take_along_axis(slot_of, flat, 2)
   clock = 1 + jnp.max(used, 2, keepdims=True)
-  chosen = (held >= 0) & jnp.take_along_axis(chosen, jnp.maximum(held, 0), 2)
+  chosen = (page_of >= 0) & jnp.take_along_axis(
+    chosen, jnp.maximum(page_of, 0), 2
+  )
   used = jnp.where(chosen, clock, used)
 
   # In place in the arrays of all layers, if the call needs no more room.
   first = jnp.asarray(layer, jnp.int32) * (b * heads * size)
-  arrays: Any = (hot.k, hot.v)
+  arrays: tuple[jax.Array, ...] = (hot.k, hot.v)
   if extra:
     arrays = tuple(_wider(x, first, b * heads, size, extra) for x in arrays)
   base = jnp.int32(0) if extra else first
@@ -221,22 +254,22 @@ def fetch_chosen(
   )
   head = jnp.arange(b * heads, dtype=jnp.int32).reshape(b, heads, 1)
   table = base + head * width + slots
-  table = jnp.where(held >= 0, table, -1)
+  table = jnp.where(page_of >= 0, table, -1)
   back = lambda old, new: lax.dynamic_update_slice_in_dim(
     old, new[None], layer, 0
   )
   distinct_hits = _is_first(flat, read, total) & is_hit
   counts = jnp.stack([jnp.sum(x, 2) for x in (distinct_hits, is_miss)], 2)
-  own = arrays
+  pools = arrays
   if extra:
-    own = tuple(
+    pools = tuple(
       _narrow(old, new, first, b * heads, size)
       for old, new in zip((hot.k, hot.v), arrays, strict=True)
     )
   new_hot = HotPages(
-    k=own[0],
-    v=own[1],
-    page=back(hot.page, held[..., :size]),
+    k=pools[0],
+    v=pools[1],
+    page=back(hot.page, page_of[..., :size]),
     used=back(hot.used, used[..., :size]),
     counts=hot.counts.at[layer].add(counts.astype(jnp.int32)),
   )
@@ -245,8 +278,8 @@ def fetch_chosen(
     by_page = x.reshape(x.shape[0], total, -1)
     by_page = jnp.broadcast_to(by_page, (b, *by_page.shape[1:]))
     row = jnp.arange(b)[:, None, None]
-    picked = by_page[row, jnp.maximum(held, 0)]
-    picked = jnp.where((held >= 0)[..., None], picked, empty)
+    picked = by_page[row, jnp.maximum(page_of, 0)]
+    picked = jnp.where((page_of >= 0)[..., None], picked, empty)
     return picked.reshape(b, heads, -1)
 
   seg = of_pages(at.seg, 0)
@@ -270,13 +303,13 @@ def _scattered(
   return into.at[row, head, at].set(value, mode="drop")
 
 
-def _slots_of(held: Int[Array, "B K C"], total: int) -> Int[Array, "B K M"]:
+def _slots_of(page_of: Int[Array, "B K C"], total: int) -> Int[Array, "B K M"]:
   """Slot that has each page, -1 for none."""
   slots = jnp.broadcast_to(
-    jnp.arange(held.shape[2], dtype=jnp.int32), held.shape
+    jnp.arange(page_of.shape[2], dtype=jnp.int32), page_of.shape
   )
-  empty = jnp.full((*held.shape[:2], total), -1, jnp.int32)
-  return _scattered(held, held >= 0, slots, empty)
+  empty = jnp.full((*page_of.shape[:2], total), -1, jnp.int32)
+  return _scattered(page_of, page_of >= 0, slots, empty)
 
 
 def _is_first(
@@ -320,7 +353,7 @@ def _narrow(
 
 def _fetched(
   blocks: LayerKV,
-  arrays: tuple[Any, ...],
+  arrays: tuple[jax.Array, ...],
   layer: Index,
   total: int,
   base: Index,
@@ -328,7 +361,7 @@ def _fetched(
   pages: Int[Array, "B K n"],
   slots: Int[Array, "B K n"],
   misses: Bool[Array, "B K n"],
-) -> tuple[Any, ...]:
+) -> tuple[jax.Array, ...]:
   """Copy missing pages from host memory into their slots."""
   b, heads, n = misses.shape
   flat = misses.reshape(-1)
@@ -339,9 +372,9 @@ def _fetched(
   stacks = tuple(x.reshape(-1, *x.shape[3:]) if x.size else x for x in blocks)
 
   def step(i: Index, arrays: PyTree) -> PyTree:
-    which = order[i]
-    head = which // n
-    page, slot = pages.reshape(-1)[which], slots.reshape(-1)[which]
+    entry = order[i]
+    head = entry // n
+    page, slot = pages.reshape(-1)[entry], slots.reshape(-1)[entry]
     source = (first + page) * (b * heads) + head
     target = base + head * width + slot
 
@@ -355,3 +388,43 @@ def _fetched(
     return tuple(map(copy, stacks, arrays))
 
   return loop(jnp.sum(flat, dtype=jnp.int32), step, arrays)
+
+
+def hot_specs(
+  shapes: Sequence[LayerCacheSpec | StateShape],
+  blocks: Sequence[LayerKV | None],
+  room: CacheSpec,
+  kind: CacheConfig,
+) -> tuple[HotPages | None, ...]:
+  """Specs of the hot pages of each kind of layer; None for those without."""
+  page = kind.tier.block
+  count = -(-(kind.tier.hot or 0) // page)
+  # No more than a row has.
+  count = min(count, room.capacity // room.shards // page)
+  return tuple(
+    None
+    if x is None or not isinstance(shape, LayerCacheSpec)
+    else HotPages.spec(shape, room, page, count)
+    for shape, x in zip(shapes, blocks, strict=True)
+  )
+
+
+def emptied(hot: tuple[HotPages | None, ...]) -> tuple[HotPages | None, ...]:
+  """Create hot pages from their specs, with no page in use."""
+  return tuple(x and x.allocated() for x in hot)
+
+
+def without_pages_from(
+  hot: tuple[HotPages | None, ...], first: Int[Array, "B R"], places: Places
+) -> tuple[HotPages | None, ...]:
+  """Hot pages without those from page `first` of each row and shard on."""
+
+  def forget(x: HotPages) -> HotPages:
+    at_places = with_heads(places, x.page.shape[2])
+    drop = lambda page, first: jnp.where(page < first[None, :, None], page, -1)
+    local = at_places.local(
+      drop, (at_places.by_head, at_places.by_example), at_places.by_head
+    )
+    return dataclasses.replace(x, page=placed_as(local(x.page, first), x.page))
+
+  return tuple(x and forget(x) for x in hot)
