@@ -179,9 +179,10 @@ class CacheConfig(Config):
     """Return the kind itself if its caches keep all tokens in their slots.
 
     Raises:
-      OptionError: If the kind evicts, which `what` does not support.
+      OptionError: If the kind evicts or chooses, which `what` does not
+        support.
     """
-    if self.evicting:
+    if self.evicting or self.policy is not None:
       raise OptionError(
         "cache kind",
         f"{self}, for {what}",

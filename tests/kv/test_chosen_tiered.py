@@ -188,6 +188,18 @@ def test_rows_are_taken_inserted_and_cut():
     contract.close(np.asarray(logits)[row], want[text], 1e-4)
 
 
+@pytest.mark.long
+def test_the_loss_of_a_choice_is_measured():
+  """Few pages cost something; all cost nothing."""
+  model = contract.model(1, "grouped")
+  kinds = {
+    str(budget): f"select:budget={budget},page=8,device=8,hot=16"
+    for budget in (8, 1.0)
+  }
+  few, every = rj.eval.compare_caches(model, tokens_of(CAPACITY, 1), kinds)
+  assert few.kl > 1e-3 and abs(every.kl) < 1e-5
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_what_is_refused():
   for text, words in (
@@ -205,6 +217,8 @@ def test_what_is_refused():
   model = rj.models.create(SMALL, seed=0)
   with pytest.raises(OptionError, match="select:device=8,hot=64"):
     model.init_cache_spec(1, 64, kind="dense:device=8,hot=64")
+  with pytest.raises(OptionError, match="without a policy"):
+    rj.kv.SimulatedCache.create(model, "int8+select:device=8,hot=64")
   with pytest.raises(OptionError, match="device"):
     rj.serve.Engine(model, cache_kind="select:device=8,hot=64")
 

@@ -87,7 +87,7 @@ class ChosenTieredCache(TieredCache):
     hot: For each kind of layer its hot pages; None if all stays on the devices.
   """
 
-  landmarks: tuple[Float[ArrayLeaf, "L B K _ _ _"] | None, ...]
+  landmarks: tuple[Float[ArrayLeaf, "_ B _ _ _ _"] | None, ...]
   hot: tuple[HotPages | None, ...]
   layer_fields: ClassVar[tuple[str, ...]] = ("hot",)
   row_axes: ClassVar[Mapping[str, int]] = {
