@@ -179,18 +179,31 @@ class CacheConfig(Config):
     """Return the kind itself if its caches keep all tokens in their slots.
 
     Raises:
-      OptionError: If the kind evicts or chooses, which `what` does not
+      OptionError: If the kind evicts, which `what` does not support.
+    """
+    if self.evicting:
+      raise self._chooses_for(what)
+    return self
+
+  def reading_all(self, what: str) -> CacheConfig:
+    """Return the kind itself if its queries read all tokens in their slots.
+
+    Raises:
+      OptionError: If the kind evicts or has a policy, which `what` does not
         support.
     """
-    if self.evicting or self.policy is not None:
-      raise OptionError(
-        "cache kind",
-        f"{self}, for {what}",
-        "one without a policy, first and recent: what these keep depends on "
-        "the text",
-        "leave them out, or measure with python -m launch.evaluate caches",
-      )
-    return self
+    if self.policy is not None:
+      raise self._chooses_for(what)
+    return self.keeping_all(what)
+
+  def _chooses_for(self, what: str) -> OptionError:
+    return OptionError(
+      "cache kind",
+      f"{self}, for {what}",
+      "one without a policy, first and recent: what these keep depends on "
+      "the text",
+      "leave them out, or measure with python -m launch.evaluate caches",
+    )
 
   def resident(self, what: str) -> CacheConfig:
     """Return the kind itself if its caches keep all tokens on the devices.

@@ -8,6 +8,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import OptionError
+from ringjax.eval import compare_caches
 from ringjax.kv import kind_text
 from tests.contracts import cache as contract
 from tests.helpers import SMALL
@@ -196,7 +197,7 @@ def test_the_loss_of_a_choice_is_measured():
     str(budget): f"select:budget={budget},page=8,device=8,hot=16"
     for budget in (8, 1.0)
   }
-  few, every = rj.eval.compare_caches(model, tokens_of(CAPACITY, 1), kinds)
+  few, every = compare_caches(model, tokens_of(CAPACITY, 1), kinds)
   assert few.kl > 1e-3 and abs(every.kl) < 1e-5
 
 
