@@ -220,12 +220,11 @@ def ranked_pages(
   Returns:
     The best places, best first, and whether the query reads them.
   """
-  bounds = bounds.astype(q.dtype)
-  low, high = bounds[..., 0, :], bounds[..., 1, :]
-  upper_bounds = product("bkgth,bkmh->bkgtm", jnp.maximum(q, 0), high)
-  upper_bounds = upper_bounds + product(
-    "bkgth,bkmh->bkgtm", jnp.minimum(q, 0), low
-  )
+  # One product, of the parts of a query that go with the least and the largest
+  # elements: slices of the bounds would be copied.
+  parts = jnp.concatenate([jnp.minimum(q, 0), jnp.maximum(q, 0)], -1)
+  bounds = bounds.astype(q.dtype).reshape(*bounds.shape[:3], -1)
+  upper_bounds = product("bkgth,bkmh->bkgtm", parts, bounds)
   best = jnp.max(upper_bounds, 2)
   best = jnp.where(has_page[:, :, None], best, -jnp.inf)
   places = lax.top_k(best, max(pages_read))[1]
