@@ -27,7 +27,7 @@ from absl import flags
 
 import ringjax as rj
 from launch.shared import common, console
-from launch.shared.flag_helpers import FlagHelper
+from launch.shared.flag_helpers import FlagHelper, model_folder
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError
 from ringjax.infer import AttentionWorkers, WorkersReport
@@ -86,7 +86,7 @@ def run(
       server.serve()
       return 0
     texts = prompt_lines(words)
-    folder = tiny.path() if values.model is None else pathlib.Path(values.model)
+    folder = model_folder(values, tiny.path)
     run.doing = "loading the model"
     model = rj.models.load(folder, dtype=values.dtype, strict=values.strict)
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)

@@ -37,9 +37,9 @@ from absl import flags
 
 import ringjax as rj
 from launch.shared import answering, common, console
-from launch.shared.flag_helpers import FlagHelper
+from launch.shared.flag_helpers import FlagHelper, model_folder
 from launch.shared.group import Group
-from ringjax import option_text
+from ringjax import hub, option_text
 from ringjax.data import Tokenizer
 from ringjax.data.batches import texts
 from ringjax.data.tasks import documents
@@ -195,10 +195,14 @@ def _calibrate(
 ) -> dict[str, Any]:
   """Measures the model and writes the file that the flags ask for."""
   _refuse_unused(values)
-  if values.out is None and values.model is None:
+  if values.out is None and (
+    values.model is None or hub.hub_name(values.model) is not None
+  ):
     raise OptionError(
       "--out",
-      "no value, without --model",
+      "no value, without --model"
+      if values.model is None
+      else f"no value, with {values.model} of the hub",
       "a folder for the calibration",
       "pass --out=DIR",
     )
@@ -213,7 +217,7 @@ def _calibrate(
   group.meet()
   screen.quiet = jax.process_index() > 0
   screen.begin("loading the model")
-  folder = values.model or tiny.path()
+  folder = model_folder(values, tiny.path)
   mesh = common.mesh(values.mesh)
   model, note = answering.load(values, folder, mesh)
   if note is not None:

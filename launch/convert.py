@@ -35,7 +35,7 @@ from jax.typing import DTypeLike
 
 from launch.shared import common, console
 from launch.shared.flag_helpers import FlagHelper
-from ringjax import models
+from ringjax import fetched_models, models
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError
 from ringjax.models.checkpoint import (
@@ -149,7 +149,7 @@ def _check(values: flags.FlagValues) -> None:
 def _conversion(values: flags.FlagValues) -> Conversion:
   """Opens a folder and compares it with the model of its config."""
   dtype = values.dtype
-  folder = open_model(values.model)
+  folder = open_model(fetched_models.resolve(values.model, "--model"))
   _, source, family = read_extended(
     folder.config, values.rope_scaling, strict=values.strict
   )

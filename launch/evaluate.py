@@ -60,7 +60,11 @@ from absl import flags
 
 import ringjax as rj
 from launch.shared import answering, common, console, model_flags
-from launch.shared.flag_helpers import FlagHelper, option_values
+from launch.shared.flag_helpers import (
+  FlagHelper,
+  model_folder,
+  option_values,
+)
 from launch.shared.group import Group
 from ringjax.bench import timing
 from ringjax.checks import one_of
@@ -459,7 +463,7 @@ class _Evaluation:
     self._start()
     screen.begin("loading the model")
     mesh = common.mesh(values.mesh)
-    folder = values.model or default_model.path()
+    folder = model_folder(values, default_model.path)
     model, note = answering.load(values, folder, mesh, codes=codes)
     self._note = note
     if note is not None:
@@ -750,7 +754,7 @@ class _Evaluation:
     context_ways([0], kinds=chosen)
     corpus = self._texts()
     model, tokenizer, reading = self._load(small)
-    links, folder = None, values.model or small.path()
+    links, folder = None, model_folder(values, small.path)
     if os.path.exists(os.path.join(folder, LINKS)):
       links = LinkTokens.load(folder, vocab=model.config.vocab)
     bos_ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]

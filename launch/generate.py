@@ -56,7 +56,7 @@ from launch.shared import (
   prompts,
   tensor_ranks,
 )
-from launch.shared.flag_helpers import FlagHelper
+from launch.shared.flag_helpers import FlagHelper, model_folder
 from launch.shared.group import Group
 from ringjax.checks import positive_int
 from ringjax.data import LinkTokens, Tokenizer
@@ -224,7 +224,7 @@ class _Work:
     mesh = common.mesh("seq:1" if on_two else values.mesh)
     answer_entropy.refuse_mesh(values, mesh)
     next_prompt.refuse_mesh(values, mesh)
-    folder = tiny.path() if values.model is None else pathlib.Path(values.model)
+    folder = model_folder(values, tiny.path)
     count, kind = mesh.devices.size, mesh.devices.flat[0].device_kind
     if on_two:
       count = len(on_two["devices"])

@@ -27,7 +27,7 @@ from absl import flags
 import ringjax as rj
 from launch.beside import prompt_lines
 from launch.shared import common, console
-from launch.shared.flag_helpers import FlagHelper
+from launch.shared.flag_helpers import FlagHelper, model_folder
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError
 from ringjax.infer.loongserve.elastic_worker import PATIENCE_S
@@ -91,7 +91,7 @@ def run(
           "name one of the processes",
         )  # fmt: skip
     texts = prompt_lines(words)
-    folder = tiny.path() if values.model is None else values.model
+    folder = model_folder(values, tiny.path)
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
     ids = [tokenizer.encode(text) for text in texts]
     run.doing = "starting processes"

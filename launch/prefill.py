@@ -35,7 +35,7 @@ from jax.sharding import Mesh
 
 import ringjax as rj
 from launch.shared import common, console, machines
-from launch.shared.flag_helpers import FlagHelper
+from launch.shared.flag_helpers import FlagHelper, model_folder
 from launch.shared.group import Group
 from launch.shared.prompts import clash
 from ringjax import plan
@@ -211,7 +211,7 @@ class _Work:
     alone = tuple(methods) == (_PIPELINE,) and peers.size > 1
     if alone and values.preset is None:
       self._stage = ChunkPipeline.load(
-        values.model or tiny.path(),
+        model_folder(values, tiny.path),
         peers,
         decodes=values.max_new_tokens > 1,
         weights_dtype=values.dtype,
@@ -226,7 +226,7 @@ class _Work:
         values.preset, seed=values.seed, dtype=dtype, mesh=mesh
       )
     else:
-      folder = values.model or tiny.path()
+      folder = model_folder(values, tiny.path)
       model = rj.models.load(
         folder, mesh=mesh, dtype=values.dtype, strict=values.strict
       )
@@ -242,7 +242,7 @@ class _Work:
         draw_ids = np.random.default_rng(values.seed)
         ids = draw_ids.integers(0, model.config.vocab, count)
         return ids.astype(np.int32)
-      folder = values.model or tiny.path()
+      folder = model_folder(values, tiny.path)
       tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
       if values.prompt_file is not None:
         with open(values.prompt_file, encoding="utf-8") as file:

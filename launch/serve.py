@@ -56,7 +56,12 @@ from launch.serving import (
   stage_instance,
 )
 from launch.shared import answering, common, console, model_flags
-from launch.shared.flag_helpers import FlagHelper, names_of, option_values
+from launch.shared.flag_helpers import (
+  FlagHelper,
+  model_folder,
+  names_of,
+  option_values,
+)
 from ringjax import fetched_models
 from ringjax.checks import number
 from ringjax.data import ChatTemplate, Tokenizer
@@ -184,9 +189,7 @@ def run(
       )
     doing = "loading the model"
     mesh = common.mesh(values.mesh)
-    folder = (
-      small.path() if values.model is None else pathlib.Path(values.model)
-    )
+    folder = model_folder(values, small.path)
     screen.begin(f"loading {folder}")
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
     if routes:

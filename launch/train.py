@@ -133,7 +133,11 @@ def define(values: flags.FlagValues) -> None:
   _check_overrides(values["config"])
   new = FlagHelper(values)
   new.path("out", None, "Folder for all output.")
-  new.path("init_from", None, "Hugging Face folder of the initial weights.")
+  new.path(
+    "init_from",
+    None,
+    "Hugging Face folder, or name of a model, of the initial weights.",
+  )
   new.number(
     "peak",
     None,
@@ -238,6 +242,8 @@ class _TrainingRun:
     self.group.meet(config.timeout_s or PATIENCE_S)
     mesh = common.mesh(values.mesh)
     folder = values.init_from or config.get("init_from") or None
+    if folder is not None:
+      folder = os.fspath(fetched_models.resolve(folder, "--init_from"))
     out = pathlib.Path(values.out)
     self._begin("looking for saved steps")
     base = None if folder is None else open_model(folder).config
@@ -934,7 +940,11 @@ def _tokenizer(
 ) -> tuple[Any, pathlib.Path | None]:
   """The tokenizer, and its folder; None for bytes."""
   name = config.get("tokenizer") or folder or "bytes"
-  home = None if name == "bytes" else pathlib.Path(fetched_models.resolve(name))
+  home = (
+    None
+    if name == "bytes"
+    else pathlib.Path(fetched_models.resolve(name, "tokenizer", tokenizer=True))
+  )
   return sources.tokenizer(name), home
 
 

@@ -77,6 +77,7 @@ from ringjax.ops.attention.strategies.ring_q import RingQ
 from ringjax.ops.attention.strategies.ulysses import Ulysses
 from ringjax.ops.attention.strategies.wire_format import WireFormat
 from ringjax.ops.attention.tiles.flexprefill import FlexPrefill
+from ringjax.ops.attention.tiles.minference import MInference
 from ringjax.ops.attention.tiles.tiles_api import tile_attention
 from ringjax.ops.attention.tiles.xattention import XAttention
 from ringjax.ops.feedforward import blockwise_feedforward
@@ -137,6 +138,7 @@ __all__ = [
   "Halo",
   "InputTypeError",
   "Layout",
+  "MInference",
   "Mask",
   "MemoryEstimateError",
   "MeshError",

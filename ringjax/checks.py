@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +28,9 @@ from ringjax.errors import (
 
 # Dtypes of weights and of cached keys and values.
 FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+# Beginning of an address, such as gs://.
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/?/")
 
 
 def as_array(name: str, x: object) -> Shaped[Array, " ..."]:
@@ -214,6 +219,20 @@ def instance(name: str, value: object, kind: type) -> None:
     raise OptionError(
       name, repr(value), f"a {kind.__name__}", f"pass {kind.__name__}(...)"
     )
+
+
+def local_path(name: str, path: str | os.PathLike[str]) -> str:
+  """Path of a file system, or an error for an address of another storage."""
+  text = os.fspath(path)
+  if _SCHEME.match(text):
+    raise OptionError(
+      name,
+      text,
+      "a path of a local or mounted file system",
+      "mount the storage, as a file system that all hosts share, and pass the "
+      "folder; or copy the files",
+    )
+  return text
 
 
 def boolean(name: str, x: object) -> bool:

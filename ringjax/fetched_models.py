@@ -13,6 +13,8 @@ import pathlib
 import tomllib
 from typing import Any
 
+from ringjax import hub
+from ringjax.checks import local_path
 from ringjax.errors import OptionError
 
 FILE = "model.gguf"
@@ -34,7 +36,7 @@ class NamedModel:
     notices: Files in these wheels that go with it.
     nbytes: Bytes of the model's file.
     sha256: Digest of that file, as hexadecimal digits.
-      licence: Licence of the model, and where its text is.
+    licence: Licence of the model, and where its text is.
   """
 
   name: str
@@ -91,20 +93,45 @@ def cache_folder() -> pathlib.Path:
 
 
 def resolve(
-  path: str | os.PathLike[str], argument: str = "path"
+  path: str | os.PathLike[str],
+  argument: str = "path",
+  *,
+  revision: str | None = None,
+  tokenizer: bool = False,
+  downloads: bool = True,
 ) -> str | os.PathLike[str]:
   """Return the file of a named model; any other path is returned as it is.
 
   Args:
-    path: A name, a folder or a file. A path that exists comes before a name.
+    path: A folder, a file, a name of `launch.fetch`, or a name on the hub,
+      "Qwen/Qwen3-8B", which is downloaded. A path that exists comes before a
+      name.
     argument: Name of the argument, for an error.
+    revision: Branch, tag or commit of a model on the hub.
+    tokenizer: Whether of a model on the hub only the tokenizer is needed.
+    downloads: Whether a name on the hub is resolved; else it is returned.
 
   Raises:
-    OptionError: If the named model has not been fetched, or the path nearly is
-      a name.
+    OptionError: If the named model has not been fetched, the path nearly is a
+      name, or the hub does not give the model.
   """
+  name = hub.hub_name(path)
+  if revision is not None:
+    if name is None or name.revision not in (None, revision):
+      raise OptionError(
+        "revision",
+        f"{revision!r} of {path}",
+        "a model on the hub, such as Qwen/Qwen3-8B",
+        "leave it out",
+      )
+    name = name._replace(revision=revision)
+  if name is not None:
+    if not downloads:
+      return path
+    return hub.download(name, argument, tokenizer=tokenizer)
   if not isinstance(path, str) or os.path.exists(path):
     return path
+  local_path(argument, path)
   if path not in MODELS:
     if matches := difflib.get_close_matches(path, MODELS, 1, 0.6):
       raise OptionError(
@@ -127,5 +154,7 @@ def resolve(
 
 def name_of(path: str | os.PathLike[str]) -> str:
   """Return the name of the model in a folder or a file."""
+  if (hub_name := hub.name_in_cache(pathlib.Path(path))) is not None:
+    return hub_name
   file = pathlib.Path(path).resolve()
   return file.parent.name if file.name == FILE else file.name

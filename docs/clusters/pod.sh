@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on a Cloud TPU pod slice: the same command on every host of it.
 #
-#   POD=my-v5p-128 ZONE=us-east5-a ./pod.sh --config=configs/train/llama_8b_128k.py --out=gs://... --mesh=seq:64
+#   POD=my-v5p-128 ZONE=us-east5-a ./pod.sh --config=configs/train/llama_8b_128k.py --out=/mnt/shared/run --mesh=seq:64
 #
 # The slice exists (gcloud compute tpus tpu-vm create); the checkout lies in
 # ~/ringjax on every host, or REPO says from where it is cloned.

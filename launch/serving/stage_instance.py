@@ -25,7 +25,7 @@ from absl import flags
 from launch.serving import cluster_roles
 from launch.serving.flag_modes import STAGE_PASSED
 from launch.shared import common, console, tensor_ranks
-from launch.shared.flag_helpers import FlagHelper
+from launch.shared.flag_helpers import FlagHelper, model_folder
 from launch.shared.group import FAILED, Group
 from ringjax.errors import OptionError
 from ringjax.infer import ChunkPipeline
@@ -351,10 +351,8 @@ def _end_with_parent() -> None:
 
 
 def _folder(values: flags.FlagValues) -> pathlib.Path:
-  if values.model is None:
-    return small.path()
-  # A name of a fetched model stays a name.
-  path = pathlib.Path(values.model)
+  path = model_folder(values, small.path)
+  # A path that does not exist stays as it was passed, for an error.
   return path.absolute() if path.exists() else path
 
 

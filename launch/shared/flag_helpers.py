@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from absl import flags
 
 from ringjax import fetched_models
+from ringjax.checks import local_path
 from ringjax.config import Config, named_twice
 
 # Show these flags in the --help of the script that defines them.
@@ -24,7 +26,7 @@ class _Path(flags.ArgumentParser):
   """Parser that expands "~", as shells don't in `--model=~/folder`."""
 
   def parse(self, argument: str) -> str:
-    return os.path.expanduser(str(argument))
+    return os.path.expanduser(local_path("path", str(argument)))
 
   def flag_type(self) -> str:
     return "string"
@@ -65,11 +67,30 @@ class _Output(_Path):
 
 
 class _Model(_Path):
-  """Parser of a path or of the name of a fetched model."""
+  """Parser of a path or of the name of a model."""
 
   def parse(self, argument: str) -> str:
-    path = super().parse(argument)
-    return os.fspath(fetched_models.resolve(path, "--model"))
+    path = os.path.expanduser(str(argument))
+    # A name on the hub is downloaded by `model_folder`.
+    resolve = fetched_models.resolve
+    return os.fspath(resolve(path, "--model", downloads=False))
+
+
+def model_folder(
+  values: flags.FlagValues, default: Callable[[], pathlib.Path]
+) -> pathlib.Path:
+  """Folder or file of --model; downloads what it names on the hub.
+
+  Args:
+    values: Parsed flags of a script.
+    default: Function that returns the folder of the model without --model.
+
+  Raises:
+    OptionError: If the hub does not give the model.
+  """
+  if values.model is None:
+    return default()
+  return pathlib.Path(fetched_models.resolve(values.model, "--model"))
 
 
 class _RopeScaling(flags.ArgumentParser):
@@ -117,7 +138,7 @@ class FlagHelper:
     self._define(flags.DEFINE, _Output(), name, default, text)
 
   def model(self, name: str, default: str | None, text: str) -> None:
-    """Defines a model's folder or file, or the name of a fetched model."""
+    """Defines a model's folder or file, or its name."""
     self._define(flags.DEFINE, _Model(), name, default, text)
 
   def options(
@@ -195,7 +216,8 @@ class FlagHelper:
     self.model(
       "model",
       None,
-      "Hugging Face folder, GGUF file or a name as of launch.fetch; default: "
+      "Hugging Face folder, GGUF file, a name as of launch.fetch or on the "
+      "Hugging Face Hub, such as Qwen/Qwen3-8B; default: "
       f"{default}.",
     )
     self.strict()

@@ -29,7 +29,7 @@ import numpy as np
 from absl import flags
 
 from launch.shared import common, console, prompts
-from launch.shared.flag_helpers import FlagHelper
+from launch.shared.flag_helpers import FlagHelper, model_folder
 from launch.shared.group import FAILED
 from ringjax.checks import number, positive_int
 from ringjax.data import Tokenizer
@@ -225,7 +225,7 @@ class _Ranks:
   def run(self) -> dict[str, Any] | None:
     """Answers, and returns all figures; in other ranks None."""
     values = self._values
-    folder = tiny.path() if values.model is None else pathlib.Path(values.model)
+    folder = model_folder(values, tiny.path)
     digest = digest_of(Folder.open(folder))
     if values.process_id:
       self._serve(folder, digest)

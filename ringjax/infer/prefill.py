@@ -63,6 +63,9 @@ METHODS = ("auto", *_UNSHARDED, *PREFILLS, "kvr", "chunked")
 # Prefix of the methods that read chosen tiles, before a pattern's text.
 _SPARSE = "sparse"
 # Default number of tokens of a chunk.
+# FLOPs of a TPU v5p's chip in the time of a byte on one of its links, in one
+# direction: 459e12 and 9e10 a second.
+_FLOPS_OF_A_BYTE = 5_100
 _CHUNK = 4096
 # A chain's parts of a sequence are multiples of this many tokens.
 _TILE = 128
@@ -410,13 +413,12 @@ class PrefillConfig(Config):
       )
     chain = name == "kvr"
     layout, strategy, sharded, _ = strategy_of(name)
-    consecutive = not chain and isinstance(layout, Contiguous)
-    if recurrent and size > 1 and not consecutive:
+    if recurrent and size > 1 and chain:
       raise OptionError(
         "prefill",
         f"{name!r} for a model with recurrent layers",
-        "even shards of consecutive tokens, over which their state goes on",
-        "pass prefill='ring', or leave it out",
+        "even shards, over which their state goes on",
+        "pass prefill='ring' or 'striped', or leave it out",
       )
     slots, counts = width // size, (width,)
     if chain:
@@ -477,7 +479,7 @@ class PrefillConfig(Config):
         raise OptionError(
           "machine",
           "one for a model with recurrent layers",
-          "none: on a sharded sequence prefill='auto' is 'ring' for them",
+          "none: on a sharded sequence 'auto' counts their FLOPs and bytes",
           "leave it out",
         )
     if behind and name not in ("auto", "chunked"):
@@ -504,7 +506,7 @@ class PrefillConfig(Config):
         f"{device_tokens} tokens of a row stay on the devices",
       )
     if size > 1 and recurrent:
-      return "ring", None, "a recurrent layer's state goes from shard to shard"
+      return _ring_or_striped(model, width, size)
     if size == 1:
       why = "one shard"
       if machine is not None:
@@ -523,6 +525,47 @@ class PrefillConfig(Config):
     name = choice.way.method
     partition = choice.way.lengths if name == "kvr" else None
     return name, partition, "; ".join(choice.why)
+
+
+def _ring_or_striped(
+  model: Transformer, width: int, size: int
+) -> tuple[str, None, str]:
+  """Method for recurrent layers beside attention, of prompts of `width`.
+
+  Contiguous shards keep a recurrent layer's tokens in order, and the last one
+  has twice the mean work of causal attention. Stripes have equal work; then the
+  inputs and outputs of each recurrent layer are sent to another shard, over a
+  quarter of a ring on average, whose links go both ways.
+  """
+  pair, sent = 0.0, 0
+  for layer in model.config.layers:
+    if layer.attention.reach is None:
+      pair += layer.attention.pair_flops
+  for kind in model.kinds:
+    if isinstance(kind, StateShape):
+      inputs = sum(heads * dim for heads, dim in kind.convolved)
+      # As wide as the values, which are the last convolution's.
+      value_heads, dim = kind.convolved[-1]
+      token_bytes = np.dtype(model.dtype).itemsize * (
+        inputs + value_heads * dim
+      )
+      # Rates and gates are float32; those of single channels are not sent.
+      token_bytes += 8 * kind.heads if kind.heads == value_heads else 0
+      sent += kind.layers * token_bytes
+  # Per token: the mean work is a query's half of the keys.
+  saved = pair * width / 2
+  if saved > sent * max(1, size / 8) * _FLOPS_OF_A_BYTE:
+    return (
+      "striped",
+      None,
+      f"stripes save {saved:.2g} FLOPs a token, and send {sent:,} bytes",
+    )
+  return (
+    "ring",
+    None,
+    f"stripes would send {sent:,} bytes a token for recurrent layers, and "
+    f"save {saved:.2g} FLOPs",
+  )
 
 
 def _with_tiles(dense: Prefill, pattern: TilePattern) -> Prefill:

@@ -10,6 +10,7 @@ from ringjax.models.checkpoint import (
 )
 from ringjax.models.contents import read_config
 from ringjax.models.families import FAMILIES
+from ringjax.models.hub_upload import push
 from ringjax.models.more_tokens import with_more_tokens
 from ringjax.models.partition.layer_range import LayerRange, load_layers
 from ringjax.models.presets import PRESETS
@@ -74,6 +75,7 @@ __all__ = [
   "longspec",
   "neuron_report",
   "place",
+  "push",
   "read_config",
   "save",
   "sparse_model",

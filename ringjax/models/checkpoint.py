@@ -267,6 +267,7 @@ def load(
   beside: Callable[..., Mapping[str, Mapping[str, int]]] | None = None,
   weights: str | None = None,
   rope_scaling: ContextExtension | str | None = None,
+  revision: str | None = None,
 ) -> Transformer:
   """Reads a Hugging Face folder, or a GGUF file, into sharded arrays.
 
@@ -277,8 +278,9 @@ def load(
 
   Args:
     path: Folder with `config.json` and `*.safetensors`; a GGUF file, a part
-      of a split one, or a folder with one; or the name of a model that
-      `python -m launch.fetch` has downloaded.
+      of a split one, or a folder with one; the name of a model that
+      `python -m launch.fetch` has downloaded; or a name on the Hugging Face
+      Hub, "Qwen/Qwen3-8B", whose files are downloaded to the hub's cache.
     mesh: Mesh of the weights; default: one device.
     rules: Rules from axes of the weights to mesh axes; default `Rules()`,
       which shards heads, feedforward and vocabulary over "model". Only with
@@ -315,6 +317,8 @@ def load(
     rope_scaling: Scaling of the rotary embedding for a longer context than the
       model was trained for, a `ContextExtension` or a text such as
       "yarn:factor=4"; see `ringjax.models.rope_scaling`. `save` writes it.
+    revision: Branch, tag or commit of a name on the hub, also as
+      "Qwen/Qwen3-8B@main".
 
   Returns:
     The model.
@@ -331,10 +335,11 @@ def load(
       or not next to the call; before any of them is read.
     OptionError: If rules come without a mesh; if the placement is unknown or
       the folder has an encoder; if stored weights are asked of a folder or file
-      that is not a quantised GGUF file; if `rope_scaling` is unknown.
+      that is not a quantised GGUF file; if `rope_scaling` is unknown; if the
+      hub has no such model, or not for this user.
     MeshError: If a rule names an axis that the mesh does not have.
   """
-  path = fetched_models.resolve(path)
+  path = fetched_models.resolve(path, revision=revision)
   if isinstance(placement, PlacementConfig):
     if placement.memory is not None and memory is not None:
       raise OptionError(

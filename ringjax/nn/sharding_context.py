@@ -235,6 +235,22 @@ class ShardingContext:
     tokens = self.of_mesh if x.shape[1] % self.size == 0 else None
     return P(self.batch_axes(x.shape[0]) or None, tokens)
 
+  def spec_with_heads(
+    self, x: Shaped[Array | jax.ShapeDtypeStruct, "B T *d"]
+  ) -> P:
+    """Sharding of activations [B, T, ...] with heads, else channels.
+
+    Complete: XLA's partitioner would gather what automatic axes shard before an
+    all-to-all over another axis.
+    """
+    other_axes: list[str | None] = [None] * (x.ndim - 2)
+    size = self.model_size
+    dims = [n for n, d in enumerate(x.shape[2:]) if d > 1 and d % size == 0]
+    if size > 1 and dims:
+      other_axes[dims[0]] = _HEADS
+    batch, tokens = (*self.spec(x), None, None)[:2]
+    return P(batch, tokens, *other_axes)
+
   def constrain(self, x: Shaped[Array, "B T *d"]) -> Shaped[Array, "B T *d"]:
     """Constrain the sharding of activations [B, T, ...]."""
     return x if self.mesh is None else self.constrained(x, self.spec(x))

@@ -59,6 +59,8 @@ OTHERS = (
   ("decode", "two_kv_heads", "seq_model"),
   ("decode_codes", "dense", "model"),
   ("decode_codes", "dense", "data_seq_model"),
+  ("prefill", "hybrid", "seq"),
+  ("prefill", "hybrid", "seq_model"),
   ("prefill", "indexed", "seq"),
   ("prefill", "indexed", "seq_model"),
   ("train", "dense", "seq"),

@@ -27,6 +27,7 @@ from ringjax.bench import steps
 from ringjax.bench.program import CompiledInstruction, CompiledProgram
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache import LayerCacheSpec, LayerKV
+from ringjax.kv.state import StateShape
 from tests import checkpoints
 from tests.contracts import program_calls
 
@@ -141,6 +142,8 @@ class Sizes(NamedTuple):
     tied: Bytes of a device's embedding that is the head, too; else 0.
     by_query: Whether queries are sharded in the place of heads, which the
       shards do not divide.
+    ordered: Numbers of a token that all recurrent layers bring into order and
+      back.
   """
 
   rows: int
@@ -163,6 +166,7 @@ class Sizes(NamedTuple):
   chosen: int = 0
   tied: int = 0
   by_query: bool = False
+  ordered: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,7 +234,8 @@ def few_tokens(s: Sizes) -> dict[str, float]:
 def around(s: Sizes) -> dict[str, float]:
   """A prompt: keys go around the ring, sums of heads over their shards.
 
-  Keys of an index go around it before them.
+  Keys of an index go around it before them. Recurrent layers bring their
+  inputs into order and their outputs back, and gather each shard's state.
   """
   tokens = 4 * s.rows * s.tokens // s.seq
   # With two coordinates a token, and where keys are chosen its number.
@@ -243,7 +248,10 @@ def around(s: Sizes) -> dict[str, float]:
   return {
     "collective-permute": s.layers * ring,
     "all-reduce": s.layers * over_model + ends,
-    "all-gather": (ends if s.model > 1 else 0) + 2 * tokens * s.seq,
+    "all-gather": (ends if s.model > 1 else 0)
+    + 2 * tokens * s.seq
+    + 2 * s.seq * s.states,
+    "all-to-all": tokens * s.ordered,
   }
 
 
@@ -453,6 +461,8 @@ PHASES: Mapping[str, Phase] = {
 
 # Bytes from which an array is large, where it depends on the family.
 LARGE: Mapping[tuple[str, str], Callable[[Sizes], int]] = {
+  # More experts of a token than there are in the mixture's case.
+  ("prefill", "hybrid"): lambda s: 2 * activations(s),
   ("prefill", "indexed"): head_scores,
   ("chunk", "indexed"): index_scores,
   ("serve_prompts", "indexed"): index_scores,
@@ -555,6 +565,22 @@ def read(case: Case) -> Reading:
     by_query=kv_heads % share > 0 and kv_heads > 1,
     expert=axes.get("expert", 1),
     slots=case.capacity // axes.get("seq", 1),
+    ordered=sum(
+      x.layers
+      * (
+        (
+          sum(heads * dim for heads, dim in x.convolved)
+          + x.heads * x.value
+          # Rates and gates.
+          + 2 * x.heads
+        )
+        // share
+        # The document.
+        + 1
+      )
+      for x in kinds
+      if isinstance(x, StateShape)
+    ),
     states=bytes_each(
       [x for x in getattr(cache, "slots", ()) if not isinstance(x, LayerKV)]
     ),

@@ -53,8 +53,8 @@ QUICK = ("llama3", "gpt_oss", "deepseek_v3", "qwen3_next")
 OTHERS = tuple(n for n in checkpoints.names() if n not in KINDS)
 WAYS = tuple(m for m in prefill.METHODS if m not in ("auto", "chunked"))
 SHARDED = tuple(m for m in WAYS if m not in ("dense", "blockwise"))
-# A recurrent layer hands its state from shard to shard: even, in order.
-RECURRENT = ("ring", "gather", "ulysses")
+# A recurrent layer hands its state from shard to shard, which are even.
+RECURRENT = tuple(m for m in SHARDED if m != "kvr")
 TOLERANCE = 5e-5
 CAPACITY, CHUNK, STEPS = 64, 8, 8
 # Of 40 tokens.
@@ -160,8 +160,7 @@ def test_one_pass_chunks_and_single_tokens(loaded, name):
   """On eight devices against the reference, and the caches alike."""
   model, mesh = loaded(name, 8)
   expected = checkpoints.expected(name)
-  method = "ring" if name in STATES else "striped"
-  logits, once = whole(model, mesh, method, expected.tokens)
+  logits, once = whole(model, mesh, "striped", expected.tokens)
   close(logits, expected.logits)
   logits, pieces = parts(model, mesh, expected.tokens)
   close(logits, expected.logits)
@@ -181,8 +180,7 @@ def test_one_pass_chunks_and_single_tokens(loaded, name):
 def test_fewer_devices(loaded, name, devices):
   model, mesh = loaded(name, devices)
   expected = checkpoints.expected(name)
-  method = "ring" if name in STATES else "striped"
-  method = method if devices > 1 else "blockwise"
+  method = "striped" if devices > 1 else "blockwise"
   logits, once = whole(model, mesh, method, expected.tokens)
   close(logits, expected.logits)
   logits, pieces = parts(model, mesh, expected.tokens)

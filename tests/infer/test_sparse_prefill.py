@@ -98,7 +98,12 @@ def test_a_row_in_chunks_is_read_as_if_it_were_alone(turn):
 @pytest.mark.long
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize(
-  "text", [HALF, "flexprefill,gamma=0.1,tau=1,least_tokens=0,block=64"]
+  "text",
+  [
+    HALF,
+    "flexprefill,gamma=0.1,tau=1,least_tokens=0,block=64",
+    "minference,first=1,window=64,vertical=2,slash=4,tokens=64,block=64",
+  ],
 )
 def test_shards_leave_out_what_one_device_leaves_out(devices, text, prompts):
   new, report = ask(prompts, f"sparse:{text}")

@@ -201,7 +201,7 @@ def test_what_takes_a_name(tiny, tmp_path, monkeypatch):
   assert fetched_models.resolve("tiny") == "tiny"
   with pytest.raises(OptionError, match="did you mean smollm2-135m"):
     rj.models.load("smollm2")
-  assert fetched_models.resolve("org/other") == "org/other"
+  assert fetched_models.resolve("folder/of/mine") == "folder/of/mine"
 
 
 def test_the_flag_of_a_script_says_what_to_run(tiny):

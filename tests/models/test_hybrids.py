@@ -14,7 +14,7 @@ import ringjax as rj
 from ringjax import models
 from ringjax.errors import ConfigError, OptionError
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
-from ringjax.parallel.layout import Striped
+from ringjax.parallel.layout import Striped, Uneven, Zigzag
 from tests import checkpoints
 from tests.helpers import make_mesh
 
@@ -199,9 +199,18 @@ def test_documents_and_padding(folders, name):
   got = model(packed, positions=pos, segment_ids=seg, attend=attend)
   close(got[:, :9], expected.logits[:1, :9])
   close(got[:, 9:21], expected.logits[1:2, :12])
+  for layout in (Striped(), Zigzag()):
+    put = lambda x, layout=layout: layout.permute(x, shards=8)
+    striped = model(
+      put(packed),
+      positions=put(pos),
+      segment_ids=put(seg),
+      attend=ContextParallel(mesh=attend.mesh, axis="seq", layout=layout),
+    )
+    close(layout.restore(np.asarray(striped), shards=8)[:, :21], got[:, :21])
   with pytest.raises(OptionError, match=r"Contiguous\(\)"):
     model(packed, attend=ContextParallel(
-      mesh=attend.mesh, axis="seq", layout=Striped()
+      mesh=attend.mesh, axis="seq", layout=Uneven((3,) * 8)
     ))  # fmt: skip
 
 

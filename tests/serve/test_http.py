@@ -473,7 +473,6 @@ def test_what_asks_for_nothing_changes_nothing(engine):
   "body",
   [
     {"tools": [{"type": "function", "function": {"name": "f"}}]},
-    {"tool_choice": "required"},
     {"functions": [{"name": "f"}]},
     {"store": True},
     {"service_tier": "priority"},
@@ -499,6 +498,86 @@ TOOLS = (
   "{{ reasoning_effort }}"
   "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+CALLING = TOOLS.replace(
+  "{{ reasoning_effort }}",
+  "{% for t in tools or [] %}<tool_call>{{ t.function.name }}{% endfor %}",
+)
+SUM = {
+  "type": "function",
+  "function": {
+    "name": "sum",
+    "parameters": {
+      "type": "object",
+      "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+      "required": ["a"],
+      "additionalProperties": False,
+    },
+    "strict": True,
+  },
+}
+NAMED = {"type": "function", "function": {"name": "sum"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_call_that_is_required_is_forced_by_a_grammar(engine, choice):
+  at = app(engine, chat_template=CALLING)
+  other = {"type": "function", "function": {"name": "other"}}
+  body = dict(tools=[SUM, other][: 1 + (choice == NAMED)], tool_choice=choice)
+  (one,) = choices(chat(at, **body, max_tokens=64, temperature=0))
+  assert one["finish_reason"] == "tool_calls"
+  (call,) = one["message"]["tool_calls"]
+  assert one["message"]["content"] is None and len(call["id"]) == 9
+  assert call["function"]["name"] == "sum"
+  assert json.loads(call["function"]["arguments"])["a"] <= 9
+  events = chat(at, **body, max_tokens=64, temperature=0, stream=True).events
+  deltas = [event["choices"][0]["delta"] for event in events]
+  assert not any(delta.get("content") for delta in deltas)
+  (streamed,) = [x for delta in deltas for x in delta.get("tool_calls", [])]
+  assert streamed["index"] == 0
+  assert streamed["function"] == call["function"]
+  # An answer that is cut off is no call.
+  (one,) = choices(chat(at, **body, max_tokens=3, temperature=0))
+  assert one["finish_reason"] == "length" and "tool_calls" not in one["message"]
+
+
+def test_a_call_in_an_answer_is_read(engine):
+  at = app(engine, chat_template=CALLING)
+  written = r'ab <tool_call>\n\{"name": "sum", "arguments": \{"a": [34]\}\}\n'
+  regex = written + "</tool_call>"
+  body = dict(tools=[SUM], guided_regex=regex, max_tokens=80, temperature=0)
+  (one,) = choices(chat(at, **body))
+  assert one["finish_reason"] == "tool_calls"
+  assert one["message"]["content"] == "ab"
+  (call,) = one["message"]["tool_calls"]
+  assert json.loads(call["function"]["arguments"])["a"] in (3, 4)
+  events = chat(at, **body, stream=True).events
+  deltas = [event["choices"][0]["delta"] for event in events]
+  assert "".join(x.get("content") or "" for x in deltas) == "ab"
+  assert deltas[-1]["tool_calls"][0]["function"] == call["function"]
+  # The tools are in the prompt, and without a choice they are not.
+  told = chat(at, tools=[SUM], max_tokens=1).json["usage"]["prompt_tokens"]
+  untold = chat(at, tools=[SUM], tool_choice="none", max_tokens=1)
+  assert told > untold.json["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+  ("body", "words"),
+  [
+    ({"tools": [{"type": "function"}]}, ["tools[0].function"]),
+    ({"tools": [SUM, SUM]}, ["two of one name"]),
+    ({"tools": [SUM], "tool_choice": "sum"}, ["tool_choice"]),
+    ({"tools": [SUM], "tool_choice": "required", "guided_regex": "a"},
+     ["guided_regex", "one of them"]),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]},
+     ["letters"]),
+    ({"tools": [{"type": "function", "function": {"name": "f",
+      "parameters": []}}]}, ["JSON schema"]),
+  ],
+)  # fmt: skip
+def test_tools_that_are_wrong_are_refused(engine, body, words):
+  error(chat(app(engine, chat_template=CALLING), **body), 400, *words)
 
 
 def test_calls_of_tools_in_a_history(engine):

@@ -226,7 +226,7 @@ def test_openai_s_client(talking):
     assert text == "<|user|>" and parts[-1].finish_reason == "stop"
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     talk |= {"tools": [tool], "tool_choice": "auto"}
-    with pytest.raises(openai.BadRequestError, match="calls of tools"):
+    with pytest.raises(openai.BadRequestError, match="no place for them"):
       client.chat.completions.create(**talk)
     with pytest.raises(openai.NotFoundError, match="'tuned'"):
       client.models.retrieve("other")

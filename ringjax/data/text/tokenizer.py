@@ -160,7 +160,11 @@ class Tokenizer:
 
   @classmethod
   def load(
-    cls, folder: str | os.PathLike[str], *, untrusted: bool = False
+    cls,
+    folder: str | os.PathLike[str],
+    *,
+    untrusted: bool = False,
+    revision: str | None = None,
   ) -> Tokenizer:
     """Reads the tokenizer of a model's folder.
 
@@ -168,15 +172,18 @@ class Tokenizer:
       folder: Folder that holds tokenizer.json and, if present,
         tokenizer_config.json, special_tokens_map.json,
         generation_config.json, config.json and chat_template.jinja; a GGUF
-        file; or the name of a model that `python -m launch.fetch` has
-        downloaded.
+        file; the name of a model that `python -m launch.fetch` has
+        downloaded; or a name on the Hugging Face Hub, "Qwen/Qwen3-8B".
       untrusted: Whether a separate process, with 2 GB and 20 s, tries the
         file first; for folders that you do not trust.
+      revision: Branch, tag or commit of a name on the hub.
 
     Raises:
       TokenizerError: If a file is missing, too large, or malformed.
     """
-    folder = fetched_models.resolve(folder, "folder")
+    folder = fetched_models.resolve(
+      folder, "folder", revision=revision, tokenizer=True
+    )
     path = pathlib.Path(folder).expanduser()
     if is_gguf(path) and not (path / "tokenizer.json").is_file():
       files = tokenizer_files(open_gguf(path).metadata)
@@ -203,7 +210,7 @@ class Tokenizer:
       _try_in_child(data)
     import tokenizers
 
-    name = path.resolve().name or "tokenizer"
+    name = fetched_models.name_of(path) or "tokenizer"
     return cls(
       lambda: _guard("tokenizer.json", tokenizers.Tokenizer.from_buffer, data),
       name=name,

@@ -17,6 +17,7 @@ import pathlib
 import re
 from typing import Any, NamedTuple, NoReturn
 
+from ringjax.checks import local_path
 from ringjax.errors import (
   CheckpointFormatError,
   ConfigError,
@@ -80,12 +81,13 @@ def as_path(path: str | os.PathLike[str] | None) -> pathlib.Path:
 
   Raises:
     InputTypeError: If it is not a path.
+    OptionError: If it is an address such as gs://bucket.
   """
   if not isinstance(path, str | os.PathLike):
     raise InputTypeError(
       "path", type(path).__name__, "a str or a Path", "pass a folder"
     )
-  return pathlib.Path(path).expanduser()
+  return pathlib.Path(local_path("path", path)).expanduser()
 
 
 # ---------------------------------------------------------------------------

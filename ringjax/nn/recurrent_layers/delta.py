@@ -3,7 +3,8 @@
 Guarantees: equal results for a whole sequence, for consecutive chunks of it
 through a cache, and token by token; for one device and for shards.
 Cost: linear in the tokens. Between shards the tail of a convolution and one
-affine map a head are gathered, for any length.
+affine map a head are gathered, for any length. Shards whose tokens are not
+consecutive bring the inputs into order and the outputs back.
 Ref:  Yang et al. 2024, arXiv 2412.06464; as in Qwen3-Next.
 """
 
@@ -33,7 +34,13 @@ from ringjax.ops.recurrent.delta import delta_rule
 from ringjax.ops.recurrent.sequence import beside
 from ringjax.ops.rope import Rope
 from ringjax.ops.softmax import wide_dtype
-from ringjax.parallel.layout import Contiguous
+from ringjax.parallel import redeal
+from ringjax.parallel.layout import (
+  Contiguous,
+  into_slots,
+  out_of_slots,
+  slots_of,
+)
 
 
 class Recurrent:
@@ -259,35 +266,49 @@ def over_tokens(
     state: State before them.
     attend: Sharding of the tokens.
   """
-  manual_axis = attend.around
+  manual_axis, layout = attend.around, attend.layout
   if not attend.sharded and manual_axis is None:
     return mix(taps, x, state, None)
-  if (manual_axis is not None or attend.size > 1) and not isinstance(
-    attend.layout, Contiguous
-  ):
-    raise OptionError(
-      "layout",
-      attend.layout,
-      "Contiguous() for a model with recurrent layers, whose state goes "
-      "from each token to the next",
-      "pass layout=Contiguous()",
-    )
-  if manual_axis is not None:
-    return mix(taps, x, state, manual_axis)
   length = x.seg.shape[1]
-  num_padding = -length % attend.size
-  fill = lambda a: jnp.pad(
-    a, ((0, 0), (0, num_padding), *((0, 0),) * (a.ndim - 2))
-  )
-  sequence = P(None, attend.axis)
+  if manual_axis is not None:
+    redeal.check(layout)
+    mixed, state = mix(
+      taps, redeal.to_order(x, layout, manual_axis), state, manual_axis
+    )
+    return redeal.from_order(mixed, layout, manual_axis, length), state
+  axis, mesh, slots = attend.of_mesh, attend.mesh, None
+  assert axis is not None
+  if attend.size > 1:
+    redeal.check(layout)
+    slots = slots_of(layout, length, attend.size)
+    x = jax.tree.map(lambda a: into_slots(a, slots, 1), x)
+  local_length = x.seg.shape[1] // attend.size
+  reorders = attend.size > 1 and not isinstance(layout, Contiguous)
+  if reorders:
+    specs = jax.tree.map(attend.spec_with_heads, x)
+    x = jax.shard_map(
+      lambda x: redeal.to_order(x, layout, axis),
+      mesh=mesh,
+      in_specs=(specs,),
+      out_specs=specs,
+    )(x)
+  sequence = P(None, axis)
   mixed, state = jax.shard_map(
-    lambda taps, x, state: mix(taps, x, state, attend.axis),
-    mesh=attend.mesh,
+    lambda taps, x, state: mix(taps, x, state, axis),
+    mesh=mesh,
     in_specs=(P(), sequence, P()),
     out_specs=(sequence, P()),
-    axis_names={attend.axis},
-  )(taps, jax.tree.map(fill, x), state)
-  return mixed[:, :length], state
+    axis_names={axis},
+  )(taps, x, state)
+  if reorders:
+    spec = attend.spec_with_heads(mixed)
+    mixed = jax.shard_map(
+      lambda a: redeal.from_order(a, layout, axis, local_length),
+      mesh=mesh,
+      in_specs=(spec,),
+      out_specs=spec,
+    )(mixed)
+  return mixed if slots is None else out_of_slots(mixed, slots), state
 
 
 def mix_delta(

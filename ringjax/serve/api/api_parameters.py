@@ -13,7 +13,7 @@ import enum
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from ringjax.checks import integer, number
 from ringjax.data.text.chat import ROLES
@@ -467,7 +467,6 @@ _UNUSED: dict[str, Parser] = {
 }
 _UNUSED_COMPLETION: dict[str, Parser] = {"suffix": _only("")}
 _UNUSED_CHAT: dict[str, Parser] = {
-  "parallel_tool_calls": _nothing(flag),
   "functions": _only([]),
   "function_call": _only("none", "auto"),
   "modalities": _only(["text"]),
@@ -494,6 +493,7 @@ CHAT: dict[str, Parser] = {
   "top_logprobs": _whole(0, TOP),
   "tools": _anything,
   "tool_choice": _anything,
+  "parallel_tool_calls": flag,
   "reasoning_effort": _choice(
     "none", "minimal", "low", "medium", "high", "xhigh"
   ),
@@ -545,35 +545,98 @@ def check_search(given: Mapping[str, Any]) -> None:
     )
 
 
-def check_tools(given: Mapping[str, Any]) -> None:
-  """Refuses tools that may be called: answers are not parsed for calls.
+class ToolChoice(NamedTuple):
+  """Tools of a chat body that its answer may call.
+
+  Fields:
+    tools: Descriptions of the tools, for the chat template.
+    schemas: Schema of the arguments of each tool that may be called.
+    forced: Whether the answer has to be a call.
+  """
+
+  tools: list[dict[str, Any]]
+  schemas: dict[str, dict[str, Any]]
+  forced: bool
+
+
+_FUNCTION_NAME = re.compile(r"[\w.-]{1,64}")
+
+
+def tools_of(given: Mapping[str, Any]) -> ToolChoice | None:
+  """Parse the tools of a chat body; None if none may be called.
 
   Args:
     given: Parameters of a chat body.
 
   Raises:
-    ApiError: If there are tools that may be called, or a call is required.
+    ApiError: If the tools or the choice among them are invalid.
   """
-  tools, choice = given.get("tools", []), given.get("tool_choice")
+  tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
   if not isinstance(tools, list):
     raise refused("tools", kind_of(tools), "a list", "pass a list")
-  if choice not in (None, "none", "auto"):
+  try:
+    schemas = dict(_tool(f"tools[{n}]", x) for n, x in enumerate(tools))
+  except RingjaxError as error:
+    raise ApiError(400, str(error), param="tools") from None
+  if len(schemas) < len(tools):
+    raise refused("tools", "two of one name", "one of a name", "rename one")
+  # With "none" no tool may be called, so they are left out of the prompt.
+  if choice in ("auto", "none") and not (schemas and choice == "auto"):
+    return None
+  named = None
+  if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
+    named = choice["function"].get("name")
+  known = choice in ("auto", "required") if named is None else named in schemas
+  if not known:
     raise refused(
       "tool_choice",
       json_text(choice)[:80],
-      '"none" or "auto": calls of tools are not supported',
-      "leave it out",
-      code=_UNSUPPORTED,
+      '"none", "auto", "required" or a function of tools',
+      'pass {"type": "function", "function": {"name": NAME}}',
     )
-  # With "none" no tool may be called, so they are left out of the prompt.
-  if tools and choice != "none":
+  if choice == "required" and not schemas:
     raise refused(
-      "tools",
-      f"{len(tools)} tools",
-      'none, or tool_choice "none": calls of tools are not supported',
-      "leave it out",
-      code=_UNSUPPORTED,
+      "tool_choice", "required, without tools", "tools", "pass them"
     )
+  if named is not None:
+    schemas = {named: schemas[named]}
+  return ToolChoice(tools, schemas, choice != "auto")
+
+
+def _tool(name: str, given: Json) -> tuple[str, dict[str, Any]]:
+  """Name of a tool, and the schema of its arguments."""
+  tool = members(name, given, "type", "function")
+  if tool.get("type") != "function":
+    raise OptionError(
+      f"{name}.type", kind_of(tool.get("type")), '"function"', "pass it"
+    )
+  function = members(
+    f"{name}.function",
+    tool.get("function"),
+    "name",
+    "description",
+    "parameters",
+    "strict",
+  )
+  title = function.get("name")
+  if not isinstance(title, str) or not _FUNCTION_NAME.fullmatch(title):
+    raise OptionError(
+      f"{name}.function.name",
+      json_text(title)[:80],
+      "up to 64 letters, digits, _ . and -",
+      "rename it",
+    )
+  schema = function.get("parameters", {})
+  if not isinstance(schema, dict):
+    raise OptionError(
+      f"{name}.function.parameters",
+      kind_of(schema),
+      "a JSON schema, an object",
+      "pass one",
+    )
+  if "description" in function:
+    text(f"{name}.function.description", function["description"])
+  return title, schema
 
 
 def messages_of(given: object, *, calls: bool) -> list[dict[str, Any]]:

@@ -39,16 +39,24 @@ from ringjax.serve.api.api_parameters import (
   ApiError,
   Parser,
   check_search,
-  check_tools,
   checked,
   from_error,
   is_ids,
   kind_of,
   messages_of,
   refused,
+  tools_of,
   utf8,
 )
 from ringjax.serve.api.grammar import GrammarCompiler
+from ringjax.serve.api.tool_calls import (
+  ToolAnswer,
+  ToolReader,
+  call_bodies,
+  check_place,
+  forced_schema,
+  format_of,
+)
 from ringjax.serve.request import Answer, Handle, RejectedError, Request
 from ringjax.serve.row_sampler import RowSampling
 
@@ -93,6 +101,7 @@ class ApiCall:
     logprobs: Number of alternatives that each token comes with, or None.
     stop_ids: Token ids that the body asks to stop at.
     echoes: Text before the answers of each prompt.
+    tools: Reader of calls of tools, or None where none may be called.
     id: Id of the answer.
     created: Time of the call, seconds since 1970.
   """
@@ -106,6 +115,7 @@ class ApiCall:
   logprobs: int | None
   stop_ids: tuple[int, ...]
   echoes: tuple[str, ...]
+  tools: ToolReader | None
   id: str
   created: int
 
@@ -236,14 +246,14 @@ class ApiModel:
         "both",
         "pass logprobs: true",
       )
-    check_tools(params)
+    tools = self._tools(params)
     prompt = self._rendered(params)
     new = params.get("max_completion_tokens", params.get("max_tokens"))
     if new is None:
       new = max(1, self._longest - prompt.size)
     wanted = params.get("top_logprobs", 0) if params.get("logprobs") else None
     return self._call(
-      params, [prompt], salt, new=new, logprobs=wanted, chat=True
+      params, [prompt], salt, new=new, logprobs=wanted, chat=True, tools=tools
     )
 
   def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -332,6 +342,40 @@ class ApiModel:
         code="model_not_found",
       )
 
+  def _tools(self, params: dict[str, Any]) -> ToolReader | None:
+    """Reader of the calls that a chat's answer may have.
+
+    Of a call that is required the answer is JSON, by a grammar.
+    """
+    choice = tools_of(params)
+    # What the template gets; with "none" it gets no tools.
+    params["tools"] = None if choice is None else choice.tools
+    if choice is None:
+      return None
+    for name in ("response_format", "guided_regex"):
+      if choice.forced and name in params:
+        raise refused(
+          name,
+          f"{name} beside a call that is required",
+          "one of them",
+          "leave one out",
+        )
+    source = "" if self._template is None else self._template.source
+    try:
+      check_place(source)
+      form = None if choice.forced else format_of(source)
+    except RingjaxError as error:
+      raise ApiError(
+        400, str(error), param="tools", code="unsupported_parameter"
+      ) from None
+    if choice.forced:
+      params["response_format"] = forced_schema(choice.schemas)
+    return ToolReader(
+      tools=choice.schemas,
+      form=form,
+      parallel=params.get("parallel_tool_calls", True),
+    )
+
   def _rendered(
     self, given: dict[str, Any], *, opens: bool = True, whole: bool = False
   ) -> np.ndarray:
@@ -361,6 +405,8 @@ class ApiModel:
       )
       self._check_length("messages", chars, self._most_chars)
     variables = dict(given.get("chat_template_kwargs", {}))
+    if given.get("tools"):
+      variables["tools"] = given["tools"]
     if "reasoning_effort" in given:
       variables.setdefault("reasoning_effort", given["reasoning_effort"])
     tokenizer = _Encoder(self.tokenizer, None if whole else self._longest)
@@ -382,6 +428,7 @@ class ApiModel:
     best_of: int | None = None,
     echoes: Sequence[str] = (),
     chat: bool = False,
+    tools: ToolReader | None = None,
   ) -> ApiCall:
     check_search(given)
     n, beams = given.get("n", 1), given.get("beams")
@@ -439,7 +486,8 @@ class ApiModel:
         ids=(*eos, *stop_ids),
         strings=given.get("stop", ()),
         included=given.get("include_stop_str_in_output", False),
-        special=not given.get("skip_special_tokens", True),
+        special=not given.get("skip_special_tokens", True)
+        or self._shows_specials(tools),
       )
       requests = tuple(
         Request(
@@ -470,9 +518,15 @@ class ApiModel:
       logprobs=logprobs,
       stop_ids=stop_ids,
       echoes=tuple(echoes) or ("",) * len(prompts),
+      tools=tools,
       id=("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
       created=int(time.time()),
     )
+
+  def _shows_specials(self, tools: ToolReader | None) -> bool:
+    """Whether a mark of calls is a special token, which texts leave out."""
+    marks = () if tools is None or tools.form is None else tools.form.marks
+    return any(mark in self.tokenizer.specials.by_text for mark in marks)
 
   def _check_answers(self, param: str, each: int, prompts: int) -> None:
     if each * prompts > self._most:
@@ -613,6 +667,13 @@ class ApiModel:
             "content": part.text,
             "refusal": None,
           }
+          if part.reasoning:
+            choice["message"]["reasoning_content"] = part.reasoning
+          if part.calls:
+            choice["message"] |= {
+              "content": part.text or None,
+              "tool_calls": list(part.calls),
+            }
         else:
           choice["text"] = part.text
         choices.append(choice | {"logprobs": part.logprobs})
@@ -710,11 +771,15 @@ class AnswerPart(NamedTuple):
     text: Text that may be shown.
     logprobs: Log-probabilities of its tokens, or None.
     finish: Finish reason of the answer, or None.
+    calls: Its calls of tools, as members of a message; at its end.
+    reasoning: Text in which the model thinks; at its end.
   """
 
   text: str
   logprobs: dict[str, Any] | None
   finish: str | None
+  calls: tuple[dict[str, Any], ...] = ()
+  reasoning: str = ""
 
 
 class AnswerStream:
@@ -760,15 +825,22 @@ class AnswerStream:
     finish = answer.finish
     check_answer(answer)
     text = answer.text
-    new = text[self._sent :]
-    self._sent = len(text)
+    parts = ToolAnswer(text)
+    if self._call.tools is not None:
+      parts = self._call.tools.read(text, finish is not None)
+    new = parts.content[self._sent :]
+    self._sent = len(parts.content)
     logprobs = None
     if self._call.logprobs is not None:
       logprobs = self._logprobs(len(text), finish is not None)
     if not self.begun:
       new = self._echo + new
     self.begun, self.ended = True, finish is not None
-    return AnswerPart(new, logprobs, finish and _FINISH[finish])
+    reason = finish and _FINISH[finish]
+    calls = tuple(call_bodies(parts.calls))
+    if calls and reason == "stop":
+      reason = "tool_calls"
+    return AnswerPart(new, logprobs, reason, calls, parts.reasoning)
 
   def choice(self, first: bool, part: AnswerPart) -> dict[str, Any] | None:
     """A part as a choice of a stream, or None if it is empty."""
@@ -777,7 +849,15 @@ class AnswerStream:
       return None
     body: dict[str, Any] = {"index": self.index}
     if self._call.chat:
-      delta = {"content": part.text} if part.text or first else {}
+      delta: dict[str, Any] = {}
+      if part.text or first:
+        delta["content"] = part.text
+      if part.reasoning:
+        delta["reasoning_content"] = part.reasoning
+      if part.calls:
+        delta["tool_calls"] = [
+          {"index": n, **call} for n, call in enumerate(part.calls)
+        ]
       body["delta"] = {"role": "assistant", **delta} if first else delta
     else:
       body["text"] = part.text

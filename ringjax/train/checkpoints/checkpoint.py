@@ -41,7 +41,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from ringjax.checks import integer, one_of, positive_int
+from ringjax.checks import integer, local_path, one_of, positive_int
 from ringjax.errors import (
   CheckpointCorruptError,
   CheckpointFormatError,
@@ -106,13 +106,14 @@ class Checkpoints:
       timeout_s: Seconds that processes wait for each other.
 
     Raises:
-      OptionError: If a value is out of range.
+      OptionError: If a value is out of range, or the root is an address such
+        as gs://bucket.
     """
     self._keep = positive_int("keep", keep)
     if every_keep is not None:
       positive_int("every_keep", every_keep)
     self._every_keep = every_keep
-    self.root = os.path.abspath(os.fspath(root))
+    self.root = os.path.abspath(local_path("root", root))
     self.restored_step: int | None = None
     self._asynchronous = asynchronous
     self._config = manifests.fingerprint(_json("config", config))

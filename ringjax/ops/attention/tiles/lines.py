@@ -45,6 +45,13 @@ class LineMass(NamedTuple):
   nearest: Int[Array, " B"]
   queries: Int[Array, " B"]
 
+  def of_tiles(self, block: int) -> Float[Array, "B K G n"]:
+    """Mean attention of the queries to each tile of `block` keys."""
+    sums = self.vertical
+    sums = sums.reshape(*sums.shape[:3], -1, block).sum(-1)
+    count = jnp.maximum(self.queries, 1)[:, None, None, None]
+    return sums / count.astype(sums.dtype)
+
 
 def line_mass(x: PromptTiles, count: int) -> LineMass:
   """Measure the lines of a call by the last `count` queries of each row."""

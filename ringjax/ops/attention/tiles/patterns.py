@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from ringjax import option_text
 from ringjax.ops.attention.tiles.flexprefill import FlexPrefill
+from ringjax.ops.attention.tiles.minference import MInference
 from ringjax.ops.attention.tiles.tile_pattern import TilePattern
 from ringjax.ops.attention.tiles.xattention import XAttention
 
 PATTERNS: dict[str, type[TilePattern]] = {
   "xattention": XAttention,
   "flexprefill": FlexPrefill,
+  "minference": MInference,
 }
 
 

@@ -141,6 +141,31 @@ def best_lines(mass, gamma, least):
   return chosen
 
 
+def means(x, real):
+  """Means of blocks of vectors, without padding, by definition."""
+  parts = range(0, len(x), BLOCK)
+  mean = lambda a: (
+    x[a : a + BLOCK][real[a : a + BLOCK]].sum(0)
+    / max(1, real[a : a + BLOCK].sum())
+  )
+  return np.stack([mean(a) for a in parts])
+
+
+def crossed_pairs(weights, last, t, part, counts):
+  """Pairs that the best vertical and slash lines cross, by definition."""
+  keys = weights.shape[1]
+  distances = np.arange(last.start, last.stop)[:, None] - np.arange(keys)
+  slash = np.zeros(t)
+  np.add.at(slash, np.maximum(distances, 0), weights)
+  vertical = best_lines(weights.sum(0), part, counts[0])
+  slashes = best_lines(slash, part, counts[1])
+  between = np.arange(t)[:, None] - np.arange(keys)
+  crossed = vertical[None] | slashes[np.maximum(between, 0)]
+  # Lines cross a tile also where its pairs are masked.
+  crossed &= (between >= 0) | vertical[None]
+  return crossed
+
+
 def flexprefill(q, k, seen, pattern, soft_cap=None):
   """Chosen tiles of FlexPrefill by definition, bool [B, N, m, n]."""
   group = q.shape[2] // k.shape[2]
@@ -151,14 +176,6 @@ def flexprefill(q, k, seen, pattern, soft_cap=None):
   visible, required = always(seen)
   b, t, heads, _ = q.shape
   chosen = np.zeros((b, heads, *visible.shape[1:]), bool)
-
-  def means(x, real):
-    parts = range(0, len(x), BLOCK)
-    mean = lambda a: (
-      x[a : a + BLOCK][real[a : a + BLOCK]].sum(0)
-      / max(1, real[a : a + BLOCK].sum())
-    )
-    return np.stack([mean(a) for a in parts])
 
   for row, head in np.ndindex(b, heads):
     queries, keys = q[row, :, head], k[row, :, head]
@@ -188,21 +205,71 @@ def flexprefill(q, k, seen, pattern, soft_cap=None):
           mass[i], visible[row, i], required[row, i], pattern.gamma
         )
       continue
-    distances = np.arange(last.start, end)[:, None] - np.arange(len(keys))
-    slash = np.zeros(t)
-    np.add.at(slash, np.maximum(distances, 0), weights)
-    lines = best_lines(weights.sum(0), pattern.gamma, pattern.least_tokens)
-    slashes = best_lines(slash, pattern.gamma, pattern.least_tokens)
-    between = np.arange(t)[:, None] - np.arange(len(keys))
-    crossed = lines[None] | slashes[np.maximum(between, 0)]
-    # Lines cross a tile also where its pairs are masked.
-    crossed &= (between >= 0) | lines[None]
+    part, counts = pattern.gamma, (pattern.least_tokens,) * 2
+    crossed = crossed_pairs(weights, last, t, part, counts)
     crossed = tile_view(crossed).any((1, 3))
     chosen[row, head] = (crossed & visible[row]) | required[row]
   return chosen
 
 
-CHOICES = {"xattention": xattention, "flexprefill": flexprefill}
+def minference(q, k, seen, pattern, soft_cap=None):
+  """Chosen tiles of MInference by definition, bool [B, N, m, n]."""
+  group = q.shape[2] // k.shape[2]
+  k = np.repeat(k.astype(np.float64), group, 2)
+  cap = lambda s: s if soft_cap is None else soft_cap * np.tanh(s / soft_cap)
+  scale = 1 / math.sqrt(q.shape[3])
+  real_q, real_k = seen.any(2), seen.any(1)
+  visible, _ = always(seen)
+  b, t, heads, _ = q.shape
+  chosen = np.zeros((b, heads, *visible.shape[1:]), bool)
+  number = np.arange(k.shape[1])
+  tiles_of = lambda keys: tile_view(keys[None]).any((0, 1, 3))
+
+  def shapes(at, row, q, k_means, crossed):
+    """Tiles of the three shapes of the queries at some places, [3, n]."""
+    tiles = tiles_of(seen[row, at].any(0))
+    first = np.flatnonzero(tiles)[0]
+    required = (number >= at.start) & (number < at.stop)
+    required = tiles_of(required) & tiles
+    required[first] = True
+    near = number < first * BLOCK + pattern.first
+    near |= number > at.start - pattern.window
+    mean = q[at][real_q[row, at]].mean(0)
+    mass = np.where(tiles, cap(mean @ k_means.T * scale), -np.inf)
+    order = sorted(range(len(mass)), key=lambda j: (not required[j], -mass[j]))
+    largest = np.isin(range(len(mass)), order[: -(-pattern.tokens // BLOCK)])
+    chosen = np.stack([tiles_of(near), tiles_of(crossed[at].any(0)), largest])
+    return (chosen & tiles) | required
+
+  for row, head in np.ndindex(b, heads):
+    queries, keys = q[row, :, head], k[row, :, head]
+    end = np.flatnonzero(real_q[row])[-1] + 1
+    last = slice(max(0, end - 64), end)
+    scores = cap(queries[last] @ keys.T * scale)
+    weights = softmax(np.where(seen[row, last], scores, -np.inf))
+    counts = pattern.vertical, pattern.slash
+    crossed = crossed_pairs(weights, last, t, 0, counts)
+    fixed = row, queries, means(keys, real_k[row]), crossed
+    tiles = shapes(last, *fixed)
+    reached = (tiles * tile_view(weights).sum((0, 1, 3)) / len(weights)).sum(1)
+    near = reached >= reached.max() - 0.01
+    best = np.argmin(np.where(near, tiles.sum(1), 10**9))
+    if pattern.shape != "auto":
+      best = ["a_shape", "vertical_slash", "blocks"].index(pattern.shape)
+    SHAPES_CHOSEN.add(int(best))
+    for i in np.flatnonzero(visible[row].any(1)):
+      at = slice(i * BLOCK, min(t, (i + 1) * BLOCK))
+      chosen[row, head, i] = shapes(at, *fixed)[best]
+  return chosen
+
+
+# Shapes that heads took in the tests, by index.
+SHAPES_CHOSEN: set[int] = set()
+CHOICES = {
+  "xattention": xattention,
+  "flexprefill": flexprefill,
+  "minference": minference,
+}
 
 
 def expanded(chosen, t, s):
@@ -247,6 +314,7 @@ def check(name, text, q, k, v, *, mesh=None, window=None, segments=None,
 TEXTS = {
   "xattention": "threshold=0.8,stride=16",
   "flexprefill": "gamma=0.5,tau=0.3,least_tokens=0",
+  "minference": "first=64,window=64,vertical=4,slash=8,tokens=128",
 }
 
 
@@ -254,6 +322,19 @@ TEXTS = {
 def test_the_result_is_dense_attention_under_the_chosen_tiles(name):
   # Fewer than all tiles are computed, so that the choice matters.
   assert check(name, TEXTS[name], *operands()) < 0.95
+
+
+def test_heads_of_a_prompt_take_different_shapes():
+  SHAPES_CHOSEN.clear()
+  check("minference", TEXTS["minference"], *operands(seed=1))
+  assert len(SHAPES_CHOSEN) > 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", ["a_shape", "vertical_slash", "blocks"])
+def test_all_heads_take_the_shape_that_is_asked_for(shape):
+  text = f"shape={shape},{TEXTS['minference']}"
+  assert check("minference", text, *operands()) < 1
 
 
 @pytest.mark.long
@@ -374,6 +455,9 @@ def test_lines_as_long_as_a_gap_of_positions_are_read():
     ("flexprefill,gamma=2", "gamma"),
     ("flexprefill,tau=-1", "tau"),
     ("flexprefill,least_tokens=-1", "least_tokens"),
+    ("minference,shape=slash", "shape"),
+    ("minference,window=-1", "window"),
+    ("minference,tokens=-1", "tokens"),
     ("yattention", "pattern"),
     ("", "pattern"),
   ],
