@@ -395,11 +395,33 @@ FAULTS = (
   ),
   _fault(
     "a reader's proof is not compared",
-    "transfer/wire.py",
+    "parallel/links/connection.py",
     "authenticated = hmac.compare_digest(proof, "
     '_proof(key, b"client", server_nonce, client_nonce))',
     "authenticated = bool(proof)",
     "transfer/test_transfer.py",
+  ),
+  # Links between processes.
+  _fault(
+    "a later reason of a link's end replaces the first",
+    "parallel/links/live_link.py",
+    "first = self.error is None",
+    "first = True",
+    "parallel/test_live_links.py",
+  ),
+  _fault(
+    "a link beats for its own patience alone",
+    "parallel/links/live_link.py",
+    "if patience_s / _BEATS < self._beat_s:",
+    "if patience_s / _BEATS > self._beat_s:",
+    "parallel/test_live_links.py",
+  ),
+  _fault(
+    "a group blames itself for a member that is lost",
+    "parallel/links/link_group.py",
+    "self.fail(str(error), blame=error.rank)",
+    "self.fail(str(error), blame=None)",
+    "parallel/test_live_links.py",
   ),
   # Weights.
   _fault(

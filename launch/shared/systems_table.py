@@ -790,7 +790,6 @@ SYSTEMS: tuple[System, ...] = (
     modules=(
       "ringjax/infer/fastdecode/attention_workers.py",
       "ringjax/infer/fastdecode/attention_worker.py",
-      "ringjax/infer/fastdecode/attention_wire.py",
       "ringjax/serve/cluster/load_control.py",
     ),
     names=(

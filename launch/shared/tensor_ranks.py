@@ -283,7 +283,7 @@ class _Ranks:
   def _gather(self, size: int, folder: pathlib.Path, digest: str) -> Star:
     values = self._values
     if size == 1:
-      return Star({})
+      return Star()
     local = values.processes is not None
     host, port = ("127.0.0.1", 0) if local else _address(values.coordinator)
     key = secrets.token_bytes(32) if local else _key(values)

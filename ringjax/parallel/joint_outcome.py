@@ -4,7 +4,8 @@ Guarantees: an error of one process is raised in all, which then continue in the
 same way; a process that does not answer is named when the wait for it ends.
 Cost: a few small messages through the coordinator of `jax.distributed`; no
 collective, as one process may fail while others are in a program. Processes
-that work alone send nothing.
+that work alone send nothing. There are no heartbeats: the coordinator has its
+own.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from ringjax.json_text import json_text
 
 # Longest wait for another process, which may run and compile programs.
 TIMEOUT_S = 600
-# Calls of the same processes are distinguished by their numbers.
-_CALLS: collections.defaultdict[tuple[int, ...], Iterator[int]] = (
+# Calls of the same processes on a channel are distinguished by their numbers.
+_CALLS: collections.defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = (
   collections.defaultdict(itertools.count)
 )
 # Classes of errors that all processes raise if one of them did.
@@ -54,12 +55,20 @@ def processes_of(mesh: Mesh | None) -> tuple[int, ...]:
   return () if len(ranks) == 1 else tuple(sorted(ranks))
 
 
-def exchanged(value: object, ranks: tuple[int, ...]) -> list[Any]:
+def exchanged(
+  value: object,
+  ranks: tuple[int, ...],
+  *,
+  channel: str = "outcome",
+  timeout_s: int | float = TIMEOUT_S,
+) -> list[Any]:
   """Exchange JSON values between processes, which all call it in one order.
 
   Args:
     value: Value of this process.
     ranks: Ranks of the processes, from `processes_of`.
+    channel: Name of a sequence of calls, separate from those of other names.
+    timeout_s: Seconds to wait for another process.
 
   Raises:
     PeerError: If one of them does not answer.
@@ -67,20 +76,21 @@ def exchanged(value: object, ranks: tuple[int, ...]) -> list[Any]:
   if not ranks:
     return [value]
   state: Any = distributed.global_state
-  client, call = state.client, next(_CALLS[ranks])
+  client, call = state.client, next(_CALLS[channel, ranks])
   group = "_".join(map(str, ranks))
-  key = lambda n, rank: f"ringjax/outcome/{group}/{n}/{rank}"
+  key = lambda n, rank: f"ringjax/{channel}/{group}/{n}/{rank}"
+  timeout_ms = int(1000 * timeout_s)
   rank_here = jax.process_index()
   client.key_value_set(key(call, rank_here), json_text(value))
   values = []
   for rank in ranks:
     try:
-      text = client.blocking_key_value_get(key(call, rank), 1000 * TIMEOUT_S)
+      text = client.blocking_key_value_get(key(call, rank), timeout_ms)
     except jax.errors.JaxRuntimeError as error:
       raise PeerError(
         f"process {rank}",
         f"no answer ({str(error)[:120]})",
-        f"one within {TIMEOUT_S} s",
+        f"one within {timeout_s:g} s",
         "look at that process's log",
         rank=rank,
       ) from None

@@ -3,15 +3,16 @@
 Guarantees: when a process dies, freezes or gets stuck, every other one learns
 within `timeout_s` which it was, and those that wait for it are woken with a
 `PeerError`. Nothing here computes, and no wait lasts beyond a failure.
-Cost: p (p - 1) / 2 quiet TCP connections, a small message on each now and then.
+Cost: p (p - 1) / 2 quiet connections, a small message on each now and then, and
+two threads for each rank on each.
 
-Each pair of ranks has a control connection for small JSON messages: each
-rank's state, values for all, reports of a failure. Arrays have separate
+Each pair of ranks has a `LiveLink` for small messages: each rank's state in its
+heartbeats, values for all, reports of a failure. Arrays have separate
 connections between neighbours (`link`), so that messages never queue after
 them.
 
   dead    its connections close                              (at once)
-  frozen  it sends no message for `timeout_s`
+  frozen  it sends nothing for `timeout_s`
   stuck   it works, but has made no progress for `timeout_s`
 
 Ranks that wait for another are never taken for failed. The processes find each
@@ -24,14 +25,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hmac
 import itertools
 import json
 import math
 import secrets
-import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,33 +41,34 @@ from jax._src import distributed  # The key-value store has no public name.
 from ringjax.checks import number
 from ringjax.errors import PeerError
 from ringjax.json_text import json_text
-from ringjax.parallel import frames
-from ringjax.parallel.door import Door
+from ringjax.parallel import joint_outcome
+from ringjax.parallel.door import Door, shut
+from ringjax.parallel.links.array_messages import (
+  ArrayMessage,
+  receive_arrays,
+  send_arrays,
+)
+from ringjax.parallel.links.connection import Connection
+from ringjax.parallel.links.link_group import LinkGroup
+from ringjax.parallel.links.live_link import LinkEnding, LiveLink
 
 TIMEOUT_S = 10.0
-_MAGIC = b"ringjax1"
-_HELLO = struct.Struct("<8s32sIB")
-_CONTROL, _ARRAYS = 0, 1
-_LARGEST_BYTES = 1 << 26
-_MEETINGS = itertools.count()
+_CONTROL, _ARRAYS = "control", "arrays"
+# Seconds for a peer to show the group's secret and say which rank it is.
+_GREETING_S = 10.0
 
 # States of a rank. Only one that works has to make progress.
 STARTING, WORKING, TOGETHER, WAITING = "starts", "works", "together", "waits"
 
 
 @dataclasses.dataclass
-class _Peer:
-  """State of another rank as last reported; times by this rank's clock."""
+class _RankState:
+  """State of another rank, and heartbeats since its last progress."""
 
-  control: socket.socket
-  heard_s: float
-  moved_s: float
   doing: str = STARTING
   ticks: int = 0
   step: int = 0
-  has_left: bool = False
-  buffer: bytearray = dataclasses.field(default_factory=bytearray)
-  lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+  still: int = 0
 
 
 class Peers:
@@ -87,19 +86,16 @@ class Peers:
     self,
     rank: int,
     size: int,
-    control: dict[int, socket.socket],
+    control: dict[int, Connection],
     links: dict[int, socket.socket],
     timeout_s: int | float = TIMEOUT_S,
   ):
     """Take the connections to each rank and to neighbours; see `meet`."""
-    start_s = time.monotonic()
     self.rank, self.size, self.timeout_s = rank, size, timeout_s
     self.failure: PeerError | None = None
     self.offset_s = 0.0
     self._links = links
-    self._peers = {
-      r: _Peer(s, heard_s=start_s, moved_s=start_s) for r, s in control.items()
-    }
+    self._states = {r: _RankState() for r in control}
     self._doing, self._ticks, self._step = STARTING, 0, 0
     self._news = threading.Condition()
     self._values: dict[tuple[int, int], Any] = {}
@@ -108,10 +104,22 @@ class Peers:
     self._on_failure: list[Callable[[PeerError], Any]] = []
     self._every_s = min(1.0, timeout_s / 8)
     self._closed = False
-    self._thread = threading.Thread(
-      target=self._watch, name=f"ringjax peers of rank {rank}", daemon=True
-    )
-    self._thread.start()
+    self._group: LinkGroup[int] = LinkGroup(self._lost, together=True)
+    for r, wire in control.items():
+      wire.name, wire.patience_s = f"rank {r}", timeout_s
+      link = LiveLink(
+        wire,
+        rank=r,
+        own_rank=rank,
+        on_message=functools.partial(self._handle, r),
+        beat=self._status,
+        beat_s=self._every_s,
+        closed="is gone: its connection closed",
+        silent="has said nothing",
+      )
+      self._group.add(r, link)
+    for link in list(self._group.links.values()):
+      link.start()
 
   # -------------------------------------------------------------------------
   # Meeting
@@ -155,36 +163,37 @@ class Peers:
       cards = [json.loads(c) for c in exchange(json_text(card))]
       secret = bytes.fromhex(cards[0]["secret"])
       greet = functools.partial(_greet, secret)
-      control: dict[int, socket.socket] = {}
-      links: dict[int, socket.socket] = {}
-      by_kind = {_CONTROL: control, _ARRAYS: links}
+      wires: dict[str, dict[int, Connection]] = {_CONTROL: {}, _ARRAYS: {}}
       try:
         # The rank of the higher number opens the connection.
         for peer_rank in range(rank):
           for kind in [_CONTROL] + [_ARRAYS] * (peer_rank == rank - 1):
             address = cards[peer_rank]["host"], cards[peer_rank]["port"]
-            connection = socket.create_connection(address, patience_s)
-            connection.sendall(_HELLO.pack(_MAGIC, secret, rank, kind))
-            by_kind[kind][peer_rank] = connection
+            wire = Connection.connect(
+              address, secret, patience_s, f"rank {peer_rank}", rank=peer_rank
+            )
+            wires[kind][peer_rank] = wire
+            send_arrays(wire, kind, rank=rank)
         expected = size - 1 - rank + (rank < size - 1)
         with Door(server, greet, name="ringjax peers") as door:
           while expected:
             accepted = door.accept(patience_s)
             assert accepted is not None
-            connection, peer_rank, kind = accepted
-            by_kind[kind][peer_rank] = connection
+            wire, peer_rank, kind = accepted
+            wires[kind][peer_rank] = wire
             expected -= 1
-      except OSError as error:
-        missing = [r for r in range(size) if r != rank and r not in control]
+      except (OSError, PeerError) as error:
+        others = {*range(size)} - {rank, *wires[_CONTROL]}
+        missing = sorted(others)
         raise PeerError(
           f"rank {rank}: no connection to rank {missing or [rank - 1]} within "
           f"{patience_s:g} s: {error}",
-          missing[0] if missing else None,
+          rank=missing[0] if missing else None,
         ) from None
-    for connection in (*control.values(), *links.values()):
+    links = {r: wire.link for r, wire in wires[_ARRAYS].items()}
+    for connection in links.values():
       connection.settimeout(None)
-      connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    self = cls(rank, size, control, links, timeout_s)
+    self = cls(rank, size, wires[_CONTROL], links, timeout_s)
     self._set_clock()
     return self
 
@@ -194,19 +203,13 @@ class Peers:
     rank, size = jax.process_index(), jax.process_count()
     if size == 1:
       return cls(0, 1, {}, {}, timeout_s)
-    state: Any = distributed.global_state
-    number = next(_MEETINGS)
-    key = lambda r: f"ringjax/peers/{number}/{r}"
-    patience_ms = int(1000 * max(300.0, timeout_s))
-
-    def exchange(card: str) -> list[str]:
-      state.client.key_value_set(key(rank), card)
-      return [
-        state.client.blocking_key_value_get(key(r), patience_ms)
-        for r in range(size)
-      ]
-
-    host = _own_address(state.coordinator_address)
+    exchange = functools.partial(
+      joint_outcome.exchanged,
+      ranks=tuple(range(size)),
+      channel="peers",
+      timeout_s=max(300.0, timeout_s),
+    )
+    host = _own_address(distributed.global_state.coordinator_address)
     return cls.meet(rank, size, exchange, host=host, timeout_s=timeout_s)
 
   @classmethod
@@ -260,14 +263,15 @@ class Peers:
       PeerError: If a rank failed, or left.
     """
     call = next(self._calls)
-    self._tell_all({"t": "put", "n": call, "v": value})
+    # As text: values that are not for JSON raise here, and may change later.
+    self._group.tell_all("put", n=call, v=json_text(value))
     values = {self.rank: value}
 
     def complete() -> bool:
-      for r, peer in self._peers.items():
+      for r in self._states:
         if (call, r) in self._values:
           values[r] = self._values.pop((call, r))
-        elif r not in values and peer.has_left:
+        elif r not in values and r in self._group.left:
           raise PeerError(f"rank {r} has left the others", rank=r)
       return len(values) == self.size
 
@@ -357,146 +361,96 @@ class Peers:
   def close(self) -> None:
     """Leave the group; the others may continue."""
     if not self._closed:
-      self._tell_all({"t": "bye"})
       self._closed = True
-      self._thread.join(2 * self._every_s)
+      self._group.close("it needs the others no more")
       self._shut()
+      self.wake()
 
   # -------------------------------------------------------------------------
   # Watching
   # -------------------------------------------------------------------------
 
-  def _watch(self) -> None:
-    selector = selectors.DefaultSelector()
-    for r, peer in self._peers.items():
-      selector.register(peer.control, selectors.EVENT_READ, r)
-    last_s = next_s = time.monotonic()
-    while not self._closed and self.failure is None:
-      now_s = time.monotonic()
-      if now_s - last_s > max(3 * self._every_s, self.timeout_s / 2):
-        # This process itself was suspended: its clocks of the others restart.
-        for peer in self._peers.values():
-          peer.heard_s = peer.moved_s = now_s
-      last_s = now_s
-      if now_s >= next_s:
-        status = {"doing": self._doing, "n": self._ticks, "step": self._step}
-        self._tell_all({"t": "am", **status})
-        next_s = now_s + self._every_s
-      for key, _ in selector.select(min(0.1, max(0.0, next_s - now_s))):
-        if not self._receive(key.data):
-          selector.unregister(key.fileobj)
-      self._check_peers(time.monotonic())
-    selector.close()
+  def _status(self) -> dict[str, Any]:
+    """Heartbeat: what this rank does, and its progress."""
+    fields = {"doing": self._doing, "n": self._ticks, "step": self._step}
+    return {"t": "am", **fields}
 
-  def _receive(self, rank: int) -> bool:
-    """Read the messages of a rank; False after the last one."""
-    peer = self._peers[rank]
-    try:
-      data = peer.control.recv(1 << 16)
-    except OSError:
-      data = b""
-    if not data:
-      if not peer.has_left:
-        self._fail(rank, "is gone: its connection closed")
-      return False
-    peer.heard_s = time.monotonic()
-    peer.buffer += data
-    while len(peer.buffer) >= frames.SIZE.size:
-      (size,) = frames.SIZE.unpack_from(peer.buffer)
-      if size > _LARGEST_BYTES:
-        self._fail(rank, f"sent a message of {size} bytes")
-        return False
-      if len(peer.buffer) < frames.SIZE.size + size:
-        break
-      text = peer.buffer[frames.SIZE.size : frames.SIZE.size + size]
-      try:
-        message = frames.json_object(text)
-      except ValueError as error:
-        self._fail(rank, f"sent a message that is no JSON object: {error}")
-        return False
-      del peer.buffer[: frames.SIZE.size + size]
-      self._handle(rank, peer, message)
-    return True
-
-  def _handle(self, rank: int, peer: _Peer, message: dict[str, Any]) -> None:
-    kind = message["t"]
+  def _handle(self, rank: int, message: ArrayMessage) -> None:
+    kind, fields = message.kind, message.fields
     if kind == "am":
-      if (message["doing"], message["n"]) != (peer.doing, peer.ticks):
-        peer.doing, peer.ticks = message["doing"], message["n"]
-        peer.step = message["step"]
-        peer.moved_s = peer.heard_s
+      self._check_progress(rank, fields)
     elif kind == "put":
-      self._values[message["n"], rank] = message["v"]
+      self._values[fields["n"], rank] = json.loads(fields["v"])
       self.wake()
     elif kind == "ping":
-      answer = {"t": "pong", "n": message["n"], "at": time.monotonic()}
-      self._tell(rank, answer)
+      if (link := self._group.links.get(rank)) is not None:
+        link.tell("pong", n=fields["n"], at=time.monotonic())
     elif kind == "pong":
-      self._pongs[message["n"]] = message["at"]
+      self._pongs[fields["n"]] = fields["at"]
       self.wake()
-    elif kind == "bye":
-      peer.has_left = True
-      self.wake()
-    elif kind == "fail":
-      reason = message["why"]
-      if message["rank"] == self.rank:
-        reason = f"was given up by rank {rank}: {reason}"
-      self._fail(message["rank"], reason)
 
-  def _check_peers(self, now_s: float) -> None:
-    """Report ranks that are silent or stuck as failed."""
-    for rank, peer in self._peers.items():
-      if peer.has_left or self.failure is not None:
-        continue
-      if now_s - peer.heard_s > self.timeout_s:
-        self._fail(rank, f"has said nothing for {self.timeout_s:g} s")
-      elif now_s - peer.moved_s > self.timeout_s and self._is_stuck(peer):
-        reason = f"is stuck: it has made no progress for {self.timeout_s:g} s"
-        self._fail(rank, reason)
+  def _check_progress(self, rank: int, fields: dict[str, Any]) -> None:
+    """Note what a rank does; report it as failed if it is stuck.
 
-  def _is_stuck(self, peer: _Peer) -> bool:
-    if peer.doing != TOGETHER:
-      return peer.doing == WORKING
+    Time without progress is counted in the rank's own heartbeats, so that one
+    that was suspended, as this one may have been, is not taken for stuck.
+    """
+    state = self._states[rank]
+    if (fields["doing"], fields["n"]) != (state.doing, state.ticks):
+      state.doing, state.ticks = fields["doing"], fields["n"]
+      state.step, state.still = fields["step"], 0
+      return
+    state.still += 1
+    if state.still * self._every_s > self.timeout_s and self._is_stuck(state):
+      reason = f"is stuck: it has made no progress for {self.timeout_s:g} s"
+      self._fail(rank, reason)
+
+  def _is_stuck(self, state: _RankState) -> bool:
+    if state.doing != TOGETHER:
+      return state.doing == WORKING
     # The others wait for the ranks that have the fewest steps.
     steps = [
-      p.step
-      for p in self._peers.values()
-      if p.doing == TOGETHER and p is not peer
+      peer.step
+      for rank, peer in self._states.items()
+      if peer.doing == TOGETHER
+      and peer is not state
+      and rank not in self._group.left
     ]
     if self._doing == TOGETHER:
       steps.append(self._step)
-    return not steps or peer.step < max(steps)
+    return not steps or state.step < max(steps)
+
+  def _lost(self, rank: int, link: LiveLink) -> None:
+    """Handle the end of a link; the group has told the others."""
+    assert link.error is not None
+    if link.ending is LinkEnding.LEFT:
+      self.wake()
+    else:
+      self._set_failure(link.error)
 
   def _fail(self, rank: int, why: str) -> None:
+    """Report a failed rank to the others, unless another one has failed."""
+    text = f"rank {rank} {why}"
+    if self._group.fail(text, blame=rank):
+      self._set_failure(PeerError(text, rank=rank))
     with self._news:
-      if self.failure is not None or self._closed:
+      # Another thread may still tell the others of an earlier failure.
+      self._news.wait_for(lambda: self.failure is not None or self._closed)
+
+  def _set_failure(self, failure: PeerError) -> None:
+    with self._news:
+      if self._closed:
         return
-      self.failure = PeerError(f"rank {rank} {why}", rank=rank)
-    self._tell_all({"t": "fail", "rank": rank, "why": why})
+      self.failure = failure
     self._shut()
     self.wake()
     for call in self._on_failure:
-      call(self.failure)
+      call(failure)
 
   def _shut(self) -> None:
-    """Close all connections, which wakes threads that are blocked in one."""
-    control = [peer.control for peer in self._peers.values()]
-    for connection in (*self._links.values(), *control):
-      with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-      connection.close()
-
-  def _tell_all(self, message: dict[str, Any]) -> None:
-    for rank, peer in self._peers.items():
-      if not peer.has_left:
-        self._tell(rank, message)
-
-  def _tell(self, rank: int, message: dict[str, Any]) -> None:
-    data = json_text(message).encode()
-    peer = self._peers[rank]
-    # `_watch` notices a closed connection.
-    with contextlib.suppress(OSError), peer.lock:
-      peer.control.sendall(frames.framed(data))
+    """Close the connections for arrays, which wakes threads blocked in one."""
+    for connection in self._links.values():
+      shut(connection)
 
   def _set_clock(self) -> None:
     """Measure `offset_s` to rank 0's clock, by its quickest answer."""
@@ -505,7 +459,8 @@ class Peers:
     best_s = math.inf
     for n in range(8):
       sent_s = time.monotonic()
-      self._tell(0, {"t": "ping", "n": n})
+      if (link := self._group.links.get(0)) is not None:
+        link.tell("ping", n=n)
       self.wait(lambda n=n: n in self._pongs)
       received_s = time.monotonic()
       if received_s - sent_s < best_s:
@@ -514,18 +469,18 @@ class Peers:
 
 
 def _greet(
-  secret: bytes, link: socket.socket, address: object
-) -> tuple[socket.socket, int, int]:
-  """Read (connection, rank, kind) of a rank that has the group's secret.
+  secret: bytes, link: socket.socket, address: tuple[Any, ...]
+) -> tuple[Connection, int, str]:
+  """Admit a rank that has the group's secret: (connection, rank, kind).
 
   Raises:
     PeerError: If the peer does not have it.
   """
-  link.settimeout(10.0)
-  magic, token, rank, kind = frames.receive_header(link, _HELLO)
-  if magic != _MAGIC or not hmac.compare_digest(token, secret):
-    raise PeerError(f"{address} does not have the group's secret")
-  return link, rank, kind
+  wire = Connection.admit(link, address, secret, _GREETING_S, "a peer at")
+  hello = receive_arrays(wire, (_CONTROL, _ARRAYS))
+  if hello is None:
+    raise PeerError(f"{wire.name} left")
+  return wire, hello.integer("rank", 1 << 20), hello.kind
 
 
 def _own_address(coordinator: str | None) -> str:

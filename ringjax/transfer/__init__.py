@@ -1,5 +1,9 @@
 """Pages of a cache that move between processes: published, and pulled."""
 
+from ringjax.parallel.links.connection import (
+  AuthenticationError,
+  HostileMessageError,
+)
 from ringjax.transfer.client import (
   PulledPages,
   StaleTicketError,
@@ -17,7 +21,6 @@ from ringjax.transfer.interleavings import (
   explore_several,
 )
 from ringjax.transfer.server import Publisher, PublisherCounters
-from ringjax.transfer.wire import AuthenticationError, HostileMessageError
 
 __all__ = [
   "ArrayOffer",

@@ -13,6 +13,7 @@ sides have a `DeviceServer`, and are copied to their place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
 import itertools
@@ -26,6 +27,7 @@ import numpy as np
 
 from ringjax.checks import integer, number, positive_int
 from ringjax.errors import OptionError, PeerError
+from ringjax.parallel.links.connection import HostileMessageError, checked_key
 from ringjax.transfer import protocol
 from ringjax.transfer.description import PageLeaf, Ranges, Ticket, dtype_of
 from ringjax.transfer.device_pages import (
@@ -34,12 +36,7 @@ from ringjax.transfer.device_pages import (
   put_piece,
 )
 from ringjax.transfer.device_server import MOST_STREAMS, DeviceServer
-from ringjax.transfer.wire import (
-  MOST_RUN,
-  HostileMessageError,
-  PullConnection,
-  checked_key,
-)
+from ringjax.transfer.wire import MOST_RUN, PullConnection
 
 PATIENCE_S = 10.0
 # Seconds between checks for arrived arrays, minimum and maximum.
@@ -178,7 +175,7 @@ def _pull(
   while True:
     if devices is not None and not devices.reaches(ticket.incarnation):
       devices = None
-    with _Connection(address, key, patience_s) as wire:
+    with _connected(address, key, patience_s) as wire:
       puller = _Puller(wire, ticket, cuts, arrays, runs, target_rows, devices)
       state, messages = protocol.start_pull(
         ticket.incarnation,
@@ -223,7 +220,7 @@ def decline(
     AuthenticationError, PeerError: As in `pull`.
   """
   name = _reader(reader)
-  with _Connection(address, checked_key(key), patience_s) as wire:
+  with _connected(address, checked_key(key), patience_s) as wire:
     abort = protocol.AbortRequest(ticket.incarnation, ticket.number, name)
     wire.tell(abort)
 
@@ -547,32 +544,19 @@ class _Puller:
       pause = min(2 * pause, longest)
 
 
-class _Connection:
-  """Context manager of an authenticated connection."""
-
-  def __init__(self, address: Address, key: bytes, patience_s: int | float):
-    is_pair = isinstance(address, tuple | list) and len(address) == 2
-    if (
-      not is_pair or type(address[1]) is not int or not 0 < address[1] < 1 << 16
-    ):
-      raise OptionError(
-        "address", address, "a host and a port", "pass Publisher.address"
-      )
-    host, port = address
-    self._address, self._key, self._patience_s = (host, port), key, patience_s
-
-  def __enter__(self) -> PullConnection:
-    host, port = self._address
-    self._wire = PullConnection.connect(
-      self._address,
-      self._key,
-      self._patience_s,
-      f"publisher {host}:{port}",
+def _connected(
+  address: Address, key: bytes, patience_s: int | float
+) -> contextlib.closing[PullConnection]:
+  """Context manager of an authenticated connection to a publisher."""
+  is_pair = isinstance(address, tuple | list) and len(address) == 2
+  if not is_pair or type(address[1]) is not int or not 0 < address[1] < 1 << 16:
+    raise OptionError(
+      "address", address, "a host and a port", "pass Publisher.address"
     )
-    return self._wire
-
-  def __exit__(self, *_: object) -> None:
-    self._wire.close()
+  name = f"publisher {address[0]}:{address[1]}"
+  return contextlib.closing(
+    PullConnection.connect((address[0], address[1]), key, patience_s, name)
+  )
 
 
 def _arrays(

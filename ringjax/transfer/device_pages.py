@@ -26,8 +26,9 @@ from jaxtyping import Array, Shaped
 
 from ringjax.checks import integer
 from ringjax.errors import InputTypeError, OptionError, RingjaxError
+from ringjax.parallel.links.connection import as_json
 from ringjax.transfer.description import PageLayout
-from ringjax.transfer.wire import MOST_MESSAGE, as_json
+from ringjax.transfer.wire import MOST_MESSAGE
 
 # (first, end) of each axis.
 Box = tuple[tuple[int, int], ...]

@@ -33,6 +33,12 @@ import numpy as np
 from ringjax.checks import integer, number, positive_int
 from ringjax.errors import InputTypeError, OptionError, PeerError
 from ringjax.parallel.door import Door
+from ringjax.parallel.links.connection import (
+  AuthenticationError,
+  HostileMessageError,
+  checked_key,
+  listening,
+)
 from ringjax.transfer import protocol
 from ringjax.transfer.description import (
   MOST_PAGES,
@@ -47,21 +53,13 @@ from ringjax.transfer.device_pages import (
   pieces_to_json,
 )
 from ringjax.transfer.device_server import ArrayOffer, DeviceServer
-from ringjax.transfer.wire import (
-  AuthenticationError,
-  HostileMessageError,
-  PullConnection,
-  checked_key,
-  listening,
-)
+from ringjax.transfer.wire import PullConnection
 
 Buffer = bytes | bytearray | memoryview | np.ndarray
 Released = Callable[[tuple[int, ...]], object]
 LEASE_S, PATIENCE_S = 30.0, 10.0
 # Maximum seconds between checks of leases.
 _LOOK_S = 0.25
-# Patience, in seconds, with peers that have not shown the key.
-_GREETING_S = 5.0
 
 
 @dataclasses.dataclass
@@ -418,19 +416,17 @@ class Publisher:
   # -------------------------------------------------------------------------
 
   def _greet(
-    self, link: socket.socket, address: tuple[str, int]
+    self, link: socket.socket, address: tuple[Any, ...]
   ) -> PullConnection:
     """Authenticate a reader; unauthenticated peers get little time."""
-    wire = PullConnection(
-      link, self._patience_s, f"reader {address[0]}:{address[1]}"
-    )
     try:
-      wire.greet_reader(self._key, min(_GREETING_S, self._patience_s))
+      return PullConnection.admit(
+        link, address, self._key, self._patience_s, "reader"
+      )
     except AuthenticationError:
       with self._lock:
         self.counters.strangers += 1
       raise
-    return wire
 
   def _drop_waiting(self) -> None:
     with self._lock:

@@ -264,8 +264,8 @@ def test_tokens_are_dense_ones_and_bits_the_same_for_every_window(
     # In some runs rank 1 comes last, in others first.
     def late(rank, link, window=window):
       if rank == 1 and window in (2, 5):
-        send = link.send
-        link.send = lambda *x: (time.sleep(0.002), send(*x))
+        send = link.send_array
+        link.send_array = lambda *x: (time.sleep(0.002), send(*x))
 
     logits.append([])
     reports = []
@@ -416,14 +416,14 @@ def test_no_id_reaches_a_worker_and_no_embedding(monkeypatch):
   names: dict[str, set[str]] = {}
 
   def tap(rank, link):
-    receive = link._link.receive
+    receive = link.wire.receive
 
     def noted(view, **options):
       there = receive(view, **options)
       inbox[rank].append(bytes(view))
       return there
 
-    link._link.receive = noted
+    link.wire.receive = noted
 
   read = TensorBoxes.read
 
@@ -448,7 +448,7 @@ def test_no_id_reaches_a_worker_and_no_embedding(monkeypatch):
     # It would have been found: positions do come.
     assert np.arange(5, 8).astype("<i4").tobytes() in text
     # Single ids of a step, which have no others beside them.
-    steps = [json.loads(x) for x in parts if x[:9] == b'{"batch":']
+    steps = [json.loads(x) for x in parts if b'"t": "pass"' in x]
     assert len(steps) == NEW
     assert not any("ids" in step or "token" in step for step in steps)
   outer = {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"}
@@ -475,7 +475,7 @@ def failing(monkeypatch, rank: int, block: int, act) -> None:
 
 def test_a_rank_that_dies_is_named_on_all_others(monkeypatch):
   def die():
-    group.links[2].close()
+    group.links[2].wire.close()
     raise PeerError("dead")
 
   failing(monkeypatch, 2, 5, die)
@@ -512,7 +512,7 @@ def test_a_frozen_rank_is_named_and_a_slow_one_is_waited_for(monkeypatch):
 
   def freeze():
     # Its thread that says that it is alive is stopped with it.
-    group.links[1]._over.set()
+    group.links[1].wire.send = lambda *_: None
     over.wait(PATIENCE_S)
 
   monkeypatch.undo()
@@ -533,7 +533,7 @@ def test_who_does_not_join_is_named():
       options = {"size": 4, "key": KEY, "digest": "", "join_s": 1.0} | options
       try:
         link = process_star.join(address, rank, patience_s=5.0, **options)
-        link.hear(process_star.Kind.SETUP)
+        link.take("setup")
       except PeerError as error:
         said[name] = error
 

@@ -20,6 +20,8 @@ import pytest
 from ringjax.errors import OptionError, PeerError
 from ringjax.parallel import frames
 from ringjax.parallel import peers as peers_
+from ringjax.parallel.links.array_messages import send_arrays
+from ringjax.parallel.links.connection import AuthenticationError, Connection
 from ringjax.parallel.peers import Peers
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -93,7 +95,7 @@ def test_arrays_over_a_link():
 def test_who_leaves_is_not_missed():
   with group(3) as made:
     made[2].close()
-    made[0].wait(lambda: made[0]._peers[2].has_left)
+    made[0].wait(lambda: 2 in made[0]._group.left)
     assert made[0].failure is None
     found = each(made[:2], lambda p: p.gather(p.rank))
   assert all(isinstance(f, PeerError) and f.rank == 2 for f in found)
@@ -111,8 +113,9 @@ def test_one_that_is_gone():
   with group(3) as made:
     # It ends without a word, and the system closes what it had: a watch that
     # went on would say first that it is the others who are gone.
-    made[1]._closed = True
-    made[1]._thread.join()
+    made[1]._closed = made[1]._group._ended = True
+    for link in made[1]._group.links.values():
+      link.wire.close()
     made[1]._shut()
     found = each([made[0], made[2]], lambda p: p.gather(0))
   assert [f.rank for f in found] == [1, 1]
@@ -188,17 +191,39 @@ def test_strangers_are_not_let_in():
     one.close()
 
 
-def test_a_rank_shows_the_secret_of_its_group():
-  for token, known in ((b"s" * 32, True), (b"t" * 32, False)):
-    here, there = socket.socketpair()
-    with here, there:
-      hello = (peers_._MAGIC, token, 1, peers_._CONTROL)
-      there.sendall(peers_._HELLO.pack(*hello))
-      if known:
-        assert peers_._greet(b"s" * 32, here, "a rank")[1] == 1
-      else:
-        with pytest.raises(PeerError, match="secret"):
-          peers_._greet(b"s" * 32, here, "a stranger")
+@pytest.mark.parametrize("known", [True, False])
+def test_a_rank_shows_the_secret_of_its_group(known):
+  accepted, opened = socket.socketpair()
+
+  def come() -> None:
+    with contextlib.suppress(PeerError):
+      wire = Connection(opened, 60.0, "rank 0")
+      wire.greet_server(b"s" * 32 if known else b"t" * 32)
+      send_arrays(wire, "control", rank=1)
+
+  with accepted, opened:
+    comer = threading.Thread(target=come)
+    comer.start()
+    if known:
+      assert peers_._greet(b"s" * 32, accepted, ("127.0.0.1", 1))[1:] == (
+        1,
+        "control",
+      )
+    else:
+      with pytest.raises(AuthenticationError, match="does not have the key"):
+        peers_._greet(b"s" * 32, accepted, ("127.0.0.1", 1))
+    comer.join(PATIENCE_S)
+
+
+def test_a_frozen_rank_that_reads_nothing_is_named():
+  with group(3, timeout_s=1.0) as made:
+    # It takes no byte and sends none, as a stopped process.
+    for link in made[1]._group.links.values():
+      link.wire.send = lambda *_: None
+      link.wire.readable = lambda _: time.sleep(60) or False
+    text = "x" * (1 << 24)
+    found = each([made[0], made[2]], lambda p: p.gather(text))
+  assert [f.rank for f in found] == [1, 1]
 
 
 def test_a_timeout_that_is_none():

@@ -17,12 +17,13 @@ import ringjax as rj
 from ringjax import transfer
 from ringjax.data import Bytes
 from ringjax.errors import InputTypeError
+from ringjax.parallel.links.connection import as_json
 from ringjax.serve import Engine, Request, RowSampling, cluster
 from ringjax.serve.cluster import block_keys, short_key
 from ringjax.serve.cluster.request_fields import request_fields, request_of
 from ringjax.serve.cluster.worker import check_engine
 from ringjax.serve.traces import TraceRequest, first_prefixes
-from ringjax.transfer.wire import PullConnection, as_json
+from ringjax.transfer.wire import PullConnection
 from tests.helpers import SMALL, refused, swept, until
 from tests.serve.test_http import Wire, choices, complete, joined
 from tests.serve.test_http import ask as get
@@ -157,7 +158,7 @@ class Live:
     worker = self.workers[name]
     worker._membership.closed = True
     if worker._membership.link is not None:
-      worker._membership.link._wire.close()
+      worker._membership.link.wire.close()
     worker.publisher._server.close()
     for wire in list(worker.publisher._wires.values()):
       wire.close()
@@ -365,8 +366,8 @@ def test_an_instance_that_is_lost(model, alone, stage):
         assert grown.wait(WAIT_S)
         if stage == "silent":
           # It hangs: nothing comes, and nothing is closed.
-          live.workers["decode1"]._membership.link._wire.tell_object = (
-            lambda _: time.sleep(WAIT_S)
+          live.workers["decode1"]._membership.link.wire.send = lambda *_: (
+            time.sleep(WAIT_S)
           )
         elif stage == "broken":
           live.engines[1]._run = lambda _: 1 // 0
@@ -429,7 +430,7 @@ def test_a_restart_under_a_name_whose_end_is_not_noticed_yet(model, alone):
       assert "no other instance" in other.refused
     # It hangs: nothing comes, and nothing is closed.
     over = threading.Event()
-    hung._membership.link._wire.tell_object = lambda _: over.wait(WAIT_S)
+    hung._membership.link.wire.send = lambda *_: over.wait(WAIT_S)
     live.join("both0")
     assert live.router.counters.lost == 1
     (request,) = requests(1, seed=4)
@@ -639,14 +640,14 @@ def test_who_may_join(model):
     # What is no message ends its own connection only.
     for fields in ({}, {"t": "join"}, {"t": "command"}, {"t": "view"}):
       wire = PullConnection(socket.create_connection(address), 20, "router")
-      wire.greet_publisher(KEY)
+      wire.greet_server(KEY)
       wire.tell_object(fields)
       answer = wire.hear_object(1000)
       assert answer is None or "error" in answer
       wire.close()
-    live.workers["both0"]._membership.link.tell(t="tokens", id=1)
+    live.workers["both0"]._membership.link.tell("tokens", id=1)
     assert [x.name for x in live.router.instances()] == ["both0"]
-    live.workers["both0"]._membership.link.tell(t="view")
+    live.workers["both0"]._membership.link.tell("view")
     # It joins again.
     until(lambda: live.router.counters.lost == 1)
     until(lambda: live.router.instances())
@@ -663,7 +664,7 @@ def test_pages_return_by_their_lease_when_the_router_is_gone(model):
     assert worker.publisher.offered and not worker.publisher.counters.expired
     live.router._admission._server.shutdown(socket.SHUT_RDWR)
     for one in list(live.router._instances.alive.values()):
-      one.link._wire.close()
+      one.link.wire.close()
     until(lambda: not worker.publisher.offered)
     assert worker.publisher.counters.expired == 1
 
@@ -856,7 +857,7 @@ class Scripted:
     self.wire = PullConnection(
       socket.create_connection(live.router.address), WAIT_S, "router"
     )
-    self.wire.greet_publisher(KEY)
+    self.wire.greet_server(KEY)
     self.tell(
       "join",
       name=name,

@@ -16,13 +16,14 @@ from ringjax.infer.loongserve.elastic_instance import (
   instance_programs,
 )
 from ringjax.infer.loongserve.elastic_worker import ElasticWorker
+from ringjax.parallel.links.connection import AuthenticationError
 from ringjax.serve.cluster import (
   ElasticOptions,
   ElasticScheduler,
   ElasticWorkers,
   QuadraticTimes,
 )
-from ringjax.transfer.wire import AuthenticationError, PullConnection
+from ringjax.transfer.wire import PullConnection
 from tests.helpers import refused
 
 SLOTS, NEW = 80, 12
@@ -180,9 +181,8 @@ def test_processes_that_are_killed_at_any_time(
 @pytest.mark.slow
 def test_a_process_that_stands_still(model, prompts, want, tmp_path):
   rj.models.save(model, tmp_path)
-  with ElasticWorkers.start(tmp_path, 3, slots=SLOTS) as workers:
+  with ElasticWorkers.start(tmp_path, 3, slots=SLOTS, patience_s=10) as workers:
     same(workers.serve(prompts, NEW), want)
-    workers.patience_s = 10
     stopped = []
 
     def watch(event):
@@ -214,6 +214,6 @@ def test_strangers_get_no_further_than_the_greeting(model):
   threading.Thread(target=worker.serve, daemon=True).start()
   link = PullConnection(socket.create_connection(worker.address), 5, "worker")
   with pytest.raises(AuthenticationError):
-    link.greet_publisher(bytes(32))
+    link.greet_server(bytes(32))
   link.close()
   worker.close()

@@ -54,7 +54,7 @@ def reader():
 
 def stop_in_the_middle(ticket, address, devices):
   link = wire.PullConnection(socket.create_connection(address), 60, "publisher")
-  link.greet_publisher(KEY)
+  link.greet_server(KEY)
   asks = protocol.ReadRequest(ticket.incarnation, "x", 0, ticket.pages)
   link.tell(asks, devices=devices)
   link.hear()

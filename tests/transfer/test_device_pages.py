@@ -311,7 +311,7 @@ class Asks:
   def __init__(self, publisher, ticket):
     link = socket.create_connection(publisher.address)
     self.wire = wire.PullConnection(link, 60, "publisher")
-    self.wire.greet_publisher(KEY)
+    self.wire.greet_server(KEY)
     self.wire.tell(
       protocol.ReadRequest(ticket.incarnation, "x", 0, ticket.pages),
       devices=True,

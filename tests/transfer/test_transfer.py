@@ -14,8 +14,9 @@ import pytest
 
 import ringjax as rj
 from ringjax import transfer
+from ringjax.parallel.links.connection import MAGIC, AuthenticationError
 from ringjax.transfer.description import keys_to_runs, runs_to_keys
-from ringjax.transfer.wire import AuthenticationError, PullConnection
+from ringjax.transfer.wire import PullConnection
 from tests.helpers import until
 
 KEY = secrets.token_bytes(32)
@@ -234,7 +235,7 @@ def test_pages_stay_while_they_are_read():
     wire = transfer.wire.PullConnection(
       socket.create_connection(publisher.address), 20, "publisher"
     )
-    wire.greet_publisher(KEY)
+    wire.greet_server(KEY)
     wire.tell(
       transfer.protocol.ReadRequest(ticket.incarnation, "r", 0, ticket.pages)
     )
@@ -259,7 +260,7 @@ def test_a_reader_that_stops_for_good_is_cut_off():
     wire = transfer.wire.PullConnection(
       socket.create_connection(publisher.address), 20, "publisher"
     )
-    wire.greet_publisher(KEY)
+    wire.greet_server(KEY)
     wire.tell(
       transfer.protocol.ReadRequest(ticket.incarnation, "r", 0, ticket.pages)
     )
@@ -273,7 +274,7 @@ def test_a_publisher_wants_a_proof_of_the_key():
   with here, there:
     there.sendall(bytes(64))
     with pytest.raises(transfer.AuthenticationError, match="have the key"):
-      transfer.wire.PullConnection(here, 20.0, "a reader").greet_reader(KEY)
+      transfer.wire.PullConnection(here, 20.0, "a reader").greet_client(KEY)
 
 
 def test_runs_are_of_one_generation():
@@ -293,7 +294,7 @@ def test_another_key_on_either_side(publisher):
 
     def answer():
       link, _ = server.accept()
-      link.sendall(transfer.wire.MAGIC + bytes(32))
+      link.sendall(MAGIC + bytes(32))
       link.recv(64)
       link.sendall(bytes(32))
       link.close()
@@ -338,7 +339,7 @@ def test_a_hostile_reader_loses_its_connection_only(publisher, name):
   wire = transfer.wire.PullConnection(
     socket.create_connection(publisher.address), 20, "publisher"
   )
-  wire.greet_publisher(KEY)
+  wire.greet_server(KEY)
   wire.send([HOSTILE[name]])
   if name == "truncated":
     wire.link.shutdown(socket.SHUT_WR)
@@ -367,7 +368,7 @@ def test_parts_that_are_not_there(publisher, parts):
   wire = transfer.wire.PullConnection(
     socket.create_connection(publisher.address), 20, "publisher"
   )
-  wire.greet_publisher(KEY)
+  wire.greet_server(KEY)
   asks = transfer.protocol.ReadRequest(ticket.incarnation, "r", 0, ticket.pages)
   wire.tell(asks, parts=parts)
   assert wire.hear() is None
@@ -384,7 +385,7 @@ def hostile_publisher(answers):
   def work():
     link, _ = server.accept()
     wire = transfer.wire.PullConnection(link, 20, "reader")
-    wire.greet_reader(KEY)
+    wire.greet_client(KEY)
     wire.hear()
     wire.send(answers)
     wire.close()
@@ -433,7 +434,7 @@ def test_connections_of_readers_are_bounded():
     for _ in range(2):
       link = socket.create_connection(publisher.address)
       readers.append(transfer.wire.PullConnection(link, 5.0, "publisher"))
-      readers[-1].greet_publisher(KEY)
+      readers[-1].greet_server(KEY)
     with pytest.raises(rj.PeerError, match="closed the connection"):
       transfer.pull(ticket, publisher.address, KEY)
     assert publisher.counters.turned_away == 1
@@ -633,7 +634,7 @@ def test_who_greets_too_slowly_is_cut_off():
     ticket = publisher.publish(make_pages([0]), LAYOUT)
     with socket.create_connection(publisher.address) as slow:
       slow.settimeout(20)
-      assert slow.recv(8) == transfer.wire.MAGIC
+      assert slow.recv(8) == MAGIC
       with contextlib.suppress(ConnectionError):
         while True:
           slow.send(b"x")
@@ -649,7 +650,7 @@ def test_a_page_that_is_read_twice_at_once_returns_once(publisher):
   wire = transfer.wire.PullConnection(
     socket.create_connection(publisher.address), 20, "publisher"
   )
-  wire.greet_publisher(KEY)
+  wire.greet_server(KEY)
   twice = (*ticket.pages, *ticket.pages)
   asks = transfer.protocol.ReadRequest(ticket.incarnation, "r", 0, twice)
   for _ in range(2):

@@ -8,6 +8,9 @@ Cost: `run` starts a Python, 50 to 500 ms. `Workers.ask` starts one at its first
 call and after a limit was exceeded; else it costs a round trip through pipes,
 about 0.2 ms.
 
+Workers have no heartbeats: each request has its own limits, and the pipe ends
+with the process.
+
 Limits of processor time and memory are those of POSIX; elsewhere only the
 limit of wall time holds.
 """

@@ -7,6 +7,11 @@ weights except the small ones (sinks). It serves one model at a time; when the
 connection ends it drops its caches and waits for the next one.
 Memory: keys and values of its rows; windowed layers keep their window.
 
+  kind      from    arrays                     answer
+  open      model   small weights, by layer    opened
+  load      model   k, v of one prompt         -
+  attend    model   q, k, v of a layer's rows  attended: attention outputs
+
   python -m ringjax.infer.fastdecode.attention_worker
 
 reads a line of JSON from the standard input (`key` in hexadecimal; `host`,
@@ -16,12 +21,12 @@ input does.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import socket
 import sys
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +34,6 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from ringjax.errors import PeerError, RingjaxError
-from ringjax.infer.fastdecode.attention_wire import (
-  ArrayMessage,
-  receive_arrays,
-  send_arrays,
-)
 from ringjax.infer.layerwise import LayerPrograms, TokenRows
 from ringjax.json_text import json_text
 from ringjax.kv import kind_text
@@ -41,18 +41,18 @@ from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models.checkpoint import abstract
 from ringjax.parallel.door import Door
-from ringjax.transfer.wire import (
-  AuthenticationError,
+from ringjax.parallel.links.array_messages import ArrayMessage
+from ringjax.parallel.links.connection import (
+  Connection,
   HostileMessageError,
-  PullConnection,
   checked_key,
   listening,
 )
+from ringjax.parallel.links.live_link import LiveLink
 
 PATIENCE_S = 120.0
-# Maximum time between two messages: the model may be busy elsewhere.
-_IDLE_S = 86_400.0
-_GREETING_S = 5.0
+# Kinds of messages of a model.
+_KINDS = ("open", "load", "attend")
 _MOST_ROWS = 1 << 20
 _MOST_TOKENS = 1 << 30
 # Smallest padded size of a prompt's block, so that few sizes are compiled.
@@ -214,31 +214,32 @@ class AttentionServer:
       key: Shared secret that models must have, too, at least 16 bytes.
       host: Address of the interface to listen on.
       port: Port to listen on; 0 takes a free one.
-      patience_s: Seconds without a byte within a message after which the
-        connection is closed.
+      patience_s: Seconds without a byte after which a model counts as lost.
     """
     self._key, self._patience_s = checked_key(key), patience_s
     self._server = listening(host, port)
     self.address: tuple[str, int] = (host, self._server.getsockname()[1])
-    self._link: PullConnection | None = None
+    self._link: LiveLink | None = None
     self._closed = False
     self._door = Door(
-      self._server, self._greet, name="ringjax attention worker"
+      self._server,
+      lambda link, address: Connection.admit(
+        link, address, self._key, self._patience_s
+      ),
+      name="ringjax attention worker",
     )
 
   def serve(self) -> None:
     """Serves models until `close`."""
     while not self._closed:
-      self._link = link = self._door.accept()
-      if link is None:
+      wire = self._door.accept()
+      if wire is None:
         return
-      try:
-        link.patience_s = self._patience_s
-        _Conversation(link, self._patience_s).run()
-      except (AuthenticationError, HostileMessageError, PeerError, OSError):
-        pass  # The other side got the error message, if it still listens.
-      finally:
-        link.close()
+      self._link = link = LiveLink(wire, kinds=_KINDS).start()
+      with contextlib.suppress(PeerError):
+        # The model gets the reason, if it still listens.
+        _Conversation(link).run()
+      link.join(1.0)
 
   def close(self) -> None:
     """Ends the connection and listens no more."""
@@ -246,58 +247,39 @@ class AttentionServer:
     self._door.close()
     self._server.close()
     if self._link is not None:
-      self._link.close()
-
-  def _greet(
-    self, link: socket.socket, address: tuple[str, int]
-  ) -> PullConnection:
-    """Authenticates a model by the key."""
-    # Without keep-alive a client whose machine is gone would block others
-    # until `_IDLE_S`.
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, n in (
-      ("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)
-    ):  # fmt: skip
-      if hasattr(socket, option):
-        link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), n)
-    wire = PullConnection(
-      link, min(_GREETING_S, self._patience_s), f"{address[0]}:{address[1]}"
-    )
-    wire.greet_reader(self._key)
-    return wire
+      self._link.close("the worker was closed")
 
 
 class _Conversation:
   """Serves the messages of one model, in order."""
 
-  def __init__(self, link: PullConnection, patience_s: int | float):
-    self._link, self._patience_s = link, patience_s
+  def __init__(self, link: LiveLink):
+    self._link = link
     self._host: AttentionHost | None = None
 
   def run(self) -> None:
-    """Answers messages until the model disconnects."""
-    while (message := self._next()) is not None:
+    """Answers messages until the model disconnects.
+
+    Raises:
+      PeerError: When it has, or after a message that can't be answered.
+    """
+    while True:
+      message = self._link.take()
       try:
         self._answer(message)
       except RingjaxError as error:
-        send_arrays(self._link, "failed", why=str(error)[:400])
-        raise PeerError(str(error)) from None
+        self._fail(str(error))
       except (TypeError, ValueError, RuntimeError) as error:
-        why = f"{type(error).__name__}: {error}"[:400]
-        send_arrays(self._link, "failed", why=why)
-        raise PeerError(why) from error
+        self._fail(f"{type(error).__name__}: {error}")
 
-  def _next(self) -> ArrayMessage | None:
-    # A model may be silent for long between messages, but not within one.
-    self._link.link.settimeout(_IDLE_S)
-    start = self._link.link.recv(1, socket.MSG_PEEK)
-    self._link.link.settimeout(self._patience_s)
-    return receive_arrays(self._link) if start else None
+  def _fail(self, why: str) -> NoReturn:
+    self._link.fail(why)
+    raise PeerError(why)
 
   def _answer(self, message: ArrayMessage) -> None:
     if message.kind == "open":
       self._host = _opened(message, self._host)
-      send_arrays(self._link, "opened")
+      self._link.send("opened")
       return
     host = self._host
     if host is None or message.kind not in ("load", "attend"):
@@ -307,7 +289,7 @@ class _Conversation:
     if message.kind == "attend":
       q, k, v, pos = message.arrays
       mixed = host.attend(half, layer, q, k, v, pos)
-      send_arrays(self._link, "attended", [np.asarray(mixed)])
+      self._link.send("attended", [np.asarray(mixed)])
       return
     row = message.integer("row", host.held.rows[half])
     limit = host.held.capacity + 1

@@ -12,7 +12,8 @@ keys and values are on the workers.
 Ref: He and Zhai 2024, FastDecode, arXiv 2403.11421. When sequences start, and
 on how many CPUs: `rj.serve.cluster.LoadControl` and `choose_workers`.
 
-The link to a worker is authenticated and not encrypted, see `transfer.wire`.
+The link to a worker is authenticated and not encrypted, see
+`parallel.links.connection`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,8 @@ import collections
 import contextlib
 import dataclasses
 import json
-import os
-import queue
 import secrets
-import selectors
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -41,10 +38,10 @@ from jaxtyping import Array, Bool, Float, Int
 from ringjax.checks import float_dtype, integer, number, positive_int
 from ringjax.errors import ConfigError, OptionError, PeerError
 from ringjax.infer import decode, inputs
-from ringjax.infer.fastdecode.attention_wire import (
-  ArrayMessage,
-  receive_arrays,
-  send_arrays,
+from ringjax.infer.child_processes import (
+  end_children,
+  first_line,
+  start_child,
 )
 from ringjax.infer.fastdecode.attention_worker import (
   LOAD_TOKENS,
@@ -52,7 +49,6 @@ from ringjax.infer.fastdecode.attention_worker import (
   AttentionServer,
 )
 from ringjax.infer.finite import NOT_FINITE, NotFiniteRows, or_not_finite
-from ringjax.infer.first_line import first_line
 from ringjax.infer.generate import Generated
 from ringjax.infer.inputs import Prompts
 from ringjax.infer.layerwise import LayerPrograms, TokenRows
@@ -65,14 +61,16 @@ from ringjax.infer.prompt_reading import (
 )
 from ringjax.infer.sampling import Sample, from_names, traced
 from ringjax.infer.stopping import Stop, as_stop
-from ringjax.json_text import json_text
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models.checkpoint import abstract
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import refuse_placed
+from ringjax.parallel.links.array_messages import ArrayMessage
+from ringjax.parallel.links.connection import Connection, checked_key
+from ringjax.parallel.links.link_group import LinkGroup
+from ringjax.parallel.links.live_link import LiveLink
 from ringjax.parallel.programs import bounded
-from ringjax.transfer.wire import PullConnection, checked_key
 
 # Maximum time until a started process listens.
 _START_S = 120.0
@@ -138,63 +136,6 @@ class WorkersReport:
   seconds: float
 
 
-class _WorkerLink:
-  """Connection to a worker, with a thread that receives."""
-
-  def __init__(self, link: PullConnection):
-    self.link = link
-    self._came: queue.Queue[ArrayMessage | PeerError] = queue.Queue()
-    threading.Thread(
-      target=self._receive, name=f"ringjax {link.name}", daemon=True
-    ).start()
-
-  def _receive(self) -> None:
-    # Unlike epoll, poll notices that another thread closed the socket.
-    wait = selectors.PollSelector()
-    try:
-      wait.register(self.link.link, selectors.EVENT_READ)
-      # An idle worker may be silent: the timeout for answers is in `next`. The
-      # socket's own timeout applies to sends and within a message.
-      while (
-        wait.select() and (message := receive_arrays(self.link)) is not None
-      ):
-        self._came.put(message)
-      self._came.put(PeerError(f"{self.link.name} is gone: it closed"))
-    except PeerError as error:
-      self._came.put(error)
-    except (OSError, ValueError) as error:
-      self._came.put(PeerError(f"{self.link.name} is gone: {error}"))
-    finally:
-      wait.close()
-
-  def send(self, kind: str, arrays: Sequence[Any] = (), **fields: Any) -> int:
-    """Sends a message to the worker; returns its bytes, see `send_arrays`."""
-    return send_arrays(self.link, kind, arrays, **fields)
-
-  def next(self, kind: str) -> ArrayMessage:
-    """Waits for the worker's next answer, of the given kind.
-
-    Raises:
-      PeerError: If it does not come in time, or the worker failed.
-    """
-    try:
-      message = self._came.get(timeout=self.link.patience_s)
-    except queue.Empty:
-      raise PeerError(
-        f"{self.link.name} has answered nothing for {self.link.patience_s:g} s"
-      ) from None
-    if isinstance(message, PeerError):
-      # Put back, so that later calls fail, too.
-      self._came.put(message)
-      raise message
-    if message.kind == "failed":
-      why = str(message.fields.get("why"))[:400]
-      raise PeerError(f"{self.link.name} failed: {why}")
-    if message.kind != kind:
-      raise PeerError(f"{self.link.name} answered {message.kind}, not {kind}")
-    return message
-
-
 class AttentionWorkers:
   """Worker processes that attend, started here or running elsewhere."""
 
@@ -224,16 +165,18 @@ class AttentionWorkers:
     self.patience_s = patience_s
     self.processes: tuple[subprocess.Popen[str], ...] = ()
     self._servers: tuple[AttentionServer, ...] = ()
-    self._workers: list[_WorkerLink] = []
+    self._workers: list[LiveLink] = []
+    self._group: LinkGroup[int] = LinkGroup(together=True)
     self._busy = threading.Lock()
     self._last: tuple[Transformer, CacheConfig, LayerPrograms] | None = None
     try:
       for n, (host, port) in enumerate(addresses):
         name = f"attention worker {n} ({host}:{port})"
-        link = PullConnection.connect(
-          (host, port), key, patience_s, name, rank=n
-        )
-        self._workers.append(_WorkerLink(link))
+        wire = Connection.connect((host, port), key, patience_s, name, rank=n)
+        link = LiveLink(wire, rank=n, kinds=("opened", "attended"))
+        self._workers.append(link)
+        self._group.add(n, link)
+        link.start()
     except BaseException:
       self.close()
       raise
@@ -264,34 +207,23 @@ class AttentionWorkers:
     """
     positive_int("count", count)
     key = secrets.token_bytes(32)
-    environ = {
-      **os.environ,
-      "JAX_PLATFORMS": "cpu",
-      "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
-    }
     processes: list[subprocess.Popen[str]] = []
     try:
       for _ in range(count):
         processes.append(
-          subprocess.Popen(
-            [sys.executable, "-m", "ringjax.infer.fastdecode.attention_worker"],
-            env=environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+          start_child(
+            "ringjax.infer.fastdecode.attention_worker",
+            {"key": key.hex(), "patience_s": patience_s},
+            {"JAX_PLATFORMS": "cpu"},
           )
         )
-        options = {"key": key.hex(), "patience_s": patience_s}
-        assert processes[-1].stdin is not None
-        processes[-1].stdin.write(json_text(options) + "\n")
-        processes[-1].stdin.flush()
       addresses = []
       for n, process in enumerate(processes):
         host, port = first_line("attention worker", n, process, _START_S)
         addresses.append((host, port))
       self = cls(addresses, key, patience_s=patience_s)
     except BaseException:
-      _end(processes)
+      end_children(processes)
       raise
     self.processes = tuple(processes)
     return self
@@ -322,16 +254,15 @@ class AttentionWorkers:
     """Number of workers."""
     return len(self._workers)
 
-  def __getitem__(self, number: int) -> _WorkerLink:
+  def __getitem__(self, number: int) -> LiveLink:
     return self._workers[number]
 
   def close(self) -> None:
     """Closes the connections, and ends the processes that `start` made."""
-    for worker in self._workers:
-      worker.link.close()
+    self._group.close("the model has ended")
     for server in self._servers:
       server.close()
-    _end(self.processes)
+    end_children(self.processes)
 
   def _programs_of(
     self, model: Transformer, kind: CacheConfig
@@ -355,17 +286,6 @@ class AttentionWorkers:
     yield
     # Not released by a failed call, whose answers may still arrive.
     self._busy.release()
-
-
-def _end(processes: Iterable[subprocess.Popen[str]]) -> None:
-  for process in processes:
-    # Killed before the pipes are closed: a thread that reads holds their lock.
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-      if pipe is not None:
-        with contextlib.suppress(OSError):
-          pipe.close()
-    process.wait()
 
 
 # ---------------------------------------------------------------------------
@@ -673,11 +593,16 @@ class _Decoding:
         small=[[x is not None for x in layer] for layer in small],
       )  # fmt: skip
     for n in range(len(self.workers)):
-      self.workers[n].next("opened")
+      self._answer_of(n, "opened")
 
   # -------------------------------------------------------------------------
   # Starts
   # -------------------------------------------------------------------------
+
+  def _answer_of(self, worker: int, kind: str) -> ArrayMessage:
+    """Wait for a worker's next answer; one that is stuck beats all the same."""
+    patience_s = self.workers.patience_s
+    return self.workers[worker].take(kind, within_s=patience_s)
 
   def _admit(
     self,
@@ -798,14 +723,14 @@ class _Decoding:
     for worker, rows in half.by_worker.items():
       if not (half.pos[rows] >= 0).any():
         continue
-      answer = self.workers[worker].next("attended")
+      answer = self._answer_of(worker, "attended")
       self.traffic["received_bytes"] += answer.nbytes
       (part,) = answer.arrays
       if mixed is None:
         mixed = np.zeros((half.places.size, *part.shape[1:]), part.dtype)
       if part.shape != (rows.size, *mixed.shape[1:]):
         raise PeerError(
-          f"{self.workers[worker].link.name} answered {part.shape} for "
+          f"{self.workers[worker].name} answered {part.shape} for "
           f"{rows.size} rows"
         )
       mixed[rows] = part

@@ -4,6 +4,8 @@ Guarantees: layers pass in order, each with exactly the rows that a later query
 may see; at most `credits` of them wait at either end. A rank that waits is
 woken when its neighbour fails.
 
+These connections have no heartbeats: the links of `Peers` notice failures.
+
 The sender sends a layer for each grant of the receiver: a header of layer,
 first row and end, then the rows of every head, keys before values.
 """

@@ -33,13 +33,13 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax.checks import positive_int
 from ringjax.errors import ConfigError, PeerError
-from ringjax.infer.fastdecode.attention_wire import ArrayMessage
 from ringjax.infer.finite import or_not_finite
 from ringjax.infer.layerwise import LayerPrograms, TokensAt
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.ops.softmax import Partial
-from ringjax.transfer.wire import HostileMessageError
+from ringjax.parallel.links.array_messages import ArrayMessage
+from ringjax.parallel.links.connection import HostileMessageError
 
 # Programs are compiled for sizes that are powers of two from these on.
 _FEW_TOKENS, _FEW_ROWS = 16, 4

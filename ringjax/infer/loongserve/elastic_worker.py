@@ -1,21 +1,20 @@
 """A process that is one elastic instance, called by a manager.
 
 Guarantees: it runs the calls of its manager one after another and answers each
-once, with the result or the error; it answers pings meanwhile. A call whose
-other instances are gone, or that the manager abandons, fails at once; `drop`
+once, with the result or the error; it beats meanwhile. A call whose other
+instances are gone, or that the manager abandons, fails at once; `drop`
 then frees its slots. Peers without the key get no further than the greeting,
 and nothing is pickled. The process ends with its manager.
 Cost: a connection to each other instance that it sends to, made when first
-needed; a thread for each connection.
+needed; the two threads of a `LiveLink` for each connection.
 
   kind      from      arrays                           answer
-  manage    manager   -                                opened
+  manage    manager   -                                -
   read      manager   a `ReadPrompts`                  done or failed
   step      manager   a `StepRows`                     done or failed
   move      manager   a `MoveKeys`                     done or failed
   drop      manager   requests, first positions        -
   abandon   manager   -                                -
-  ping      manager   -                                pong
   hello     instance  -                                -
   block, query, partial, keys, stored: between instances, see elastic_instance
 
@@ -30,11 +29,10 @@ of the vocabulary.
 from __future__ import annotations
 
 import collections
-import contextlib
+import functools
 import json
 import os
 import queue
-import selectors
 import socket
 import sys
 import threading
@@ -44,11 +42,6 @@ from typing import Any
 import numpy as np
 
 from ringjax.errors import PeerError, RingjaxError
-from ringjax.infer.fastdecode.attention_wire import (
-  ArrayMessage,
-  receive_arrays,
-  send_arrays,
-)
 from ringjax.infer.layerwise import LayerPrograms
 from ringjax.infer.loongserve.elastic_instance import (
   ElasticInstance,
@@ -60,37 +53,21 @@ from ringjax.json_text import json_text
 from ringjax.models import checkpoint
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.door import Door
-from ringjax.transfer.wire import (
-  PullConnection,
-  checked_key,
-  listening,
+from ringjax.parallel.links.array_messages import (
+  ArrayMessage,
+  receive_arrays,
+  send_arrays,
 )
+from ringjax.parallel.links.connection import Connection, checked_key, listening
+from ringjax.parallel.links.link_group import LinkGroup
+from ringjax.parallel.links.live_link import LiveLink
 
 PATIENCE_S = 60.0
-_BETWEEN = ("hello", "block", "query", "partial", "keys", "stored")
+_BETWEEN = ("block", "query", "partial", "keys", "stored")
 _CALLS = ("read", "step", "move", "drop")
-FROM_MANAGER = ("manage", *_CALLS, "abandon", "ping")
-TO_MANAGER = ("opened", "done", "failed", "pong")
+_FROM_MANAGER = (*_CALLS, "abandon")
+TO_MANAGER = ("done", "failed")
 _MOST = 1 << 31
-
-
-def receive_idle(
-  link: PullConnection, kinds: Sequence[str]
-) -> ArrayMessage | None:
-  """Waits any time for the next message of a connection; None if it ended.
-
-  The connection's patience applies only within a message.
-
-  Raises:
-    PeerError: If the other side is gone, or breaks the protocol.
-  """
-  with selectors.PollSelector() as wait:
-    try:
-      wait.register(link.link, selectors.EVENT_READ)
-      wait.select()
-      return receive_arrays(link, kinds)
-    except (OSError, ValueError) as error:
-      raise PeerError(f"{link.name} is gone: {error}") from None
 
 
 class _PeerLinks:
@@ -102,8 +79,8 @@ class _PeerLinks:
     self._came: dict[tuple[int, int, str], collections.deque[ArrayMessage]] = (
       collections.defaultdict(collections.deque)
     )
-    self._gone: set[int] = set()
-    self._out: dict[int, PullConnection] = {}
+    self._sources: LinkGroup[int] = LinkGroup(self._notify, together=False)
+    self._targets: LinkGroup[int] = LinkGroup(together=False)
     self._begun, self._abandoned = -1, -1
 
   def begin(self, call: int) -> None:
@@ -119,22 +96,24 @@ class _PeerLinks:
       self._abandoned = max(self._abandoned, call)
       self._news.notify_all()
 
-  def receive(self, link: PullConnection, source: int) -> None:
+  def add(self, wire: Connection, source: int) -> None:
     """Queues an instance's messages until it disconnects."""
-    try:
-      while (message := receive_idle(link, _BETWEEN)) is not None:
-        call = message.integer("call", _MOST)
-        with self._news:
-          if call >= self._begun:
-            self._came[call, source, message.kind].append(message)
-            self._news.notify_all()
-    except PeerError:
-      pass  # Treated as a disconnection.
-    finally:
-      link.close()
-      with self._news:
-        self._gone.add(source)
+    wire.name = f"instance {source}"
+    keep = functools.partial(self._keep, source)
+    link = LiveLink(wire, rank=source, kinds=_BETWEEN, on_message=keep)
+    self._sources.add(source, link)
+    link.start()
+
+  def _keep(self, source: int, message: ArrayMessage) -> None:
+    call = message.integer("call", _MOST)
+    with self._news:
+      if call >= self._begun:
+        self._came[call, source, message.kind].append(message)
         self._news.notify_all()
+
+  def _notify(self, *_: object) -> None:
+    with self._news:
+      self._news.notify_all()
 
   def take(self, call: int, source: int, kind: str) -> ArrayMessage:
     """Waits for the next message of a call, an instance and a kind.
@@ -147,7 +126,7 @@ class _PeerLinks:
     def ready() -> bool:
       return (
         bool(self._came.get(place))
-        or source in self._gone
+        or self._is_gone(source)
         or call <= self._abandoned
       )
 
@@ -157,17 +136,19 @@ class _PeerLinks:
       if call <= self._abandoned:
         raise PeerError("the call was given up")
       if not self._came.get(place):
-        raise PeerError(f"instance {source} is gone", source)
+        raise PeerError(f"instance {source} is gone", rank=source)
       return self._came[place].popleft()
 
-  def to(self, target: int, address: tuple[str, int]) -> PullConnection:
-    """Returns the connection to an instance, made when first needed.
+  def to(self, target: int, address: tuple[str, int]) -> LiveLink:
+    """Returns the link to an instance, made when first needed.
 
     Raises:
-      PeerError: If the instance does not listen, or has another key.
+      PeerError: If the instance is gone, does not listen, or has another key.
     """
-    if target not in self._out:
-      link = PullConnection.connect(
+    if target in self._targets.lost:
+      raise self._targets.lost[target]
+    if target not in self._targets.links:
+      wire = Connection.connect(
         address,
         self._key,
         self._patience_s,
@@ -175,18 +156,23 @@ class _PeerLinks:
         rank=target,
       )
       try:
-        send_arrays(link, "hello", number=self._number)
+        send_arrays(wire, "hello", number=self._number)
       except PeerError:
-        link.close()
+        wire.close()
         raise
-      self._out[target] = link
-    return self._out[target]
+      link = LiveLink(wire, rank=target, kinds=())
+      self._targets.add(target, link)
+      return link.start()
+    return self._targets.links[target]
+
+  def _is_gone(self, source: int) -> bool:
+    return source in self._sources.lost or source in self._sources.left
 
   def close(self) -> None:
     """Ends all waits and closes the connections."""
     self.abandon(_MOST)
-    for link in self._out.values():
-      link.close()
+    for group in (self._sources, self._targets):
+      group.close("the instance has ended")
 
 
 class _CallPost:
@@ -202,7 +188,7 @@ class _CallPost:
   ) -> int:
     host, port = self._addresses[str(target)]
     link = self._links.to(target, (host, port))
-    return send_arrays(link, kind, arrays, call=self._call, **fields)
+    return link.send(kind, arrays, call=self._call, **fields)
 
   def take(self, source: int, kind: str) -> ArrayMessage:
     return self._links.take(self._call, source, kind)
@@ -239,8 +225,8 @@ class ElasticWorker:
         default: new ones.
       host: Address of the interface to listen on.
       port: Port to listen on; 0 takes a free one.
-      patience_s: Seconds without a byte within a message after which the
-        connection is closed.
+      patience_s: Seconds without a byte after which another process counts as
+        lost.
 
     Raises:
       ConfigError: If layers of the model keep more than keys and values.
@@ -251,12 +237,8 @@ class ElasticWorker:
     self._links = _PeerLinks(number, self._key, patience_s)
     self._server = listening(host, port)
     self.address: tuple[str, int] = (host, self._server.getsockname()[1])
-    self._manager: queue.SimpleQueue[PullConnection | None] = (
-      queue.SimpleQueue()
-    )
+    self._manager: queue.SimpleQueue[LiveLink | None] = queue.SimpleQueue()
     self._calls: queue.SimpleQueue[ArrayMessage | None] = queue.SimpleQueue()
-    self._telling = threading.Lock()
-    self._all: list[PullConnection] = []
     self._door = Door(
       self._server, self._greet, self._enter, name="ringjax elastic worker"
     )
@@ -264,13 +246,12 @@ class ElasticWorker:
   def serve(self) -> None:
     """Runs a manager's calls until it disconnects, or `close`."""
     link = self._manager.get()
-    if link is None:
-      return
-    threading.Thread(target=self._listen, args=(link,), daemon=True).start()
-    with contextlib.suppress(PeerError):
-      self._tell(link, "opened")
+    if link is not None:
+      link.start()
       while (message := self._calls.get()) is not None:
         self._run(link, message)
+      link.close("the instance has ended")
+      link.join(1.0)
     self.close()
 
   def close(self) -> None:
@@ -280,54 +261,47 @@ class ElasticWorker:
     self._door.close()
     self._server.close()
     self._links.close()
-    for link in self._all:
-      link.close()
 
   def _greet(
-    self, link: socket.socket, address: tuple[str, int]
-  ) -> PullConnection:
-    wire = PullConnection(link, self._patience_s, f"{address[0]}:{address[1]}")
-    wire.greet_reader(self._key, 5.0)
-    return wire
+    self, link: socket.socket, address: tuple[Any, ...]
+  ) -> tuple[Connection, ArrayMessage]:
+    """Authenticates a peer, and receives its first message."""
+    wire = Connection.admit(link, address, self._key, self._patience_s)
+    message = receive_arrays(wire, ("hello", "manage"))
+    if message is None:
+      raise PeerError(f"{wire.name} left")
+    message.integer("number", _MOST)
+    return wire, message
 
-  def _enter(self, link: PullConnection) -> None:
-    """Serves a new connection by its first message, in a separate thread."""
-    self._all.append(link)
-    try:
-      message = receive_arrays(link, ("hello", "manage"))
-      if message is None:
-        raise PeerError(f"{link.name} left")
-      if message.kind == "manage":
-        self._manager.put(link)
-        return
-      source = message.integer("number", _MOST)
-    except (PeerError, OSError):
-      link.close()
+  def _enter(self, greeted: tuple[Connection, ArrayMessage]) -> None:
+    """Serves a manager, or another instance."""
+    wire, message = greeted
+    if message.kind == "hello":
+      self._links.add(wire, message.integer("number", _MOST))
       return
-    self._links.receive(link, source)
+    wire.name = "the manager"
+    self._manager.put(
+      LiveLink(
+        wire,
+        kinds=_FROM_MANAGER,
+        on_message=self._hear,
+        on_end=lambda _: self._end_calls(),
+      )
+    )
 
-  def _listen(self, link: PullConnection) -> None:
-    """Receives the manager's messages; handles ping and abandon at once."""
-    try:
-      while (message := receive_idle(link, FROM_MANAGER)) is not None:
-        if message.kind == "ping":
-          self._tell(link, "pong")
-        elif message.kind == "abandon":
-          self._links.abandon(message.integer("call", _MOST))
-        else:
-          self._calls.put(message)
-    except PeerError:
-      pass
-    finally:
-      # The manager left: waiting calls are of no use.
-      self._links.abandon(_MOST)
-      self._calls.put(None)
+  def _hear(self, message: ArrayMessage) -> None:
+    """Abandons a call at once, or queues it."""
+    if message.kind == "abandon":
+      self._links.abandon(message.integer("call", _MOST))
+    else:
+      self._calls.put(message)
 
-  def _tell(self, link: PullConnection, kind: str, **fields: Any) -> None:
-    with self._telling:
-      send_arrays(link, kind, **fields)
+  def _end_calls(self) -> None:
+    # The manager left: waiting calls are of no use.
+    self._links.abandon(_MOST)
+    self._calls.put(None)
 
-  def _run(self, link: PullConnection, message: ArrayMessage) -> None:
+  def _run(self, link: LiveLink, message: ArrayMessage) -> None:
     if message.kind == "drop":
       requests, first = message.arrays
       self._instance.drop(requests.tolist(), first.tolist())
@@ -340,10 +314,10 @@ class ElasticWorker:
     except Exception as error:
       gone = error.rank if isinstance(error, PeerError) else None
       why = f"{error}" if isinstance(error, RingjaxError) else repr(error)
-      self._tell(link, "failed", call=call, why=why[:400], gone=gone)
+      link.tell("failed", call=call, why=why[:400], gone=gone)
       return
     bytes_sent = dict(self._instance.sent - sent)
-    self._tell(link, "done", call=call, tokens=tokens, bytes_sent=bytes_sent)
+    link.tell("done", call=call, tokens=tokens, bytes_sent=bytes_sent)
 
   def _do(self, message: ArrayMessage, call: int) -> list[Any]:
     """Runs a call; returns (request, new tokens) of this instance's rows."""

@@ -54,7 +54,7 @@ from ringjax.infer.prompt_reading import check_callable
 from ringjax.infer.sampling import from_names, traced
 from ringjax.infer.stopping import StopLike
 from ringjax.infer.tpi_llm.block_window import BlockTimes, BlockWindow
-from ringjax.infer.tpi_llm.process_star import Kind, Star, StarLink
+from ringjax.infer.tpi_llm.process_star import Star, StarLink
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv import kind_text
 from ringjax.kv.cache import KVCache
@@ -462,23 +462,23 @@ def serve_rank(
   """
   blocks: _RankBlocks | None = None
   try:
-    _, message = link.hear(Kind.SETUP)
+    message = link.take("setup").fields
     model = SharedModel(path, message["shares"], dtype=message["dtype"])
     blocks = _RankBlocks(
       model, rank, window, message["retain"], message["events"]
     )
     while True:
-      kind, message = link.hear(Kind.OPEN, Kind.PASS, Kind.REPORT, Kind.END)
-      if kind == Kind.OPEN:
+      kind, message, *_ = link.take("open", "pass", "report", "end")
+      if kind == "open":
         cache_kind = kind_text.parse(message["cache"])
         blocks.open(
           message["batch"], message["capacity"], cache_kind, message["dtype"]
         )
-      elif kind == Kind.PASS:
+      elif kind == "pass":
         _serve_pass(blocks, link, message)
-      elif kind == Kind.REPORT:
-        link.tell(
-          Kind.REPORT, **dataclasses.asdict(blocks.report(link.sent_bytes))
+      elif kind == "report":
+        link.send(
+          "report", **dataclasses.asdict(blocks.report(link.sent_bytes))
         )
       else:
         return
@@ -486,12 +486,13 @@ def serve_rank(
     raise
   except BaseException as error:
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    link.tell(Kind.FAIL, why=f"rank {rank} failed: {reason}", rank=rank)
+    link.fail(reason)
     raise
   finally:
     if blocks is not None:
       blocks.close()
     link.close()
+    link.join(1.0)
 
 
 def _serve_pass(
@@ -502,20 +503,22 @@ def _serve_pass(
   reading = bool(message["reading"])
   blocks.times.begin(later=bool(message["later"]))
   rows = 1 if reading else batch
-  pos = link.receive(_POS, (rows, tokens), np.int32)
-  seg = link.receive(_SEG, (batch, tokens), np.int32)
-  length = link.receive(_LENGTH, message["length"], np.int32)
+  pos = link.take_array(_POS, (rows, tokens), np.int32)
+  seg = link.take_array(_SEG, (batch, tokens), np.int32)
+  length = link.take_array(_LENGTH, message["length"], np.int32)
   assert pos is not None and seg is not None and length is not None
   at = Coords(jnp.asarray(pos), jnp.asarray(seg))
   shape = batch, tokens, blocks.model.config.embed
   last = 2 * blocks.layers - 1
   for block in range(last + 1):
     with blocks.times.of("peers", block):
-      h = link.receive(block, shape, blocks.model.dtype)
+      h = link.take_array(block, shape, blocks.model.dtype)
     # Rank 0 sends this input once the sum of the block before is done.
     blocks.release(block - 1)
     assert h is not None
-    link.send(block, blocks.term(block, h, at, jnp.asarray(length), reading))
+    link.send_array(
+      block, blocks.term(block, h, at, jnp.asarray(length), reading)
+    )
   blocks.release(last)
 
 
@@ -620,7 +623,7 @@ class TensorWindow:
       ConfigError: If the model's layers can't be split into sums over ranks.
       RingjaxError: If `rj.models.load` would raise it.
     """
-    self._star = Star({}) if star is None else star
+    self._star = Star() if star is None else star
     size = len(self._star.links) + 1
     self._broken: BaseException | None = None
     blocks: _RankBlocks | None = None
@@ -642,8 +645,8 @@ class TensorWindow:
         arrays = tuple(map(jnp.asarray, self._model.read(part)))
         self._embed_norm = _module_program(self._model, part), arrays
       for link in self._star:
-        link.tell(
-          Kind.SETUP,
+        link.send(
+          "setup",
           shares=self.shares,
           dtype=self._model.dtype.name,
           retain=retain,
@@ -666,7 +669,7 @@ class TensorWindow:
     if self._broken is None:
       for link in self._star:
         try:
-          link.tell(Kind.END)
+          link.send("end")
         except PeerError:
           continue
     self._broken = self._broken or RuntimeError("closed")
@@ -838,17 +841,17 @@ class TensorWindow:
     with _Failing(self):
       settings = {"batch": batch, "capacity": capacity, "dtype": dtype}
       for link in self._star:
-        link.tell(Kind.OPEN, cache=str(kind), **settings)
+        link.send("open", cache=str(kind), **settings)
       self._blocks.open(batch, capacity, kind, dtype)
 
   def _reports(self) -> Iterator[RankReport]:
     """Yield the reports of all ranks, in their order."""
     with _Failing(self):
       for link in self._star:
-        link.tell(Kind.REPORT)
+        link.send("report")
       yield self._blocks.report(sum(link.sent_bytes for link in self._star))
       for link in self._star:
-        yield RankReport.of(link.hear(Kind.REPORT)[1])
+        yield RankReport.of(link.take("report").fields)
 
   def _pass(
     self,
@@ -874,8 +877,8 @@ class TensorWindow:
       blocks.times.begin(later=number > 1)
       batch, tokens = ids.shape
       for link in self._star:
-        link.tell(
-          Kind.PASS,
+        link.send(
+          "pass",
           batch=batch,
           tokens=tokens,
           reading=reading,
@@ -883,7 +886,7 @@ class TensorWindow:
           length=total.shape,
         )
         for message_id, array in ((_POS, pos), (_SEG, seg), (_LENGTH, total)):
-          link.send(message_id, array)
+          link.send_array(message_id, array)
       at = Coords(jnp.asarray(pos), jnp.asarray(seg))
       call = at, jnp.asarray(total), reading
       array = self._embed(ids)
@@ -938,11 +941,12 @@ class TensorWindow:
         h = h.astype(self._model.dtype)
       hidden = np.asarray(h)
     for link in self._star:
-      link.send(block, hidden)
+      link.send_array(block, hidden)
     terms = [blocks.term(block, h, *call)]
     with blocks.times.of("peers", block):
       terms += [
-        link.receive(block, hidden.shape, hidden.dtype) for link in self._star
+        link.take_array(block, hidden.shape, hidden.dtype)
+        for link in self._star
       ]
     with blocks.times.of("compute", block):
       output = _joined(

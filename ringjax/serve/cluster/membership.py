@@ -5,7 +5,7 @@ each lost connection, until it is closed; work of a lost connection is given up
 before the next one begins. Leases of published pages are renewed while the
 router is connected, by its heartbeats, and by nothing else.
 Cost: one attempt to join every half second while there is no router; the two
-threads of a `ControlLink` while there is one.
+threads of a `LiveLink` while there is one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any
 
 from ringjax.checks import number
 from ringjax.errors import OptionError, PeerError, PromptError
-from ringjax.serve.cluster.control_link import ControlLink, checked_beat, dial
+from ringjax.parallel.links.connection import Connection
+from ringjax.parallel.links.live_link import LiveLink
+from ringjax.serve.cluster.control_link import checked_beat, dial
 from ringjax.serve.cluster.routing import MOST_QUEUED
 from ringjax.transfer import DeviceServer, PageLayout, Publisher, Ticket
 from ringjax.transfer.client import Address
-from ringjax.transfer.wire import PullConnection
 
 # Seconds to wait before joining again.
 _AGAIN_S = 0.5
@@ -61,7 +62,7 @@ class Membership:
     measure: Callable[[str], str],
     on_message: Callable[[dict[str, Any]], object],
     load: Callable[[], dict[str, Any]],
-    on_join: Callable[[ControlLink], object],
+    on_join: Callable[[LiveLink], object],
     on_lost: Callable[[], object],
   ):
     """Open the port for pulls; `run` joins the router.
@@ -116,7 +117,7 @@ class Membership:
     self._on_join, self._on_lost = on_join, on_lost
     self.joined, self.closed = threading.Event(), False
     self.refused = self.notice = ""
-    self.link: ControlLink | None = None
+    self.link: LiveLink | None = None
     self.tasks_taken, self._renewed = 0, 0.0
 
   def run(self, alive: Callable[[], bool] = lambda: True) -> None:
@@ -129,9 +130,9 @@ class Membership:
       wire = self._join()
       if wire is not None:
         ended = threading.Event()
-        link = ControlLink(
+        link = LiveLink(
           wire,
-          on_message=self._on_message,
+          on_message=lambda message: self._on_message(message.as_object),
           on_end=lambda _, ended=ended: ended.set(),
           beat=self._beat,
           beat_s=self._beat_s,
@@ -158,7 +159,7 @@ class Membership:
       idle: Function that returns whether no task is left.
     """
     if self.link is not None:
-      self.link.tell(t="leave")
+      self.link.tell("leave")
     with self._work:
       self._work.wait_for(
         lambda: idle() or not self.joined.is_set(), max(0.0, grace_s)
@@ -172,7 +173,7 @@ class Membership:
     if self.link is not None:
       self.link.close(why)
 
-  def _join(self) -> PullConnection | None:
+  def _join(self) -> Connection | None:
     """Connect to the router; the connection, or None if it refused."""
     try:
       wire = dial(self._router, self._key, self._silence_s)
@@ -284,7 +285,7 @@ def load_report(
   }
 
 
-def tell_failure(link: ControlLink, task: int, error: object) -> None:
+def tell_failure(link: LiveLink, task: int, error: object) -> None:
   """Report that no worker like this one can do a task."""
   refused = isinstance(error, OptionError | PromptError)
-  link.tell(t="failed", id=task, error=str(error), refused=refused)
+  link.tell("failed", id=task, error=str(error), refused=refused)

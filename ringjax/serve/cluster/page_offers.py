@@ -179,7 +179,7 @@ class PageOffers:
       tokens = task.pages * self._engine.scheduler.tree.page
       cached = min(tokens, len(task.request.prompt) - 1)
     task.link.tell(
-      t="read",
+      "read",
       id=task.number,
       ticket=None if ticket is None else ticket.to_json(),
       cached=cached,
@@ -200,7 +200,7 @@ class PageOffers:
 
   def _tell_part(self, task: WorkerTask, ticket: Ticket | None) -> None:
     if ticket is not None:
-      task.link.tell(t="part", id=task.number, ticket=ticket.to_json())
+      task.link.tell("part", id=task.number, ticket=ticket.to_json())
 
   def _publish_layers(self, task: WorkerTask) -> None:
     """Publish layers of pages before their step has ended."""

@@ -31,7 +31,7 @@ from ringjax.errors import OptionError, PromptError, RingjaxError
 from ringjax.infer import inputs
 from ringjax.infer.mooncake.chunk_pipeline import ChunkPipeline
 from ringjax.kv.cache_kind import CacheConfig
-from ringjax.serve.cluster.control_link import ControlLink
+from ringjax.parallel.links.live_link import LiveLink
 from ringjax.serve.cluster.membership import (
   Membership,
   default_name,
@@ -119,7 +119,7 @@ class PipelineTask:
   number: int
   prompt: np.ndarray
   priority: int
-  link: ControlLink
+  link: LiveLink
   ticket: Ticket | None = None
   read: bool = False
   computed: int = 0
@@ -338,7 +338,7 @@ class PipelineWorker:
     if dropped and ticket is not None:
       self.publisher.withdraw(ticket)
     task.link.tell(
-      t="read",
+      "read",
       id=task.number,
       ticket=None if ticket is None else ticket.to_json(),
       cached=0,
@@ -379,13 +379,13 @@ class PipelineWorker:
         self._membership.tasks_taken += 1
       if fields.get("tickets"):
         # The prefix is computed with the rest.
-        link.tell(t="pulled", id=int(fields["id"]), nbytes=0)
+        link.tell("pulled", id=int(fields["id"]), nbytes=0)
       try:
         self._take(fields, link)
       except RingjaxError as error:
         tell_failure(link, int(fields["id"]), error)
     elif kind == "offer":
-      link.tell(t="read", id=int(fields["id"]), ticket=None, cached=0)
+      link.tell("read", id=int(fields["id"]), ticket=None, cached=0)
     elif kind == "cancel":
       with self._work:
         task = self._tasks.pop(int(fields["id"]), None)
@@ -400,10 +400,10 @@ class PipelineWorker:
           f"{_ROLE!r}: stages read prompts and do not answer",
           "leave its role",
         )
-    elif kind not in ("beat", "part"):
+    elif kind != "part":
       raise ValueError(f"a message {str(kind)[:40]!r}")
 
-  def _take(self, fields: dict[str, Any], link: ControlLink) -> None:
+  def _take(self, fields: dict[str, Any], link: LiveLink) -> None:
     """Queue a prompt to read."""
     # Masks and stops are for the instance that answers.
     request: Request = request_of(fields["request"] | {"grammar": None}, None)

@@ -42,6 +42,7 @@ from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.data.text.tokenizer import AnyTokenizer
 from ringjax.errors import InputTypeError, OptionError, PromptError
 from ringjax.infer import inputs
+from ringjax.parallel.links.connection import as_json
 from ringjax.serve.api.server_metrics import Figure
 from ringjax.serve.cluster.control_link import checked_beat
 from ringjax.serve.cluster.dispatch.admission import Admission
@@ -68,7 +69,6 @@ from ringjax.serve.cluster.routing import (
 )
 from ringjax.serve.cluster.times.phase_times import InstanceTimes
 from ringjax.serve.request import Answer, Handle, RejectedError, Request
-from ringjax.transfer.wire import as_json
 
 # Seconds for which requests wait for an instance that is missing: an instance
 # that restarts must load weights and compile.

@@ -41,6 +41,7 @@ from ringjax.errors import (
   RingjaxError,
 )
 from ringjax.infer import inputs
+from ringjax.parallel.links.live_link import LiveLink
 from ringjax.serve.api.grammar import GrammarCompiler
 from ringjax.serve.cluster.block_index import (
   BlockEvent,
@@ -48,7 +49,6 @@ from ringjax.serve.cluster.block_index import (
   short_key,
   tree_keys,
 )
-from ringjax.serve.cluster.control_link import ControlLink
 from ringjax.serve.cluster.membership import (
   Membership,
   default_name,
@@ -270,12 +270,12 @@ class ClusterWorker:
     self._membership.run(alive=lambda: self._engine.open)
     self.ended.set()
 
-  def _begin_log(self, link: ControlLink) -> None:
+  def _begin_log(self, link: LiveLink) -> None:
     """Begin a log of block changes for a new link; the lock is held."""
 
     def send(event: BlockEvent) -> None:
       link.tell(
-        t="blocks",
+        "blocks",
         epoch=event.epoch,
         number=event.number,
         kind=event.kind,
@@ -345,8 +345,6 @@ class ClusterWorker:
     link = self._membership.link
     assert link is not None
     kind = fields["t"]
-    if kind == "beat":
-      return
     if kind == "role":
       self.role = one_of("role", fields["role"], ROLES)
     elif kind in ("read", "answer", "offer"):
@@ -378,7 +376,7 @@ class ClusterWorker:
       self._work.notify_all()
     return task
 
-  def _fail(self, number: int, link: ControlLink, error: object) -> None:
+  def _fail(self, number: int, link: LiveLink, error: object) -> None:
     """Report that a request can't be served by any engine like this one."""
     if not self._engine.open:
       # Others can: the router will notice that this instance is gone.
@@ -459,7 +457,7 @@ class ClusterWorker:
   # -------------------------------------------------------------------------
 
   def _begin_task(
-    self, kind: str, fields: dict[str, Any], link: ControlLink
+    self, kind: str, fields: dict[str, Any], link: LiveLink
   ) -> None:
     """Begin a task: a prompt to prefill or publish, or a request to decode."""
     request = request_of(fields["request"], self._grammars)
@@ -547,7 +545,7 @@ class ClusterWorker:
     # Tokens known before this task have no log-probabilities.
     known_tokens = len(task.request.begun[n]) if task.request.begun else 0
     task.link.tell(
-      t="tokens",
+      "tokens",
       id=task.number,
       n=n,
       at=tokens,
@@ -643,15 +641,15 @@ class ClusterWorker:
           hashes=task.hashes,
         )
         task.pulled = pages + len(pulled.labels), task.pulled[1]
-      task.link.tell(t="pulled", id=task.number, nbytes=task.pulled[1])
+      task.link.tell("pulled", id=task.number, nbytes=task.pulled[1])
     except Exception as error:
       if task.reads:
         # The engine computes what could not be fetched.
-        task.link.tell(t="pulled", id=task.number, nbytes=0)
+        task.link.tell("pulled", id=task.number, nbytes=0)
       else:
         # The prompt is prefilled again.
         if self._end(task.number) is not None:
-          task.link.tell(t="lost", id=task.number, why=str(error))
+          task.link.tell("lost", id=task.number, why=str(error))
         return
     try:
       self._submit(task)

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import threading
 
-from ringjax.serve.cluster.control_link import ControlLink
+from ringjax.parallel.links.live_link import LiveLink
 from ringjax.serve.prefix.prefix_transfer import (
   LayerCopies,
   LayerParts,
@@ -58,7 +58,7 @@ class WorkerTask:
   request: Request
   tokens: int
   reads: bool
-  link: ControlLink
+  link: LiveLink
   offers: bool = False
   tickets: collections.deque[Ticket] = dataclasses.field(
     default_factory=collections.deque

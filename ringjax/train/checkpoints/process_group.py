@@ -14,13 +14,11 @@ reason.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
-from jax._src import distributed  # The key-value store has no public name.
 
 from ringjax.errors import (
   CheckpointCorruptError,
@@ -28,6 +26,7 @@ from ringjax.errors import (
   OptionError,
   PeerError,
 )
+from ringjax.parallel import joint_outcome
 from ringjax.train.checkpoints import manifest as manifests
 
 _GROUPS = itertools.count()
@@ -55,8 +54,6 @@ class ProcessGroup:
     self.timeout_s = timeout_s
     self.numbers = itertools.count()
     self._group = next(_GROUPS)
-    self._calls = itertools.count()
-    self._client = distributed.global_state.client
 
   def options(self) -> ocp.options.MultiprocessingOptions:
     """Orbax' options for several processes."""
@@ -98,7 +95,7 @@ class ProcessGroup:
       answer["error"] = str(error)[:300]
       answer["kind"] = type(error).__name__
       answer["file"] = getattr(error, "file", None)
-    answers = self._gather(manifests.canonical(answer).decode())
+    answers = self._gather(answer)
     for rank, answer_of_rank in enumerate(answers):
       if "error" not in answer_of_rank:
         continue
@@ -135,32 +132,14 @@ class ProcessGroup:
           rank=rank,
         )
 
-  def _gather(self, text: str) -> list[Any]:
+  def _gather(self, value: object) -> list[Any]:
     """JSON values of all processes, in the order of their ranks."""
-    call, client = next(self._calls), self._client
-    assert client is not None
-    key = lambda n, r: f"ringjax/checkpoints/{self._group}/{n}/{r}"
-    client.key_value_set(key(call, self.rank), text)
-    values = []
-    for rank in range(self.size):
-      try:
-        values.append(
-          json.loads(
-            client.blocking_key_value_get(
-              key(call, rank), 1000 * self.timeout_s
-            )
-          )
-        )
-      except jax.errors.JaxRuntimeError as error:
-        raise PeerError(
-          f"rank {rank}",
-          f"no answer about a checkpoint ({str(error)[:120]})",
-          f"one within {self.timeout_s} s",
-          "look at that process's log, or raise timeout_s",
-          rank=rank,
-        ) from None
-    if call:
-      # All have reached this call, so all have read the answers of the last
-      # one.
-      client.key_value_delete(key(call - 1, self.rank))
-    return values
+    try:
+      return joint_outcome.exchanged(
+        value,
+        tuple(range(self.size)),
+        channel=f"checkpoints{self._group}",
+        timeout_s=self.timeout_s,
+      )
+    except PeerError as error:
+      raise PeerError(f"{error}, or raise timeout_s", rank=error.rank) from None

@@ -14,7 +14,8 @@ from typing import Any
 from ringjax.checks import integer, one_of, positive_int
 from ringjax.errors import OptionError, PeerError
 from ringjax.parallel.door import Door
-from ringjax.serve.cluster.control_link import ControlLink
+from ringjax.parallel.links.connection import Connection, checked_key, listening
+from ringjax.parallel.links.live_link import LiveLink
 from ringjax.serve.cluster.dispatch.instances import (
   ClusterInstance,
   InstanceTable,
@@ -24,10 +25,7 @@ from ringjax.serve.cluster.times.phase_times import (
   InstanceTimes,
   QuadraticTimes,
 )
-from ringjax.transfer.wire import PullConnection, checked_key, listening
 
-# Seconds for an unauthenticated peer to show the key and send a first message.
-_GREETING_S = 5.0
 _MOST_LINKS = 512
 
 
@@ -113,16 +111,15 @@ class Admission:
       instance.link.close("the router was closed")
 
   def _greet(
-    self, link: socket.socket, address: tuple[str, int]
-  ) -> tuple[PullConnection, str]:
+    self, link: socket.socket, address: tuple[Any, ...]
+  ) -> tuple[Connection, str]:
     """Authenticate an instance or a command client by its key."""
-    wire = PullConnection(
-      link, self._silence_s, f"instance {address[0]}:{address[1]}"
+    wire = Connection.admit(
+      link, address, self._key, self._silence_s, "instance"
     )
-    wire.greet_reader(self._key, min(_GREETING_S, self._silence_s))
     return wire, address[0]
 
-  def _welcome(self, greeted: tuple[PullConnection, str]) -> None:
+  def _welcome(self, greeted: tuple[Connection, str]) -> None:
     """Let an instance join, or answer a command."""
     wire, host = greeted
     with self._work:
@@ -152,9 +149,7 @@ class Admission:
     with self._work:
       self._links -= 1
 
-  def _join(
-    self, fields: dict[str, Any], wire: PullConnection, host: str
-  ) -> None:
+  def _join(self, fields: dict[str, Any], wire: Connection, host: str) -> None:
     """Register an instance that asks to join."""
     if fields["t"] != "join":
       raise ValueError("neither join nor command")
@@ -181,11 +176,12 @@ class Admission:
     instance = ClusterInstance(
       name=name,
       role=one_of("role", fields["role"], ROLES),
-      link=ControlLink(
+      link=LiveLink(
         wire,
-        on_message=lambda message: self._on_message(instance, message),
-        on_end=lambda why: self._disconnected(instance, why),
-        beat=lambda: {"t": "beat"},
+        on_message=lambda message: self._on_message(
+          instance, message.as_object
+        ),
+        on_end=lambda error: self._disconnected(instance, str(error)),
         beat_s=self._beat_s,
       ),
       address=(str(address), integer("port", port, least=1, most=65535)),
@@ -227,7 +223,7 @@ class Admission:
       if self._times is not None and times is not None:
         self._times.tell(name, times)
       self._instances.alive[name] = instance
-      instance.link.tell(t="welcome", stream=self._stream)
+      instance.link.tell("welcome", stream=self._stream)
       instance.link.start()
       self._on_join()
 

@@ -243,7 +243,7 @@ class RequestDispatcher:
     state.prefill_continues = not last
     if state.stage is RequestStage.ANSWERING and state.decoder is not None:
       # The decode instance pulls already.
-      state.decoder.link.tell(t="part", id=state.task, ticket=ticket, last=last)
+      state.decoder.link.tell("part", id=state.task, ticket=ticket, last=last)
       return
     state.enter(RequestStage.READ if last else RequestStage.READING)
     self.dispatch()

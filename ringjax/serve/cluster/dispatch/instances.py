@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from ringjax.checks import integer
 from ringjax.errors import OptionError
+from ringjax.parallel.links.live_link import LiveLink
 from ringjax.serve.cluster.block_index import BlockEvent, BlockIndex
-from ringjax.serve.cluster.control_link import ControlLink
 from ringjax.serve.cluster.routing import (
   MOST_QUEUED,
   ROLES,
@@ -70,7 +70,7 @@ class ClusterInstance:
 
   name: str
   role: str
-  link: ControlLink
+  link: LiveLink
   address: tuple[str, int]
   page: int
   capacity: int
@@ -219,7 +219,7 @@ class InstanceTable:
     for name, role in changed.items():
       instance = self.alive[name]
       instance.role = role
-      instance.link.tell(t="role", role=role)
+      instance.link.tell("role", role=role)
 
   def hear_blocks(
     self, instance: ClusterInstance, fields: Mapping[str, Any]

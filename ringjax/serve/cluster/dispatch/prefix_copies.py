@@ -139,7 +139,7 @@ class PrefixCopies:
     )
     self.tasks[copy.offer] = copy
     source.link.tell(
-      t="offer", id=copy.offer, request=request_fields(copy.request, prompt)
+      "offer", id=copy.offer, request=request_fields(copy.request, prompt)
     )
 
   def hear(self, copy: CopyTask, kind: str, fields: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ class PrefixCopies:
       queued = QueuedPrompts.of(size, size - 1)
       target.since.append(SentTask(target.sent, queued, size, 1))
       target.link.tell(
-        t="read",
+        "read",
         id=copy.task,
         request=request_fields(copy.request, copy.prompt),
         tickets=tickets,
@@ -168,7 +168,7 @@ class PrefixCopies:
       self._counters.copied += nbytes > 0
       self._counters.copied_bytes += nbytes
       copy.pulled = True
-      copy.source.link.tell(t="cancel", id=copy.offer)
+      copy.source.link.tell("cancel", id=copy.offer)
       if not nbytes:
         # The target would compute a prefix that no request needs.
         self.end(copy)
@@ -188,4 +188,4 @@ class PrefixCopies:
     self._ended[copy.target.name, copy.key] = time_s
     for task, instance in ((copy.offer, copy.source), (copy.task, copy.target)):
       if self.tasks.pop(task, None) is not None:
-        instance.link.tell(t="cancel", id=task)
+        instance.link.tell("cancel", id=task)

@@ -115,14 +115,14 @@ class RequestTable:
     task = self.new_task()
     self.tasks[task] = state
     fields = request_fields(state.handle.request, state.prompt)
-    instance.link.tell(t="offer", id=task, request=fields)
+    instance.link.tell("offer", id=task, request=fields)
     return task
 
   def drop_source(self, state: RoutedState) -> None:
     """Cancel the task of the instance that offers a prefix."""
     self.tasks.pop(state.fetch_task, None)
     if state.source is not None:
-      state.source.link.tell(t="cancel", id=state.fetch_task)
+      state.source.link.tell("cancel", id=state.fetch_task)
     state.source, state.fetch_task = None, -1
 
   def send(
@@ -168,7 +168,7 @@ class RequestTable:
     if reads:
       queued = QueuedPrompts.of(size, state.expected)
     instance.since.append(SentTask(instance.sent, queued, size, new))
-    instance.link.tell(**fields)
+    instance.link.tell(fields.pop("t"), **fields)
     return task
 
   def release_reader(self, state: RoutedState) -> None:
@@ -176,14 +176,14 @@ class RequestTable:
     self.drop_source(state)
     self.tasks.pop(state.read_task, None)
     if state.reader is not None and state.read_task >= 0:
-      state.reader.link.tell(t="cancel", id=state.read_task)
+      state.reader.link.tell("cancel", id=state.read_task)
     state.reader, state.tickets, state.prefill_continues = None, [], False
     state.read_task = -1
 
   def release_decoder(self, state: RoutedState) -> None:
     """Cancel the task of the decode instance."""
     if state.decoder is not None and state.task >= 0:
-      state.decoder.link.tell(t="cancel", id=state.task)
+      state.decoder.link.tell("cancel", id=state.task)
     self.tasks.pop(state.task, None)
     state.task, state.decoder = -1, None
 
@@ -197,7 +197,7 @@ class RequestTable:
   ) -> None:
     """End a request before its answers are complete."""
     if state.decoder is not None and state.task >= 0:
-      state.decoder.link.tell(t="cancel", id=state.task)
+      state.decoder.link.tell("cancel", id=state.task)
     for answer in state.handle.answers:
       if answer.finish is None:
         answer.finish, answer.error = why, error

@@ -9,7 +9,7 @@ Guarantees: tokens are those of `rj.infer.generate` with greedy decoding. When a
 process dies at any moment, or is stalled for longer than `patience_s`, the
 requests whose keys it had are prefilled again by others or end with an error
 that says so; wrong text is never returned. Links are authenticated, not
-encrypted, see `transfer.wire`.
+encrypted, see `parallel.links.connection`.
 Cost: bytes between instances by kind, `ElasticAnswers.bytes_sent`; this process
 computes nothing, and a call takes a message to each member and one back.
 Memory: in each process the model and `slots` tokens of all layers.
@@ -25,7 +25,6 @@ import os
 import queue
 import secrets
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,18 +35,23 @@ import numpy as np
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError, PeerError
 from ringjax.infer import inputs
-from ringjax.infer.fastdecode.attention_wire import send_arrays
-from ringjax.infer.first_line import first_line
+from ringjax.infer.child_processes import (
+  end_children,
+  first_line,
+  start_child,
+)
 from ringjax.infer.loongserve.elastic_instance import instance_programs
 from ringjax.infer.loongserve.elastic_worker import (
   PATIENCE_S,
   TO_MANAGER,
   ElasticWorker,
-  receive_idle,
 )
-from ringjax.json_text import json_text
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.gpu_processes import gpu_variables, visible_gpus
+from ringjax.parallel.links.array_messages import send_arrays
+from ringjax.parallel.links.connection import Connection
+from ringjax.parallel.links.link_group import LinkGroup
+from ringjax.parallel.links.live_link import LinkEnding, LiveLink
 from ringjax.serve.cluster.loongserve.elastic_manager import (
   Abandon,
   DropKeys,
@@ -64,7 +68,6 @@ from ringjax.serve.cluster.loongserve.elastic_scheduler import (
   ElasticScheduler,
 )
 from ringjax.serve.cluster.times.phase_times import QuadraticTimes
-from ringjax.transfer.wire import PullConnection
 
 # Seconds that a process may take to load the model.
 _START_S = 600.0
@@ -99,12 +102,10 @@ class _Member:
 
   number: int
   address: tuple[str, int]
-  link: PullConnection
+  link: LiveLink
   process: subprocess.Popen[str] | None = None
   server: ElasticWorker | None = None
   vocab: int = 0
-  # Time of the oldest unanswered message, in seconds.
-  asked_s: float | None = None
 
 
 class ElasticWorkers:
@@ -121,6 +122,7 @@ class ElasticWorkers:
     self.patience_s = number("patience_s", patience_s, above=0)
     self._key = secrets.token_bytes(32)
     self._members: dict[int, _Member] = {}
+    self._group: LinkGroup[int] = LinkGroup(self._note_lost, together=False)
     self._events: queue.Queue[tuple[str, int, Any]] = queue.Queue()
     self._next, self._calls = 0, 0
     self._connect_new: Callable[[int], _Member] | None = None
@@ -316,8 +318,6 @@ class ElasticWorkers:
       )
     events: list[dict[str, Any]] = []
     begin_s = time.monotonic()
-    for member in self._members.values():
-      member.asked_s = None
 
     def note(event: dict[str, Any]) -> None:
       events.append({"at_s": round(time.monotonic() - begin_s, 3), **event})
@@ -386,34 +386,29 @@ class ElasticWorkers:
         if n in self._members
       }
       for n in action.members:
-        self._tell(n, manager, action.kind, arrays, **fields)
+        self._tell(n, action.kind, arrays, **fields)
     elif isinstance(action, Abandon):
       for n in action.members:
-        self._tell(n, manager, "abandon", call=action.call)
+        self._tell(n, "abandon", call=action.call)
     elif isinstance(action, DropKeys):
       arrays = [
         np.array([number], np.int32)
         for number in (action.request, action.first)
       ]
-      self._tell(action.instance, manager, "drop", arrays)
+      self._tell(action.instance, "drop", arrays)
     elif isinstance(action, Release) and action.instance in self._members:
       self._end(self._members.pop(action.instance))
 
   def _tell(
     self,
     instance: int,
-    manager: ElasticManager,
     kind: str,
     arrays: Sequence[np.ndarray] = (),
     **fields: Any,
   ) -> None:
-    member = self._members.get(instance)
-    if member is None:
-      return  # Lost meanwhile: the manager knows, or will get the event next.
-    try:
-      send_arrays(member.link, kind, arrays, **fields)
-    except PeerError as error:
-      self._drop_lost(instance, manager, str(error))
+    if (member := self._members.get(instance)) is not None:
+      # Otherwise it was lost: the manager knows, or will get the event next.
+      member.link.tell(kind, arrays, **fields)
 
   def _hear(
     self,
@@ -421,22 +416,14 @@ class ElasticWorkers:
     sent: collections.Counter[str],
     wait_s: float | None,
   ) -> None:
-    """Wait for events, and detect stalled instances."""
-    every_s = min(1.0, self.patience_s / 4)
-    wait_s = every_s if wait_s is None else min(every_s, max(0.0, wait_s))
+    """Wait for events."""
+    wait_s = 1.0 if wait_s is None else min(1.0, max(0.0, wait_s))
     with contextlib.suppress(queue.Empty):
       news = [self._events.get(timeout=wait_s)]
       while not self._events.empty():
         news.append(self._events.get())
       for kind, instance, payload in news:
         self._handle(kind, instance, payload, manager, sent)
-    now_s = time.monotonic()
-    for n, member in [*self._members.items()]:
-      if member.asked_s is None:
-        member.asked_s = now_s
-        self._tell(n, manager, "ping")
-      elif now_s - member.asked_s > self.patience_s:
-        self._drop_lost(n, manager, f"silent for {self.patience_s:g} s")
 
   def _handle(
     self,
@@ -495,15 +482,24 @@ class ElasticWorkers:
       try:
         reply = first_line("instance", instance, process, _START_S)
       except PeerError:
-        _kill(process)
+        end_children([process])
         raise
       host, port, vocab = reply
       address = host, port
     name = f"instance {instance}"
-    link = PullConnection.connect(
+    wire = Connection.connect(
       address, self._key, self.patience_s, name, rank=instance
     )
-    send_arrays(link, "manage")
+    send_arrays(wire, "manage", number=instance)
+    link = LiveLink(
+      wire,
+      rank=instance,
+      kinds=TO_MANAGER,
+      on_message=lambda message: self._events.put(
+        (message.kind, instance, message)
+      ),
+    )
+    self._group.add(instance, link)
     member = _Member(
       number=instance,
       address=address,
@@ -512,27 +508,25 @@ class ElasticWorkers:
       server=server,
       vocab=vocab,
     )
-    threading.Thread(
-      target=self._receive, args=(member,), name=f"ringjax {name}", daemon=True
-    ).start()
+    link.start()
     return member
 
-  def _receive(self, member: _Member) -> None:
-    why = "it closed its connection"
-    try:
-      while (message := receive_idle(member.link, TO_MANAGER)) is not None:
-        member.asked_s = None
-        self._events.put((message.kind, member.number, message))
-    except PeerError as error:
-      why = str(error)
-    self._events.put(("gone", member.number, why))
+  def _note_lost(self, instance: int, link: LiveLink) -> None:
+    """Queue the event of an instance whose link has ended."""
+    why = {
+      LinkEnding.SILENT: f"silent for {self.patience_s:g} s",
+      LinkEnding.CLOSED: "it closed its connection",
+    }
+    assert link.ending is not None
+    self._events.put(("gone", instance, why.get(link.ending, str(link.error))))
 
   def _end(self, member: _Member) -> None:
-    member.link.close()
+    self._group.remove(member.number, "it is needed no more")
     if member.server is not None:
       member.server.close()
     if member.process is not None:
-      _kill(member.process)
+      end_children([member.process])
+    member.link.join(1.0)
 
 
 def _message(
@@ -583,29 +577,8 @@ def _start_process(
 ) -> subprocess.Popen[str]:
   """Start a process that loads the model, one of at least `count`."""
   gpus = visible_gpus(os.environ)
-  environ = {
-    **os.environ,
-    **gpu_variables(instance, max(count, instance + 1), gpus),
-    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-  }
-  process = subprocess.Popen(
-    [sys.executable, "-m", "ringjax.infer.loongserve.elastic_worker"],
-    env=environ,
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
+  return start_child(
+    "ringjax.infer.loongserve.elastic_worker",
+    {**settings, "number": instance},
+    gpu_variables(instance, max(count, instance + 1), gpus),
   )
-  assert process.stdin is not None
-  process.stdin.write(json_text({**settings, "number": instance}) + "\n")
-  process.stdin.flush()
-  return process
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-  # Kill first: a thread that reads its pipe holds the pipe's lock.
-  process.kill()
-  for pipe in (process.stdin, process.stdout):
-    if pipe is not None:
-      with contextlib.suppress(OSError):
-        pipe.close()
-  process.wait()

@@ -1,44 +1,43 @@
-"""Messages between a model and the processes that attend for it.
+"""Messages of JSON fields and arrays over a connection.
 
 Guarantees: nothing is pickled; a message is JSON and raw bytes of arrays whose
-dtypes and shapes it states, of at most `MOST_BYTES`; both sides first prove
-that they have the key (`transfer.wire`).
+dtypes and shapes it states, of at most `MOST_BYTES`.
 Cost: arrays are sent without a copy; a header has about 100 bytes.
 
   message   4 bytes: size of the header, little-endian; the header, JSON;
             the bytes of its arrays one after another
 
-  kind      from    arrays                     answer
-  open      model   small weights, by layer    opened
-  load      model   k, v of one prompt         -
-  attend    model   q, k, v of a layer's rows  attended: attention outputs
-  failed    worker  -
+The header has the kind of the message ("t"), dtypes and shapes of its arrays
+("x", if there are any), and further fields.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax.json_text import json_text
 from ringjax.parallel.frames import SIZE, framed, json_object
-from ringjax.transfer.wire import HostileMessageError, PullConnection
+from ringjax.parallel.links.connection import (
+  Connection,
+  HostileMessageError,
+  as_json,
+)
 
 MOST_BYTES = 1 << 34
-_MOST_HEADER = 1 << 22
+# Maximum bytes of a header: prompts of many millions of tokens.
+_MOST_HEADER = 1 << 27
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "int32")
-KINDS = ("open", "opened", "load", "attend", "attended", "failed")
 
 
 class ArrayMessage(NamedTuple):
   """A received message.
 
   Fields:
-    kind: Kind of the message, from `KINDS` or the receiver's own kinds.
+    kind: Kind of the message.
     fields: JSON values of the header by name.
     arrays: NumPy arrays of the message.
     nbytes: Bytes of the whole message on the wire.
@@ -48,6 +47,11 @@ class ArrayMessage(NamedTuple):
   fields: dict[str, Any]
   arrays: tuple[np.ndarray, ...]
   nbytes: int
+
+  @property
+  def as_object(self) -> dict[str, Any]:
+    """Fields of the header, with the kind as "t"."""
+    return {"t": self.kind, **self.fields}
 
   def integer(self, name: str, below: int) -> int:
     """Returns a field that must be an int from 0 to `below` - 1.
@@ -61,10 +65,26 @@ class ArrayMessage(NamedTuple):
     return value
 
 
+def message_parts(
+  kind: str, arrays: Sequence[np.ndarray] = (), /, **fields: Any
+) -> list[bytes | memoryview]:
+  """Bytes of a message; those of contiguous arrays are not copied.
+
+  Raises:
+    AttributeError, TypeError, ValueError: If a field is not for JSON.
+  """
+  parts = [np.asarray(x, order="C") for x in arrays]
+  stated = [[x.dtype.name, list(x.shape)] for x in parts]
+  beside = {"x": stated} if stated else {}
+  head = framed(as_json({"t": kind, **beside, **fields}))
+  return [head, *(x.reshape(-1).view(np.uint8).data for x in parts if x.size)]
+
+
 def send_arrays(
-  link: PullConnection,
+  link: Connection,
   kind: str,
   arrays: Sequence[np.ndarray] = (),
+  /,
   **fields: Any,
 ) -> int:
   """Sends a message; returns its size in bytes.
@@ -72,22 +92,19 @@ def send_arrays(
   Raises:
     PeerError: If the other side does not receive, or is gone.
   """
-  parts = [np.ascontiguousarray(x) for x in arrays]
-  stated = [[x.dtype.name, list(x.shape)] for x in parts]
-  head = json_text({"t": kind, "x": stated, **fields}).encode()
-  raw = [x.reshape(-1).view(np.uint8).data for x in parts if x.size]
-  link.send([framed(head), *raw])
-  return SIZE.size + len(head) + sum(map(len, raw))
+  parts = message_parts(kind, arrays, **fields)
+  link.send(parts)
+  return sum(map(len, parts))
 
 
 def receive_arrays(
-  link: PullConnection, kinds: Sequence[str] = KINDS
+  link: Connection, kinds: Collection[str] | None = None
 ) -> ArrayMessage | None:
   """Receives the next message; None if the other side left before it.
 
   Args:
     link: Connection to receive from.
-    kinds: Kinds that a message may have.
+    kinds: Kinds that a message may have; default: any.
 
   Raises:
     HostileMessageError: If the message breaks the protocol.
@@ -98,10 +115,10 @@ def receive_arrays(
     return None
   try:
     fields = json_object(head)
-    kind, stated = fields.pop("t"), fields.pop("x")
+    kind, stated = str(fields.pop("t")), fields.pop("x", ())
     shapes = [(_dtype(name), _shape(shape)) for name, shape in stated]
-    if kind not in kinds:
-      raise ValueError("no such message")
+    if kinds is not None and kind not in kinds:
+      raise ValueError(f"a message {kind!r:.40}")
     nbytes = sum(dtype.itemsize * math.prod(s) for dtype, s in shapes)
     if nbytes > MOST_BYTES:
       raise ValueError(f"{nbytes} bytes")

@@ -1,0 +1,1 @@
+"""Connections between processes: messages, heartbeats, lost members."""

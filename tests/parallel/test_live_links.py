@@ -1,0 +1,455 @@
+"""Links and groups of them: what dies, freezes, leaves or fails is named."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringjax.errors import OptionError, PeerError
+from ringjax.parallel.links.connection import Connection, HostileMessageError
+from ringjax.parallel.links.link_group import LinkGroup
+from ringjax.parallel.links.live_link import LinkEnding, LiveLink
+from tests.helpers import until
+
+ROOT = pathlib.Path(__file__).parents[2]
+KEY = bytes(range(32))
+# Nothing here takes long; what hangs ends.
+PATIENCE_S = 240
+
+
+@contextlib.contextmanager
+def pair(
+  patience_s: float = 60.0,
+  own_end: dict[str, Any] | None = None,
+  peer_end: dict[str, Any] | None = None,
+) -> Iterator[tuple[LiveLink, LiveLink]]:
+  """Both sides of a link: "a" is seen by `peer_end`, "b" by `own_end`."""
+  links = [
+    LiveLink(Connection(end, patience_s, name), rank=rank, **(options or {}))
+    for end, name, rank, options in zip(
+      socket.socketpair(), ("b", "a"), (1, 0), (own_end, peer_end), strict=True
+    )
+  ]
+  try:
+    yield links[0].start(), links[1].start()
+  finally:
+    for link in links:
+      link.close()
+      link.join(PATIENCE_S)
+
+
+def error_of(call: Callable[[], object]) -> PeerError:
+  with pytest.raises(PeerError) as raised:
+    call()
+  return raised.value
+
+
+def waiting(link: LiveLink, count: int) -> list[PeerError]:
+  """Errors of threads that wait for messages, once the link has ended."""
+  errors: list[PeerError] = []
+
+  def wait() -> None:
+    try:
+      link.take()
+    except PeerError as error:
+      errors.append(error)
+
+  threads = [threading.Thread(target=wait) for _ in range(count)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+  return errors
+
+
+# ---------------------------------------------------------------------------
+# Messages
+# ---------------------------------------------------------------------------
+
+
+def test_messages_arrive_in_order_with_their_arrays():
+  rows = np.arange(6, dtype=np.float32).reshape(2, 3)
+  with pair() as (a, b):
+    for n in range(3):
+      a.tell("row", [rows[n % 2]], n=n)
+    b.send("done", [])
+    for n in range(3):
+      message = b.take("row")
+      assert message.fields == {"n": n}
+      np.testing.assert_array_equal(message.arrays[0], rows[n % 2])
+    assert a.take().kind == "done"
+
+
+def test_a_function_gets_the_messages_and_the_reason_of_the_end():
+  kinds: list[str] = []
+  ends: list[PeerError] = []
+  options = {"on_message": lambda m: kinds.append(m.kind)}
+  with pair(peer_end=options | {"on_end": ends.append}) as (a, b):
+    a.tell("first")
+    a.tell("second")
+    a.close("the work is done")
+    until(lambda: ends)
+    assert kinds == ["first", "second"]
+    assert [str(error) for error in ends] == ["a left: the work is done"]
+    assert b.ending is LinkEnding.LEFT
+
+
+def test_a_beat_may_carry_fields():
+  loads: list[Any] = []
+  beat = lambda: {"t": "load", "free": 3}
+  with pair(
+    own_end={"beat": beat, "beat_s": 0.01},
+    peer_end={"on_message": lambda m: loads.append((m.kind, m.fields))},
+  ):
+    until(lambda: len(loads) > 2)
+  assert loads[0] == ("load", {"free": 3})
+
+
+def test_the_patience_of_the_other_side_sets_the_beats():
+  own_end, peer_end = socket.socketpair()
+  ready = threading.Event()
+  a = LiveLink(Connection(own_end, 600.0, "b"))
+  b = LiveLink(
+    Connection(peer_end, 0.5, "a"),
+    beat=lambda: {"t": "load"},
+  )
+  a.start(), b.start()
+  # "a" alone would beat every two minutes.
+  threading.Timer(1.5, ready.set).start()
+  while not ready.is_set():
+    a.take("load", within_s=60.0)
+  assert b.error is None
+  for link in (a, b):
+    link.close()
+    link.join(PATIENCE_S)
+
+
+def test_a_message_of_another_kind_is_refused():
+  with pair(peer_end={"kinds": ("row",)}) as (a, b):
+    a.tell("column")
+    error = error_of(b.take)
+    assert b.ending is LinkEnding.BROKEN and "column" in str(error)
+    assert "given up by b" in str(error_of(a.take))
+  with pair() as (a, b):
+    a.tell("column")
+    with pytest.raises(HostileMessageError, match="column; expected row"):
+      b.take("row")
+
+
+def test_an_error_of_the_function_ends_the_link():
+  def refuse(message: Any) -> None:
+    raise OptionError("role", "cook", "a waiter", "pass one")
+
+  with pair(peer_end={"on_message": refuse}) as (a, b):
+    a.tell("role")
+    assert "cook" in str(error_of(a.take))
+    assert b.ending is LinkEnding.BROKEN
+
+
+def test_an_error_that_no_one_expects_ends_the_link():
+  with pair() as (a, b):
+
+    def fail(*_: Any) -> None:
+      raise MemoryError("no room for it")
+
+    b.wire.frame = fail  # pyrefly: ignore
+    a.tell("row")
+    assert "no room for it" in str(error_of(b.take))
+    assert b.ending is LinkEnding.BROKEN
+
+
+# ---------------------------------------------------------------------------
+# Ends
+# ---------------------------------------------------------------------------
+
+
+def test_one_that_is_gone_is_noticed_by_all_that_wait():
+  with pair() as (a, b):
+    threading.Timer(0.05, a.wire.close).start()
+    errors = waiting(b, 3)
+    assert [str(error) for error in errors] == ["a closed the connection"] * 3
+    assert errors[0].rank == 0 and b.ending is LinkEnding.CLOSED
+    # Whoever comes later gets the same reason, and nothing can be sent.
+    assert error_of(b.take) is b.error is error_of(lambda: b.send("row"))
+
+
+def test_one_whose_messages_are_dropped_is_silent():
+  with pair(patience_s=0.4) as (a, b):
+    # Half-open: nothing of "a" arrives, though it hears the other side.
+    a.wire.send = lambda *_: None  # pyrefly: ignore
+    assert str(error_of(b.take)) == "a did nothing for 0.4 s"
+    assert b.ending is LinkEnding.SILENT
+    # It learns that it was given up, and why.
+    assert "this process was given up by b: a did nothing" in str(
+      error_of(a.take)
+    )
+
+
+def test_one_that_computes_for_long_is_not_silent():
+  with pair(patience_s=0.2) as (a, b):
+    threading.Timer(1.0, lambda: a.tell("result")).start()
+    assert b.take("result").kind == "result"
+
+
+def test_one_that_is_stuck_beats_but_answers_nothing():
+  with pair(patience_s=0.2) as (_, b):
+    error = error_of(lambda: b.take("answer", within_s=0.6))
+    assert str(error) == "a has answered nothing for 0.6 s"
+    assert error.rank == 0 and b.error is None
+
+
+def test_a_failure_is_told_with_the_rank_at_fault():
+  with pair() as (a, b):
+    a.fail("no memory")
+    error = error_of(b.take)
+    assert (str(error), error.rank) == ("a failed: no memory", 0)
+    assert b.ending is LinkEnding.TOLD
+  with pair() as (a, b):
+    a.fail("rank 7 is gone", blame=7)
+    assert (str(error_of(b.take)), error_of(b.take).rank) == (
+      "rank 7 is gone",
+      7,
+    )
+  with pair(peer_end={"own_rank": 1}) as (a, b):
+    a.fail("it is late", blame=1)
+    error = error_of(b.take)
+    assert str(error) == "rank 1 was given up by a: it is late"
+    assert error.rank == 1
+
+
+def test_the_first_reason_stays_and_the_end_is_told_once():
+  ends: list[PeerError] = []
+  with pair(own_end={"on_end": ends.append}) as (a, b):
+    a.close("first")
+    a.close("second")
+    a.fail("third")
+    b.close("fourth")
+    until(lambda: ends)
+    until(lambda: not a._receiver.is_alive())
+  assert [str(error) for error in ends] == ["first"]
+
+
+def test_a_reason_precedes_a_send_that_fails():
+  with pair() as (a, b):
+    a.fail("no memory")
+    until(lambda: not a._sender.is_alive())
+
+    def send() -> None:
+      while True:
+        b.send("row", [np.zeros(1 << 20, np.float32)])
+
+    assert str(error_of(send)) == "a failed: no memory"
+
+
+def test_messages_before_the_end_are_not_lost():
+  with pair() as (a, b):
+    a.tell("last")
+    a.close("done")
+    until(lambda: b.error is not None)
+    assert b.take("last").kind == "last"
+    assert "done" in str(error_of(b.take))
+
+
+def test_telling_never_waits_for_one_that_reads_nothing():
+  own_end, peer_end = socket.socketpair()
+  link = LiveLink(Connection(own_end, 0.5, "b")).start()
+  with peer_end:
+    for _ in range(64):
+      link.tell("row", [np.zeros(1 << 18, np.float32)])
+    assert link.error is None
+    until(lambda: link.error is not None)
+  assert link.ending is LinkEnding.SILENT
+
+
+def test_a_link_can_be_made_again_after_its_end():
+  for _ in range(2):
+    with pair() as (a, b):
+      a.tell("row")
+      assert b.take("row")
+      a.wire.close()
+      assert error_of(b.take).rank == 0
+
+
+# ---------------------------------------------------------------------------
+# Groups
+# ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def group_of(
+  members: int, *, together: bool, patience_s: float = 60.0
+) -> Iterator[tuple[LinkGroup[int], list[LiveLink], list[Any]]]:
+  """A group, the other sides of its links, and the members that were lost."""
+  lost: list[Any] = []
+
+  def note(member: int, link: LiveLink) -> None:
+    lost.append((member, str(link.error)))
+
+  group: LinkGroup[int] = LinkGroup(note, together=together)
+  sides = []
+  for n in range(1, members + 1):
+    own_end, peer_end = socket.socketpair()
+    group.add(n, LiveLink(Connection(own_end, patience_s, f"rank {n}"), rank=n))
+    sides.append(
+      LiveLink(Connection(peer_end, patience_s, "rank 0"), rank=0, own_rank=n)
+    )
+  for link in (*group.links.values(), *sides):
+    link.start()
+  try:
+    yield group, sides, lost
+  finally:
+    group.close("the test is over")
+    for link in sides:
+      link.close()
+
+
+def test_a_group_continues_without_one_that_is_lost():
+  with group_of(3, together=False) as (group, sides, lost):
+    sides[1].wire.close()
+    until(lambda: lost)
+    group.tell_all("row")
+    assert sides[0].take("row") and sides[2].take("row")
+    assert lost == [(2, "rank 2 closed the connection")]
+    assert sorted(group.links) == [1, 3] and [*group.lost] == [2]
+    # A new process takes the place of the lost one.
+    own_end, peer_end = socket.socketpair()
+    link = LiveLink(Connection(own_end, 60.0, "rank 2"), rank=2)
+    group.add(2, link)
+    link.start()
+    again = LiveLink(Connection(peer_end, 60.0, "rank 0")).start()
+    group.tell_all("row")
+    assert again.take("row") and len(group) == 3
+    again.close()
+
+
+def test_who_was_removed_is_not_lost():
+  with group_of(2, together=False) as (group, sides, lost):
+    group.remove(1, "it is slow")
+    assert "it is slow" in str(error_of(sides[0].take))
+    group.remove(1, "twice")
+    sides[1].wire.close()
+    until(lambda: lost)
+  assert lost == [(2, "rank 2 closed the connection")]
+
+
+def test_the_first_failure_ends_a_group_that_works_together():
+  with group_of(3, together=True) as (group, sides, lost):
+    threading.Timer(0.05, sides[2].wire.close).start()
+    # One that waits for another member is woken, and the others are told.
+    errors = [error_of(link.take) for link in (group.links[1], *sides[:2])]
+    text = "rank 3 closed the connection"
+    assert [(str(x), x.rank) for x in errors] == [(text, 3)] * 3
+    until(lambda: lost)
+  assert lost == [(3, text)]
+
+
+def test_a_blamed_member_is_told_by_whom():
+  with group_of(2, together=True) as (group, sides, lost):
+    group.fail("rank 1 is stuck", blame=1)
+    blamed, second = (error_of(side.take) for side in sides)
+    assert str(blamed) == "rank 1 was given up by rank 0: rank 1 is stuck"
+    assert (str(second), second.rank, blamed.rank) == ("rank 1 is stuck", 1, 1)
+    assert not lost
+
+
+def test_one_that_leaves_does_not_end_a_group():
+  with group_of(2, together=True) as (group, sides, lost):
+    sides[0].close("it has all it needs")
+    until(lambda: lost)
+    group.tell_all("row")
+    assert sides[1].take("row")
+  assert lost == [(1, "rank 1 left: it has all it needs")]
+
+
+# ---------------------------------------------------------------------------
+# Processes
+# ---------------------------------------------------------------------------
+
+PROCESS = """
+import sys, time
+from ringjax.parallel.links.connection import Connection
+from ringjax.parallel.links.live_link import LiveLink
+port, patience_s = int(sys.argv[1]), float(sys.argv[2])
+wire = Connection.connect(("127.0.0.1", port), bytes(range(32)), 60, "parent")
+wire.patience_s = patience_s
+link = LiveLink(wire, rank=0).start()
+link.tell("ready")
+try:
+  print(link.take().kind, flush=True)
+except Exception as error:
+  print(error, flush=True)
+"""
+
+
+@contextlib.contextmanager
+def process(
+  patience_s: float, own_patience_s: float | None = None
+) -> Iterator[tuple[Any, LiveLink]]:
+  """A process and the link to it, which beats as often as the process needs."""
+  with (
+    contextlib.ExitStack() as stack,
+    socket.create_server(("127.0.0.1", 0)) as server,
+  ):
+    port = server.getsockname()[1]
+    child = subprocess.Popen(
+      [sys.executable, "-c", PROCESS, str(port), str(patience_s)],
+      env={**os.environ, "PYTHONPATH": str(ROOT)},
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    stack.callback(child.communicate)
+    stack.callback(child.kill)
+    wire = Connection(server.accept()[0], 60.0, "child")
+    wire.greet_client(KEY)
+    wire.patience_s = own_patience_s or patience_s
+    link = LiveLink(wire, rank=1, beat_s=patience_s / 10).start()
+    link.take("ready")
+    yield child, link
+    link.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+  ("sent", "patience_s", "ending"),
+  [
+    (signal.SIGKILL, 120.0, LinkEnding.CLOSED),
+    (signal.SIGSTOP, 2.0, LinkEnding.SILENT),
+  ],
+)
+def test_processes_that_are_killed_or_frozen(sent, patience_s, ending):
+  with process(patience_s) as (child, link):
+    child.send_signal(sent)
+    errors = waiting(link, 2)
+    assert link.ending is ending and {x.rank for x in errors} == {1}
+    if sent == signal.SIGSTOP:
+      # It wakes, and hears that it was given up.
+      child.send_signal(signal.SIGCONT)
+      assert "given up by parent: child did nothing" in child.stdout.readline()
+
+
+@pytest.mark.long
+def test_one_that_was_suspended_itself_gives_up_no_one():
+  with process(2.0, 120.0) as (child, link):
+    child.send_signal(signal.SIGSTOP)
+    # Nothing waits for it when it wakes: only its clock has run on.
+    send, link.wire.send = link.wire.send, lambda *_: None  # pyrefly: ignore
+    time.sleep(4.0)
+    child.send_signal(signal.SIGCONT)
+    link.wire.send = send  # pyrefly: ignore
+    link.tell("last")
+    link.close("done")
+    assert child.wait(PATIENCE_S) == 0
+    assert child.stdout.read() == "last\n"
