@@ -73,7 +73,8 @@ made:
   groups of tokens in common. They need `recent`.
 - Codecs that differ from head to head (`allocated`, `rj.kv.PerHead`): pages
   hold vectors of one length.
-- A part in host memory (`device=N`): blocks hold all tokens of a row.
+- A part in host memory (`device=N`): blocks hold all tokens of a row. `select`
+  goes with it, with `hot=`: all tokens stay, and chosen pages are copied.
 """
 
 

@@ -604,6 +604,7 @@ class _Work:
       "neurons": _neurons_record(model),
       "two_devices": None,
       "tiles": None if report.tiles is None else report.tiles.record(),
+      "fetches": None if report.fetches is None else report.fetches.record(),
     }
 
   def _two_device_record(
@@ -750,6 +751,12 @@ def summary(done: dict[str, Any]) -> list[str]:
       ("not counted" if computed is None else f"{computed:.1%} computed")
       + f"; at most {tiles['left_out']:.2%} of a layer's attention left out, "
       f"at {tiles['samples']:,} sampled queries"
+    )
+  if done["fetches"] is not None:
+    fetches = done["fetches"]
+    lines["pages of host memory"] = (
+      f"{fetches['hits'] + fetches['misses']:,} chosen, of which "
+      f"{fetches['misses']:,} were copied, {console.nbytes(fetches['bytes'])}"
     )
   if done["contexts"] is not None:
     report = done["contexts"]

@@ -7,6 +7,11 @@ that of the dense cache is WRONG; in part "sharing" the results are equal.
   kinds    one row over `tokens` keys, as `dense`, `int4`, ... store them
   sharing  `rows` rows over `shared` keys in common and `own` keys each, read
            row by row ("apart") or once for all ("together")
+  host     one row over `tokens` keys, the older ones in host memory, of which
+           a step copies all ("tiered") or the chosen pages that are not hot
+           ("chosen"). Each query is near the one before it, and keys that it
+           looks at are on a few pages; otherwise a choice would lose most of
+           the attention
 """
 
 from __future__ import annotations
@@ -25,9 +30,14 @@ from benchmarks.shared import harness
 from benchmarks.shared.harness import Contestant, Report, Row, Runnable, option
 from ringjax.kv.base import CacheSpec
 from ringjax.kv.cache import KVCache
-from ringjax.kv.cache_kind import KINDS
+from ringjax.kv.cache_kind import KINDS, CacheConfig
 from ringjax.kv.codecs import Calibrated, Codec
+from ringjax.kv.kind_parts import TierConfig
 from ringjax.kv.layer_spec import LayerCacheSpec
+from ringjax.kv.offload.chosen_tiered import ChosenTieredCache
+from ringjax.kv.offload.tiered import TieredCache
+from ringjax.kv.policies import Select
+from ringjax.kv.query_reading import KeyReading
 from ringjax.ops.attention.cached.cached_attention import ShardedDecode
 from ringjax.ops.attention.cached.pooled import (
   PooledView,
@@ -49,6 +59,19 @@ _NAMES = tuple(
 )
 _WAYS = ("apart", "together")
 _PAGE = 32
+# Older keys in host memory: the newest 512 stay on the device.
+_HOSTED = {
+  "tiered": (TieredCache, CacheConfig(tier=TierConfig(device=512))),
+  "chosen": (
+    ChosenTieredCache,
+    CacheConfig(
+      policy=Select(budget=2048),
+      tier=TierConfig(device=512, hot=4096, block=_PAGE),
+    ),
+  ),
+}
+# Queries of consecutive steps, and pages whose keys each looks at.
+_QUERIES, _LOOKS_AT = 64, 16
 # As a fraction of the dense cache's largest number; codes of 2 bits need it.
 _TOLERANCE = 0.5
 
@@ -57,7 +80,9 @@ _TOLERANCE = 0.5
 class DecodeSettings(harness.BenchmarkSettings):
   """Settings of the benchmark of decode steps."""
 
-  parts: tuple[str, ...] = option(("kinds", "sharing"), ("kinds", "sharing"))
+  parts: tuple[str, ...] = option(
+    ("kinds", "sharing", "host"), ("kinds", "sharing", "host")
+  )
   tokens: tuple[int, ...] = option((65536,))
   rows: int = option(32, flag=None)
   shared: tuple[int, ...] = option((4096, 0), (), flag=None)
@@ -66,7 +91,9 @@ class DecodeSettings(harness.BenchmarkSettings):
   kv_heads: int = option(4)
   head_dim: int = option(128, flag=None)
   dtype: str = option("float32", ("float32", "bfloat16", "float16"), flag=None)
-  contestants: tuple[str, ...] = option((*_NAMES, *_WAYS), (*_NAMES, *_WAYS))
+  contestants: tuple[str, ...] = option(
+    (*_NAMES, *_WAYS, *_HOSTED), (*_NAMES, *_WAYS, *_HOSTED)
+  )
   rounds: int = option(9)
 
 
@@ -75,7 +102,7 @@ class DecodeCase:
   """A row of the table.
 
   Attributes:
-    part: "kinds" or "sharing".
+    part: "kinds", "sharing" or "host".
     tokens: Number of keys of a row.
     shared: Number of these keys that all rows share.
     rows: Number of rows of the batch.
@@ -87,6 +114,8 @@ class DecodeCase:
   rows: int
 
   def __str__(self) -> str:
+    if self.part == "host":
+      return f"one row, {self.tokens:,} keys, in host memory"
     if self.part == "kinds":
       return f"one row, {self.tokens:,} keys"
     own_keys = self.tokens - self.shared
@@ -199,6 +228,71 @@ def _by_sharing(name: str, case: DecodeCase, s: DecodeSettings) -> Runnable:
   return Runnable(run, run)
 
 
+def _in_host(name: str, case: DecodeCase, s: DecodeSettings) -> Runnable:
+  """Builds a step over a cache whose older keys are in host memory."""
+  storage, kind = _HOSTED[name]
+  groups = s.heads // s.kv_heads
+  reading = KeyReading(groups=groups, scores=Scores(scale=s.head_dim**-0.5))
+  shape = LayerCacheSpec(
+    1, s.kv_heads, s.head_dim, s.head_dim, reading=reading, which=(0,)
+  )
+  cache: Any = storage.create((shape,), 1, case.tokens + 1, s.dtype, kind=kind)
+  draw = np.random.default_rng(0)
+  k, v = (
+    draw.standard_normal((1, s.kv_heads, case.tokens, s.head_dim), np.float32)
+    for _ in range(2)
+  )
+  # Each query is a mean of the keys of some pages, of which one is another than
+  # before; these keys have the largest products.
+  pages = draw.integers(0, case.tokens // _PAGE, _QUERIES + _LOOKS_AT)
+  directions = draw.standard_normal((len(pages), s.head_dim), np.float32)
+  for page, direction in zip(pages, directions, strict=True):
+    k[0, :, page * _PAGE + 7] = 3 * direction
+  queries = [
+    jnp.broadcast_to(
+      jnp.asarray(directions[n : n + _LOOKS_AT].sum(0), s.dtype),
+      (1, 1, s.heads, s.head_dim),
+    )
+    for n in range(_QUERIES)
+  ]
+  ones = lambda n: jnp.ones((1, n), jnp.int32)
+  at = Coords(jnp.arange(case.tokens, dtype=jnp.int32)[None], ones(case.tokens))
+  k, v = jnp.asarray(k, s.dtype), jnp.asarray(v, s.dtype)
+
+  @jax.jit
+  def fill(cache: Any, k: jax.Array, v: jax.Array) -> Any:
+    cache = cache.allocate(at, replicated=False, sees=False)
+    layer = cache.layer(0, cache.slots[0], jnp.int32(0))
+    return cache.updated((layer.append(k, v, at, Rotation()).slots,))
+
+  cache = fill(cache.with_room(case.tokens), k, v).evict()
+  token_at = Coords(jnp.full((1, 1), case.tokens, jnp.int32), ones(1))
+  token = jnp.zeros((1, s.kv_heads, 1, s.head_dim), s.dtype)
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def step(hot: Any, cache: Any, q: jax.Array) -> tuple[jax.Array, Any]:
+    if hot:
+      cache = dataclasses.replace(cache, hot=hot)
+    call = cache.allocate(token_at, replicated=True, sees=True)
+    layer = call.layer(0, call.slots[0], jnp.int32(0))
+    layer = layer.append(token, token, token_at, Rotation())
+    layer = layer.observe(lambda: q, lambda: q)
+    by_head = q.reshape(1, s.kv_heads, groups, 1, s.head_dim)
+    output = _attend(by_head, layer.views(), token_at, s.head_dim**-0.5)
+    return output, (layer.hot,) if hot else ()
+
+  # Of the chosen pages those that are hot stay, and nothing else changes.
+  state = [jax.tree.map(jnp.copy, getattr(cache, "hot", ())), 0]
+
+  def run() -> jax.Array:
+    hot, n = state
+    output, hot = step(hot, cache, queries[n % _QUERIES])
+    state[:] = hot, n + 1
+    return jax.block_until_ready(output)
+
+  return Runnable(run, run)
+
+
 class DecodeBenchmark(harness.Benchmark):
   """Benchmark of decode attention by kind of cache, and by sharing."""
 
@@ -212,9 +306,12 @@ class DecodeBenchmark(harness.Benchmark):
     **{
       n: Contestant(functools.partial(_by_sharing, n), ours=True) for n in _WAYS
     },
+    **{
+      n: Contestant(functools.partial(_in_host, n), ours=True) for n in _HOSTED
+    },
   }
   columns = ("part", "tokens", "shared")
-  parts = ("kinds", "sharing")
+  parts = ("kinds", "sharing", "host")
   files = ("json", "append")
 
   @property
@@ -223,6 +320,10 @@ class DecodeBenchmark(harness.Benchmark):
     if "kinds" in s.parts:
       cases += [
         DecodeCase(part="kinds", tokens=n, shared=0, rows=1) for n in s.tokens
+      ]
+    if "host" in s.parts:
+      cases += [
+        DecodeCase(part="host", tokens=n, shared=0, rows=1) for n in s.tokens
       ]
     if "sharing" in s.parts:
       for shared in s.shared:
@@ -235,7 +336,9 @@ class DecodeBenchmark(harness.Benchmark):
 
   def row(self, case: DecodeCase, report: Report) -> Row:
     s = self.settings
-    available = _NAMES if case.part == "kinds" else _WAYS
+    available = {"kinds": _NAMES, "sharing": _WAYS, "host": (*_HOSTED,)}[
+      case.part
+    ]
     first = available[0]
     names = [first] + [
       n for n in s.contestants if n in available and n != first

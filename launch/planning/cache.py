@@ -10,9 +10,10 @@ from launch.planning import aot, strategies
 from launch.shared import console
 from ringjax.checks import positive_int
 from ringjax.errors import OptionError
-from ringjax.kv import KINDS, KVCache, TieredCache, kind_text
+from ringjax.kv import KINDS, KVCache, kind_text
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_report import report
+from ringjax.kv.cache_specs import storage_of
 from ringjax.kv.eviction.prompt_spec import prompt_spec
 from ringjax.parallel import chips
 
@@ -88,8 +89,7 @@ def _explain_kind(
         )
         extra["reading"] = bytes_each(prompt.reading) + cache_report.nbytes
       else:
-        cache_class = KVCache if kind.tier.device is None else TieredCache
-        spec = cache_class.spec(*spec_args, kind=kind, **platform)
+        spec = storage_of(kind).spec(*spec_args, kind=kind, **platform)
         cache_report = spec.explain(machine, weights=weights)
       share = cache_report.nbytes / dense
       rows.append(

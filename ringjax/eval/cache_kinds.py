@@ -105,7 +105,8 @@ def compare_caches(
     choices_by_row: list[list[list[str] | None]] = []
     for number, row in enumerate(ids):
       text = jnp.asarray(row[None], jnp.int32)
-      if kind.evicting and name not in caches:
+      chooses = kind.evicting or kind.policy is not None
+      if chooses and name not in caches:
         part, choices = _costs_after_eviction(model, text, kind)
         choices_by_row.append(choices)
       else:
@@ -161,7 +162,7 @@ def _costs_after_eviction(
   length = tokens.shape[1]
   half = length // 2
   cache = _evicted(model, tokens[:, :half], kind, length)
-  choices = cache.choices(0)
+  choices = cache.choices(0) if kind.evicting else []
   cache = cache.with_room(length - half)
   cached_logits, cache = model(tokens[:, half:], cache=cache)
   exact_logits = model(tokens)[:, half:]

@@ -59,6 +59,8 @@ from ringjax.infer.stopping import (
   check_tokenizer,
 )
 from ringjax.kv.base import bytes_each
+from ringjax.kv.offload.chosen_tiered import page_fetches
+from ringjax.kv.offload.hot_pages import PageFetches
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.nn.attention_layers.attention_function import DenseFunction
@@ -291,6 +293,7 @@ def generate(
     model, session, sampler, logits, start + lengths, ending, total, count,
   )  # fmt: skip
   speculation, marked, undrafted = None, NotFiniteRows(), NotFiniteRows()
+  fetches_before = page_fetches(session.cache)
   if drafter is None:
     new = _decode(*decoding, marked)
   else:
@@ -315,6 +318,7 @@ def generate(
     contexts=session.contexts,
     speculation=speculation,
     tiles=session.tiles,
+    fetches=_fetches_since(session.cache, fetches_before),
     memory=report_bytes(
       model, session, -(-(reading.chunk or reading.width) // session.shards)
     ),
@@ -456,6 +460,16 @@ def _decode(
         state, steps_left = step(state), steps_left - 1
     session.keep_slack(0)
   return Generated(tokens=out, lengths=sizes)
+
+
+def _fetches_since(
+  cache: Any, earlier: PageFetches | None
+) -> PageFetches | None:
+  """Chosen pages of host memory since an earlier count; None without any."""
+  fetches = page_fetches(cache)
+  if earlier is None or fetches is None:
+    return None
+  return fetches.since(earlier)
 
 
 class RowEndings:

@@ -26,6 +26,7 @@ from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Codec
 from ringjax.kv.composed.row_groups import RowGroups
 from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
+from ringjax.kv.offload.hot_pages import PageFetches
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import (
   WeightPlacement,
@@ -76,6 +77,8 @@ class GenerateReport:
       in transit included. See `CallMemory`.
     tiles: Tiles that were computed of the prompt, and the attention that they
       leave out, by layer, where a pattern chose them; or None.
+    fetches: Pages of host memory that the answer's tokens chose, a
+      `PageFetches`; None for kinds of caches without `hot`.
   """
 
   prefill: prefill.Prefill
@@ -91,6 +94,7 @@ class GenerateReport:
     default_factory=dict
   )
   tiles: TileReport | None = None
+  fetches: PageFetches | None = None
 
 
 class Session:

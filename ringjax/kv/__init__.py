@@ -25,6 +25,8 @@ from ringjax.kv.codecs import (
 )
 from ringjax.kv.eviction.evicting import EvictingCache
 from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
+from ringjax.kv.offload.chosen_tiered import ChosenTieredCache
+from ringjax.kv.offload.hot_pages import PageFetches
 from ringjax.kv.offload.layer_offload import OffloadedCache
 from ringjax.kv.offload.tiered import TieredCache
 from ringjax.kv.policies import (
@@ -61,6 +63,7 @@ __all__ = [
   "Calibrated",
   "Calibration",
   "ChannelGroups",
+  "ChosenTieredCache",
   "CodeBook",
   "Codec",
   "Duo",
@@ -79,6 +82,7 @@ __all__ = [
   "LagKV",
   "LayoutConfig",
   "OffloadedCache",
+  "PageFetches",
   "PerHead",
   "Policy",
   "PyramidKV",

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
   from ringjax.kv.composed.row_groups import RowGroups
   from ringjax.kv.encoder_states import EncoderStates
   from ringjax.kv.storage.call_tiles import CacheTile, CallTiles
+  from ringjax.ops.attention.cached.selection import KeySelection
 
 # Positions at which rows end: one for all rows, or one for each row.
 Ends = Int[Array | np.ndarray, " ..."] | Sequence[int | np.integer] | int
@@ -324,6 +325,15 @@ class DistantSlots:
   def fetch(self, index: Index, after: Shaped[Array, " ..."]) -> PyTree:
     """Starts to copy a layer's part to the devices, see `CallCache.fetch`."""
     raise NotImplementedError
+
+
+@runtime_checkable
+class IndexedLayer(Protocol):
+  """One layer's part of a cache that copies the keys that an index chooses."""
+
+  def chosen_by(self, selection: KeySelection) -> LayerCache:
+    """Copies the keys that the call's index queries choose to the devices."""
+    ...
 
 
 @runtime_checkable

@@ -58,7 +58,7 @@ _ROOM_SHARE, _PAGE_SHARE = 16, 32
 # Options of parts that come first in texts; those of new fields follow.
 _TEXT_ORDER = (
   "unrotated", "windowed", "slack", "first", "recent", "room", "page", "device",
-  "residual",
+  "hot", "residual",
 )  # fmt: skip
 _P = TypeVar("_P", bound=Config)
 
@@ -113,6 +113,10 @@ class CacheConfig(Config):
         "an rj.kv.Codec, or None",
         "pass rj.kv.Codec(keys=rj.kv.Integers(bits=4), values=...)",
       )
+    if self.tier.hot is not None and self.exact.room == _ROOM:
+      # Tokens leave by blocks: what a named policy sets counts for nothing.
+      exact = self.exact.replace(room=ExactConfig().room)
+      object.__setattr__(self, "exact", exact)
     for refusal in REFUSED:
       if refusal.refused(self):
         remedy = refusal.remedy
@@ -144,12 +148,17 @@ class CacheConfig(Config):
         "block" if name == "room" else name: value
         for name, value in overrides.items()
       }
+    if overrides.get("hot") is not None and "block" not in overrides:
+      layout = overrides.get("layout", parts["layout"])
+      overrides = dict(overrides)
+      overrides["block"] = overrides.get("page", layout.page)
     return super()._changes(overrides, paths, parts)
 
   @property
   def evicting(self) -> bool:
     """Whether a cache of this kind has pages, see `EvictingCache`."""
-    return self.policy is not None or bool(self.exact)
+    chooses = self.policy is not None and self.tier.device is None
+    return chooses or bool(self.exact)
 
   @property
   def grouped(self) -> bool:
@@ -173,14 +182,28 @@ class CacheConfig(Config):
       OptionError: If the kind evicts, which `what` does not support.
     """
     if self.evicting:
-      raise OptionError(
-        "cache kind",
-        f"{self}, for {what}",
-        "one without a policy, first and recent: what these keep depends on "
-        "the text",
-        "leave them out, or measure with python -m launch.evaluate caches",
-      )
+      raise self._chooses_for(what)
     return self
+
+  def reading_all(self, what: str) -> CacheConfig:
+    """Return the kind itself if its queries read all tokens in their slots.
+
+    Raises:
+      OptionError: If the kind evicts or has a policy, which `what` does not
+        support.
+    """
+    if self.policy is not None:
+      raise self._chooses_for(what)
+    return self.keeping_all(what)
+
+  def _chooses_for(self, what: str) -> OptionError:
+    return OptionError(
+      "cache kind",
+      f"{self}, for {what}",
+      "one without a policy, first and recent: what these keep depends on "
+      "the text",
+      "leave them out, or measure with python -m launch.evaluate caches",
+    )
 
   def resident(self, what: str) -> CacheConfig:
     """Return the kind itself if its caches keep all tokens on the devices.
@@ -260,6 +283,9 @@ class CacheConfig(Config):
   @property
   def most_steps(self) -> int | None:
     """Most tokens between two evictions; None: as many as fit."""
+    if self.tier.hot is not None:
+      # What a query chooses from must not depend on drafts and other rows.
+      return self.tier.block
     return None if self.tier.device is not None else self.exact.room
 
   def noted(self, capacity: int) -> tuple[int, bool]:

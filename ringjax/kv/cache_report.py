@@ -265,7 +265,7 @@ class _Tally:
       if self.held.get(n):
         self.numbers = numbers + self.held[n] * (shape.key + shape.value)
     if blocks is not None:
-      self._blocks(shape, blocks)
+      self._blocks(n, shape, blocks)
     contexts = getattr(self.cache, "contexts", None)
     if contexts is not None:
       size = contexts.capacity
@@ -289,11 +289,19 @@ class _Tally:
     self.read += 8.0 * num_slots
     self.flops += pair * num_slots * shape.heads * groups
 
-  def _blocks(self, shape: LayerCacheSpec, blocks: LayerKV) -> None:
+  def _blocks(self, n: int, shape: LayerCacheSpec, blocks: LayerKV) -> None:
     """Add blocks of older tokens, as rows of `tokens` tokens fill them."""
     cache = self.cache
     size = cache.held.capacity
     filled = min(size, max(0, self.tokens - (cache.kind.tier.device or 0)))
+    if cache.kind.tier.hot is not None:
+      landmarks = _bytes(cache.landmarks[n])
+      self._add("landmarks", landmarks)
+      self._add("hot pages", _bytes(cache.hot[n]))
+      self.read += landmarks * filled / size
+      filled = cache.shards * cache.tokens_read(n, filled // cache.shards)
+      note = "as if no chosen page were hot; PageFetches counts those that are"
+      self.notes += [note] if note not in self.notes else []
     hosted = cache.memory == HOST
     name = "host: " if hosted else "blocks: "
     self._slots(name, shape, cache.kind.codec, blocks, size, filled)

@@ -11,15 +11,22 @@ from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.eviction.evicting import EvictingCache
 from ringjax.kv.model_cache import ModelCache
+from ringjax.kv.offload.chosen_tiered import ChosenTieredCache
 from ringjax.kv.offload.layer_offload import OffloadedCache
 from ringjax.kv.offload.tiered import TieredCache
 
 # Classes of storage, each with whether a kind of cache is stored by it: the
 # first one that is. A class of your own goes before them.
 STORAGES: list[tuple[Callable[[CacheConfig], bool], Any]] = [
+  (lambda kind: kind.tier.hot is not None, ChosenTieredCache),
   (lambda kind: kind.tier.device is not None, TieredCache),
   (lambda kind: kind.evicting, EvictingCache),
 ]
+
+
+def storage_of(kind: CacheConfig) -> Any:
+  """Class that stores caches of a kind, if all layers are on the devices."""
+  return next((cls for stores, cls in STORAGES if stores(kind)), KVCache)
 
 
 def cache_spec(
@@ -42,7 +49,6 @@ def cache_spec(
   call = (shapes, batch, capacity, dtype)
   if tiers is not None:
     return OffloadedCache.spec(*call, kind=kind, tiers=tiers, **where)
-  for stores, storage in STORAGES:
-    if stores(kind):
-      return storage.spec(*call, kind=kind, **where)
-  return KVCache.spec(*call, kind=kind, filled=True, **where)
+  storage = storage_of(kind)
+  options = dict(filled=True) if storage is KVCache else {}
+  return storage.spec(*call, kind=kind, **options, **where)

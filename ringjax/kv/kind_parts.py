@@ -14,6 +14,8 @@ if TYPE_CHECKING:
   from ringjax.kv.cache_kind import CacheConfig
 
 _PAGES = (8, 16, 32, 64, 128)
+# Tokens of pages that are copied together from host memory.
+_TILE = 256
 
 
 @config
@@ -99,10 +101,25 @@ class TierConfig(Config):
     default=None,
   )
   block: int = option(
-    "Tokens of a block in host memory; in texts, room.",
+    "Tokens of a block in host memory; in texts, room. With `hot` a block is a "
+    "page, and the default is `page`.",
     least=1,
     default=256,
   )
+  hot: int | None = option(
+    "Tokens of pages in host memory that each KV head keeps in device memory, "
+    "on each shard, once queries chose them. A token of an answer then reads "
+    "only the pages that the policy, or the index of its layer, chooses, and "
+    "copies only those that are not kept. None: each call copies all older "
+    "tokens. See `ChosenTieredCache`.",
+    least=1,
+    default=None,
+  )
+
+  @property
+  def tile_blocks(self) -> int:
+    """Blocks that a call copies together if it reads all of them."""
+    return 1 if self.hot is None else max(1, _TILE // self.block)
 
 
 class CacheRefusal(NamedTuple):
@@ -160,14 +177,58 @@ def _whole_residual(kind: CacheConfig) -> bool:
   return exact.residual == _whole_groups(kind)
 
 
+def _drops(kind: CacheConfig) -> bool:
+  """Whether a policy drops tokens, or reads pages that calls do not choose."""
+  return kind.policy is not None and not kind.policy.selects
+
+
 # Tried in this order.
 REFUSED = (
   CacheRefusal(
     "device",
-    lambda k: k.tier.device is not None and k.evicting,
+    lambda k: k.tier.device is not None and (bool(k.exact) or _drops(k)),
     lambda k: f"{k.tier.device}, with a policy, first or recent",
     "a kind of cache that keeps all tokens",
     "leave device out, or leave those out",
+  ),
+  CacheRefusal(
+    "hot",
+    lambda k: k.tier.hot is not None and k.tier.device is None,
+    lambda k: f"{k.tier.hot}, without device",
+    "both, as chosen pages come from host memory",
+    "pass device= too, or leave hot out",
+  ),
+  CacheRefusal(
+    "hot",
+    lambda k: (
+      k.tier.hot is None and k.tier.device is not None and k.policy is not None
+    ),
+    lambda k: f"None, with {k.policy} and device={k.tier.device}",
+    "the number of chosen tokens that stay in device memory",
+    "pass hot=4096, for instance",
+  ),
+  CacheRefusal(
+    "hot",
+    lambda k: k.tier.hot is not None and k.tier.hot < k.layout.page,
+    lambda k: f"{k.tier.hot}, with pages of {k.layout.page} tokens",
+    "a page or more",
+    lambda k: f"pass hot={k.layout.page}",
+  ),
+  CacheRefusal(
+    "block",
+    lambda k: k.tier.hot is not None and k.tier.block != k.layout.page,
+    lambda k: f"{k.tier.block}, with pages of {k.layout.page} tokens and hot",
+    "the same, as a block in host memory is a page",
+    lambda k: f"pass block={k.layout.page} (room, in texts), or leave it out",
+  ),
+  CacheRefusal(
+    "codec",
+    lambda k: (
+      k.tier.hot is not None and isinstance(k.codec, Allocated | PerHead)
+    ),
+    lambda k: "one for each head, with hot",
+    "one codec for all heads, for pages hold vectors of one length",
+    "leave hot and the policy out, or take one codec",
   ),
   CacheRefusal(
     "block",

@@ -24,6 +24,8 @@ class KeyReading:
     late: Whether a norm with weights follows the rotation.
     most: Number of visible keys that a query reads, chosen by an index; None
       for all.
+    index: First dim of a stored key that belongs to the index's key, which is
+      its last part; None without an index.
   """
 
   groups: int
@@ -34,6 +36,7 @@ class KeyReading:
   first: int = 0
   late: bool = False
   most: int | None = None
+  index: int | None = None
 
   def rotation(self, length: Lengths) -> Rotation:
     """Rotation of keys stored unrotated, for a context of `length` tokens."""

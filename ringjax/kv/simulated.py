@@ -68,7 +68,7 @@ class SimulatedCache(NoCache):
     """
     resolved: CacheConfig = model.cache_kind(kind)
     if resolved.policy is not None:
-      resolved.keeping_all("one call")
+      resolved.reading_all("one call")
     codec = resolved.codec
     if codec is None:
       raise OptionError(

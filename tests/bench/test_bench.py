@@ -614,26 +614,28 @@ def test_decode_steps():
   from benchmarks.attention import decode_steps as decode
 
   settings = decode.DecodeSettings(
-    tokens=(256,),
+    tokens=(1024,),
     rows=2,
     shared=(128, 0),
     own=128,
     heads=4,
     kv_heads=2,
     head_dim=32,
-    contestants=("dense", "int4", "apart", "together"),
+    contestants=("dense", "int4", "apart", "together", "tiered", "chosen"),
     rounds=1,
   )
   said = []
   result = decode.DecodeBenchmark.run(settings, say=said.append)
   assert [row["part"] for row in result["rows"]] == [
     "kinds",
+    "host",
     "sharing",
     "sharing",
   ]
   for row in result["rows"]:
     assert all(one["median_s"] for one in row["results"].values())
   far = lambda row, name: row["results"][name]["max_abs_difference"]
-  kinds, *sharing = result["rows"]
+  kinds, hosted, *sharing = result["rows"]
   assert 0 < far(kinds, "int4") < 0.5
+  assert far(hosted, "chosen") < 0.5
   assert all(far(row, "together") < 1e-5 for row in sharing)

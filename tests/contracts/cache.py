@@ -293,6 +293,10 @@ def renamed(cache, rng):
     turn = np.arange(held.capacity).reshape(-1, size)[:, ::-1].reshape(-1)
     turned = along(np.tile(turn, (cache.batch, 1)))
     inside = along(np.tile(np.arange(size)[::-1], (cache.batch, 1)))
+    if isinstance(cache, rj.kv.ChosenTieredCache):
+      # Copies of pages that were turned around.
+      empty = lambda x: x and dataclasses.replace(x, page=x.page * 0 - 1)
+      cache = dataclasses.replace(cache, hot=tuple(map(empty, cache.hot)))
     return dataclasses.replace(
       cache,
       open=renamed(cache.open, rng),

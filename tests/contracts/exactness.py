@@ -91,6 +91,15 @@ def _policy(policy, codec=None, **fields):
   return _kind(kind, refusals=refusals, **fields)
 
 
+def _in_host(policy, codec=None, unrotated=False, **fields):
+  """A path of pages in host memory, of which chosen ones are copied."""
+  codec = codec and kind_text.parse(codec).codec
+  kind = CacheConfig(
+    policy=policy, codec=codec, unrotated=unrotated, device=8, hot=16, page=8
+  )
+  return _kind(kind, refusals={"crowd": "device"}, **fields)
+
+
 @functools.cache
 def _calibration(outliers):
   draw = np.random.default_rng(1).integers(1, 64, (2, 64)).astype(np.int32)
@@ -173,6 +182,14 @@ PATHS: dict[str, Path] = {
   "quest, index of keys": _policy(
     rj.kv.Select(budget=0.4), model=lambda: model("deepseek_v32")
   ),
+  "quest in host memory": _in_host(rj.kv.Select(budget=0.4)),
+  "quest in host memory, int8": _in_host(
+    rj.kv.Select(budget=16), codec="int8", coded=True
+  ),
+  "quest in host memory, unrotated": _in_host(
+    rj.kv.Select(budget=0.4), unrotated=True
+  ),
+  "index in host memory": _in_host(None, model=lambda: model("deepseek_v32")),
   "sinks": _policy(rj.kv.Sinks(budget=12)),
   "sinks in the cache": _policy(rj.kv.Sinks(budget=12, positions="cache")),
   "keydiff": _policy(rj.kv.KeyDiff(budget=12)),

@@ -31,6 +31,11 @@ _GROUPED_VALUES = rj.kv.Codec(
 # Options that the rows of the table refuse, in their order.
 _EXAMPLES = (
   {"device": 8, "recent": 8},
+  {"hot": 64},
+  {"device": 8, "policy": rj.kv.Select()},
+  {"device": 8, "hot": 8},
+  {"device": 8, "hot": 64, "block": 16},
+  {"device": 8, "hot": 64, "codec": rj.kv.Allocated()},
   {"block": 8},
   {"tier": TierConfig(device=8), "exact": ExactConfig(room=16)},
   {"codec": rj.kv.Allocated(), "recent": 8},
@@ -125,7 +130,9 @@ def test_every_option_of_a_part_is_written_and_kept_by_a_sum():
       value = True if field.default is False else 512
       if field.name == "page":
         value = 64
-      kind = CacheConfig(**{field.name: value})
+      # Chosen pages are hot beside the newest tokens.
+      more = {"device": 8} if field.name == "hot" else {}
+      kind = CacheConfig(**{field.name: value}, **more)
       assert kind.text_options()[field.name] == value
       assert kind + CacheConfig(windowed=True) == kind.replace(windowed=True)
       assert CacheConfig(windowed=True) + kind == kind.replace(windowed=True)

@@ -17,6 +17,8 @@ EXACT = [name for name, kind in WHOLE.items() if kind.codec is None]
 CODED = [name for name in WHOLE if name not in EXACT]
 # Blocks of 3 tokens in host memory.
 TIERED = "dense:device=4,room=3"
+# Pages of 8 tokens in host memory, of which queries choose all.
+CHOSEN = "select:budget=1.0,page=8,device=4,hot=8"
 QUICK = [contract.Setup(kind, 4) for kind in ("windowed", "int4")]
 LONG = [
   *(contract.Setup(kind, 4) for kind in ("dense", "unrotated", TIERED)),
@@ -28,6 +30,8 @@ LONG = [
   *(contract.Setup("per-head", n) for n in (1, 4)),
   contract.Setup("windowed", 4, dtype="bfloat16"),
   contract.Setup(TIERED, 1),
+  *(contract.Setup(CHOSEN, n) for n in (1, 4)),
+  contract.Setup("int8:page=8,device=4,hot=16", 1, "selected"),
   contract.Setup("windowed:device=4,room=3", 4, "recurrent"),
   contract.Setup("nuq3:device=4,room=3", 4),
   contract.Setup("unrotated:device=4,room=3", 4, "latent"),

@@ -29,6 +29,7 @@ from tests.contracts import cache as contract
 from tests.helpers import SMALL, refused
 
 STORAGE = {
+  "ChosenTieredCache",
   "ContextCache",
   "EvictingCache",
   "KVCache",

@@ -273,6 +273,28 @@ class TestCompiled:
     assert bool(found.report.counted_by_data) == (cache == "float8")
     assert found.report.unpriced_kernels == ()
 
+  @pytest.mark.slow
+  def test_a_step_copies_single_pages_of_the_host(self, tmp_path):
+    """A page of keys and one of values in a loop, however long the row is."""
+    kind = "select:budget=2048,page=128,device=1024,hot=4096"
+    temporaries = {}
+    for tokens in (65536, 262144):
+      path = tmp_path / f"{tokens}.hlo"
+      options = {"model": MODEL, "tokens": tokens, "cache": kind}
+      found = aot.compile(
+        f"{STEPS}:decode", "v5e:1x1", options, text_path=str(path)
+      )
+      temporaries[tokens] = found.memory.temporaries
+      text = path.read_text()
+      sizes = re.findall(
+        r"dynamic-slice-start\(.*dynamic_slice_sizes=(\S+),", text
+      )
+      assert sizes == ["{1,128,128}"] * 2
+      copies = [x for x in text.splitlines() if "copy-start(" in x]
+      assert not any("S(5)" in x for x in copies)
+    # Scores of the pages of a layer, and which of them are hot.
+    assert temporaries[262144] - temporaries[65536] < 2**20
+
   @pytest.mark.parametrize(
     ("topology", "cache"),
     [

@@ -402,7 +402,7 @@ def _candidates(
       if named
       else cache_kind(candidate)
     )
-    kind = model.cache_kind(kind).keeping_all("a candidate")
+    kind = model.cache_kind(kind).reading_all("a candidate")
     if not isinstance(kind.codec, Codec):
       raise OptionError(
         "candidates",

@@ -76,7 +76,7 @@ def moved_blocks(
   def move_layer(old: jax.Array, new: jax.Array) -> jax.Array:
     if not new.size:
       return old
-    layer_places = _with_heads(places, old.shape[2])
+    layer_places = with_heads(places, old.shape[2])
     spec = P(
       layer_places.tokens or None,
       layer_places.batch or None,
@@ -146,7 +146,7 @@ def shifted(
   def shift_layer(x: jax.Array) -> jax.Array:
     if not x.size:
       return jnp.zeros((*x.shape[:3], size * cache.shards, 0), x.dtype)
-    layer_places = _with_heads(places, x.shape[2])
+    layer_places = with_heads(places, x.shape[2])
     spec = layer_places.of_slots(x)
     return layer_places.local(
       shift_tokens, (spec, layer_places.by_example), spec
@@ -175,7 +175,7 @@ def shifted(
   )
 
 
-def _with_heads(places: Places, heads: int) -> Places:
+def with_heads(places: Places, heads: int) -> Places:
   """Places of arrays with `heads` KV heads: sharded only if these divide."""
   if not places.heads or heads % places.size(places.heads) == 0:
     return places

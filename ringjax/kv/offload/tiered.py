@@ -121,6 +121,7 @@ class TieredCache(ResizableCache):
     # Only for its check that the shards divide the whole capacity.
     KVCache.spec((), batch, capacity, dtype, kind=kind.opened(), **where)
     count = -(-capacity // size // kind.tier.block)
+    count += -count % kind.tier.tile_blocks
     room = CacheSpec.of(
       batch, size * count * kind.tier.block, dtype, kind.codec, **where
     )
@@ -136,7 +137,7 @@ class TieredCache(ResizableCache):
       kind=kind,
       limit=capacity,
       memory=memory,
-      # `_with_heads` drops the head axis for arrays whose heads do not divide.
+      # `with_heads` drops the head axis for arrays whose heads do not divide.
       places=Places.of(room, 0),
     )
 
@@ -242,18 +243,30 @@ class TieredCache(ResizableCache):
         None if blocks is None else x
         for blocks, x in zip(self.blocks, self.open.slots, strict=True)
       )
-      cache = dataclasses.replace(
-        self,
-        held=noted_blocks(self.held, self.open.held, count, block, self.places),
-        blocks=moved_blocks(
-          self.blocks, slots, self.held.used, count, self.memory, self.places
-        ),
-      )
+      cache = self._with_blocks(slots, count)
     local = max(min_slots, int((used - block * num_blocks).max(initial=0)))
     if num_blocks.any() or local != self.open.held.local:
       shift = jnp.asarray(block * num_blocks, jnp.int32)
       cache = cache._with_open(shift, local)
     return cache
+
+  def _with_blocks(
+    self, slots: tuple[Any, ...], count: Int[Array, "B R"]
+  ) -> TieredCache:
+    """Append the first `count` blocks of open tokens to the older ones.
+
+    Args:
+      slots: Open slots of each kind of layer with blocks, None of others.
+      count: Number of blocks to move, int32 [B, R].
+    """
+    block = self.kind.tier.block
+    return dataclasses.replace(
+      self,
+      held=noted_blocks(self.held, self.open.held, count, block, self.places),
+      blocks=moved_blocks(
+        self.blocks, slots, self.held.used, count, self.memory, self.places
+      ),
+    )
 
   def _sized(self, local: int) -> TieredCache:
     """Resize the open cache to `local` slots per shard; nothing moves."""
@@ -399,13 +412,8 @@ class TieredCache(ResizableCache):
   def gathered(self, device: jax.Device) -> TieredCache:
     """Copy the cache to one device and its host."""
     self._refuse_trace("gathered")
-    block, size = self.kind.tier.block, self.shards
-    count = self.held.capacity // block
-    # Used blocks of each row come first, ordered by shard.
-    slot = np.arange(count) % (count // size) * block
-    shard = np.arange(count) // (count // size)
-    empty = slot[None] >= host(self.held.used)[:, shard]
-    order = np.argsort(empty, axis=1, kind="stable")
+    block, order = self.kind.tier.block, self._gathered_order()
+    count = order.shape[1]
 
     def gather_blocks(x: jax.Array) -> jax.Array:
       index = order.T[None].reshape(1, count, -1, *(1,) * (x.ndim - 2))
@@ -431,6 +439,15 @@ class TieredCache(ResizableCache):
       blocks=jax.tree.map(gather_blocks, self.blocks),
       places=Places(),
     )
+
+  def _gathered_order(self) -> Int[np.ndarray, "B N"]:
+    """Blocks of each row on one device: the used ones first, by shard."""
+    block, size = self.kind.tier.block, self.shards
+    count = self.held.capacity // block
+    slot = np.arange(count) % (count // size) * block
+    shard = np.arange(count) // (count // size)
+    empty = slot[None] >= host(self.held.used)[:, shard]
+    return np.argsort(empty, axis=1, kind="stable")
 
   def _by_layer(self, x: np.ndarray, layers: int) -> np.ndarray:
     """Reshape blocks [L N, ...], stored shard by shard, to [L, N, ...]."""
@@ -472,8 +489,13 @@ class TieredLayer(WithOpenLayer):
     cache, blocks = self.cache, self.cache.blocks[self.kind]
     assert blocks is not None
     codec, rotation = cache.kind.codec, self.inner.rotation
-    layers = cache.shapes[self.kind].layers
-    view = HostView(*blocks, cache.held.at, self.index, layers=layers)
+    view = HostView(
+      *blocks,
+      cache.held.at,
+      self.index,
+      layers=cache.shapes[self.kind].layers,
+      tile_blocks=cache.kind.tier.tile_blocks,
+    )
     if codec is not None:
       shape = cache.shapes[self.kind]
       view = dataclasses.replace(

@@ -138,7 +138,8 @@ def refuse_documents(
   if coords.seg is None or segments == SameSegment():
     return
   windows = any(getattr(shape, "reach", None) for shape in shapes)
-  if kind.evicting or (kind.layout.windowed and windows):
+  chooses = kind.evicting or kind.tier.hot is not None
+  if chooses or (kind.layout.windowed and windows):
     raise OptionError(
       "cache",
       f"kind {kind} with segments={segments}",

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ringjax.kv.base import KV, LayerCache
+from ringjax.kv.base import KV, IndexedLayer, LayerCache
 from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.query_reading import KeyReading
 from ringjax.nn.attention_layers.attention import Temperature
@@ -123,6 +123,7 @@ class Latent:
         rope=self.row_rope,
         first=self.latent,
         most=None if self.index is None else self.index.count,
+        index=None if self.index is None else self.latent + self.shared,
       ),
     )
 
@@ -211,6 +212,8 @@ class LatentLayer(nnx.Module):
         count=spec.index.count,
         first=spec.latent + spec.shared,
       )
+      if isinstance(cache, IndexedLayer):
+        cache = cache.chosen_by(selection)
     extras = Extras(scale=spec.scale, selection=selection)
     if attend.resident:
       out = self._absorbed(q_plain, q_turned, tokens, cache, attend, extras)

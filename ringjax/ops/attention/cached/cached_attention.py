@@ -32,6 +32,7 @@ from ringjax.ops.attention.cached.paged import (
   heads_as_examples,
   read_by_query,
   selecting,
+  with_places,
 )
 from ringjax.ops.attention.cached.per_head import PerHeadView
 from ringjax.ops.attention.cached.selection import (
@@ -315,14 +316,23 @@ class CacheVisit:
       return dataclasses.replace(self, at=at)._read(view, q, terms)
 
     def read_chunk(chunk: PyTree) -> Partial:
-      q, at = chunk
+      q, at, places = chunk
       q = jnp.moveaxis(q, 1, 3)
-      partial = read_by_query(view, q, Coords(*at), self.terms, read)
+      if places is not None:
+        places = jnp.moveaxis(places, 1, 2)
+      chunk_view = with_places(view, places)
+      partial = read_by_query(chunk_view, q, Coords(*at), self.terms, read)
       return jax.tree.map(lambda x: jnp.moveaxis(x, 3, 1), partial)
 
     rows = self.q.shape[0]
     with_rows = lambda x: jnp.broadcast_to(x, (rows, x.shape[1]))
-    operands = jnp.moveaxis(self.q, 3, 1), Coords(*map(with_rows, self.at))
+    pages = selecting(view)
+    assert pages is not None
+    places = pages.places
+    if places is not None:
+      places = jnp.moveaxis(places, 2, 1)
+    at = Coords(*map(with_rows, self.at))
+    operands = jnp.moveaxis(self.q, 3, 1), at, places
     parts = -(-self.q.shape[3] // _FEW)
     partial = by_chunks(read_chunk, operands, parts)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 3), partial)

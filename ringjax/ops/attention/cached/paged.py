@@ -60,6 +60,8 @@ class PagedView(StoredView):
     pages_read: Number of pages that a query reads of a head with 0, 1, ... M
       pages on a device, if there are bounds. It reads those whose bounds allow
       the largest products with the queries of its group. Empty: all pages.
+    places: Places in the table that each query reads, int32 [B, K, T, n], -1
+      for none, if the queries chose their pages before; or None.
   """
 
   k: Shaped[Array, "N P _"]
@@ -72,6 +74,7 @@ class PagedView(StoredView):
   axes: tuple[str, ...] = ()
   bounds: Float[Array, "N 2 H"] | None = None
   pages_read: tuple[int, ...] = ()
+  places: Int[Array, "B K T n"] | None = None
 
   @property
   def at(self) -> Coords:
@@ -101,7 +104,8 @@ class PagedView(StoredView):
     self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
   ) -> PagedView:
     pool = P(self.axes or None)
-    slots = pool if self.pos.ndim == 2 else P(batch, None, tokens)
+    by_head = heads if self.pos.shape[1] > 1 else None
+    slots = pool if self.pos.ndim == 2 else P(batch, by_head, tokens)
     return tree.with_leaves(
       self,
       k=pool,
@@ -111,6 +115,7 @@ class PagedView(StoredView):
       table=P(batch, heads, tokens),
       constants=jax.tree.map(lambda _: P(heads), self.constants),
       bounds=None if self.bounds is None else pool,
+      places=None if self.places is None else P(batch, heads, None, tokens),
     )
 
   def tile(
@@ -142,28 +147,18 @@ class PagedView(StoredView):
   @property
   def selects(self) -> bool:
     """Whether a query reads some pages and not all."""
-    return bool(self.pages_read) and self.bounds is not None
+    by_bounds = bool(self.pages_read) and self.bounds is not None
+    return by_bounds or self.places is not None
 
   def _ranked(
     self, q: Float[Array, "B K G T H"]
   ) -> tuple[Int[Array, "B K T n"], Bool[Array, "B K T n"]]:
     """Places in the table that a query may read, and whether it reads them."""
+    if self.places is not None:
+      return jnp.maximum(self.places, 0), self.places >= 0
     assert self.bounds is not None
-    page = jnp.maximum(self.table, 0)
-    bounds = self.bounds[page].astype(q.dtype)
-    low, high = bounds[..., 0, :], bounds[..., 1, :]
-    upper_bounds = product("bkgth,bkmh->bkgtm", jnp.maximum(q, 0), high)
-    upper_bounds = upper_bounds + product(
-      "bkgth,bkmh->bkgtm", jnp.minimum(q, 0), low
-    )
-    best, has_page = jnp.max(upper_bounds, 2), self.table >= 0
-    best = jnp.where(has_page[:, :, None], best, -jnp.inf)
-    places = lax.top_k(best, max(self.pages_read))[1]
-    # The number of pages of a head depends on its row alone, not on the width
-    # of the table.
-    num_read = jnp.asarray(self.pages_read, jnp.int32)[jnp.sum(has_page, 2)]
-    rank = lax.broadcasted_iota(jnp.int32, places.shape, 3)
-    return places, rank < num_read[:, :, None, None]
+    bounds = self.bounds[jnp.maximum(self.table, 0)]
+    return ranked_pages(q, bounds, self.table >= 0, self.pages_read)
 
   def chosen(self, q: Float[Array, "B K G T H"]) -> Bool[Array, "B K T S"]:
     """Mark the slots that each query reads."""
@@ -197,20 +192,61 @@ class PagedView(StoredView):
       constants=jax.tree.map(repeat, self.constants),
       bounds=None,
       pages_read=(),
+      places=None,
     )
 
 
 tree.register(
   PagedView,
-  ("k", "v", "pos", "seg", "table", "constants", "bounds"),
+  ("k", "v", "pos", "seg", "table", "constants", "bounds", "places"),
   ("decoders", "axes", "pages_read"),
 )
+
+
+def ranked_pages(
+  q: Float[Array, "B K G T H"],
+  bounds: Float[Array, "B K M 2 H"],
+  has_page: Bool[Array, "B K M"],
+  pages_read: tuple[int, ...],
+) -> tuple[Int[Array, "B K T n"], Bool[Array, "B K T n"]]:
+  """Rank pages by upper bounds of the products of queries with their keys.
+
+  Args:
+    q: Queries, of whose groups each chooses together.
+    bounds: Least and largest element of a page's keys in each dim.
+    has_page: Whether there is a page at a place.
+    pages_read: Number of pages that a query reads of a head with 0, 1, ... M.
+
+  Returns:
+    The best places, best first, and whether the query reads them.
+  """
+  # One product, of the parts of a query that go with the least and the largest
+  # elements: slices of the bounds would be copied.
+  parts = jnp.concatenate([jnp.minimum(q, 0), jnp.maximum(q, 0)], -1)
+  bounds = bounds.astype(q.dtype).reshape(*bounds.shape[:3], -1)
+  upper_bounds = product("bkgth,bkmh->bkgtm", parts, bounds)
+  best = jnp.max(upper_bounds, 2)
+  best = jnp.where(has_page[:, :, None], best, -jnp.inf)
+  places = lax.top_k(best, max(pages_read))[1]
+  # The number of pages of a head depends on its row alone, not on the width
+  # of the table.
+  num_read = jnp.asarray(pages_read, jnp.int32)[jnp.sum(has_page, 2)]
+  rank = lax.broadcasted_iota(jnp.int32, places.shape, 3)
+  return places, rank < num_read[:, :, None, None]
 
 
 def selecting(view: KVView) -> PagedView | None:
   """Pages of a view from which each query reads some, or None."""
   pages = view.stored if isinstance(view, UnrotatedView) else view
   return pages if isinstance(pages, PagedView) and pages.selects else None
+
+
+def with_places(view: KVView, places: Int[Array, "B K T n"] | None) -> KVView:
+  """View that is `selecting`, with other `PagedView.places`."""
+  if isinstance(view, UnrotatedView):
+    return view._replace(stored=with_places(view.stored, places))
+  assert isinstance(view, PagedView)
+  return dataclasses.replace(view, places=places)
 
 
 def read_by_query(

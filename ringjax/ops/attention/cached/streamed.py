@@ -4,7 +4,7 @@ Guarantees: results equal those for the same tokens on the device, read in the
 same tiles, bit for bit.
 Cost: every block that counts is copied to the device, once for each call and
 layer; `views.fold_tiles` does so while the block before it is read.
-Memory: two blocks on the device.
+Memory: two tiles on the device, of a block or of several small ones.
 
 TPUs slice an array in the host's memory along one axis only, and not every
 program may reshape it: hence one axis for the blocks of all layers.
@@ -56,6 +56,7 @@ class HostView(StoredView):
     rotation: Rotation on reading, for keys stored unrotated; or None.
     decoders: Decoders of the keys and of the values, or None.
     layers: Number of layers, L.
+    tile_blocks: Number of blocks that are fetched together; N is a multiple.
   """
 
   k: Shaped[Array, "LN B K _ _"]
@@ -66,15 +67,18 @@ class HostView(StoredView):
   rotation: Rotation | None = None
   decoders: tuple[Decoder, Decoder] | None = None
   layers: int = 1
+  tile_blocks: int = 1
 
   @property
   def block(self) -> int:
-    return self.k.shape[token_axis(self.k)]
+    """Slots of a tile."""
+    return self.tile_blocks * self.k.shape[token_axis(self.k)]
 
   @property
   def shape(self) -> tuple[int, int, int, int, int]:
     num_blocks, b, heads, *_ = self.k.shape
-    return b, heads, num_blocks // self.layers * self.block, *self.dims
+    tiles = num_blocks // self.layers // self.tile_blocks
+    return b, heads, tiles * self.block, *self.dims
 
   def specs(
     self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
@@ -91,14 +95,16 @@ class HostView(StoredView):
     )
 
   def fetch(self, start: Index) -> tuple[Shaped[Array, "_ ..."], ...]:
-    """Copy the block of slot `start` to the device: keys, maybe values."""
-    block = jnp.asarray(start, jnp.int32) // self.block
-    blocks_per_layer = self.k.shape[0] // self.layers
-    block = jnp.asarray(self.layer, jnp.int32) * blocks_per_layer + block
+    """Copy the tile of slot `start` to the device: keys, maybe values."""
+    tile = jnp.asarray(start, jnp.int32) // self.block
+    tiles_per_layer = self.k.shape[0] // self.layers // self.tile_blocks
+    tile = jnp.asarray(self.layer, jnp.int32) * tiles_per_layer + tile
 
     def fetch_block(x: Shaped[Array, "M B K *block"]) -> jax.Array:
-      host_block = lax.dynamic_slice_in_dim(x, block, 1, 0)
-      return jax.device_put(host_block, jax.memory.Space.Device)
+      first = tile * self.tile_blocks
+      host_blocks = lax.dynamic_slice_in_dim(x, first, self.tile_blocks, 0)
+      blocks = jax.device_put(host_blocks, jax.memory.Space.Device)
+      return blocks if self.tile_blocks == 1 else _joined(blocks)
 
     if self.v is self.k or not self.v.size:
       return (fetch_block(self.k),)
@@ -137,5 +143,12 @@ class HostView(StoredView):
 tree.register(
   HostView,
   ("k", "v", "at", "layer", "constants", "rotation"),
-  ("decoders", "layers"),
+  ("decoders", "layers", "tile_blocks"),
 )
+
+
+def _joined(blocks: Shaped[Array, "n B K _ _"]) -> Shaped[Array, "1 B K _ _"]:
+  """Join blocks of consecutive tokens to one."""
+  axis, (count, *shape) = token_axis(blocks), blocks.shape
+  shape[axis - 1] *= count
+  return jnp.moveaxis(blocks, 0, axis - 1).reshape(1, *shape)

@@ -1,0 +1,278 @@
+"""A cache with a part in host memory of which only chosen pages are copied.
+
+Guarantees: all tokens are kept, bit for bit. A token of an answer reads the
+pages of the older part that its queries choose: by bounds of their keys
+(Quest), the same pages as `Select` reads on the devices; or all those with keys
+that the index of its layer chooses, and so the same keys as without host
+memory. A choice does not depend on drafts, other tokens of a call, other rows,
+or what was hot before. The tokens of a prompt read all pages.
+Cost: of each call, a product of its queries with the landmarks, and a copy of
+each chosen page that is not hot, see `fetch_chosen`; `fetches` counts them.
+Memory: on the devices as `TieredCache`, `hot` tokens of each KV head, and the
+landmarks: of bounds, two vectors for each page of a KV head; of an index, its
+key of each token. On the hosts as `TieredCache`.
+
+Ref: Tang et al. 2024, Quest, arXiv 2406.10774; DeepSeek-AI 2025,
+DeepSeek-V3.2-Exp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
+
+from ringjax import tree
+from ringjax.kv.base import HOST, CacheSpec, zeros
+from ringjax.kv.cache_kind import CacheConfig
+from ringjax.kv.cache_rows import placed_as
+from ringjax.kv.offload.cache_files import CacheFiles
+from ringjax.kv.offload.chosen_layer import ChosenTieredLayer
+from ringjax.kv.offload.host_memory import default_device
+from ringjax.kv.offload.hot_pages import (
+  HotPages,
+  PageFetches,
+  emptied,
+  hot_specs,
+  without_pages_from,
+)
+from ringjax.kv.offload.landmarks import (
+  check_choosing_layers,
+  landmarks_spec,
+  with_landmarks,
+)
+from ringjax.kv.offload.moved_blocks import with_heads
+from ringjax.kv.offload.tiered import TieredCache
+from ringjax.kv.storage import changes
+from ringjax.kv.storage.pages import host
+from ringjax.parallel.local_arrays import move
+from ringjax.typing import ArrayLeaf, Index
+
+if TYPE_CHECKING:
+  from ringjax.kv.model_cache import ModelCache
+
+
+def page_fetches(cache: ModelCache) -> PageFetches | None:
+  """Chosen pages of a cache and its parts; None without a choice."""
+  if isinstance(cache, ChosenTieredCache):
+    return cache.fetches()
+  parts = [x for x in map(page_fetches, cache.parts) if x is not None]
+  if not parts:
+    return None
+  hits, misses, num_bytes = (sum(x) for x in zip(*parts, strict=True))
+  return PageFetches(int(hits), int(misses), int(num_bytes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChosenTieredCache(TieredCache):
+  """Pages of older tokens in host memory, hot ones of them on the devices.
+
+  Attributes:
+    open: Open cache of the newest tokens.
+    held: Slot table (token of each slot) of the pages, on the devices.
+    blocks: For each kind of layer its pages in host memory, see `TieredCache`.
+    kind: Cache kind, with `device` and `hot` set.
+    limit: Maximum number of tokens in a row.
+    memory: Memory kind of the pages, one of `MEMORIES`.
+    places: Mesh axes that shard the pages.
+    landmarks: For each kind of layer, what queries choose the pages by: least
+      and largest elements of the keys, [L, B, K, R M, 2, H], or the keys of
+      the layer's index, [L, B, 1, R M, P, E].
+    hot: For each kind of layer its hot pages; None if all stays on the devices.
+  """
+
+  landmarks: tuple[Float[ArrayLeaf, "_ B _ _ _ _"] | None, ...]
+  hot: tuple[HotPages | None, ...]
+  layer_fields: ClassVar[tuple[str, ...]] = ("hot",)
+  row_axes: ClassVar[Mapping[str, int]] = {
+    **TieredCache.row_axes,
+    "landmarks": 1,
+  }
+
+  # -------------------------------------------------------------------------
+  # Making one
+  # -------------------------------------------------------------------------
+
+  @classmethod
+  def spec(
+    cls,
+    shapes: tuple[Any, ...],
+    batch: int,
+    capacity: int,
+    dtype: DTypeLike,
+    *,
+    kind: CacheConfig,
+    memory: str = HOST,
+    **where: Any,
+  ) -> ChosenTieredCache:
+    """Specs of an empty cache, as `TieredCache.spec`.
+
+    Raises:
+      OptionError: If a layer can't choose, or as `TieredCache.spec` does.
+    """
+    base = TieredCache.spec(
+      shapes, batch, capacity, dtype, kind=kind, memory=memory, **where
+    )
+    room = CacheSpec.of(batch, base.held.capacity, dtype, kind.codec, **where)
+    resident = tuple(blocks is None for blocks in base.blocks)
+    check_choosing_layers(shapes, kind, room, resident)
+    fields = {x.name: getattr(base, x.name) for x in dataclasses.fields(base)}
+    return cls(
+      **fields,
+      landmarks=tuple(
+        None if blocks is None else landmarks_spec(shape, room, kind)
+        for shape, blocks in zip(shapes, base.blocks, strict=True)
+      ),
+      hot=hot_specs(shapes, base.blocks, room, kind),
+    )
+
+  def allocated(self, files: CacheFiles | None = None) -> ChosenTieredCache:
+    cache: Any = super().allocated(files)
+    landmarks, hot = zeros(self.landmarks), emptied(self.hot)
+    if self.mesh is None:
+      # As `TieredCache` does, so that jit does not compile twice.
+      landmarks, hot = jax.device_put((landmarks, hot), default_device())
+    return dataclasses.replace(cache, landmarks=landmarks, hot=hot)
+
+  def _hot_for(self, batch: int) -> tuple[HotPages | None, ...]:
+    """Empty hot pages for a number of rows."""
+    places = self.places
+    room = CacheSpec(
+      batch=batch,
+      capacity=self.held.capacity,
+      dtype=self.dtype,
+      mesh=places.mesh,
+      axes=dict(
+        batch=places.batch or None,
+        heads=places.heads[0] if places.heads else None,
+        tokens=places.axis,
+      ),
+      codec=self.kind.codec,
+    )
+    return emptied(hot_specs(self.shapes, self.blocks, room, self.kind))
+
+  # -------------------------------------------------------------------------
+  # Size and contents
+  # -------------------------------------------------------------------------
+
+  def fetches(self) -> PageFetches:
+    """Count the pages that the calls of this cache have chosen."""
+    hits = misses = num_bytes = 0
+    for hot in self.hot:
+      if not hot:
+        continue
+      counts = host(hot.counts).reshape(-1, 2).astype(np.int64).sum(0)
+      page_bytes = sum(x.nbytes // x.shape[0] for x in (hot.k, hot.v))
+      hits += int(counts[0])
+      misses += int(counts[1])
+      num_bytes += int(counts[1]) * page_bytes
+    return PageFetches(hits, misses, num_bytes)
+
+  def tokens_read(self, kind: int, tokens: int) -> int:
+    """Older tokens that a query reads at most of `tokens`, on one shard.
+
+    Args:
+      kind: Index of the kind of layer.
+      tokens: Number of older tokens.
+    """
+    page, policy = self.kind.tier.block, self.kind.policy
+    pages = -(-tokens // page)
+    if policy is not None:
+      return min(tokens, policy.pages(pages, page) * page) if pages else 0
+    return min(tokens, self.shapes[kind].reading.most * page)
+
+  def tile_trips(self, platform: str) -> float:
+    """Trip count of each of the two loops over a full cache's pages."""
+    return (
+      super().tile_trips(platform) + 1 / 3
+    ) / self.kind.tier.tile_blocks - 1 / 3
+
+  # -------------------------------------------------------------------------
+  # A call
+  # -------------------------------------------------------------------------
+
+  def layer(self, kind: int, slots: PyTree, index: Index) -> ChosenTieredLayer:
+    inner, hot = slots
+    inner = self.open.layer(kind, inner, index)
+    return ChosenTieredLayer(self, inner, index, kind, hot)
+
+  # -------------------------------------------------------------------------
+  # Between calls
+  # -------------------------------------------------------------------------
+
+  def _with_blocks(
+    self, slots: tuple[Any, ...], count: Int[Array, "B R"]
+  ) -> ChosenTieredCache:
+    older, page = self.held.used, self.kind.tier.block
+    landmarks = tuple(
+      None
+      if x is None
+      else with_landmarks(
+        x,
+        self.open,
+        older,
+        count,
+        n,
+        self.kind,
+        self.limit,
+        with_heads(self.places, self.shapes[n].heads),
+      )
+      for n, x in enumerate(self.landmarks)
+    )
+    # Before the blocks are written: tokens that were dropped may be hot.
+    hot = without_pages_from(self.hot, older // page, self.places)
+    cache: Any = super()._with_blocks(slots, count)
+    return dataclasses.replace(cache, landmarks=landmarks, hot=hot)
+
+  def changed(self, change: changes.CacheChange) -> ChosenTieredCache:
+    """Return the cache after a change between calls; see `ModelCache.changed`.
+
+    Hot pages of rows that are taken or inserted are copied again. Bounds of a
+    page that `truncate` leaves partly empty include the keys that it had.
+    """
+    cache: Any = super().changed(change)
+    match change:
+      case changes.TakeRows(rows):
+        return dataclasses.replace(cache, hot=self._hot_for(len(rows)))
+      case changes.InsertRows(rows, _):
+        empty = lambda x: placed_as(x.at[:, rows].set(-1), x)
+        hot = tuple(
+          x and dataclasses.replace(x, page=empty(x.page)) for x in cache.hot
+        )
+        return dataclasses.replace(cache, hot=hot)
+    return cache
+
+  def gathered(self, device: jax.Device) -> ChosenTieredCache:
+    """Copy the cache to one device and its host."""
+    order = self._gathered_order()
+    cache: Any = super().gathered(device)
+
+    def gather_pages(x: jax.Array) -> jax.Array:
+      index = order[None, :, None, :, None, None]
+      return move(jnp.asarray(np.take_along_axis(host(x), index, 3)), device)
+
+    landmarks = jax.tree.map(gather_pages, self.landmarks)
+    cache = dataclasses.replace(cache, landmarks=landmarks)
+    to_device = lambda x: jax.device_put(x, device)
+    hot = jax.tree.map(to_device, cache._hot_for(self.batch))
+    counted = []
+    for new, old in zip(hot, self.hot, strict=True):
+      if new is not None and old is not None:
+        by_shard = host(old.counts).reshape(*new.counts.shape[:3], -1, 2)
+        counts = move(jnp.asarray(by_shard.sum(3)), device)
+        new = dataclasses.replace(new, counts=counts)
+      counted.append(new)
+    return dataclasses.replace(cache, hot=tuple(counted))
+
+
+tree.register(
+  ChosenTieredCache,
+  ("open", "held", "blocks", "landmarks", "hot"),
+  ("kind", "limit", "memory", "places"),
+)

@@ -1,0 +1,191 @@
+"""Landmarks: what stays on the devices of keys in host memory, to choose by.
+
+Of a page's keys their least and largest elements (Quest), or the keys of the
+layer's index.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, PyTree
+
+from ringjax.errors import OptionError
+from ringjax.kv.base import CacheSpec
+from ringjax.kv.cache import KVCache
+from ringjax.kv.cache_kind import CacheConfig
+from ringjax.kv.eviction.evictable_layers import check_layers
+from ringjax.kv.kv_layer import KVLayer
+from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
+from ringjax.kv.state import StateShape
+from ringjax.kv.storage.pages import Places
+from ringjax.ops.attention.blockwise import loop
+from ringjax.ops.attention.cached.code_format import token_axis
+from ringjax.ops.mask import Coords
+from ringjax.parallel.programs import bounded
+from ringjax.typing import ArrayLeaf, Index
+
+
+def check_choosing_layers(
+  shapes: Sequence[LayerCacheSpec | StateShape],
+  kind: CacheConfig,
+  room: CacheSpec,
+  resident: tuple[bool, ...],
+) -> None:
+  """Refuse layers that can't choose pages of host memory."""
+  check_layers(shapes, kind, room)
+  for shape, stays in zip(shapes, resident, strict=True):
+    if stays or not isinstance(shape, LayerCacheSpec):
+      continue
+    reading = shape.reading
+    indexed = reading is not None and reading.most is not None
+    if indexed == (kind.policy is None):
+      rope = None if reading is None else reading.rope
+      by_length = rope is not None and rope.scaling.by_length
+      if indexed and kind.layout.unrotated and by_length:
+        raise OptionError(
+          "unrotated",
+          "True, with hot, for an index whose rotation depends on the length",
+          "keys that are stored rotated",
+          "leave unrotated out",
+        )
+      continue
+    got, remedy = "", "leave hot out"
+    if indexed:
+      got, remedy = (
+        "and a policy, for a layer whose index chooses",
+        (
+          f"leave the policy out, as dense:device={kind.tier.device},"
+          f"hot={kind.tier.hot}"
+        ),
+      )
+    else:
+      got, remedy = (
+        "without a policy, for a layer without an index",
+        (f"write select:device={kind.tier.device},hot={kind.tier.hot}"),
+      )
+    raise OptionError(
+      "hot",
+      f"{kind.tier.hot}, {got}",
+      "one that chooses: a policy, or the index of each layer",
+      remedy,
+    )
+
+
+def landmarks_spec(
+  shape: LayerCacheSpec, room: CacheSpec, kind: CacheConfig
+) -> ArrayLeaf:
+  """Shape, dtype and sharding of the landmarks of a kind of layer."""
+  pages = room.capacity // kind.tier.block
+  lead = (shape.layers, room.batch, shape.heads, pages)
+  names = (None, "batch", "heads", "tokens", None, None)
+  dims = 2, shape.key
+  if kind.policy is None:
+    dims = kind.tier.block, shape.key - _index_of(shape)
+  return room.like((*lead, *dims), room.dtype, names)
+
+
+def _index_of(shape: LayerCacheSpec) -> int:
+  """First dim of a key that belongs to the key of the layer's index."""
+  assert shape.reading is not None and shape.reading.index is not None
+  return shape.reading.index
+
+
+@bounded
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7), donate_argnums=0)
+def with_landmarks(
+  landmarks: Float[Array, "L B K M n H"],
+  open_cache: KVCache,
+  older: Int[Array, "B R"],
+  count: Int[Array, "B R"],
+  kind: int,
+  config: CacheConfig,
+  limit: int,
+  places: Places,
+) -> Float[Array, "L B K M n H"]:
+  """Landmarks with those of the first `count` pages of the open tokens.
+
+  Args:
+    landmarks: Landmarks of a kind of layer.
+    open_cache: Open cache.
+    older: Slots of the older part in use, int32 [B, R].
+    count: Number of pages, int32 [B, R].
+    kind: Index of the kind of layer.
+    config: Cache kind.
+    limit: Maximum number of tokens of a row, for rotations that depend on it.
+    places: Mesh axes that shard the landmarks.
+  """
+  shape = open_cache.shapes[kind]
+  assert isinstance(shape, LayerCacheSpec) and shape.reading is not None
+  rotation = shape.reading.rotation(limit)
+  page = config.tier.block
+  k, v = open_cache.slots[kind]
+
+  def local(
+    landmarks: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    constants: PyTree,
+    at: Coords,
+    older: jax.Array,
+    count: jax.Array,
+  ) -> jax.Array:
+    inside = dataclasses.replace(
+      open_cache,
+      constants=tuple(
+        constants if n == kind else ((), ())
+        for n, _ in enumerate(open_cache.constants)
+      ),
+    )
+    table = dataclasses.replace(open_cache.held, at=Coords(*at))
+    slots = k.shape[token_axis(k)]
+    num_pages = slots // page
+    real = at.seg[:, : num_pages * page] > 0
+    real = real.reshape(real.shape[0], 1, num_pages, page, 1)
+    nth = jnp.arange(num_pages, dtype=jnp.int32)[None]
+    target = jnp.where(nth < count, older // page + nth, landmarks.shape[3])
+    rows, heads = landmarks.shape[1:3]
+    row = jnp.arange(rows)[:, None, None]
+    head = jnp.arange(heads)[None, :, None]
+
+    def step(layer: Index, out: jax.Array) -> jax.Array:
+      stored = LayerKV(k, v)
+      view = KVLayer(inside, table, stored, layer, kind).view(rotation)
+      if not shape.value:
+        view = view.keys_alone()
+      keys, _ = view.tile(jnp.int32(0), view.shape[2])
+      keys = keys[:, :, : num_pages * page]
+      keys = keys.reshape(rows, heads, num_pages, page, -1).astype(out.dtype)
+      if config.policy is None:
+        new = keys[..., _index_of(shape) :]
+      else:
+        low = jnp.min(jnp.where(real, keys, jnp.inf), 3)
+        high = jnp.max(jnp.where(real, keys, -jnp.inf), 3)
+        new = jnp.stack([low, high], 3)
+      return out.at[layer, row, head, target[:, None]].set(new, mode="drop")
+
+    if not num_pages:
+      return landmarks
+    return loop(shape.layers, step, landmarks)
+
+  by_row = places.by_example
+  heads = places.heads or None
+  constants = open_cache.constants[kind]
+  return places.local(
+    local,
+    (
+      places.by_head,
+      places.of_slots(k),
+      places.of_slots(v) if v.size else P(),
+      jax.tree.map(lambda _: P(None, heads), constants),
+      by_row,
+      by_row,
+      by_row,
+    ),
+    places.by_head,
+  )(landmarks, k, v, constants, open_cache.held.at, older, count)
