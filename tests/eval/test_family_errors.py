@@ -34,7 +34,10 @@ def test_fewer_bits_err_more():
 def test_every_family_is_there():
   """By the name that its config.json has, and as a model of its kind."""
   types = {random_config(name)["model_type"] for name in RANDOM_FAMILIES}
-  text = ("gemma3", "gemma3n", "gemma4", "llama4", "qwen3_5", "qwen3_5_moe")
+  text = (
+    "gemma3", "gemma3n", "gemma4", "llama4", "muse_glimmer", "muse_spark",
+    "qwen3_5", "qwen3_5_moe",
+  )  # fmt: skip
   # Without keys there is nothing to encode.
   with_keys = set(FAMILIES) - {"mamba", "mamba2", "falcon_mamba"}
   assert {n + "_text" if n in text else n for n in with_keys} <= types

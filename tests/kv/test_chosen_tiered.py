@@ -76,6 +76,7 @@ def test_a_choice_of_all_that_matters_changes_nothing(kind, plain, family):
   assert fetches.misses and fetches.hits
 
 
+@pytest.mark.long
 def test_only_pages_that_are_not_hot_are_copied():
   """The same query again copies nothing; the bytes are those of the misses."""
   kind = kind_text.parse("select:budget=16,page=8,device=8,hot=64")

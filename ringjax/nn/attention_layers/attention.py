@@ -308,7 +308,7 @@ class GroupedQuery(nnx.Module):
     x: Float[Array, "B T D"],
     out: Float[Array, "B T ..."],
     attend: Attend,
-  ) -> Float[Array, "B T D"]:
+  ) -> Float[Array, "B T _"]:
     """[B, T, D] of the attention of all heads."""
     if self.gate is not None:
       gated = lambda out, gate: out * jax.nn.sigmoid(gate)

@@ -771,8 +771,8 @@ class AnswerPart(NamedTuple):
     text: Text that may be shown.
     logprobs: Log-probabilities of its tokens, or None.
     finish: Finish reason of the answer, or None.
-    calls: Its calls of tools, as members of a message; at its end.
-    reasoning: Text in which the model thinks; at its end.
+    calls: Calls of tools, as members of a message; only of the last part.
+    reasoning: Text in which the model thinks; only of the last part.
   """
 
   text: str

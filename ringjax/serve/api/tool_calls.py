@@ -30,7 +30,7 @@ class ToolCall(NamedTuple):
 
   Fields:
     name: Name of the function.
-    arguments: Its arguments, by their names.
+    arguments: Arguments by their names.
   """
 
   name: str
@@ -89,7 +89,7 @@ def _call(value: object, tools: Tools) -> ToolCall | None:
 
 
 def _json(text: str) -> Any:
-  """Value of a JSON text; None if it is none."""
+  """Value of a text of JSON; None for other texts."""
   try:
     return json.loads(text)
   except (ValueError, RecursionError):
@@ -336,11 +336,11 @@ class ToolReader:
     start = _first_mark(text, form.marks)
     if start is None:
       return ToolAnswer(text if ended else _certain(text, form.marks))
-    before = text[:start].rstrip()
+    content = text[:start].rstrip()
     if not ended:
-      return ToolAnswer(before)
+      return ToolAnswer(content)
     calls = form.read(text[start:], self.tools)
-    return ToolAnswer(text) if calls is None else self._with(before, calls)
+    return ToolAnswer(text) if calls is None else self._with(content, calls)
 
   def _read_channels(self, text: str, ended: bool) -> ToolAnswer:
     """Parts of an answer in channels, which are shown when it has ended."""
@@ -370,13 +370,13 @@ def _first_mark(text: str, marks: Sequence[str]) -> int | None:
 
 def _certain(text: str, marks: Sequence[str]) -> str:
   """Text without an end that may be the start of a mark."""
-  held = 0
+  uncertain = 0
   for mark in marks:
     for size in range(1, min(len(mark), len(text) + 1)):
       if text.endswith(mark[:size]):
-        held = max(held, size)
+        uncertain = max(uncertain, size)
   # Spaces before a mark are not shown.
-  return text[: len(text) - held].rstrip()
+  return text[: len(text) - uncertain].rstrip()
 
 
 def forced_schema(tools: Tools) -> dict[str, Any]:

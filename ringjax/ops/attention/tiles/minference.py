@@ -170,6 +170,6 @@ class MInference(TilePattern):
     attention = mass.of_tiles(self.block)[None]
     reached = jnp.sum(jnp.where(tiles, attention, 0), -1)
     count = jnp.sum(tiles, -1, dtype=jnp.int32)
-    near = reached >= reached.max(0, keepdims=True) - _EQUAL
-    count = jnp.where(near, count, jnp.iinfo(jnp.int32).max)
+    best = reached >= reached.max(0, keepdims=True) - _EQUAL
+    count = jnp.where(best, count, jnp.iinfo(jnp.int32).max)
     return jnp.argmin(count, 0).astype(jnp.int32)

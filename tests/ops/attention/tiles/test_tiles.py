@@ -414,6 +414,7 @@ def test_a_value_that_no_query_sees_is_of_no_account(value):
   assert jnp.isfinite(out[0, :200]).all()
 
 
+@pytest.mark.long
 def test_lines_as_long_as_a_gap_of_positions_are_read():
   """Each query's key is 2,000 positions before it, 256 places before it."""
   rng = np.random.default_rng(0)
