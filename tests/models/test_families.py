@@ -57,7 +57,8 @@ VARIANTS = (
 
 # Families whose parts the others have too, or are tested by themselves.
 RECOMBINED = (
-  "arcee", "bailing_hybrid", "bamba", "cwm", "deepseek_v2_lite", "dots1", "ernie4_5",
+  "arcee", "bailing_hybrid", "bamba", "cwm", "deepseek_v2_lite", "dots1",
+  "ernie4_5",
   "exaone_moe", "falcon_h1", "falcon_mamba", "flex_olmo", "gemma4_moe",
   "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_bigcode", "gptj",
   "granitemoehybrid_dense", "granitemoeshared", "helium", "hunyuan_v1_dense",
@@ -65,7 +66,8 @@ RECOMBINED = (
   "jamba", "lfm2", "lfm2_moe", "minimax", "minimax_m2", "ministral",
   "mistral4", "mpt",
   "muse_glimmer", "nemotron_h", "olmoe", "opt", "qwen2_moe", "qwen3_5_moe",
-  "seed_oss", "solar_open", "stablelm_parallel", "vaultgemma", "youtu", "zamba2",
+  "seed_oss", "solar_open", "stablelm_parallel", "vaultgemma", "youtu",
+  "zamba2",
   # Of each line of models the newest is in the default run.
   "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone4", "falcon_40b",
   "falcon_7b", "gemma", "gemma2", "gemma3n", "gemma4", "glm", "granitemoe",
