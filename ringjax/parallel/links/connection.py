@@ -314,7 +314,7 @@ class Connection:
     self.receive(memoryview(body), until=until)
     return bytes(body)
 
-  def readable(self, seconds: float) -> bool:
+  def readable(self, seconds: int | float) -> bool:
     """Wait until bytes or the end arrive; whether they did in time.
 
     Raises:
