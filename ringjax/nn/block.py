@@ -182,6 +182,10 @@ class Block(nnx.Module):
     self.streams = None if streams is None else streams.mixer(rngs, embed)
     gate = spec.residual_gate
     assert gate is None or not spec.parallel
+    assert spec.normed_residual is None or not (
+      spec.parallel or spec.post or spec.cross or low_rank or gate
+    )
+    assert spec.normed_residual is None or spec.residual_scale == 1.0
     self.attention_sum = None if gate is None else gate.build(rngs, embed)
     self.feedforward_sum = None if gate is None else gate.build(rngs, embed)
     has_scale = spec.learned_scale

@@ -226,8 +226,10 @@ def _reason_of_kernel(
     inner, outputs = math.prod(weight.shape[1:first]), weight.shape[first:]
     spec: Any = functools.partial(jax.ShapeDtypeStruct, dtype=weight.dtype)
     with on_mesh(attend.mesh):
+      # A gate's product and that of the map beside it are one kernel.
+      count = 2 if name == "feedforward.gate" else 1
       choice = choose_flat(
-        spec((tiles, rows, inner)), (spec((inner, *outputs)),)
+        spec((tiles, rows, inner)), (spec((inner, *outputs)),) * count
       )
     if choice.algorithm is None:
       reasons = [reason for _, reason in choice.declined]

@@ -434,3 +434,21 @@ def test_published_names_of_a_plain_feedforward(tmp_path):
   same = models.load(checkpoints.write(name, tmp_path / "saved"))
   for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(same), strict=True):
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+  ("name", "key", "value"),
+  [
+    ("minimax", "rotary_dim", 4),
+    (
+      "recurrent_gemma",
+      "rope_parameters",
+      {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    ),
+  ],
+)
+def test_rotations_that_transformers_does_not_have_are_refused(
+  name, key, value
+):
+  with pytest.raises(ConfigError, match=key):
+    models.abstract(checkpoints.config(name) | {key: value})

@@ -41,6 +41,8 @@ def _config(r: ConfigReader) -> TransformerConfig:
     "linear_attention" if i % 2 else "full_attention" for i in range(count)
   ]
   kinds = r.layer_types(default)
+  # transformers turns all dims of a head, other programs as many as this says.
+  r.only("rotary_dim", r.head_dim())
   mixers = {
     "linear_attention": Lightning(
       heads=heads,

@@ -17,6 +17,7 @@ from ringjax.models.hf.config_reader import OTHER, ConfigReader
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.feedforward import Gated
 from ringjax.nn.recurrent_layers.rg_lru import RgLru
+from ringjax.ops.rope import Unscaled
 
 _KINDS = ("recurrent", "attention")
 
@@ -46,6 +47,11 @@ def _config(r: ConfigReader) -> TransformerConfig:
   r.ignore("w_init_variance_scale", "final_w_init_variance_scale")
   act = r.act("hidden_activation", default="gelu_pytorch_tanh")
   window = r.whole("attention_window_size", "sliding_window", default=2048)
+  rope = r.rope(partial=0.5)
+  if type(rope.scaling) is not Unscaled:
+    raise r.error(
+      "rope_parameters", type(rope.scaling).__name__, "the type default", OTHER
+    )
   mixers = {
     "recurrent": RgLru(
       heads=heads,
@@ -55,7 +61,7 @@ def _config(r: ConfigReader) -> TransformerConfig:
     ),
     "attention": attention(
       r,
-      r.rope(partial=0.5),
+      rope,
       mask=causal(window),
       bias=r.flag("attention_bias", default=False),
       out_bias=True,
@@ -73,6 +79,7 @@ def _config(r: ConfigReader) -> TransformerConfig:
     # transformers keeps it in bfloat16.
     embed_scale=float(ml_dtypes.bfloat16(np.sqrt(hidden))),
     logit_cap=r.positive("logits_soft_cap", default=30.0),
+    rope_scalable=False,
   )
 
 
