@@ -274,6 +274,20 @@ def test_telling_never_waits_for_one_that_reads_nothing():
   assert link.ending is LinkEnding.SILENT
 
 
+def test_the_reason_of_an_end_before_the_start_is_not_lost():
+  for _ in range(20):
+    # Over TCP, where sending to a closed socket breaks the connection.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+      a_end = socket.create_connection(server.getsockname())
+      b_end, _ = server.accept()
+    a = LiveLink(Connection(a_end, 60.0, "b")).start()
+    a.close("the work is done")
+    a.join(PATIENCE_S)
+    b = LiveLink(Connection(b_end, 60.0, "a")).start()
+    assert str(error_of(b.take)) == "a left: the work is done"
+    assert b.ending is LinkEnding.LEFT
+
+
 def test_a_link_can_be_made_again_after_its_end():
   for _ in range(2):
     with pair() as (a, b):

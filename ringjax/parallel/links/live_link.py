@@ -120,7 +120,7 @@ class LiveLink:
     self._beat_s = wire.patience_s / _BEATS if beat_s is None else beat_s
     self._news = threading.Condition()
     self._came: collections.deque[ArrayMessage] = collections.deque()
-    self._sending = threading.Lock()
+    self._sending, self._starting = threading.Lock(), threading.Lock()
     self._outbox: queue.SimpleQueue[list[bytes | memoryview] | None] = (
       queue.SimpleQueue()
     )
@@ -137,10 +137,15 @@ class LiveLink:
     return self.wire.name
 
   def start(self) -> LiveLink:
-    """Start the threads that send and receive."""
-    self.tell(_LIVE, patience_s=self.wire.patience_s)
-    self._sender.start()
-    self._receiver.start()
+    """Start the threads that send and receive, unless they were started."""
+    with self._starting:
+      if self._sender.ident is None:
+        self.tell(_LIVE, patience_s=self.wire.patience_s)
+        # Nothing is sent before the receiver runs: if the other side has left
+        # already, sending fails, and only the receiver gets the reason.
+        with self._sending:
+          self._sender.start()
+          self._receiver.start()
     return self
 
   # -------------------------------------------------------------------------
