@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from ringjax.errors import OptionError, PeerError
+from ringjax.parallel.links.array_messages import receive_arrays
 from ringjax.parallel.links.connection import Connection, HostileMessageError
 from ringjax.parallel.links.link_group import LinkGroup
 from ringjax.parallel.links.live_link import LinkEnding, LiveLink
@@ -147,6 +148,25 @@ def test_a_message_of_another_kind_is_refused():
     a.tell("column")
     with pytest.raises(HostileMessageError, match="column; expected row"):
       b.take("row")
+
+
+@pytest.mark.parametrize(
+  "shape",
+  [[0, 1 << 39, 1 << 39], [1 << 39, 1 << 39, 0], [1 << 35, 0], [1 << 36]],
+)
+def test_shapes_of_no_array_are_refused(shape):
+  own_end, peer_end = socket.socketpair()
+  with own_end, peer_end:
+    header = {"t": "row", "x": [["float32", shape]]}
+    Connection(peer_end, 60.0, "a").tell_object(header)
+    with pytest.raises(HostileMessageError, match="not of the protocol"):
+      receive_arrays(Connection(own_end, 60.0, "b"))
+
+
+def test_arrays_of_no_elements_arrive():
+  with pair() as (a, b):
+    a.tell("row", [np.zeros((0, 3, 1 << 20), np.float32)])
+    assert b.take("row").arrays[0].shape == (0, 3, 1 << 20)
 
 
 def test_an_error_of_the_function_ends_the_link():
