@@ -408,6 +408,34 @@ def test_one_that_leaves_does_not_end_a_group():
   assert lost == [(1, "rank 1 left: it has all it needs")]
 
 
+@pytest.mark.parametrize("blame", [None, 2, 3])
+@pytest.mark.parametrize("added", ["before the failure", "after the failure"])
+def test_a_member_that_is_not_started_is_told_why(added, blame):
+  own_end, peer_end = socket.socketpair()
+  far = LiveLink(Connection(peer_end, 60.0, "rank 0"), rank=0, own_rank=3)
+  far.start()
+  group: LinkGroup[int] = LinkGroup(together=True)
+  near = LiveLink(Connection(own_end, 60.0, "rank 3"), rank=3)
+  if added == "after the failure":
+    group.fail("it has no memory", blame=blame)
+    group.add(3, near)
+  else:
+    group.add(3, near)
+    group.fail("it has no memory", blame=blame)
+  near.start()
+  error = error_of(far.take)
+  said = {
+    None: "rank 0 failed: it has no memory",
+    2: "it has no memory",
+    3: "rank 3 was given up by rank 0: it has no memory",
+  }
+  assert (str(error), error.rank) == (said[blame], blame or 0)
+  assert far.ending is LinkEnding.TOLD
+  for link in (near, far):
+    link.join(PATIENCE_S)
+    until(lambda link=link: not link._receiver.is_alive())
+
+
 # ---------------------------------------------------------------------------
 # Processes
 # ---------------------------------------------------------------------------

@@ -244,6 +244,9 @@ class LiveLink:
 
   def join(self, seconds: int | float) -> None:
     """Wait until the last message is sent; then end the connection anyway."""
+    if self.error is not None:
+      # One that ended before its start has not told the other side why.
+      self.start()
     self._await(self._sender, seconds)
     self.wire.close()
 
