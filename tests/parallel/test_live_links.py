@@ -187,8 +187,48 @@ def test_an_error_that_no_one_expects_ends_the_link():
 
     b.wire.frame = fail  # pyrefly: ignore
     a.tell("row")
-    assert "no room for it" in str(error_of(b.take))
-    assert b.ending is LinkEnding.BROKEN
+    error = error_of(b.take)
+    assert str(error) == "this process failed: MemoryError: no room for it"
+    assert b.ending is LinkEnding.BROKEN and error.rank is None
+    said = error_of(a.take)
+    assert str(said) == "b failed: MemoryError: no room for it"
+    assert said.rank == 1
+
+
+def fail_here(*_: Any) -> Any:
+  raise RuntimeError("no room")
+
+
+@pytest.mark.parametrize(
+  ("options", "message", "why"),
+  [
+    ({"beat": fail_here}, {}, "RuntimeError: no room"),
+    ({"beat": lambda: {"t": "load", "n": {1}}}, {}, "AttributeError: 'set'"),
+    ({"on_message": fail_here}, {}, "RuntimeError: no room"),
+    ({}, {"n": {1}}, "a message to a: 'set'"),
+  ],
+)
+def test_an_error_of_a_process_is_blamed_on_it(options, message, why):
+  with pair(peer_end={"own_rank": 1} | options) as (a, b):
+    a.tell("row")
+    if message:
+      b.tell("row", **message)
+    until(lambda: b.error is not None)
+    assert str(b.error).startswith(f"rank 1 failed: {why}")
+    assert b.error.rank == 1 and b.ending is LinkEnding.BROKEN
+    # The other side gets the reason, and blames the same process.
+    until(lambda: a.error is not None)
+    assert str(a.error).startswith(f"b failed: {why}")
+    assert a.error.rank == 1 and a.ending is LinkEnding.TOLD
+
+
+def test_a_message_without_its_fields_is_blamed_on_its_sender():
+  with pair(peer_end={"on_message": lambda m: m.fields["n"]}) as (a, b):
+    a.tell("row")
+    until(lambda: a.error is not None)
+    assert b.error.rank == 0 and "not of the protocol" in str(b.error)
+    assert "this process was given up by b" in str(a.error)
+    assert a.error.rank is None
 
 
 # ---------------------------------------------------------------------------
