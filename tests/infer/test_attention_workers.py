@@ -288,7 +288,7 @@ def test_strangers_and_nonsense(loaded):
 
 
 def opening_fails(address, error, monkeypatch):
-  """What a model hears from a worker that can't open it because of `error`."""
+  """Text of the error at a model that a worker can't open because of `error`."""
 
   def fail(*_):
     raise error
@@ -310,8 +310,8 @@ def test_any_error_ends_one_connection_and_the_next_is_served(monkeypatch):
   thread.start()
   # A config "[]" has no keys, for instance.
   for error in (AttributeError("no get"), KeyError("bias"), MemoryError("k")):
-    said = opening_fails(server.address, error, monkeypatch)
-    assert said == f"worker failed: {type(error).__name__}: {error}"
+    text = opening_fails(server.address, error, monkeypatch)
+    assert text == f"worker failed: {type(error).__name__}: {error}"
   server.close()
   thread.join(60)
   assert not thread.is_alive()
@@ -325,8 +325,8 @@ def test_a_worker_that_is_interrupted_ends_its_link(monkeypatch):
       server.serve()
 
   threading.Thread(target=serve, daemon=True).start()
-  said = opening_fails(server.address, SystemExit(), monkeypatch)
-  assert said == "worker failed: the worker has ended"
+  text = opening_fails(server.address, SystemExit(), monkeypatch)
+  assert text == "worker failed: the worker has ended"
   server.close()
 
 

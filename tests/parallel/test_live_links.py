@@ -190,9 +190,9 @@ def test_an_error_that_no_one_expects_ends_the_link():
     error = error_of(b.take)
     assert str(error) == "this process failed: MemoryError: no room for it"
     assert b.ending is LinkEnding.BROKEN and error.rank is None
-    said = error_of(a.take)
-    assert str(said) == "b failed: MemoryError: no room for it"
-    assert said.rank == 1
+    peer_error = error_of(a.take)
+    assert str(peer_error) == "b failed: MemoryError: no room for it"
+    assert peer_error.rank == 1
 
 
 def fail_here(*_: Any) -> Any:
@@ -452,26 +452,26 @@ def test_one_that_leaves_does_not_end_a_group():
 @pytest.mark.parametrize("added", ["before the failure", "after the failure"])
 def test_a_member_that_is_not_started_is_told_why(added, blame):
   own_end, peer_end = socket.socketpair()
-  far = LiveLink(Connection(peer_end, 60.0, "rank 0"), rank=0, own_rank=3)
-  far.start()
+  peer_link = LiveLink(Connection(peer_end, 60.0, "rank 0"), rank=0, own_rank=3)
+  peer_link.start()
   group: LinkGroup[int] = LinkGroup(together=True)
-  near = LiveLink(Connection(own_end, 60.0, "rank 3"), rank=3)
+  own_link = LiveLink(Connection(own_end, 60.0, "rank 3"), rank=3)
   if added == "after the failure":
     group.fail("it has no memory", blame=blame)
-    group.add(3, near)
+    group.add(3, own_link)
   else:
-    group.add(3, near)
+    group.add(3, own_link)
     group.fail("it has no memory", blame=blame)
-  near.start()
-  error = error_of(far.take)
-  said = {
+  own_link.start()
+  error = error_of(peer_link.take)
+  texts = {
     None: "rank 0 failed: it has no memory",
     2: "it has no memory",
     3: "rank 3 was given up by rank 0: it has no memory",
   }
-  assert (str(error), error.rank) == (said[blame], blame or 0)
-  assert far.ending is LinkEnding.TOLD
-  for link in (near, far):
+  assert (str(error), error.rank) == (texts[blame], blame or 0)
+  assert peer_link.ending is LinkEnding.TOLD
+  for link in (own_link, peer_link):
     link.join(PATIENCE_S)
     until(lambda link=link: not link._receiver.is_alive())
 

@@ -127,12 +127,12 @@ def test_a_value_that_comes_with_the_end_is_not_lost():
   ],
 )
 def test_rank_0_may_end_as_soon_as_it_has_met_the_others(leave, expected):
-  cards, here = [""] * 2, threading.Barrier(2)
+  cards, all_here = [""] * 2, threading.Barrier(2)
 
   def join(rank: int) -> str:
     def exchange(card: str) -> list[str]:
       cards[rank] = card
-      here.wait()
+      all_here.wait()
       return cards
 
     try:

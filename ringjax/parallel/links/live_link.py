@@ -107,8 +107,8 @@ class LiveLink:
     Args:
       wire: Authenticated connection, whose patience is the limit of silence.
       rank: Rank of the other side, for errors.
-      own_rank: Rank of this process, for errors of its own, and the error when
-        it was given up.
+      own_rank: Rank of this process, for the error when it has failed or was
+        given up.
       kinds: Kinds of messages that the other side may send; default: any.
       on_message: Function called with each message, by one thread; default:
         messages wait for `take`. Errors of the package, of types and of values
