@@ -133,7 +133,7 @@ def define(values: flags.FlagValues) -> None:
   _check_overrides(values["config"])
   new = FlagHelper(values)
   new.path("out", None, "Folder for all output.")
-  new.path(
+  new.model(
     "init_from",
     None,
     "Hugging Face folder, or name of a model, of the initial weights.",

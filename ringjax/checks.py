@@ -29,8 +29,8 @@ from ringjax.errors import (
 # Dtypes of weights and of cached keys and values.
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
-# Beginning of an address, such as gs://.
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/?/")
+# Beginning of an address, such as gs://, but not of a drive, as in C:/.
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/?/")
 
 
 def as_array(name: str, x: object) -> Shaped[Array, " ..."]:

@@ -36,6 +36,8 @@ _TOKENIZER = (
   "*token*.json", "config.json", "generation_config.json", "vocab.json",
   "chat_template.*", "*.jinja", "merges.txt", "tokenizer.model",
 )  # fmt: skip
+_INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
@@ -192,12 +194,12 @@ def _wanted(
         "choose one of these" if others else "check the name",
       )
     return [*parts[1:], parts[0]]
-  if tokenizer:
+  if tokenizer and has("tokenizer.json"):
     return has(*_TOKENIZER)
-  weights = has("model*.safetensors") or has("*.safetensors")
+  weights = _weights(top)
   if weights:
-    return has(*_ABOUT) + weights
-  quantised = has("*.gguf")
+    return has(*_TOKENIZER) if tokenizer else has(*_ABOUT) + weights
+  quantised = has("*.gguf") or [x for x in files if x.endswith(".gguf")]
   if len({_PART.sub("", file) for file in quantised}) == 1:
     return [*quantised[1:], quantised[0]]
   if quantised:
@@ -214,6 +216,14 @@ def _wanted(
     if unsafe
     else "check the name",
   )
+
+
+def _weights(names: Sequence[str]) -> list[str]:
+  """Safetensors files of the set that a folder is read from."""
+  if _INDEX not in names and "model.safetensors" in names:
+    return ["model.safetensors"]
+  parts = [name for name in names if _SHARD.fullmatch(name)]
+  return parts or [name for name in names if name.endswith(".safetensors")]
 
 
 def _from_cache(
@@ -258,14 +268,24 @@ def _complete(
   folder: pathlib.Path, file: str | None, tokenizer: bool
 ) -> pathlib.Path | None:
   """Folder or GGUF file of a snapshot; None if some of it is missing."""
+  present = sorted(path.name for path in folder.iterdir())
   if file is not None:
-    return folder / file if (folder / file).exists() else None
-  if tokenizer:
-    return folder if any(folder.glob("*token*.json")) else None
-  index = folder / "model.safetensors.index.json"
-  if index.exists():
-    shards = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-    return folder if all((folder / x).exists() for x in shards) else None
-  if any(folder.glob("*.safetensors")):
+    parts = sum(_PART.sub("", x) == _PART.sub("", file) for x in present)
+    number = re.search(r"-of-(\d{5})\.gguf$", file)
+    whole = number is None or parts == int(number[1])
+    return folder / file if whole and (folder / file).exists() else None
+  if tokenizer and "tokenizer.json" in present:
     return folder
-  return next(iter(sorted(folder.glob("*.gguf"))), None)
+  if _INDEX in present:
+    index = json.loads((folder / _INDEX).read_text("utf-8"))
+    shards = set(index["weight_map"].values())
+    return folder if shards <= set(present) else None
+  weights = _weights(present)
+  if weights:
+    return None if any(map(_SHARD.fullmatch, weights)) else folder
+  # One of several files is not known to be the one that is meant, nor is any
+  # in a repository that has other weights.
+  quantised = [name for name in present if name.endswith(".gguf")]
+  if len(quantised) != 1 or _PART.search(quantised[0]):
+    return None
+  return None if "config.json" in present else folder / quantised[0]

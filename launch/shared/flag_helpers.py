@@ -73,7 +73,7 @@ class _Model(_Path):
     path = os.path.expanduser(str(argument))
     # A name on the hub is downloaded by `model_folder`.
     resolve = fetched_models.resolve
-    return os.fspath(resolve(path, "--model", downloads=False))
+    return os.fspath(resolve(path, "model", downloads=False))
 
 
 def model_folder(

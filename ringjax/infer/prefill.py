@@ -62,10 +62,10 @@ _UNSHARDED: dict[str, Strategy] = {
 METHODS = ("auto", *_UNSHARDED, *PREFILLS, "kvr", "chunked")
 # Prefix of the methods that read chosen tiles, before a pattern's text.
 _SPARSE = "sparse"
-# Default number of tokens of a chunk.
 # FLOPs of a TPU v5p's chip in the time of a byte on one of its links, in one
 # direction: 459e12 and 9e10 a second.
 _FLOPS_OF_A_BYTE = 5_100
+# Default number of tokens of a chunk.
 _CHUNK = 4096
 # A chain's parts of a sequence are multiples of this many tokens.
 _TILE = 128
@@ -543,12 +543,15 @@ def _ring_or_striped(
       pair += layer.attention.pair_flops
   for kind in model.kinds:
     if isinstance(kind, StateShape):
-      inputs = sum(heads * dim for heads, dim in kind.convolved)
-      # As wide as the values, which are the last convolution's.
-      value_heads, dim = kind.convolved[-1]
-      token_bytes = np.dtype(model.dtype).itemsize * (
-        inputs + value_heads * dim
+      # Inputs of convolutions, else queries, keys and values themselves.
+      inputs = kind.convolved or (
+        *((kind.heads, kind.key),) * 2,
+        (kind.heads, kind.value),
       )
+      # Outputs are as wide as the values, which come last.
+      value_heads, dim = inputs[-1]
+      numbers = sum(n * size for n, size in inputs) + value_heads * dim
+      token_bytes = np.dtype(model.dtype).itemsize * numbers
       # Rates and gates are float32; those of single channels are not sent.
       token_bytes += 8 * kind.heads if kind.heads == value_heads else 0
       sent += kind.layers * token_bytes

@@ -1,27 +1,28 @@
 """Upload of a model to the Hugging Face Hub, with a card.
 
-Guarantees: the repository gets one commit, or is as it was. A card that it has
-is kept. What is uploaded is what `save` writes.
+Guarantees: the repository gets one commit, or none; one that was made for it
+may stay empty. A card that it has is kept. Uploaded is what `save` writes.
 Cost: a copy of the model in the folder for temporary files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
 from ringjax import hub
 from ringjax.errors import OptionError
 from ringjax.models.checkpoint import save
 from ringjax.models.hf.tensors import parameters
 from ringjax.models.transformer import Transformer
+from ringjax.parallel import joint_outcome
 
 _CARD = "README.md"
 # Largest number of rows of a table in a card.
@@ -59,7 +60,7 @@ def push(
     CheckpointWriteError: If there is no room for the copy.
   """
   import huggingface_hub
-  from huggingface_hub import constants, errors
+  from huggingface_hub import constants
 
   name = hub.hub_name(f"hf://{repo.removeprefix('hf://')}")
   if name is None or name.file is not None or name.revision is not None:
@@ -71,14 +72,17 @@ def push(
     endpoint=constants.ENDPOINT, library_name="ringjax"
   )
   first, address = jax.process_index() == 0, ""
-  page = f"{constants.ENDPOINT}/{name.repo}"
+  count = jax.process_count()
+  ranks = tuple(range(count)) if count > 1 else ()
   with tempfile.TemporaryDirectory(prefix="ringjax-push-") as parent:
-    try:
+    # Refused before the model is written, if it is; an error of the first
+    # process is one of all.
+    with joint_outcome.failing_together(ranks), _hub_errors(name.repo):
       if first:
-        # Refused before the model is written, if it is.
         api.create_repo(name.repo, private=private, exist_ok=True)
-      folder = pathlib.Path(parent) / "model"
-      save(model, folder, max_shard_bytes=max_shard_bytes)
+    folder = pathlib.Path(parent) / "model"
+    save(model, folder, max_shard_bytes=max_shard_bytes)
+    with joint_outcome.failing_together(ranks), _hub_errors(name.repo):
       if first:
         present = api.model_info(name.repo, revision=revision).siblings or ()
         if all(file.rfilename != _CARD for file in present):
@@ -89,20 +93,35 @@ def push(
           folder_path=folder,
           revision=revision,
           commit_message=message,
+          # Weights in another number of files would be a second set.
+          delete_patterns=["model*.safetensors", "model*.index.json"],
         ).commit_url
-    except errors.HfHubHTTPError as error:
-      status = getattr(error.response, "status_code", None)
-      if status not in (401, 403, 404):
-        raise
-      raise OptionError(
-        "repo",
-        f"{name.repo}: {error}".partition("\n")[0],
-        f"a repository that your token may write to, at {page}",
-        "set HF_TOKEN to a token with write access, or run hf auth login",
-      ) from None
-  if jax.process_count() > 1:
-    multihost_utils.sync_global_devices("push")
   return address
+
+
+@contextlib.contextmanager
+def _hub_errors(repo: str) -> Iterator[None]:
+  """Turn refusals of the hub into errors that say what to do."""
+  from huggingface_hub import constants, errors
+
+  try:
+    yield
+  except errors.RevisionNotFoundError:
+    raise OptionError(
+      "revision",
+      f"a revision that {repo} does not have",
+      "a branch of the repository",
+      "make the branch first, or leave revision out",
+    ) from None
+  except errors.HfHubHTTPError as error:
+    if getattr(error.response, "status_code", None) not in (401, 403, 404):
+      raise
+    raise OptionError(
+      "repo",
+      f"{repo}: {error}".partition("\n")[0],
+      f"a repository that your token may write to, {constants.ENDPOINT}/{repo}",
+      "set HF_TOKEN to a token with write access, or run hf auth login",
+    ) from None
 
 
 def card(model: Transformer, name: str, figures: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 import ringjax as rj
 from ringjax import models
 from ringjax.errors import ConfigError, OptionError
+from ringjax.infer.prefill import PrefillConfig
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
 from ringjax.parallel.layout import Striped, Uneven, Zigzag
 from tests import checkpoints
@@ -210,6 +211,19 @@ def test_a_base_of_null_is_no_rotation():
 
 def close(got, want, atol=5e-5):
   np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_sharded_prompt_is_read_in_stripes_once_it_is_long(name):
+  """ "auto" counts bytes of recurrent layers, of which all have some."""
+  model = models.abstract(checkpoints.config(name))
+  mesh = make_mesh(2, "auto")
+  of = lambda tokens: (
+    PrefillConfig().plan(tokens, model, mesh, "seq", room=tokens).name
+  )
+  assert of(64) == "ring"
+  # RecurrentGemma's attention has a window, so that there is little to level.
+  assert of(1 << 24) == ("ring" if name == "recurrent_gemma" else "striped")
 
 
 @pytest.mark.long

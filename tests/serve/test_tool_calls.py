@@ -163,6 +163,76 @@ def test_what_is_no_call_of_a_known_tool_stays_text(name):
   assert reader(name).read(plain, True).content == plain
 
 
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_call_that_is_cut_off_is_no_call(name):
+  _, one, _ = ANSWERS[name]
+  text = filled(one)
+  for size in range(len(text) - len("<|call|>") - 8, 0, -5):
+    assert not reader(name).read(text[:size], True).calls
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "<tool_call>\n<function=weather>\n<parameter=city>\nrm </parameter> x\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "<tool_call>\n<function=weather>\n<parameter=city>\nx\n</parameter>\nand"
+    "<parameter=days>\n1\n</parameter>\n</function>\n</tool_call>",
+    "<tool_call>weather",
+    "<tool_call>now</tool_call> and so on",
+  ],
+)
+def test_tags_with_anything_else_are_no_call(text):
+  assert reader("Qwen Coder").read(text, True) == (text, (), "")
+
+
+def test_thoughts_that_mention_a_mark_are_thoughts():
+  call = filled(ANSWERS["Hermes"][1])
+  text = f"<think>Use <tool_call>?</think>\n{call}"
+  parts = reader("Hermes").read(text, True)
+  assert parts.content == "<think>Use <tool_call>?</think>"
+  assert [x.name for x in parts.calls] == ["weather"]
+  harmony = (
+    "<|channel|>analysis<|message|>About to=functions.now hm<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>Hello."
+  )
+  assert reader("GPT-OSS").read(harmony, True) == (
+    "Hello.", (), "About to=functions.now hm"
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "<tool_call>x" + " " * 10**5 + "y",
+    "<tool_call><function=now>" + "\n" * 10**5,
+    "<tool_call>" + "<parameter=a>" * 10**4,
+    "<|channel|>" + "x" * 10**5,
+  ],
+)
+def test_long_answers_without_an_end_are_read_in_linear_time(text):
+  """Quadratic searches would take minutes here."""
+  for name in ("Hermes", "GPT-OSS"):
+    assert not reader(name).read(text, True).calls
+
+
+def test_references_of_a_schema_stay_its_own():
+  tools = {
+    "place": {
+      "type": "object",
+      "properties": {"at": {"$ref": "#/$defs/Point"}, "in": {"$ref": "#"}},
+      "$defs": {"Point": {"type": "integer"}},
+    }
+  }
+  schema = forced_schema(tools)
+  moved = schema["$defs"]["tool0"]
+  assert moved["properties"]["at"] == {"$ref": "#/$defs/tool0/$defs/Point"}
+  assert moved["properties"]["in"] == {"$ref": "#/$defs/tool0"}
+  pytest.importorskip("llguidance").LLMatcher.grammar_from_json_schema(
+    json.dumps(schema)
+  )
+
+
 def test_channels_without_calls_are_shown_and_thought():
   text = (
     "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"

@@ -585,7 +585,9 @@ def tools_of(given: Mapping[str, Any]) -> ToolChoice | None:
     return None
   named = None
   if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
-    named = choice["function"].get("name")
+    named = choice["function"].get("name", "")
+  if named is not None and not isinstance(named, str):
+    named = ""
   known = choice in ("auto", "required") if named is None else named in schemas
   if not known:
     raise refused(

@@ -129,40 +129,78 @@ def _by_schema(text: str, name: str, key: str, tools: Tools) -> Any:
   return text if value is None and text.strip() != "null" else value
 
 
-_BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(
-  r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL
-)
-_PARAMETER = re.compile(
-  r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL
-)
-_ARGUMENT = re.compile(
-  r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL
-)
+def _blocks(text: str, start: str, end: str) -> list[str] | None:
+  """Texts between tags; None if anything but spaces is outside of them.
+
+  By searches for fixed texts: an answer of any length takes linear time.
+  """
+  blocks, at = [], 0
+  while (begin := text.find(start, at)) >= 0:
+    close = text.find(end, begin + len(start))
+    if close < 0 or text[at:begin].strip():
+      return None
+    blocks.append(text[begin + len(start) : close])
+    at = close + len(end)
+  return None if text[at:].strip() else blocks
+
+
+def _pairs(
+  text: str, key: tuple[str, str], value: tuple[str, str]
+) -> list[tuple[str, str]] | None:
+  """Keys and values, each between its two tags, and nothing else."""
+  pairs = []
+  text = text.strip()
+  while text:
+    if not text.startswith(key[0]):
+      return None
+    name, found_key, text = text[len(key[0]) :].partition(key[1])
+    text = text.removeprefix("\n") if not value[0] else text.lstrip()
+    if not found_key or not text.startswith(value[0]):
+      return None
+    argument, found_value, text = text[len(value[0]) :].partition(value[1])
+    if not found_value:
+      return None
+    pairs.append((name.strip(), argument))
+    text = text.lstrip()
+  return pairs
 
 
 def _read_blocks(text: str, tools: Tools) -> list[ToolCall] | None:
   """<tool_call> blocks: JSON (Hermes, Qwen), or tags (Qwen Coder, GLM)."""
-  if _BLOCK.sub("", text).strip():
-    return None
   calls: list[ToolCall] = []
-  for block in _BLOCK.findall(text):
-    if (function := _FUNCTION.fullmatch(block)) is not None:
-      name, pairs = function[1].strip(), _PARAMETER.findall(function[2])
-    elif block.startswith("{"):
-      call = _call(_json(block), tools)
-      if call is None:
-        return None
-      calls.append(call)
-      continue
-    else:
-      name = block.partition("<arg_key>")[0].strip()
-      pairs = _ARGUMENT.findall(block)
-    if name not in tools:
+  for block in _blocks(text, "<tool_call>", "</tool_call>") or ():
+    call = _read_block(block.strip(), tools)
+    if call is None:
       return None
-    arguments = {key: _by_schema(x, name, key, tools) for key, x in pairs}
-    calls.append(ToolCall(name, arguments))
+    calls.append(call)
   return calls or None
+
+
+def _read_block(block: str, tools: Tools) -> ToolCall | None:
+  """Call of one block."""
+  if block.startswith("{"):
+    return _call(_json(block), tools)
+  if block.startswith("<function="):
+    if not block.endswith("</function>"):
+      return None
+    name, _, rest = block.removeprefix("<function=").partition(">")
+    pairs = _pairs(
+      rest.removesuffix("</function>"),
+      ("<parameter=", ">"),
+      ("", "</parameter>"),
+    )
+    pairs = pairs and [(key, x.removesuffix("\n")) for key, x in pairs]
+  else:
+    name, tag, rest = block.partition("<arg_key>")
+    pairs = _pairs(
+      tag + rest, ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")
+    )
+  name = name.strip()
+  if name not in tools or pairs is None:
+    return None
+  return ToolCall(
+    name, {key: _by_schema(x, name, key, tools) for key, x in pairs}
+  )
 
 
 def _read_llama(text: str, tools: Tools) -> list[ToolCall] | None:
@@ -195,51 +233,86 @@ def _deepseek(words: str) -> str:
 
 _DEEPSEEK_MARKS = _deepseek("tool calls begin"), _deepseek("tool call begin")
 _SEPARATOR = _deepseek("tool sep")
-_DEEPSEEK = re.compile(
-  rf"{_DEEPSEEK_MARKS[1]}(?:function{_SEPARATOR})?([^\n<]+)"
-  rf"(?:\n```json\n(.*?)\n```|{_SEPARATOR}(.*?))"
-  rf"(?:{_deepseek('tool call end')}|\Z)",
-  re.DOTALL,
-)
+_FENCE = "\n```json\n", "\n```"
 
 
 def _read_deepseek(text: str, tools: Tools) -> list[ToolCall] | None:
   """Names and arguments between DeepSeek's own tokens."""
-  values = [
-    {"name": name.strip(), "arguments": _json(fenced or plain)}
-    for name, fenced, plain in _DEEPSEEK.findall(text)
-  ]
+  begin = text.removeprefix(_DEEPSEEK_MARKS[0]).strip()
+  begin = begin.removesuffix(_deepseek("tool calls end"))
+  values = []
+  blocks = _blocks(begin, _DEEPSEEK_MARKS[1], _deepseek("tool call end"))
+  for block in blocks or ():
+    block = block.removeprefix("function" + _SEPARATOR)
+    name, fence, arguments = block.partition(_FENCE[0])
+    if fence:
+      arguments, closed, after = arguments.partition(_FENCE[1])
+      if not closed or after.strip():
+        return None
+    else:
+      name, _, arguments = block.partition(_SEPARATOR)
+    values.append({"name": name.strip(), "arguments": _json(arguments)})
   return _all_calls(values, tools)
 
 
-_CHANNEL = re.compile(
-  r"(?:<\|start\|>assistant)?(?P<to>[^<]*)<\|channel\|>(?P<header>[^<]*)"
-  r"(?:<\|constrain\|>[^<]*)?<\|message\|>(?P<text>.*?)"
-  r"(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)",
-  re.DOTALL,
-)
-_RECIPIENT = re.compile(r"to=functions\.(\S+)")
+class _Channel(NamedTuple):
+  """A message of an answer in channels (GPT-OSS's Harmony).
+
+  Fields:
+    header: Texts before the message: recipient, channel and type.
+    text: Text of the message.
+    ended: Whether a token ended it.
+  """
+
+  header: str
+  text: str
+  ended: bool
+
+
+_MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+
+
+def _channels(text: str) -> list[_Channel]:
+  """Messages of an answer in channels."""
+  channels = []
+  header, mark, rest = text.partition("<|message|>")
+  while mark:
+    places = [rest.find(end) for end in _MESSAGE_ENDS]
+    place = min((n for n in places if n >= 0), default=-1)
+    ended = place >= 0
+    message = rest[:place] if ended else rest
+    channels.append(_Channel(header, message, ended))
+    rest = rest[place:].partition("|>")[2] if ended else ""
+    header, mark, rest = rest.partition("<|message|>")
+  return channels
 
 
 def _read_channels(text: str, tools: Tools) -> list[ToolCall] | None:
-  """Messages to functions, of channels (GPT-OSS's Harmony)."""
+  """Messages to functions, of channels; None if one of them is no call."""
   values = []
-  for channel in _CHANNEL.finditer(text):
-    header = f"{channel['to']} {channel['header']}"
-    if (to := _RECIPIENT.search(header)) is not None:
-      arguments = _json(channel["text"])
+  for channel in _channels(text):
+    if (to := _RECIPIENT.search(channel.header)) is not None:
+      # The token that ends a call may be the one that ended the answer.
+      arguments = _json(channel.text)
       values.append({"name": to[1], "arguments": arguments})
   return _all_calls(values, tools)
 
 
-def _channel_texts(text: str) -> ToolAnswer:
-  """Shown text and reasoning of channels, without messages to functions."""
+def _channel_texts(text: str, *, calls: bool) -> ToolAnswer:
+  """Shown text and reasoning of channels.
+
+  Args:
+    text: The answer.
+    calls: Whether messages to functions are calls, and not shown.
+  """
   shown, reasoning = [], []
-  for channel in _CHANNEL.finditer(text):
-    if _RECIPIENT.search(f"{channel['to']} {channel['header']}"):
+  for channel in _channels(text):
+    name = channel.header.rpartition("<|channel|>")[2].strip()
+    if calls and _RECIPIENT.search(channel.header):
       continue
-    analysis = channel["header"].strip().startswith("analysis")
-    (reasoning if analysis else shown).append(channel["text"])
+    is_shown = not name.startswith("analysis")
+    (shown if is_shown else reasoning).append(channel.text)
   return ToolAnswer("".join(shown), (), "".join(reasoning))
 
 
@@ -333,7 +406,11 @@ class ToolReader:
       return ToolAnswer(text if ended else "")
     if form.channels and text:
       return self._read_channels(text, ended)
-    start = _first_mark(text, form.marks)
+    # Thoughts may mention the marks.
+    thought = text.rfind("</think>") + 1
+    if not thought and "<think>" in text:
+      return ToolAnswer(text if ended else _certain(text, form.marks))
+    start = _first_mark(text, form.marks, thought)
     if start is None:
       return ToolAnswer(text if ended else _certain(text, form.marks))
     content = text[:start].rstrip()
@@ -348,21 +425,25 @@ class ToolReader:
       return ToolAnswer("")
     if "<|channel|>" not in text:
       return ToolAnswer(text)
-    parts = _channel_texts(text)
     assert self.form is not None
     calls = self.form.read(text, self.tools)
-    if calls is None:
-      called = _RECIPIENT.search(text) is not None
-      return ToolAnswer(text) if called else parts
-    return self._with(parts.content, calls)._replace(reasoning=parts.reasoning)
+    parts = _channel_texts(text, calls=calls is not None)
+    return (
+      parts
+      if calls is None
+      else self._with(parts.content, calls, parts.reasoning)
+    )
 
-  def _with(self, content: str, calls: Sequence[ToolCall]) -> ToolAnswer:
-    return ToolAnswer(content, tuple(calls if self.parallel else calls[:1]))
+  def _with(
+    self, content: str, calls: Sequence[ToolCall], reasoning: str = ""
+  ) -> ToolAnswer:
+    kept = calls if self.parallel else calls[:1]
+    return ToolAnswer(content, tuple(kept), reasoning)
 
 
-def _first_mark(text: str, marks: Sequence[str]) -> int | None:
-  """Place of the first mark in a text."""
-  places = [text.find(mark) for mark in marks if mark != "{"]
+def _first_mark(text: str, marks: Sequence[str], begin: int) -> int | None:
+  """Place of the first mark in a text, from some place on."""
+  places = [text.find(mark, begin) for mark in marks if mark != "{"]
   if "{" in marks and text.lstrip().startswith("{"):
     places.append(0)
   return min((place for place in places if place >= 0), default=None)
@@ -380,22 +461,41 @@ def _certain(text: str, marks: Sequence[str]) -> str:
 
 
 def forced_schema(tools: Tools) -> dict[str, Any]:
-  """JSON schema of an answer that is a call of one of some tools."""
-  options = [
-    {
-      "type": "object",
-      "properties": {
-        "name": {"const": name},
-        "arguments": dict(schema) or {"type": "object"},
-      },
-      "required": ["name", "arguments"],
-      "additionalProperties": False,
-    }
-    for name, schema in tools.items()
-  ]
+  """JSON schema of an answer that is a call of one of some tools.
+
+  A tool's definitions go to the root, under its number: its references are to
+  its own root.
+  """
+  options, definitions = [], {}
+  for number, (name, schema) in enumerate(tools.items()):
+    at = f"#/$defs/tool{number}"
+    arguments = _moved(schema, at) or {"type": "object"}
+    definitions[f"tool{number}"] = arguments
+    options.append(
+      {
+        "type": "object",
+        "properties": {"name": {"const": name}, "arguments": {"$ref": at}},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+      }
+    )
   schema = options[0] if len(options) == 1 else {"anyOf": options}
   # Without spaces, of which a model could write any number.
-  return schema | {"x-guidance": {"whitespace_flexible": False}}
+  guidance = {"x-guidance": {"whitespace_flexible": False}}
+  return {**schema, "$defs": definitions, **guidance}
+
+
+def _moved(schema: Any, root: str) -> Any:
+  """A schema whose references to its root are to another place."""
+  if isinstance(schema, list):
+    return [_moved(x, root) for x in schema]
+  if not isinstance(schema, dict):
+    return schema
+  moved = {key: _moved(x, root) for key, x in schema.items()}
+  target = moved.get("$ref")
+  if isinstance(target, str) and target.startswith("#"):
+    moved["$ref"] = root + target[1:]
+  return moved
 
 
 def call_bodies(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:

@@ -195,6 +195,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       for line in lines
       if line["key"] == "file"
     }
+    for line in lines:
+      if line["key"] == "deletedFile":
+        del self.hub.repos[repo][line["value"]["path"]]
     self.hub.repos[repo] |= files
     header = next(line["value"] for line in lines if line["key"] == "header")
     self.hub.commits.append(

@@ -151,6 +151,34 @@ def test_weights_that_are_not_in_the_cache_are_not_taken_for_there(hub):
     rj.models.load(NAME)
 
 
+def test_files_of_a_cache_that_may_be_others_are_not_taken(hub):
+  hub.repos["owner/quants"] = {"a.gguf": b"GGUF", "b.gguf": b"GGUF"}
+  hub.repos["owner/both"] = {
+    "config.json": b"{}", "model.safetensors": b"", "a.gguf": b"GGUF",
+    "x-00001-of-00002.gguf": b"", "model.fp16.safetensors": b"",
+  }  # fmt: skip
+  name = hub_names.hub_name
+  for text in ("owner/quants:a.gguf", "owner/quants:b.gguf"):
+    hub_names.download(name(text))
+  hub_names.download(name("owner/both:a.gguf"))
+  hub_names.download(name("owner/both:x-00001-of-00002.gguf"))
+  hub.down = True
+  for text in (
+    "owner/quants",
+    "owner/both",
+    "owner/both:x-00001-of-00002.gguf",
+  ):
+    with pytest.raises(OptionError, match="not whole in"):
+      hub_names.download(name(text))
+  assert hub_names.download(name("owner/quants:b.gguf")).name == "b.gguf"
+
+
+def test_one_set_of_weights_is_downloaded(hub):
+  hub.repos[NAME]["model.fp16.safetensors"] = b"another set"
+  rj.models.load(NAME)
+  assert "model.fp16.safetensors" not in hub.downloads()
+
+
 def test_a_gguf_file_of_several(hub):
   pytest.importorskip("gguf")
   hub.repos["owner/quants"] = {"a.gguf": b"GGUF", "b.gguf": b"GGUF"}
@@ -180,10 +208,14 @@ def test_a_model_that_is_pushed_loads_by_its_name(hub, monkeypatch, tmp_path):
   again = rj.models.load("me/mine")
   assert equal(again, model)
   assert rj.data.Tokenizer.load("me/mine").vocab_size == model.config.vocab
-  # A card that is there is kept.
+  # A card that is there is kept; weights in fewer files replace the others.
   hub.repos["me/mine"]["README.md"] = b"My own words."
-  rj.models.push(model, "me/mine")
-  assert hub.repos["me/mine"]["README.md"] == b"My own words."
+  for nbytes in (10**8, 2 * 10**6):
+    rj.models.push(model, "me/mine", max_shard_bytes=nbytes)
+    assert hub.repos["me/mine"]["README.md"] == b"My own words."
+    assert equal(rj.models.load("me/mine"), model)
+  with pytest.raises(OptionError, match="revision"):
+    rj.models.push(model, "me/mine", revision="v9")
 
 
 @pytest.mark.parametrize("report", ["none.json", "list.json"])
@@ -209,7 +241,7 @@ def test_fetch_downloads_a_model_of_the_hub(hub, capsys):
   assert "check the name" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", ["gs://bucket/run", "s3://bucket", "x:/a"])
+@pytest.mark.parametrize("path", ["gs://bucket/run", "s3://bucket", "xy:/a"])
 def test_addresses_of_other_storage_are_refused_and_make_no_folder(
   path, tmp_path, monkeypatch
 ):
