@@ -393,12 +393,22 @@ def test_parts_that_are_none(loaded, said, partition):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["kvr", "zigzag", "hybrid", "bidirectional"])
-def test_a_recurrent_layer_reads_in_order(loaded, way):
+@pytest.mark.parametrize("way", ["zigzag", "bidirectional"])
+def test_a_recurrent_layer_reads_in_any_layout(loaded, way):
+  model, mesh = loaded("qwen3_next", 4)
+  options = dict(max_new_tokens=3, mesh=mesh)
+  prompts = [[*range(1, 20)], [5, 6, 7]]
+  want = rj.infer.generate(model, prompts, prefill="ring", **options)
+  got = rj.infer.generate(model, prompts, prefill=way, **options)
+  assert [x.tolist() for x in got] == [x.tolist() for x in want]
+
+
+@pytest.mark.long
+def test_a_recurrent_layer_takes_no_uneven_shards(loaded):
   model, mesh = loaded("qwen3_next", 4)
   with pytest.raises(OptionError, match="prefill: got .* recurrent layers"):
     rj.infer.generate(
-      model, [[1] * 20], max_new_tokens=1, prefill=way, mesh=mesh
+      model, [[1] * 20], max_new_tokens=1, prefill="kvr", mesh=mesh
     )
 
 
