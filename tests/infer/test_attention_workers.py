@@ -288,7 +288,7 @@ def test_strangers_and_nonsense(loaded):
 
 
 def opening_fails(address, error, monkeypatch):
-  """Text of the error at a model that a worker can't open because of `error`."""
+  """Text of the error of a worker that can't open a model, for `error`."""
 
   def fail(*_):
     raise error
