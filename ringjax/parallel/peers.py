@@ -79,7 +79,8 @@ class Peers:
     size: Number of ranks.
     timeout_s: Seconds that a rank may be silent, or work without progress.
     failure: First failure of the group, or None.
-    offset_s: Difference of rank 0's `time.monotonic()` from this rank's.
+    offset_s: Difference of rank 0's `time.monotonic()` from this rank's; 0 if
+      rank 0 left before it told its time.
   """
 
   def __init__(
@@ -269,9 +270,11 @@ class Peers:
 
     def complete() -> bool:
       for r in self._states:
+        # Read first: a value that came before the end is there then.
+        has_left = r in self._group.left
         if (call, r) in self._values:
           values[r] = self._values.pop((call, r))
-        elif r not in values and r in self._group.left:
+        elif r not in values and has_left:
           raise PeerError(f"rank {r} has left the others", rank=r)
       return len(values) == self.size
 
@@ -461,7 +464,9 @@ class Peers:
       sent_s = time.monotonic()
       if (link := self._group.links.get(0)) is not None:
         link.tell("ping", n=n)
-      self.wait(lambda n=n: n in self._pongs)
+      self.wait(lambda n=n: n in self._pongs or 0 in self._group.left)
+      if n not in self._pongs:
+        return
       received_s = time.monotonic()
       if received_s - sent_s < best_s:
         best_s = received_s - sent_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -14,12 +15,15 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import ConfigError, OptionError, PeerError
+from ringjax.infer.fastdecode import attention_worker
 from ringjax.infer.fastdecode.attention_worker import AttentionServer
 from ringjax.parallel.links import array_messages
 from ringjax.parallel.links.connection import (
   AuthenticationError,
+  Connection,
   HostileMessageError,
 )
+from ringjax.parallel.links.live_link import LinkEnding, LiveLink
 from ringjax.serve.cluster import LoadControl, TokenLimit
 from ringjax.transfer.wire import PullConnection
 from tests.helpers import refused
@@ -258,6 +262,9 @@ def test_strangers_and_nonsense(loaded):
     json.dumps({"t": "open", "x": [["object", [1]]]}).encode(),
     json.dumps({"t": "open", "x": [["float32", [-1]]]}).encode(),
     json.dumps({"t": "open", "x": [["float32", [1 << 36]]]}).encode(),
+    json.dumps(
+      {"t": "open", "x": [["float32", [0, 1 << 39, 1 << 39]]]}
+    ).encode(),
     json.dumps({"t": "attend", "x": [], "half": 0, "layer": 0}).encode(),
     json.dumps({"t": "open", "x": [], "rows": [-1], "config": "{}"}).encode(),
   ]
@@ -277,6 +284,49 @@ def test_strangers_and_nonsense(loaded):
   model, _ = loaded("llama3")
   with rj.infer.AttentionWorkers.connect([server.address], KEY) as workers:
     same(model, workers, prompts_of(model)[:2], 3)
+  server.close()
+
+
+def opening_fails(address, error, monkeypatch):
+  """Text of the error of a worker that can't open a model, for `error`."""
+
+  def fail(*_):
+    raise error
+
+  with monkeypatch.context() as patch:
+    patch.setattr(attention_worker, "_opened", fail)
+    link = LiveLink(Connection.connect(address, KEY, 60, "worker")).start()
+    link.send("open")
+    with pytest.raises(PeerError) as raised:
+      link.take(within_s=60)
+    assert link.ending is LinkEnding.TOLD
+    link.join(60)
+  return str(raised.value)
+
+
+def test_any_error_ends_one_connection_and_the_next_is_served(monkeypatch):
+  server = AttentionServer(KEY)
+  thread = threading.Thread(target=server.serve, daemon=True)
+  thread.start()
+  # A config "[]" has no keys, for instance.
+  for error in (AttributeError("no get"), KeyError("bias"), MemoryError("k")):
+    text = opening_fails(server.address, error, monkeypatch)
+    assert text == f"worker failed: {type(error).__name__}: {error}"
+  server.close()
+  thread.join(60)
+  assert not thread.is_alive()
+
+
+def test_a_worker_that_is_interrupted_ends_its_link(monkeypatch):
+  server = AttentionServer(KEY)
+
+  def serve():
+    with contextlib.suppress(SystemExit):
+      server.serve()
+
+  threading.Thread(target=serve, daemon=True).start()
+  text = opening_fails(server.address, SystemExit(), monkeypatch)
+  assert text == "worker failed: the worker has ended"
   server.close()
 
 

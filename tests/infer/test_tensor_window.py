@@ -29,6 +29,8 @@ from ringjax.models import small
 from ringjax.models.hf.tensor_boxes import TensorBoxes
 from ringjax.models.partition.tensor_shares import SharedModel, spans
 from ringjax.models.partition.window_layout import WindowLayout
+from ringjax.parallel.door import Door
+from ringjax.parallel.links.connection import Connection
 from ringjax.plan.systems import layer_window
 from tests import checkpoints
 from tests.infer.window_ranks import KEY, PATIENCE_S, ranks
@@ -579,6 +581,44 @@ def test_who_does_not_join_is_named():
       gather(join_s=60, check=gone)
   with pytest.raises(PeerError, match="rank 0 was not reached"):
     process_star.join(address, 1, 2, KEY, join_s=0.3)
+
+
+def test_rank_0_is_named_if_another_gives_it_up():
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    links = []
+    rank = threading.Thread(
+      target=lambda: links.append(
+        process_star.join(server.getsockname(), 1, 2, KEY)
+      )
+    )
+    rank.start()
+    star = process_star.Star.gather(server, 2, KEY)
+    rank.join(PATIENCE_S)
+    links[0].fail("it did nothing", blame=0)
+    with pytest.raises(
+      PeerError, match="rank 0 was given up by rank 1"
+    ) as told:
+      star.links[1].take()
+    assert told.value.rank == 0
+    star.close()
+
+
+def test_a_rank_that_cannot_say_hello_leaves_no_connection(monkeypatch):
+  wires = []
+
+  def fail(wire, *_, **__):
+    wires.append(wire)
+    raise PeerError("rank 0 closed the connection")
+
+  monkeypatch.setattr(process_star, "send_arrays", fail)
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    greet = lambda link, address: Connection.admit(link, address, KEY, 60.0)
+    with (
+      Door(server, greet, Connection.close, name="rank 0"),
+      pytest.raises(PeerError, match="rank 0 closed"),
+    ):
+      process_star.join(server.getsockname(), 1, 2, KEY)
+  assert [wire.link.fileno() for wire in wires] == [-1]
 
 
 def test_shares_have_to_be_those_of_the_ranks():

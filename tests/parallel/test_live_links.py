@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from ringjax.errors import OptionError, PeerError
+from ringjax.parallel.links.array_messages import receive_arrays
 from ringjax.parallel.links.connection import Connection, HostileMessageError
 from ringjax.parallel.links.link_group import LinkGroup
 from ringjax.parallel.links.live_link import LinkEnding, LiveLink
@@ -149,6 +150,25 @@ def test_a_message_of_another_kind_is_refused():
       b.take("row")
 
 
+@pytest.mark.parametrize(
+  "shape",
+  [[0, 1 << 39, 1 << 39], [1 << 39, 1 << 39, 0], [1 << 35, 0], [1 << 36]],
+)
+def test_shapes_of_no_array_are_refused(shape):
+  own_end, peer_end = socket.socketpair()
+  with own_end, peer_end:
+    header = {"t": "row", "x": [["float32", shape]]}
+    Connection(peer_end, 60.0, "a").tell_object(header)
+    with pytest.raises(HostileMessageError, match="not of the protocol"):
+      receive_arrays(Connection(own_end, 60.0, "b"))
+
+
+def test_arrays_of_no_elements_arrive():
+  with pair() as (a, b):
+    a.tell("row", [np.zeros((0, 3, 1 << 20), np.float32)])
+    assert b.take("row").arrays[0].shape == (0, 3, 1 << 20)
+
+
 def test_an_error_of_the_function_ends_the_link():
   def refuse(message: Any) -> None:
     raise OptionError("role", "cook", "a waiter", "pass one")
@@ -167,8 +187,48 @@ def test_an_error_that_no_one_expects_ends_the_link():
 
     b.wire.frame = fail  # pyrefly: ignore
     a.tell("row")
-    assert "no room for it" in str(error_of(b.take))
-    assert b.ending is LinkEnding.BROKEN
+    error = error_of(b.take)
+    assert str(error) == "this process failed: MemoryError: no room for it"
+    assert b.ending is LinkEnding.BROKEN and error.rank is None
+    peer_error = error_of(a.take)
+    assert str(peer_error) == "b failed: MemoryError: no room for it"
+    assert peer_error.rank == 1
+
+
+def fail_here(*_: Any) -> Any:
+  raise RuntimeError("no room")
+
+
+@pytest.mark.parametrize(
+  ("options", "message", "why"),
+  [
+    ({"beat": fail_here}, {}, "RuntimeError: no room"),
+    ({"beat": lambda: {"t": "load", "n": {1}}}, {}, "AttributeError: 'set'"),
+    ({"on_message": fail_here}, {}, "RuntimeError: no room"),
+    ({}, {"n": {1}}, "a message to a: 'set'"),
+  ],
+)
+def test_an_error_of_a_process_is_blamed_on_it(options, message, why):
+  with pair(peer_end={"own_rank": 1} | options) as (a, b):
+    a.tell("row")
+    if message:
+      b.tell("row", **message)
+    until(lambda: b.error is not None)
+    assert str(b.error).startswith(f"rank 1 failed: {why}")
+    assert b.error.rank == 1 and b.ending is LinkEnding.BROKEN
+    # The other side gets the reason, and blames the same process.
+    until(lambda: a.error is not None)
+    assert str(a.error).startswith(f"b failed: {why}")
+    assert a.error.rank == 1 and a.ending is LinkEnding.TOLD
+
+
+def test_a_message_without_its_fields_is_blamed_on_its_sender():
+  with pair(peer_end={"on_message": lambda m: m.fields["n"]}) as (a, b):
+    a.tell("row")
+    until(lambda: a.error is not None)
+    assert b.error.rank == 0 and "not of the protocol" in str(b.error)
+    assert "this process was given up by b" in str(a.error)
+    assert a.error.rank is None
 
 
 # ---------------------------------------------------------------------------
@@ -274,6 +334,20 @@ def test_telling_never_waits_for_one_that_reads_nothing():
   assert link.ending is LinkEnding.SILENT
 
 
+def test_the_reason_of_an_end_before_the_start_is_not_lost():
+  for _ in range(20):
+    # Over TCP, where sending to a closed socket breaks the connection.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+      a_end = socket.create_connection(server.getsockname())
+      b_end, _ = server.accept()
+    a = LiveLink(Connection(a_end, 60.0, "b")).start()
+    a.close("the work is done")
+    a.join(PATIENCE_S)
+    b = LiveLink(Connection(b_end, 60.0, "a")).start()
+    assert str(error_of(b.take)) == "a left: the work is done"
+    assert b.ending is LinkEnding.LEFT
+
+
 def test_a_link_can_be_made_again_after_its_end():
   for _ in range(2):
     with pair() as (a, b):
@@ -372,6 +446,34 @@ def test_one_that_leaves_does_not_end_a_group():
     group.tell_all("row")
     assert sides[1].take("row")
   assert lost == [(1, "rank 1 left: it has all it needs")]
+
+
+@pytest.mark.parametrize("blame", [None, 2, 3])
+@pytest.mark.parametrize("added", ["before the failure", "after the failure"])
+def test_a_member_that_is_not_started_is_told_why(added, blame):
+  own_end, peer_end = socket.socketpair()
+  peer_link = LiveLink(Connection(peer_end, 60.0, "rank 0"), rank=0, own_rank=3)
+  peer_link.start()
+  group: LinkGroup[int] = LinkGroup(together=True)
+  own_link = LiveLink(Connection(own_end, 60.0, "rank 3"), rank=3)
+  if added == "after the failure":
+    group.fail("it has no memory", blame=blame)
+    group.add(3, own_link)
+  else:
+    group.add(3, own_link)
+    group.fail("it has no memory", blame=blame)
+  own_link.start()
+  error = error_of(peer_link.take)
+  texts = {
+    None: "rank 0 failed: it has no memory",
+    2: "it has no memory",
+    3: "rank 3 was given up by rank 0: it has no memory",
+  }
+  assert (str(error), error.rank) == (texts[blame], blame or 0)
+  assert peer_link.ending is LinkEnding.TOLD
+  for link in (own_link, peer_link):
+    link.join(PATIENCE_S)
+    until(lambda link=link: not link._receiver.is_alive())
 
 
 # ---------------------------------------------------------------------------

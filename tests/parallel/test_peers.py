@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -101,6 +102,55 @@ def test_who_leaves_is_not_missed():
   assert all(isinstance(f, PeerError) and f.rank == 2 for f in found)
 
 
+def test_a_value_that_comes_with_the_end_is_not_lost():
+  with group(2) as (first, _):
+
+    class Left(dict):
+      """Ranks that have left; the second leaves while it is looked up."""
+
+      def __contains__(self, rank) -> bool:
+        first._values[0, rank] = "last"
+        return True
+
+    first._group.left = Left()
+    assert first.gather("first") == ["first", "last"]
+
+
+@pytest.mark.parametrize(
+  ("leave", "expected"),
+  [
+    (lambda p: p.close(), "rank 0 has left"),
+    (
+      lambda p: p.abandon(ValueError("a bad config")),
+      "rank 0 failed: ValueError: a bad config",
+    ),
+  ],
+)
+def test_rank_0_may_end_as_soon_as_it_has_met_the_others(leave, expected):
+  cards, all_here = [""] * 2, threading.Barrier(2)
+
+  def join(rank: int) -> str:
+    def exchange(card: str) -> list[str]:
+      cards[rank] = card
+      all_here.wait()
+      return cards
+
+    try:
+      peers = Peers.meet(rank, 2, exchange)
+      if rank == 0:
+        leave(peers)
+        return ""
+      peers.wait(lambda: 0 in peers._group.left)
+    except PeerError as error:
+      return str(error)
+    peers.close()
+    return "rank 0 has left"
+
+  for _ in range(3):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+      assert list(pool.map(join, range(2))) == ["", expected]
+
+
 def test_one_that_fails_tells_the_others():
   with group(3) as made:
     made[1].abandon(MemoryError("no room"))
@@ -113,7 +163,7 @@ def test_one_that_is_gone():
   with group(3) as made:
     # It ends without a word, and the system closes what it had: a watch that
     # went on would say first that it is the others who are gone.
-    made[1]._closed = made[1]._group._ended = True
+    made[1]._closed, made[1]._group._end_link = True, lambda _: None
     for link in made[1]._group.links.values():
       link.wire.close()
     made[1]._shut()

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax.errors import ConfigError, OptionError, PromptError
+from ringjax.errors import ConfigError, OptionError, PeerError, PromptError
 from ringjax.infer.loongserve.elastic_instance import (
   block_bytes,
   instance_programs,
 )
 from ringjax.infer.loongserve.elastic_worker import ElasticWorker
-from ringjax.parallel.links.connection import AuthenticationError
+from ringjax.parallel.links.array_messages import send_arrays
+from ringjax.parallel.links.connection import AuthenticationError, Connection
+from ringjax.parallel.links.live_link import LiveLink
 from ringjax.serve.cluster import (
   ElasticOptions,
   ElasticScheduler,
@@ -207,6 +209,21 @@ def test_what_is_refused(model, loaded, threads, prompts):
   # Too long for all of them: said at once, and of it alone.
   found = call([np.zeros(400, np.int32)])
   assert "320 slots" in found.answers[0].error
+
+
+def test_a_manager_hears_why_an_instance_has_ended(model):
+  worker = ElasticWorker(model, 0, 8, bytes(range(32)))
+  thread = threading.Thread(target=worker.serve, daemon=True)
+  thread.start()
+  wire = Connection.connect(worker.address, bytes(range(32)), 60, "instance 0")
+  send_arrays(wire, "manage", number=0)
+  link = LiveLink(wire).start()
+  # It lacks its arrays.
+  link.send("drop")
+  with pytest.raises(PeerError, match="instance 0 failed: ValueError"):
+    link.take(within_s=60)
+  thread.join(60)
+  assert not thread.is_alive()
 
 
 def test_strangers_get_no_further_than_the_greeting(model):

@@ -236,10 +236,14 @@ class AttentionServer:
       if wire is None:
         return
       self._link = link = LiveLink(wire, kinds=_KINDS).start()
-      with contextlib.suppress(PeerError):
-        # The model gets the reason, if it still listens.
-        _Conversation(link).run()
-      link.join(1.0)
+      try:
+        with contextlib.suppress(PeerError):
+          # The model gets the reason, if it still listens.
+          _Conversation(link).run()
+      finally:
+        # A link that is not served must not look alive.
+        link.fail("the worker has ended")
+        link.join(1.0)
 
   def close(self) -> None:
     """Ends the connection and listens no more."""
@@ -269,7 +273,8 @@ class _Conversation:
         self._answer(message)
       except RingjaxError as error:
         self._fail(str(error))
-      except (TypeError, ValueError, RuntimeError) as error:
+      except Exception as error:
+        # Any config, shape and dtype may come: the next model is served.
         self._fail(f"{type(error).__name__}: {error}")
 
   def _fail(self, why: str) -> NoReturn:

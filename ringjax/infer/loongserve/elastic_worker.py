@@ -145,25 +145,26 @@ class _PeerLinks:
     Raises:
       PeerError: If the instance is gone, does not listen, or has another key.
     """
-    if target in self._targets.lost:
-      raise self._targets.lost[target]
-    if target not in self._targets.links:
-      wire = Connection.connect(
-        address,
-        self._key,
-        self._patience_s,
-        f"instance {target}",
-        rank=target,
-      )
-      try:
-        send_arrays(wire, "hello", number=self._number)
-      except PeerError:
-        wire.close()
-        raise
-      link = LiveLink(wire, rank=target, kinds=())
-      self._targets.add(target, link)
-      return link.start()
-    return self._targets.links[target]
+    # Its links' threads may remove it at any time.
+    if (link := self._targets.links.get(target)) is not None:
+      return link
+    if (error := self._targets.lost.get(target)) is not None:
+      raise error
+    wire = Connection.connect(
+      address,
+      self._key,
+      self._patience_s,
+      f"instance {target}",
+      rank=target,
+    )
+    try:
+      send_arrays(wire, "hello", number=self._number)
+    except PeerError:
+      wire.close()
+      raise
+    link = LiveLink(wire, rank=target, kinds=())
+    self._targets.add(target, link)
+    return link.start()
 
   def _is_gone(self, source: int) -> bool:
     return source in self._sources.lost or source in self._sources.left
@@ -248,10 +249,16 @@ class ElasticWorker:
     link = self._manager.get()
     if link is not None:
       link.start()
-      while (message := self._calls.get()) is not None:
-        self._run(link, message)
-      link.close("the instance has ended")
-      link.join(1.0)
+      try:
+        while (message := self._calls.get()) is not None:
+          self._run(link, message)
+        link.close("the instance has ended")
+      except Exception as error:
+        link.fail(f"{type(error).__name__}: {error}")
+      finally:
+        # A link that is not served must not look alive.
+        link.fail("the instance has ended")
+        link.join(1.0)
     self.close()
 
   def close(self) -> None:

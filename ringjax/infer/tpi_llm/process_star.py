@@ -195,14 +195,14 @@ class Star:
       fault = f"another model folder on rank {rank}", "the same on all ranks"
     if fault is not None:
       error = OptionError("rank", *fault, "start the ranks with the same flags")
-      refused = StarLink(wire, None)
+      refused = StarLink(wire, None, 0)
       refused.start()
       refused.fail(f"{error}", blame=0)
       refused.join(1.0)
       raise error
     assert isinstance(rank, int)
     wire.name = f"rank {rank}"
-    link = self.links[rank] = StarLink(wire, rank)
+    link = self.links[rank] = StarLink(wire, rank, 0)
     self._group.add(rank, link)
     link.start()
 
@@ -263,7 +263,11 @@ def join(
           rank=0,
         ) from None
       time.sleep(_PAUSE_S)
-  send_arrays(wire, "hello", rank=rank, size=size, digest=digest)
+  try:
+    send_arrays(wire, "hello", rank=rank, size=size, digest=digest)
+  except BaseException:
+    wire.close()
+    raise
   link = StarLink(wire, 0, rank)
   link.start()
   return link

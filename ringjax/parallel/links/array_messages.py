@@ -146,4 +146,7 @@ def _shape(given: Any) -> tuple[int, ...]:
     raise ValueError("no shape")
   if not all(type(n) is int and 0 <= n < 1 << 40 for n in given):
     raise ValueError(f"shape {given!r:.60}")
+  # An array of no elements has a limit, too: NumPy makes none of huge sizes.
+  if math.prod(n for n in given if n) > MOST_BYTES:
+    raise ValueError(f"shape {given!r:.60}")
   return tuple(given)

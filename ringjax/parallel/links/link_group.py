@@ -48,7 +48,9 @@ class LinkGroup(Generic[Member]):
     self.left: dict[Member, PeerError] = {}
     self.lost: dict[Member, PeerError] = {}
     self._on_lost, self._together = on_lost, together
-    self._lock, self._ended = threading.Lock(), False
+    self._lock = threading.Lock()
+    # Function that ends a link as the group has ended; None before.
+    self._end_link: Callable[[LiveLink], object] | None = None
 
   def __len__(self) -> int:
     """Number of members that are in."""
@@ -57,14 +59,15 @@ class LinkGroup(Generic[Member]):
   def add(self, member: Member, link: LiveLink) -> None:
     """Add a member by its link, which is started afterwards.
 
-    The link of one that comes when the group has ended is closed.
+    The link of one that comes when the group has ended ends as the others did,
+    for the same reason.
     """
     link.on_end = lambda _: self._lost(member, link)
     with self._lock:
-      has_ended = self._ended
+      end_link = self._end_link
       self.links[member] = link
-    if has_ended:
-      link.close("the group has ended")
+    if end_link is not None:
+      end_link(link)
 
   def remove(self, member: Member, why: str) -> None:
     """End the link to a member, which may have left already."""
@@ -92,14 +95,14 @@ class LinkGroup(Generic[Member]):
     """
     return self._end(lambda link: link.fail(why, blame=blame))
 
-  def _end(self, end: Callable[[LiveLink], object]) -> bool:
+  def _end(self, end_link: Callable[[LiveLink], object]) -> bool:
     with self._lock:
-      if self._ended:
+      if self._end_link is not None:
         return False
-      self._ended = True
+      self._end_link = end_link
       links = list(self.links.values())
     for link in links:
-      end(link)
+      end_link(link)
     until = time.monotonic() + _FLUSH_S
     for link in links:
       link.join(until - time.monotonic())
@@ -109,11 +112,12 @@ class LinkGroup(Generic[Member]):
     error = link.error
     assert error is not None
     with self._lock:
-      if self._ended or self.links.get(member) is not link:
+      if self._end_link is not None or self.links.get(member) is not link:
         return
-      del self.links[member]
       has_left = link.ending is LinkEnding.LEFT
+      # Those that read without the lock find the member in one of the tables.
       (self.left if has_left else self.lost)[member] = error
+      del self.links[member]
     if (
       has_left or not self._together or self.fail(str(error), blame=error.rank)
     ):

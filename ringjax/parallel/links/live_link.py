@@ -51,6 +51,15 @@ _WAITS = 8
 _SENDER, _RECEIVER = "sender", "receiver"
 # Longest reason that is sent.
 _MOST_WHY = 400
+# Errors of a function that gets messages, because one lacks a field or has
+# something else in it.
+_OF_MESSAGES = (
+  ArithmeticError,
+  AttributeError,
+  LookupError,
+  TypeError,
+  ValueError,
+)
 # Seconds for the last messages of a link that is given up.
 _FLUSH_S = 1.0
 
@@ -73,7 +82,8 @@ class LiveLink:
     wire: The connection.
     name: Name of the other side.
     rank: Rank of the other side, for errors, or None.
-    error: Reason of the end; None while the link lives.
+    error: Reason of the end, with the rank at fault, None if it is unknown;
+      None while the link lives.
     ending: Way in which it has ended; None while the link lives.
     on_end: Function called once with the reason of the end, or None.
   """
@@ -97,10 +107,12 @@ class LiveLink:
     Args:
       wire: Authenticated connection, whose patience is the limit of silence.
       rank: Rank of the other side, for errors.
-      own_rank: Rank of this process, for the error when it was given up.
+      own_rank: Rank of this process, for the error when it has failed or was
+        given up.
       kinds: Kinds of messages that the other side may send; default: any.
       on_message: Function called with each message, by one thread; default:
-        messages wait for `take`.
+        messages wait for `take`. Errors of the package, of types and of values
+        are blamed on the message, others on this process; both end the link.
       on_end: Function called once by that thread, with the reason of the end.
       beat: Function that returns the fields of a heartbeat. They are those of a
         message, "t" its kind.
@@ -120,7 +132,7 @@ class LiveLink:
     self._beat_s = wire.patience_s / _BEATS if beat_s is None else beat_s
     self._news = threading.Condition()
     self._came: collections.deque[ArrayMessage] = collections.deque()
-    self._sending = threading.Lock()
+    self._sending, self._starting = threading.Lock(), threading.Lock()
     self._outbox: queue.SimpleQueue[list[bytes | memoryview] | None] = (
       queue.SimpleQueue()
     )
@@ -137,10 +149,15 @@ class LiveLink:
     return self.wire.name
 
   def start(self) -> LiveLink:
-    """Start the threads that send and receive."""
-    self.tell(_LIVE, patience_s=self.wire.patience_s)
-    self._sender.start()
-    self._receiver.start()
+    """Start the threads that send and receive, unless they were started."""
+    with self._starting:
+      if self._sender.ident is None:
+        self.tell(_LIVE, patience_s=self.wire.patience_s)
+        # Nothing is sent before the receiver runs: if the other side has left
+        # already, sending fails, and only the receiver gets the reason.
+        with self._sending:
+          self._sender.start()
+          self._receiver.start()
     return self
 
   # -------------------------------------------------------------------------
@@ -153,14 +170,15 @@ class LiveLink:
     """Queue a message to be sent after those before it; never waits.
 
     Fields may change afterwards, arrays must not. Fields that are not for JSON
-    end the link; a link that has ended drops the message.
+    end the link, as a failure of this process; a link that has ended drops the
+    message.
     """
     if self.error is not None:
       return
     try:
       self._outbox.put(message_parts(kind, arrays, **fields))
     except (AttributeError, TypeError, ValueError) as error:
-      self._end(LinkEnding.BROKEN, f"a message to {self.name}: {error}")
+      self._fail_here(f"a message to {self.name}: {error}")
 
   def send(
     self, kind: str, arrays: Sequence[np.ndarray] = (), /, **fields: Any
@@ -221,7 +239,7 @@ class LiveLink:
     Args:
       why: Reason, which `on_end` gets, and the other side.
     """
-    self._say_bye(why)
+    self._say_bye(why, self.rank)
 
   def fail(self, why: str, *, blame: int | None = None) -> None:
     """End the link after the queued messages, and report a failure.
@@ -231,7 +249,7 @@ class LiveLink:
       blame: Rank of the process that failed; default: this process.
     """
     if blame is None:
-      self._say_bye(why, blame=_SENDER)
+      self._say_bye(why, self._own_rank, blame=_SENDER)
     elif blame == self.rank:
       self._say_bye(why, blame, blame=_RECEIVER)
     else:
@@ -239,6 +257,9 @@ class LiveLink:
 
   def join(self, seconds: int | float) -> None:
     """Wait until the last message is sent; then end the connection anyway."""
+    if self.error is not None:
+      # One that ended before its start has not told the other side why.
+      self.start()
     self._await(self._sender, seconds)
     self.wire.close()
 
@@ -248,17 +269,52 @@ class LiveLink:
     if thread.is_alive() and thread is not threading.current_thread():
       thread.join(max(0.0, seconds))
 
-  def _say_bye(self, why: str, rank: int | None = None, **fields: Any) -> None:
-    if self._end(LinkEnding.ENDED, why, rank=rank, shut=False):
+  def _say_bye(
+    self,
+    why: str,
+    rank: int | None,
+    *,
+    ending: LinkEnding = LinkEnding.ENDED,
+    error: str = "",
+    **fields: Any,
+  ) -> None:
+    """End the link after the queued messages and a last one, which says why.
+
+    Args:
+      why: Reason for the other side.
+      rank: Rank at fault, for the error of this side.
+      ending: Way in which the link ends.
+      error: Reason for this side; default: `why`.
+      **fields: Further fields of the last message.
+    """
+    if self._end(ending, error or why, rank, shut=False):
       self._outbox.put(message_parts(_BYE, why=why[:_MOST_WHY], **fields))
     self._outbox.put(None)
+
+  def _fail_here(self, error: Exception | str) -> None:
+    """End the link by an error of this process."""
+    why = (
+      error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    )
+    self._say_bye(
+      why,
+      self._own_rank,
+      ending=LinkEnding.BROKEN,
+      error=f"{self._own_name} failed: {why}",
+      blame=_SENDER,
+    )
+
+  @property
+  def _own_name(self) -> str:
+    rank = self._own_rank
+    return "this process" if rank is None else f"rank {rank}"
 
   def _end(
     self,
     ending: LinkEnding,
     why: str,
+    rank: int | None,
     *,
-    rank: int | None = None,
     shut: bool = True,
   ) -> bool:
     """Set the reason, wake all that wait; whether the link lived until now."""
@@ -266,7 +322,7 @@ class LiveLink:
       first = self.error is None
       if first:
         self.ending = ending
-        self.error = PeerError(why, rank=self.rank if rank is None else rank)
+        self.error = PeerError(why, rank=rank)
       self._news.notify_all()
     if shut:
       self._outbox.put(None)
@@ -303,20 +359,27 @@ class LiveLink:
         except queue.Empty:
           pass
         if time.monotonic() >= due and self.error is None:
-          fields = dict(self._beat())
+          try:
+            fields = dict(self._beat())
+            parts = message_parts(fields.pop("t"), **fields)
+          except Exception as error:
+            # A link that can't beat must not look alive.
+            self._fail_here(error)
+            continue
           with self._sending:
-            send_arrays(self.wire, fields.pop("t"), **fields)
+            self.wire.send(parts)
           due = time.monotonic() + self._beat_s
     except PeerError as error:
       self._unsent(error)
     except Exception as error:
-      # A link that can't send must not look alive.
-      self._end(LinkEnding.BROKEN, str(error) or type(error).__name__)
+      # Nor may one that can't send: there is no memory, for instance.
+      self._fail_here(error)
     self.wire.close()
 
   def _receive(self) -> None:
     """Receive messages until the link ends."""
-    ending, why, rank = LinkEnding.CLOSED, f"{self.name} {self._closed}", None
+    ending, why = LinkEnding.CLOSED, f"{self.name} {self._closed}"
+    rank = self.rank
     try:
       while self._wait_for_byte():
         message = receive_arrays(self.wire, self._kinds)
@@ -332,18 +395,17 @@ class LiveLink:
       else:
         raise self.wire.fail(TimeoutError()) from TimeoutError()
     except PeerError as error:
-      ending, why = self._reason_of(error)
+      ending, why, rank = self._reason_of(error)
+      if ending is not LinkEnding.CLOSED:
+        self._say_bye(why, rank, ending=ending, blame=_RECEIVER)
     except Exception as error:
       # There is no memory for a message, for instance: all that wait are woken.
-      ending, why = LinkEnding.BROKEN, f"{self.name}: {error!r}"
+      ending = LinkEnding.BROKEN
+      self._fail_here(error)
     if ending in (LinkEnding.SILENT, LinkEnding.BROKEN):
       # The other side may still hear why.
-      if self._end(ending, why, shut=False):
-        bye = message_parts(_BYE, why=why[:_MOST_WHY], blame=_RECEIVER)
-        self._outbox.put(bye)
-      self._outbox.put(None)
       self._await(self._sender, _FLUSH_S)
-    self._end(ending, why, rank=rank)
+    self._end(ending, why, rank)
     if self.on_end is not None:
       assert self.error is not None
       self.on_end(self.error)
@@ -371,7 +433,7 @@ class LiveLink:
       self._on_message(message)
     except RingjaxError as error:
       raise HostileMessageError(str(error)) from None
-    except Exception as error:
+    except _OF_MESSAGES as error:
       raise self.wire.hostile(error) from None
 
   def _keep(self, message: ArrayMessage) -> None:
@@ -383,21 +445,21 @@ class LiveLink:
     """Way, reason and blamed rank of the other side's last message."""
     why, blame = str(fields.get("why"))[:_MOST_WHY], fields.get("blame")
     if blame == _SENDER:
-      return LinkEnding.TOLD, f"{self.name} failed: {why}", None
+      return LinkEnding.TOLD, f"{self.name} failed: {why}", self.rank
     if blame == _RECEIVER:
-      rank = self._own_rank
-      name = "this process" if rank is None else f"rank {rank}"
-      return LinkEnding.TOLD, f"{name} was given up by {self.name}: {why}", rank
+      text = f"{self._own_name} was given up by {self.name}: {why}"
+      return LinkEnding.TOLD, text, self._own_rank
     if type(blame) is int:
       return LinkEnding.TOLD, why, blame
-    return LinkEnding.LEFT, f"{self.name} left: {why}", None
+    return LinkEnding.LEFT, f"{self.name} left: {why}", self.rank
 
-  def _reason_of(self, error: PeerError) -> tuple[LinkEnding, str]:
-    """Way and reason of the end by an error of the connection or a message."""
+  def _reason_of(self, error: PeerError) -> tuple[LinkEnding, str, int | None]:
+    """Way, reason and rank of an end by a connection's or message's error."""
     if isinstance(error, HostileMessageError):
-      return LinkEnding.BROKEN, str(error)
+      return LinkEnding.BROKEN, str(error), self.rank
     # `Connection.fail` is raised while an error of the system is handled.
     if isinstance(error.__cause__ or error.__context__, TimeoutError):
       patience = f"{self.wire.patience_s:g} s"
-      return LinkEnding.SILENT, f"{self.name} {self._silent} for {patience}"
-    return LinkEnding.CLOSED, f"{self.name} {self._closed}"
+      text = f"{self.name} {self._silent} for {patience}"
+      return LinkEnding.SILENT, text, self.rank
+    return LinkEnding.CLOSED, f"{self.name} {self._closed}", self.rank
