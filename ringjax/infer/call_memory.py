@@ -228,7 +228,7 @@ def _work(model: Transformer, rows: int, read: int) -> int:
   """Estimated bytes of a layer's activations, `rows` rows of `read` tokens."""
   layers = model.config.layers
   size = jax.numpy.dtype(model.dtype).itemsize
-  queries = max(layer.attention.pair_flops for layer in layers) // 4
+  queries = max(layer.pair_flops for layer in layers) // 4
   width = max(layer.feedforward.width for layer in layers)
   # Four hidden states, queries, keys and values, and float32 accumulators.
   embed = _streams(model) * model.config.embed

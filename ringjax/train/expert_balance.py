@@ -29,7 +29,7 @@ from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import Transformer
-from ringjax.nn.feedforward import DenseAndExperts, Experts
+from ringjax.nn.feedforward import Experts
 from ringjax.nn.router_sums import RouterSums
 from ringjax.nn.tokens import Tokens
 
@@ -224,8 +224,7 @@ def sparse_layers(model: object) -> tuple[SparseLayers, ...]:
   groups = []
   for run_number, run in enumerate(model.stack.runs):
     for position, layer in enumerate(run.layers):
-      spec = layer.feedforward
-      spec = spec.sparse if isinstance(spec, DenseAndExperts) else spec
+      spec = getattr(layer.feedforward, "sparse", layer.feedforward)
       if isinstance(spec, Experts):
         groups.append(SparseLayers(run_number, position, spec))
   return tuple(groups)

@@ -45,6 +45,7 @@ PUBLISHED = {
   "llama-3.1-70b": 70_554,
   "llama-3.1-8b": 8_030,
   "llama-3.2-1b": 1_236,
+  "longcat-flash-560b": 560_000,
   "lwm-7b-1m": 6_738,
   "mamba-2.8b": 2_768,
   "mamba-codestral-7b": 7_285,
