@@ -465,6 +465,11 @@ class Experts:
   identities: int = 0
 
   @property
+  def routed(self) -> int:
+    """Number of experts that the router chooses among, with identities."""
+    return self.experts + self.identities
+
+  @property
   def width(self) -> int:
     """Number of intermediate numbers per token."""
     return (1 + self.gated) * (self.chosen * self.hidden + self.shared)
@@ -507,7 +512,7 @@ class ExpertsLayer(nnx.Module):
     self.spec = spec
     self.over: tuple[str, ...] = ()
     assert not spec.identities or not (spec.latent or spec.scale_input)
-    routed = e + spec.identities
+    routed = spec.routed
     self.router = Linear(
       rngs, (embed,), (routed,), ("embed", None), bias=spec.router_bias
     )
@@ -608,10 +613,12 @@ class ExpertsLayer(nnx.Module):
       mixing, chosen = spec.router(logits, w["correction"], spec.chosen)
       if spec.scaled:
         mixing = mixing * w["expert_scale"].astype(jnp.float32)[chosen]
-      routed, kept = chosen, None
+      routed, of_identities = chosen, None
       if spec.identities:
         is_identity = chosen >= spec.experts
-        kept = jnp.sum(jnp.where(is_identity, mixing, 0), -1, keepdims=True)
+        of_identities = jnp.sum(
+          jnp.where(is_identity, mixing, 0), -1, keepdims=True
+        )
         # The number of experts stands for none.
         chosen = jnp.minimum(chosen, spec.experts)
 
@@ -645,10 +652,9 @@ class ExpertsLayer(nnx.Module):
           grouped=grouped,
         )
       y = y if out_of is None else linear_product(y, out_of, 1)
-      if kept is not None:
-        y = (y.astype(jnp.float32) + kept * x.astype(jnp.float32)).astype(
-          y.dtype
-        )
+      if of_identities is not None:
+        sums = y.astype(jnp.float32) + of_identities * x.astype(jnp.float32)
+        y = sums.astype(y.dtype)
       return y if record is None else (y, logits, routed)
 
     if self.over and attend.mesh is not None:
