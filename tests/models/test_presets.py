@@ -34,6 +34,8 @@ PUBLISHED = {
   "glm-4.5-air": 106_850,
   # 31 billion with the layer that guesses further tokens.
   "glm-4.7-flash": 29_943,
+  # Without the layer that guesses further tokens.
+  "glm-5.2": 744_000,
   "gpt-j-6b": 6_053,
   "gpt-oss-20b": 20_910,
   "gpt2-xl": 1_558,

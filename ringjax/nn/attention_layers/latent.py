@@ -177,7 +177,7 @@ class LatentLayer(nnx.Module):
     key_index = spec.index
     self.index = (
       None
-      if key_index is None
+      if key_index is None or key_index.reads
       else key_index.build(rngs, embed, size or embed, spec.rope)
     )
 
@@ -200,6 +200,7 @@ class LatentLayer(nnx.Module):
       latent = latent * jnp.asarray(spec.latent_scale, latent.dtype)
     parts = [latent, latent_and_shared[..., spec.latent :]]
     if spec.index is not None:
+      index = spec.index.exchange(index, tokens, x.dtype)
       parts.append(index[2])
     row = jnp.concatenate(parts, -1)[:, None]
     rotation = tokens.rotation(spec.row_rope, first=spec.latent)
