@@ -23,6 +23,7 @@ PUBLISHED = {
   # 14 million more in each layer, of the index.
   "deepseek-v3.2": 671_880,
   "ernie-4.5-0.3b": 361,
+  "exaone-3.0-7.8b": 7_818,
   "exaone-4.0-32b": 32_003,
   "falcon-7b": 6_920,
   "falcon-h1-0.5b": 521,
