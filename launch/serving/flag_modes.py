@@ -54,6 +54,7 @@ _SERVER = frozenset(
     "model_name",
     "port",
     "queue",
+    "reasoning_parser",
     "stall",
   }
 )

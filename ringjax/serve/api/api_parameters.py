@@ -674,6 +674,7 @@ _OF_ROLE = {
   "assistant": (
     "tool_calls",
     "reasoning_content",
+    "reasoning",
     "refusal",
     "audio",
     "annotations",
@@ -694,9 +695,12 @@ def _message(name: str, given: Json, calls: bool) -> dict[str, Any]:
       raise OptionError(
         f"{name}.{key}", "a value", "null: it is not supported", "leave it out"
       )
-  for key in ("tool_call_id", "name", "reasoning_content"):
+  for key in ("tool_call_id", "name", "reasoning_content", "reasoning"):
     if key in parsed:
       text(f"{name}.{key}", parsed[key])
+  # Templates know the older one of the two names.
+  if reasoning := parsed.pop("reasoning", ""):
+    parsed.setdefault("reasoning_content", reasoning)
   content = parsed.get("content")
   if isinstance(content, list) and all(
     isinstance(part, dict)

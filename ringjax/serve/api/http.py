@@ -54,7 +54,6 @@ from ringjax.serve.api.openai_api import (
   ApiCall,
   ApiModel,
   rejected,
-  usage,
 )
 from ringjax.serve.api.server_metrics import CONTENT_TYPE, Figure, ServerMetrics
 from ringjax.serve.request import (
@@ -175,6 +174,7 @@ class OpenAIApp:
     stall: int | float = 60.0,
     chat_template: str | None = None,
     trusted_template: bool = False,
+    reasoning_parser: str = "auto",
   ):
     """Make the application of an engine.
 
@@ -191,6 +191,9 @@ class OpenAIApp:
       chat_template: Jinja source in place of the tokenizer's, or None.
       trusted_template: Whether the template is trusted, see
         `ringjax.data.ChatTemplate`.
+      reasoning_parser: Name of the format of reasoning in chats' answers, one
+        of `reasoning.FORMATS`; "auto" for that which the chat template shows,
+        "none" to leave it in the text.
 
     Raises:
       OptionError: If a value is out of range.
@@ -213,6 +216,7 @@ class OpenAIApp:
       adapters=engine.adapters,
       chat_template=chat_template,
       trusted_template=trusted_template,
+      reasoning_parser=reasoning_parser,
     )
     # Look up digests, as a comparison of keys would leak time.
     self._keys = None
@@ -605,7 +609,9 @@ class OpenAIApp:
         break
       await client.wait()
     if call.usage:
-      last = self._model.chunk(call, []) | {"usage": usage(handles)}
+      last = self._model.chunk(call, []) | {
+        "usage": self._model.usage(call, handles)
+      }
       await client.event(last)
     await client.finish(_DONE)
 

@@ -20,7 +20,7 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +49,11 @@ from ringjax.serve.api.api_parameters import (
   utf8,
 )
 from ringjax.serve.api.grammar import GrammarCompiler
+from ringjax.serve.api.reasoning import (
+  ReasoningReader,
+  Thoughts,
+  reasoning_format,
+)
 from ringjax.serve.api.tool_calls import (
   ToolAnswer,
   ToolReader,
@@ -66,6 +71,8 @@ _TEMPERATURE = 1.0
 _FINISH = {"stop": "stop", "length": "length"}
 # Log-probability of a masked token in OpenAI's API: JSON has no infinity.
 _NEVER = -9999.0
+# Number of last tokens of a prompt that contain a mark of reasoning.
+_MARK_TOKENS = 64
 # Assumed characters of the longest token of a tokenizer without bytes: a word
 # may be a token that stands for all unknown ones.
 _LONG_TOKEN = 256
@@ -102,6 +109,7 @@ class ApiCall:
     stop_ids: Token ids that the body asks to stop at.
     echoes: Text before the answers of each prompt.
     tools: Reader of calls of tools, or None where none may be called.
+    reasoning: Reader of the answers' reasoning, or None.
     id: Id of the answer.
     created: Time of the call, seconds since 1970.
   """
@@ -116,6 +124,7 @@ class ApiCall:
   stop_ids: tuple[int, ...]
   echoes: tuple[str, ...]
   tools: ToolReader | None
+  reasoning: ReasoningReader | None
   id: str
   created: int
 
@@ -151,6 +160,7 @@ class ApiModel:
     adapters: Sequence[str] = (),
     chat_template: str | None = None,
     trusted_template: bool = False,
+    reasoning_parser: str = "auto",
   ):
     """Make the API of a model.
 
@@ -164,9 +174,12 @@ class ApiModel:
       chat_template: Jinja source in place of the tokenizer's, or None.
       trusted_template: Whether the template is trusted, see
         `ringjax.data.ChatTemplate`.
+      reasoning_parser: Name of the format of reasoning in answers, "auto" for
+        that which the chat template shows, or "none".
 
     Raises:
-      OptionError: If an adapter has the name of the model.
+      OptionError: If an adapter has the name of the model, or no format of
+        reasoning has the name.
       TemplateError: If the template is invalid.
     """
     if name in adapters:
@@ -187,6 +200,8 @@ class ApiModel:
       )
     elif tokenizer.chat_template is not None:
       self._template = ChatTemplate.of(tokenizer, trusted=trusted_template)
+    source = "" if self._template is None else self._template.source
+    self._reasoning = reasoning_format(reasoning_parser, source)
     self._eos = tuple(i for i in tokenizer.eos_ids if i < vocab)
     self._grammars = GrammarCompiler(tokenizer, vocab)
     # No text of more characters has as few tokens.
@@ -253,7 +268,14 @@ class ApiModel:
       new = max(1, self._longest - prompt.size)
     wanted = params.get("top_logprobs", 0) if params.get("logprobs") else None
     return self._call(
-      params, [prompt], salt, new=new, logprobs=wanted, chat=True, tools=tools
+      params,
+      [prompt],
+      salt,
+      new=new,
+      logprobs=wanted,
+      chat=True,
+      tools=tools,
+      reasoning=self._thinking(prompt, tools),
     )
 
   def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -376,6 +398,20 @@ class ApiModel:
       parallel=params.get("parallel_tool_calls", True),
     )
 
+  def _thinking(
+    self, prompt: np.ndarray, tools: ToolReader | None
+  ) -> ReasoningReader | None:
+    """Reader of the reasoning in the answers to a chat, or None.
+
+    Calls in channels are read together with the reasoning, by `tools`.
+    """
+    if self._reasoning is None:
+      return None
+    if tools is not None and tools.form is not None and tools.form.channels:
+      return None
+    end = self.tokenizer.decode(prompt[-_MARK_TOKENS:], special=True)
+    return ReasoningReader.after(self._reasoning, end)
+
   def _rendered(
     self, given: dict[str, Any], *, opens: bool = True, whole: bool = False
   ) -> np.ndarray:
@@ -429,6 +465,7 @@ class ApiModel:
     echoes: Sequence[str] = (),
     chat: bool = False,
     tools: ToolReader | None = None,
+    reasoning: ReasoningReader | None = None,
   ) -> ApiCall:
     check_search(given)
     n, beams = given.get("n", 1), given.get("beams")
@@ -487,7 +524,7 @@ class ApiModel:
         strings=given.get("stop", ()),
         included=given.get("include_stop_str_in_output", False),
         special=not given.get("skip_special_tokens", True)
-        or self._shows_specials(tools),
+        or self._shows_specials(tools, reasoning),
       )
       requests = tuple(
         Request(
@@ -502,7 +539,9 @@ class ApiModel:
           logprobs=logprobs,
           salt=salt,
           adapter=self._adapter(given),
-          mask=self._grammars.mask(schema, regex, answers_each),
+          mask=self._grammars.mask(
+            schema, regex, answers_each, self._around(reasoning)
+          ),
         )
         for prompt in prompts
       )
@@ -519,14 +558,26 @@ class ApiModel:
       stop_ids=stop_ids,
       echoes=tuple(echoes) or ("",) * len(prompts),
       tools=tools,
+      reasoning=reasoning,
       id=("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
       created=int(time.time()),
     )
 
-  def _shows_specials(self, tools: ToolReader | None) -> bool:
-    """Whether a mark of calls is a special token, which texts leave out."""
+  def _shows_specials(
+    self, tools: ToolReader | None, reasoning: ReasoningReader | None
+  ) -> bool:
+    """Whether a mark is a special token, which texts leave out."""
     marks = () if tools is None or tools.form is None else tools.form.marks
+    marks += () if reasoning is None else reasoning.form.marks
     return any(mark in self.tokenizer.specials.by_text for mark in marks)
+
+  def _around(self, reasoning: ReasoningReader | None) -> Callable[[str], str]:
+    """Function that adds reasoning before the answers of a grammar."""
+    if reasoning is None:
+      return lambda grammar: grammar
+    by_text = self.tokenizer.specials.by_text
+    specials = {text: token.id for text, token in by_text.items()}
+    return lambda grammar: reasoning.grammar(grammar, specials)
 
   def _check_answers(self, param: str, each: int, prompts: int) -> None:
     if each * prompts > self._most:
@@ -667,8 +718,7 @@ class ApiModel:
             "content": part.text,
             "refusal": None,
           }
-          if part.reasoning:
-            choice["message"]["reasoning_content"] = part.reasoning
+          choice["message"] |= _reasoning_members(part.reasoning)
           if part.calls:
             choice["message"] |= {
               "content": part.text or None,
@@ -680,8 +730,27 @@ class ApiModel:
     kind = "chat.completion" if call.chat else "text_completion"
     return self._head(call, kind) | {
       "choices": choices,
-      "usage": usage(handles),
+      "usage": self.usage(call, handles),
     }
+
+  def usage(self, call: ApiCall, handles: Sequence[Handle]) -> dict[str, Any]:
+    """Usage object of a call whose answers have ended."""
+    if call.reasoning is None:
+      return usage(handles)
+    answers = [answer for handle in handles for answer in handle.answers]
+    thought = sum(self._reasoning_tokens(call, answer) for answer in answers)
+    return usage(handles, thought)
+
+  def _reasoning_tokens(self, call: ApiCall, answer: Answer) -> int:
+    """Number of tokens of an answer before its content."""
+    assert call.reasoning is not None
+    end = call.reasoning.read(answer.text, True).end
+    stream, chars = Stream(self.tokenizer, special=call.stops.special), 0
+    for count, token in enumerate(answer.tokens):
+      if chars >= end:
+        return count
+      chars += len(stream.feed(token))
+    return len(answer.tokens) if end else 0
 
   def chunk(
     self, call: ApiCall, choices: list[dict[str, Any]]
@@ -727,6 +796,13 @@ def _longest_token(tokenizer: AnyTokenizer) -> int:
   )
 
 
+def _reasoning_members(reasoning: str) -> dict[str, str]:
+  """Members of a message or a delta, by the two names that clients know."""
+  if not reasoning:
+    return {}
+  return {"reasoning_content": reasoning, "reasoning": reasoning}
+
+
 def check_answer(answer: Answer) -> None:
   """Raises ApiError if an answer ended before it was complete."""
   if isinstance(answer.error, RejectedError):
@@ -748,20 +824,32 @@ def check_answer(answer: Answer) -> None:
     )
 
 
-def usage(handles: Sequence[Handle]) -> dict[str, Any]:
-  """Usage object: numbers of prompt and answer tokens."""
+def usage(
+  handles: Sequence[Handle], reasoning_tokens: int | None = None
+) -> dict[str, Any]:
+  """Usage object: numbers of prompt and answer tokens.
+
+  Args:
+    handles: Handles of a call.
+    reasoning_tokens: Number of the answers' tokens that are reasoning, if it is
+      read.
+  """
   read = sum(len(h.request.prompt) for h in handles)
   generated = sum(len(a.tokens) for h in handles for a in h.answers)
   details = {"cached_tokens": sum(h.cached_tokens for h in handles)}
   kept_counts = [h.kept_tokens for h in handles if h.kept_tokens is not None]
   if kept_counts:
     details["kept_tokens"] = sum(kept_counts)
-  return {
+  counts = {
     "prompt_tokens": read,
     "completion_tokens": generated,
     "total_tokens": read + generated,
     "prompt_tokens_details": details,
   }
+  if reasoning_tokens is not None:
+    thought = {"reasoning_tokens": reasoning_tokens}
+    counts["completion_tokens_details"] = thought
+  return counts
 
 
 class AnswerPart(NamedTuple):
@@ -772,7 +860,7 @@ class AnswerPart(NamedTuple):
     logprobs: Log-probabilities of its tokens, or None.
     finish: Finish reason of the answer, or None.
     calls: Calls of tools, as members of a message; only of the last part.
-    reasoning: Text in which the model thinks; only of the last part.
+    reasoning: Text in which the model thinks.
   """
 
   text: str
@@ -802,7 +890,7 @@ class AnswerStream:
     self.index, self.answer = index, answer
     self.begun = self.ended = False
     self._tokenizer, self._call, self._echo = tokenizer, call, echo
-    self._sent = self._entries = self._new = 0
+    self._sent = self._sent_reasoning = self._entries = self._new = 0
     self._decoder = Stream(tokenizer, special=call.stops.special)
     self._offsets: list[int] = []
     self._chars = 0
@@ -825,11 +913,11 @@ class AnswerStream:
     finish = answer.finish
     check_answer(answer)
     text = answer.text
-    parts = ToolAnswer(text)
-    if self._call.tools is not None:
-      parts = self._call.tools.read(text, finish is not None)
+    parts = self._parts(text, finish is not None)
     new = parts.content[self._sent :]
     self._sent = len(parts.content)
+    reasoning = parts.reasoning[self._sent_reasoning :]
+    self._sent_reasoning = len(parts.reasoning)
     logprobs = None
     if self._call.logprobs is not None:
       logprobs = self._logprobs(len(text), finish is not None)
@@ -840,11 +928,22 @@ class AnswerStream:
     calls = tuple(call_bodies(parts.calls))
     if calls and reason == "stop":
       reason = "tool_calls"
-    return AnswerPart(new, logprobs, reason, calls, parts.reasoning)
+    return AnswerPart(new, logprobs, reason, calls, reasoning)
+
+  def _parts(self, text: str, ended: bool) -> ToolAnswer:
+    """Content, calls and reasoning of the text so far."""
+    thoughts = Thoughts("", text)
+    if self._call.reasoning is not None:
+      thoughts = self._call.reasoning.read(text, ended)
+    if self._call.tools is None:
+      return ToolAnswer(thoughts.content, (), thoughts.reasoning)
+    parts = self._call.tools.read(thoughts.content, ended)
+    return parts._replace(reasoning=thoughts.reasoning or parts.reasoning)
 
   def choice(self, first: bool, part: AnswerPart) -> dict[str, Any] | None:
     """A part as a choice of a stream, or None if it is empty."""
-    new = part.text or part.finish or (part.logprobs and self._new)
+    new = part.text or part.reasoning or part.finish
+    new = new or (part.logprobs and self._new)
     if not new and not first:
       return None
     body: dict[str, Any] = {"index": self.index}
@@ -852,8 +951,7 @@ class AnswerStream:
       delta: dict[str, Any] = {}
       if part.text or first:
         delta["content"] = part.text
-      if part.reasoning:
-        delta["reasoning_content"] = part.reasoning
+      delta |= _reasoning_members(part.reasoning)
       if part.calls:
         delta["tool_calls"] = [
           {"index": n, **call} for n, call in enumerate(part.calls)
