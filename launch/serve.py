@@ -132,6 +132,11 @@ def define(values: flags.FlagValues) -> None:
   )
   new.whole("queue", 256, "Answers that may wait; more are refused with 429.")
   new.whole("body_bytes", 8 << 20, "Bytes of a body at most.")
+  new.whole(
+    "response_bytes",
+    64 << 20,
+    "Bytes of stored responses at most, which previous_response_id may name.",
+  )
   new.number(
     "stall",
     60.0,
@@ -249,6 +254,7 @@ def run(
       chat_template=template,
       trusted_template=values.model is None and template is None,
       reasoning_parser=values.reasoning_parser,
+      response_bytes=values.response_bytes,
     )
     screen.end()
   except Exception as error:

@@ -55,6 +55,7 @@ _SERVER = frozenset(
     "port",
     "queue",
     "reasoning_parser",
+    "response_bytes",
     "stall",
   }
 )

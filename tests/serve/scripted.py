@@ -19,7 +19,8 @@ class ScriptedEngine:
     """`step`: Number of bytes that come at once."""
     self.tokenizer, self.vocab, self.longest = tokenizer or Bytes(), 262, 4096
     self.rows, self.adapters, self.open, self.missing = 8, (), True, ""
-    self.texts, self.step, self.requests = list(texts), step, []
+    self.answers, self.step, self.requests = list(texts), step, []
+    self.texts = None
 
   def start(self):
     return self
@@ -40,7 +41,7 @@ class ScriptedEngine:
   def submit(self, request, on_change=None):
     self.requests.append(request)
     handle = Handle(self, request, time.monotonic(), on_change)
-    text = self.texts[(len(self.requests) - 1) % len(self.texts)]
+    text = self.answers[(len(self.requests) - 1) % len(self.answers)]
     threading.Thread(target=self._answer, args=(handle, text)).start()
     return handle
 

@@ -11,6 +11,7 @@ Memory: activations of `batch_tokens` tokens, or of one text if it is longer.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -88,6 +89,9 @@ class TextScorer:
     prefill: str = "auto",
     cache_kind: CacheConfig | str | None = None,
     batch_tokens: int = 4096,
+    around: Callable[
+      [], contextlib.AbstractContextManager[Any]
+    ] = contextlib.nullcontext,
   ):
     """Check the options.
 
@@ -101,6 +105,8 @@ class TextScorer:
         decoded, so that the numbers are those of an answer with that cache;
         None for exact ones.
       batch_tokens: Maximum number of tokens of a forward pass.
+      around: Makes a context that each forward pass is within, such as
+        `Engine.between_steps`.
 
     Raises:
       OptionError: If the method reads in chunks, or the kind has no codec or
@@ -109,6 +115,7 @@ class TextScorer:
     """
     self.model = model
     self.batch_tokens = positive_int("batch_tokens", batch_tokens)
+    self._around = around
     self._mesh, self._axis = place_of(mesh, axis, model)
     check_devices(model, self._mesh)
     size = 1 if self._axis is None else self._mesh.shape[self._axis]
@@ -170,8 +177,8 @@ class TextScorer:
 
     Args:
       texts: Token ids of each text, int32 [T].
-      pooling: Which of the last layer's hidden states, after the last norm,
-        become the embedding: that of the "last" token, or their "mean".
+      pooling: "last" for the hidden state of the last token, after the last
+        norm, or "mean" for the mean of all tokens.
       adapter: Number of the adapter, as of `scores`.
       on_batch: Function of the number of texts read so far, as of `scores`.
 
@@ -279,12 +286,14 @@ class TextScorer:
       inputs.within_context(
         self.model.config, ids.size, f"a text of {ids.size:,} tokens"
       )
-    done = 0
+    num_read = 0
     for numbers, width in self._batches([ids.size for ids in rows]):
       batch = [rows[n] for n in numbers]
-      yield numbers, self._call(batch, width, top, pooling, adapter)
-      done += len(numbers)
-      on_batch(done)
+      with self._around():
+        values = self._call(batch, width, top, pooling, adapter)
+      yield numbers, values
+      num_read += len(numbers)
+      on_batch(num_read)
 
 
 @bounded
