@@ -148,11 +148,13 @@ def test_a_codec_of_a_cache(model, kind):
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_embeddings_are_pooled_hidden_states(model, pooling):
   scorer = TextScorer(model, batch_tokens=32)
-  found = scorer.embeddings(texts(), pooling=pooling)
-  assert found.shape == (len(LENGTHS), 32) and found.dtype == np.float32
+  embeddings = scorer.embeddings(texts(), pooling=pooling)
+  assert (
+    embeddings.shape == (len(LENGTHS), 32) and embeddings.dtype == np.float32
+  )
   # The head is a map of the hidden states, so least squares gives them back.
   head = np.asarray(model.head.weight[...], np.float64)
-  for ids, row in zip(texts(), found, strict=True):
+  for ids, row in zip(texts(), embeddings, strict=True):
     logits = forward(model, ids).astype(np.float64)
     states = np.linalg.lstsq(head.T, logits.T, rcond=None)[0].T
     want = states[-1] if pooling == "last" else states.mean(0)

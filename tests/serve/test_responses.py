@@ -158,8 +158,8 @@ def test_a_response_follows_another():
   assert got.json == first
   deleted = ask(at, f"/v1/responses/{first['id']}", method="DELETE")
   assert deleted.json["deleted"] is True
-  found = error(ask(at, f"/v1/responses/{first['id']}"), 404, "stored")
-  assert found["code"] == "response_not_found"
+  body = error(ask(at, f"/v1/responses/{first['id']}"), 404, "stored")
+  assert body["code"] == "response_not_found"
 
 
 def test_responses_are_forgotten_in_turn_and_kept_apart():
@@ -171,8 +171,8 @@ def test_responses_are_forgotten_in_turn_and_kept_apart():
   follow = lambda id_, who: respond(at, previous_response_id=id_, headers=who)
   assert follow(ids[-1], red).status == 200
   for answer in (follow(ids[0], red), follow(ids[-1], blue)):
-    found = error(answer, 400, "previous_response_id", "whole conversation")
-    assert found["param"] == "previous_response_id"
+    body = error(answer, 400, "previous_response_id", "whole conversation")
+    assert body["param"] == "previous_response_id"
   unstored = respond(at, store=False, headers=red).json["id"]
   error(follow(unstored, red), 400, "stored")
 
@@ -289,25 +289,25 @@ def test_openai_s_client_responds():
   ):
     tools = [TOOL | {"strict": False}]
     ask_for = dict(model="ringjax", input="Hi", tools=tools)
-    said = client.responses.create(**ask_for)
-    assert said.output_text == "So:"
-    assert said.output[0].content[0].text == "Hm 1."
-    assert said.output[2].name == "f" and said.usage.total_tokens > 0
+    response = client.responses.create(**ask_for)
+    assert response.output_text == "So:"
+    assert response.output[0].content[0].text == "Hm 1."
+    assert response.output[2].name == "f" and response.usage.total_tokens > 0
     streamed = list(client.responses.create(**ask_for, stream=True))
     assert streamed[-1].response.output_text == "So:"
     deltas = [x for x in streamed if x.type == "response.output_text.delta"]
     assert "".join(x.delta for x in deltas) == "So:"
     # Its own accumulation of events.
     with client.responses.stream(
-      **ask_for, previous_response_id=said.id
+      **ask_for, previous_response_id=response.id
     ) as stream:
       for _ in stream:
         pass
       final = stream.get_final_response()
     assert final.output_text == "So:" and final.output[2].name == "f"
-    assert client.responses.retrieve(said.id).output_text == "So:"
-    client.responses.delete(said.id)
+    assert client.responses.retrieve(response.id).output_text == "So:"
+    client.responses.delete(response.id)
     with pytest.raises(openai.BadRequestError, match="stored"):
-      client.responses.create(**ask_for, previous_response_id=said.id)
+      client.responses.create(**ask_for, previous_response_id=response.id)
     with pytest.raises(openai.NotFoundError):
-      client.responses.retrieve(said.id)
+      client.responses.retrieve(response.id)

@@ -58,8 +58,8 @@ def check_echo(engine, choice, ids, new, top):
   assert entries["token_logprobs"][0] is None
   assert entries["top_logprobs"][0] is None
   at = np.arange(len(ids) - 1)
-  found = entries["token_logprobs"][1 : len(ids)]
-  np.testing.assert_allclose(found, want[at, ids[1:]], atol=2e-5)
+  values = entries["token_logprobs"][1 : len(ids)]
+  np.testing.assert_allclose(values, want[at, ids[1:]], atol=2e-5)
   for n, tops in enumerate(entries["top_logprobs"][1 : len(ids)]):
     # Two bytes that are no characters may not share a name.
     assert len(tops) == top
@@ -67,7 +67,7 @@ def check_echo(engine, choice, ids, new, top):
       list(tops.values()), np.sort(want[n])[::-1][:top], atol=2e-5
     )
     is_greedy = np.argmax(want[n]) == ids[n + 1]
-    assert (found[n] == max(tops.values())) == is_greedy
+    assert (values[n] == max(tops.values())) == is_greedy
   assert entries["text_offset"] == sorted(entries["text_offset"])
 
 
@@ -76,10 +76,10 @@ def test_prompts_that_are_echoed_have_log_probabilities(engine, at, new):
   ids = Bytes().encode(TEXT, bos=True).tolist()
   body = dict(echo=True, logprobs=2, max_tokens=new, temperature=0)
   answer = complete(at, prompt=TEXT, **body)
-  (one,) = choices(answer)
-  assert one["text"].startswith(TEXT) and one["finish_reason"] == "length"
-  assert (one["text"] == TEXT) == (new == 0)
-  check_echo(engine, one, ids, new, 2)
+  (choice,) = choices(answer)
+  assert choice["text"].startswith(TEXT) and choice["finish_reason"] == "length"
+  assert (choice["text"] == TEXT) == (new == 0)
+  check_echo(engine, choice, ids, new, 2)
   usage = answer.json["usage"]
   assert usage["prompt_tokens"] == len(ids)
   assert usage["completion_tokens"] == new
@@ -103,9 +103,9 @@ def test_prompts_that_are_echoed_have_log_probabilities(engine, at, new):
 def test_the_end_of_an_answer_counts_as_a_token_of_an_echo(engine, at):
   """Evaluations leave the last entry out, whatever token it is of."""
   body = dict(echo=True, logprobs=1, max_tokens=1, logit_bias={"257": 100})
-  (one,) = choices(complete(at, prompt=[5, 6, 7], temperature=0, **body))
-  assert one["finish_reason"] == "stop"
-  check_echo(engine, one, [5, 6, 7], 1, 1)
+  (choice,) = choices(complete(at, prompt=[5, 6, 7], temperature=0, **body))
+  assert choice["finish_reason"] == "stop"
+  check_echo(engine, choice, [5, 6, 7], 1, 1)
 
 
 def test_echoes_of_adapters_and_without_alternatives(engine, at):
@@ -139,12 +139,12 @@ def test_answers_and_texts_wait_for_one_another(engine, at):
 
 def test_embeddings(engine, at):
   texts = [TEXT, "a", "b" * 50]
-  whole = embed(at, texts)
-  rows = vectors(whole)
+  answer = embed(at, texts)
+  rows = vectors(answer)
   assert rows.shape == (3, 32)
-  assert [x["index"] for x in whole.json["data"]] == [0, 1, 2]
+  assert [x["index"] for x in answer.json["data"]] == [0, 1, 2]
   tokens = sum(len(Bytes().encode(x, bos=True)) for x in texts)
-  assert whole.json["usage"] == dict(prompt_tokens=tokens, total_tokens=tokens)
+  assert answer.json["usage"] == dict(prompt_tokens=tokens, total_tokens=tokens)
   np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-6)
   # Alone, as ids, and as what the library computes.
   ids = [Bytes().encode(x, bos=True).tolist() for x in texts]
@@ -220,12 +220,12 @@ def test_openai_s_client_embeds(engine):
     ) as client,
   ):
     # By default this client asks for base64 and decodes it.
-    found = client.embeddings.create(model="base", input=[TEXT, "a"])
+    values = client.embeddings.create(model="base", input=[TEXT, "a"])
     plain = client.embeddings.create(
       model="base", input=[TEXT, "a"], encoding_format="float", dimensions=32
     )
-    for one, other in zip(found.data, plain.data, strict=True):
-      np.testing.assert_allclose(one.embedding, other.embedding, atol=1e-6)
+    for choice, other in zip(values.data, plain.data, strict=True):
+      np.testing.assert_allclose(choice.embedding, other.embedding, atol=1e-6)
     said = client.completions.create(
       model="base", prompt=[TEXT, "a"], echo=True, logprobs=1, max_tokens=0
     )

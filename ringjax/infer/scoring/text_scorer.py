@@ -89,6 +89,7 @@ class TextScorer:
     prefill: str = "auto",
     cache_kind: CacheConfig | str | None = None,
     batch_tokens: int = 4096,
+    batch_texts: int = 1024,
     around: Callable[
       [], contextlib.AbstractContextManager[Any]
     ] = contextlib.nullcontext,
@@ -105,6 +106,7 @@ class TextScorer:
         decoded, so that the numbers are those of an answer with that cache;
         None for exact ones.
       batch_tokens: Maximum number of tokens of a forward pass.
+      batch_texts: Maximum number of texts of a forward pass.
       around: Makes a context that each forward pass is within, such as
         `Engine.between_steps`.
 
@@ -115,6 +117,7 @@ class TextScorer:
     """
     self.model = model
     self.batch_tokens = positive_int("batch_tokens", batch_tokens)
+    self._batch_texts = positive_int("batch_texts", batch_texts)
     self._around = around
     self._mesh, self._axis = place_of(mesh, axis, model)
     check_devices(model, self._mesh)
@@ -231,9 +234,10 @@ class TextScorer:
     at = 0
     while at < len(order):
       width = max(_SHORTEST, 1 << (lengths[order[at]] - 1).bit_length())
-      count = 1
-      while 2 * count * width <= self.batch_tokens and at + count < len(order):
+      count, most = 1, min(self._batch_texts, len(order) - at)
+      while count < most and 2 * count * width <= self.batch_tokens:
         count *= 2
+      count = min(count, most)
       yield order[at : at + count], width
       at += count
 

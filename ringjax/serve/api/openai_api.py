@@ -633,7 +633,7 @@ class ApiModel:
 
     Args:
       param: Name of the parameter.
-      given: Its value.
+      given: Value of the parameter.
       most: Maximum number of texts.
 
     Raises:
@@ -1034,9 +1034,9 @@ class AnswerStream:
     if not self.begun:
       new = self._echo.text + new
       if logprobs is not None and self._echo.scores is not None:
-        before = self._prompt_logprobs(self._echo.scores)
+        of_prompt = self._prompt_logprobs(self._echo.scores)
         logprobs = {
-          name: values if values is None else before[name] + values
+          name: values if values is None else of_prompt[name] + values
           for name, values in logprobs.items()
         }
     self.begun, self.ended = True, finish is not None

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ringjax.errors import OptionError
+from ringjax.json_text import json_text
 from ringjax.serve.api.tool_calls import (
   CHANNEL_MARKS,
   certain,
@@ -261,7 +262,7 @@ class ReasoningReader:
       rules = ["text: /(?s:.*)/"]
     else:
       thought = " ".join(["until_end", parts(form.end[1:])])
-      rules = [f"until_end[suffix={json.dumps(form.end[0])}]: /(?s:.*)/"]
+      rules = [f"until_end[suffix={json_text(form.end[0])}]: /(?s:.*)/"]
     if self.opening is Opening.NONE:
       thought = f"{parts(form.begin)} {thought}"
     # In channels the content follows its mark at once.
@@ -273,9 +274,9 @@ class ReasoningReader:
     lines = [f"start: {start}", *rules]
     main = {"name": "main", "lark_grammar": "\n".join(lines)}
     (content,) = json.loads(answer)["grammars"]
-    return json.dumps({"grammars": [main, {**content, "name": "answer"}]})
+    return json_text({"grammars": [main, {**content, "name": "answer"}]})
 
 
 def _lark(text: str, specials: Mapping[str, int]) -> str:
   """A text as a term of a grammar: a special token, or its characters."""
-  return f"<[{specials[text]}]>" if text in specials else json.dumps(text)
+  return f"<[{specials[text]}]>" if text in specials else json_text(text)
