@@ -391,9 +391,9 @@ def lm_class() -> type[Any]:
     ) -> list[tuple[float, bool]]:
       pairs = [(context, answer) for _, context, answer in requests]
       results = self.scores_of(pairs)
-      for (key, *_), result in zip(requests, results, strict=True):
-        if key is not None:
-          self.cache_hook.add_partial("loglikelihood", key, result)
+      for request, result in zip(requests, results, strict=True):
+        if request[0] is not None:
+          self.cache_hook.add_partial("loglikelihood", request[0], result)
       return results
 
     def loglikelihood_rolling(

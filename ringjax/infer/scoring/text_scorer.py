@@ -35,7 +35,7 @@ from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.simulated import SimulatedCache
 from ringjax.models.transformer import Transformer, tokens_of
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
-from ringjax.nn.weights.adapted import adapter_rows
+from ringjax.nn.weights.adapter_rows import adapter_rows
 from ringjax.nn.weights.placed_layers import naming_faults, raise_fault
 from ringjax.parallel.layout import Uneven
 from ringjax.parallel.mesh import entering
