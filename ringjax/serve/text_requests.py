@@ -9,6 +9,7 @@ Memory: the activations of a forward pass, besides the engine's pool.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,12 @@ class TextRequests:
   def __init__(self, engine: Engine):
     self.width = engine.model.config.embed
     self._engine = engine
-    self._scorer = TextScorer(
+
+  @functools.cached_property
+  def _scorer(self) -> TextScorer:
+    """Made when the first text is read: not all models can be read so."""
+    engine = self._engine
+    return TextScorer(
       engine.model,
       mesh=engine.mesh,
       axis=engine.axis,
