@@ -58,9 +58,9 @@ def form(name):
 def answers():
   """Reader, text and whether it begins without a mark, of each case."""
   for name, (_, prompt, text) in CASES.items():
-    yield name, ReasoningReader.after(form(name), "<|assistant|>\n"), text
+    yield name, ReasoningReader.of_prompt(form(name), "<|assistant|>\n"), text
     if prompt is not None:
-      reader = ReasoningReader.after(form(name), "<|assistant|>\n" + prompt)
+      reader = ReasoningReader.of_prompt(form(name), "<|assistant|>\n" + prompt)
       yield name, reader, text.removeprefix(prompt)
       # A model may repeat the mark.
       yield name, reader, text
@@ -100,17 +100,17 @@ def test_a_text_that_is_cut_anywhere(name, reader, text):
 
 @pytest.mark.parametrize("name", CASES)
 def test_texts_without_reasoning_are_content(name):
-  reader = ReasoningReader.after(form(name), "<|assistant|>")
+  reader = ReasoningReader.of_prompt(form(name), "<|assistant|>")
   for text in ("Yes", "\n <b>", "", "1 </think> [/THINK] 2"):
     assert reader.read(text, True)[:2] == ("", text)
   closed = "".join(form(name).begin + form(name).end)
-  reader = ReasoningReader.after(form(name), f"<|assistant|>{closed}\n\n")
+  reader = ReasoningReader.of_prompt(form(name), f"<|assistant|>{closed}\n\n")
   assert reader.grammar("{}", {}) == "{}"
   assert reader.read("Yes", True)[:2] == ("", "Yes")
 
 
 def test_other_words_of_granite():
-  reader = ReasoningReader.after(form("granite"), "")
+  reader = ReasoningReader.of_prompt(form("granite"), "")
   text = "Here's my thought process: a\nHere's my response: b"
   assert reader.read(text, True)[:2] == ("a", "b")
 
@@ -261,7 +261,7 @@ def test_a_grammar_holds_after_the_reasoning(name, reader, text):
 def test_marks_that_are_special_tokens_hold_too():
   specials = {"[THINK]": 258, "[/THINK]": 259}
   for prompt, first in (("x", {"a", "b", 258}), ("[THINK]", None)):
-    reader = ReasoningReader.after(form("mistral"), prompt)
+    reader = ReasoningReader.of_prompt(form("mistral"), prompt)
     mask = grammar_mask(reader, specials)
     ids = [] if first is None else [258]
     if first is not None:
@@ -274,7 +274,7 @@ def test_marks_that_are_special_tokens_hold_too():
 
 
 def test_an_engine_holds_the_answer_to_the_grammar(talking):
-  reader = ReasoningReader.after(form("think"), "<think>")
+  reader = ReasoningReader.of_prompt(form("think"), "<think>")
   mask, script = grammar_mask(reader), b"\xc3\xa4 or {</think>"
 
   def scripted(tokens):

@@ -445,7 +445,7 @@ class ApiModel:
     if tools is not None and tools.form is not None and tools.form.channels:
       return None
     end = self.tokenizer.decode(prompt[-_MARK_TOKENS:], special=True)
-    return ReasoningReader.after(self._reasoning, end)
+    return ReasoningReader.of_prompt(self._reasoning, end)
 
   def _rendered(
     self, given: dict[str, Any], *, opens: bool = True, whole: bool = False

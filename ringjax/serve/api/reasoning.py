@@ -200,7 +200,7 @@ def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
 
 
 class Opening(enum.Enum):
-  """How a prompt begins the reasoning of its answer."""
+  """State in which a prompt leaves the reasoning of its answer."""
 
   NONE = enum.auto()
   OPENED = enum.auto()
@@ -214,14 +214,14 @@ class ReasoningReader:
 
   Attributes:
     form: Format of the reasoning.
-    opening: How the prompt begins it.
+    opening: State in which the prompt leaves the reasoning.
   """
 
   form: ReasoningFormat
   opening: Opening
 
   @classmethod
-  def after(cls, form: ReasoningFormat, prompt: str) -> ReasoningReader:
+  def of_prompt(cls, form: ReasoningFormat, prompt: str) -> ReasoningReader:
     """Reader of the answers to a prompt.
 
     Args:
