@@ -50,6 +50,11 @@ def _s3() -> Iterator[dict[str, str]]:
   )
   server.start()
   host, port = server.get_host_and_port()
+  # Servers of one process have the same buckets.
+  reset = urllib.request.Request(
+    f"http://{host}:{port}/moto-api/reset", method="POST"
+  )
+  urllib.request.urlopen(reset).close()
   try:
     yield {
       "AWS_ENDPOINT_URL": f"http://{host}:{port}",
