@@ -92,12 +92,14 @@ class Faulty:
 
   Attributes:
     requests: (name of the method, address) of each request.
+    ranges: (address, first byte, end) of each read of a range.
   """
 
   def __init__(self, files: Any, fault: Callable[[int, str, str], None]):
     self._files, self._fault = files, fault
     self._lock = threading.Lock()
     self.requests: list[tuple[str, str]] = []
+    self.ranges: list[tuple[str, int, int]] = []
 
   def __getattr__(self, name: str) -> Any:
     method = getattr(self._files, name)
@@ -107,6 +109,8 @@ class Faulty:
       with self._lock:
         number = len(self.requests)
         self.requests.append((name, address))
+        if name == "cat_file" and options:
+          self.ranges.append((address, options["start"], options["end"]))
       self._fault(number, name, address)
       return method(*args, **options)
 

@@ -1,7 +1,9 @@
 """Paths of the file system and addresses of objects, read and written alike."""
 
 from ringjax.errors import StorageError
-from ringjax.paths.object_path import ObjectPath
+from ringjax.paths.object_array import ObjectArray
+from ringjax.paths.object_log import ObjectLog
+from ringjax.paths.object_path import ObjectPath, ObjectReader
 from ringjax.paths.object_store import SCHEMES, ObjectFacts
 from ringjax.paths.places import (
   AnyPath,

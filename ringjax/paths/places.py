@@ -92,8 +92,8 @@ def filling(
 ) -> Iterator[pathlib.Path]:
   """Yields a folder of the file system to write files into.
 
-  That is the folder itself, which is made; of an address a temporary folder,
-  whose files become objects when the block ends.
+  That is the folder itself, which need not exist; of an address a temporary
+  folder, whose files become objects when the block ends.
 
   Args:
     folder: Folder of the files.
@@ -105,7 +105,6 @@ def filling(
   """
   place = as_path(folder)
   if isinstance(place, pathlib.Path):
-    place.mkdir(parents=True, exist_ok=True)
     yield place
     return
   with tempfile.TemporaryDirectory() as temporary:

@@ -137,7 +137,7 @@ def test_a_path_of_the_file_system_is_a_path(tmp_path):
   with paths.open_binary(tmp_path / "file") as file:
     assert file.read() == b"content"
   with paths.filling(tmp_path / "a" / "b") as folder:
-    assert folder == tmp_path / "a" / "b" and folder.is_dir()
+    assert folder == tmp_path / "a" / "b" and not folder.exists()
 
 
 def test_parts_of_an_address():
