@@ -21,6 +21,7 @@ import errno
 import functools
 import importlib
 import importlib.util
+import pathlib
 import random
 import time
 from collections.abc import Callable
@@ -157,6 +158,10 @@ class ObjectStore:
     Raises:
       StorageError: If it cannot be written.
     """
+    if not self.scheme.package:
+      # fsspec would make a folder in memory, which stays.
+      self.write(address, pathlib.Path(file).read_bytes())
+      return
     upload = lambda: self._files.put_file(file, address)
     self._call("write", address, upload, writes=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import json
+import socket
 import threading
 import time
 
@@ -27,7 +28,7 @@ from ringjax.train import Checkpoints
 from ringjax.train.checkpoints import object_lease, object_steps
 from tests import object_servers
 from tests.train import saver
-from tests.train.test_checkpoint import bits, like, make_mesh, same
+from tests.train.test_checkpoint import bits, child, like, make_mesh, same
 
 
 @pytest.fixture
@@ -393,3 +394,126 @@ def test_steps_of_a_server(scheme):
     with Checkpoints(f"{bucket}/run") as c:
       c.claim()
       same(c.restore(like=want)[0], want)
+
+
+# ---------------------------------------------------------------------------
+# Several processes
+# ---------------------------------------------------------------------------
+
+TWO = """
+import json, os, sys, warnings
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+bucket, port, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+jax.distributed.initialize(f"localhost:{port}", 2, rank)
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from ringjax import paths
+from ringjax.errors import CheckpointWriteError
+from ringjax.models.hf import folder, save
+from ringjax.paths import object_store
+from ringjax.train import Checkpoints
+
+mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+rows, columns, all = (
+  NamedSharding(mesh, s) for s in (P("x"), P(None, "x"), P())
+)
+numbers = lambda step: np.random.default_rng(step).standard_normal(
+  (64, 32), np.float32
+)
+
+def tree(step):
+  x = numbers(step)
+  make = lambda s: jax.make_array_from_callback(x.shape, s, lambda i: x[i])
+  return {"rows": make(rows), "all": make(all), "n": step}
+
+def is_step(tree, step):
+  x = numbers(step)
+  good = tree["n"] == step
+  for name in ("rows", "all"):
+    for piece in tree[name].addressable_shards:
+      good = good and np.array_equal(piece.data, x[piece.index])
+  return bool(good)
+
+shape = lambda s: jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=s)
+like = {"rows": shape(columns), "all": shape(rows), "n": 0}
+c = Checkpoints(f"{bucket}/run", keep=2, timeout_s=60)
+answer = {"empty": c.restore(like=like) is None}
+for step in (10, 20, 30):
+  c.save(step, tree(step), {"at": step})
+c.wait()
+answer["steps"] = c.steps()
+restored, extra = c.restore(like=like)
+answer["restored"] = is_step(restored, 30) and extra == {"at": 30}
+
+# The storage refuses one process: both learn it.
+store = paths.as_path(bucket).store
+write = store.write
+def refuse(*args, **options):
+  raise PermissionError("refused")
+if rank == 1:
+  store.write = refuse
+try:
+  c.save(40, tree(40))
+  c.wait()
+except CheckpointWriteError as error:
+  answer["refused"] = str(error)
+store.write = write
+c.save(50, tree(50))
+c.wait()
+answer["after"] = c.steps()
+
+# A step with a flipped bit: both go back.
+if rank == 0:
+  for place in paths.as_path(f"{bucket}/run").rglob("*"):
+    if "/data/50." in str(place):
+      data = bytearray(place.read_bytes())
+      data[-1] ^= 1
+      place.write_bytes(bytes(data))
+c._group.all(lambda: None)
+with warnings.catch_warnings():
+  warnings.simplefilter("ignore", RuntimeWarning)
+  restored, _ = c.restore(like=like)
+answer["back"] = [c.restored_step, is_step(restored, 30)]
+c.close()
+
+# A model, of which each process reads the bytes of its rows.
+x = numbers(0)
+save.write(f"{bucket}/model", {}, [("w", x)])
+opened = folder.Folder.open(f"{bucket}/model")
+read, nbytes = store.read, []
+def counted(address, start=0, end=None):
+  nbytes.append(end - start)
+  return read(address, start, end)
+store.read = counted
+w = opened.read({"w": shape(rows)})["w"]
+store.read = read
+answer["bytes"] = sum(nbytes)
+answer["w"] = bool(
+  np.all([np.array_equal(s.data, x[s.index]) for s in w.addressable_shards])
+)
+print("ANSWER" + json.dumps(answer), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes():
+  with object_servers.served("s3") as bucket:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+      port = server.getsockname()[1]
+    processes = [child(TWO, bucket, port, rank) for rank in range(2)]
+    outs = [p.communicate(timeout=240) for p in processes]
+  for process, (_, err) in zip(processes, outs, strict=True):
+    assert process.returncode == 0, err
+  for rank, (out, _) in enumerate(outs):
+    answer = json.loads(out.partition("ANSWER")[2])
+    assert answer["empty"] and answer["steps"] == [20, 30]
+    assert answer["restored"]
+    assert "refused" in answer["refused"], answer
+    assert rank == 1 or "rank 1" in answer["refused"], answer
+    assert answer["after"] == [30, 50]
+    assert answer["back"] == [30, True]
+    assert answer["bytes"] == 64 * 32 * 4 // 2 and answer["w"]

@@ -591,7 +591,7 @@ def _write_errors(step: int, folder: str) -> Iterator[None]:
   except Exception as error:
     file, reason = getattr(error, "filename", None), ""
     if isinstance(error, OSError):
-      file, reason = file or folder, str(error.strerror)
+      file, reason = file or folder, str(error.strerror or error)
     reason = reason or " ".join(str(error).split()) or "no reason"
     file_text = f" ({str(file)[-60:]})" if file else ""
     remedy = "make room on the disk or repair it; steps that exist are intact"
