@@ -24,8 +24,8 @@ import importlib.util
 import pathlib
 import random
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from ringjax.errors import OptionError, StorageError
 
@@ -94,6 +94,35 @@ class ObjectFacts(NamedTuple):
   version: str
 
 
+@runtime_checkable
+class ObjectClient(Protocol):
+  """The methods of a file system of fsspec that are used here."""
+
+  def cat_file(
+    self, path: str, start: int | None = None, end: int | None = None
+  ) -> bytes: ...
+
+  def pipe_file(
+    self, path: str, value: bytes, mode: str = "overwrite"
+  ) -> None: ...
+
+  def put_file(self, lpath: str, rpath: str) -> None: ...
+
+  def info(self, path: str) -> Mapping[str, Any]: ...
+
+  def find(
+    self, path: str, *, detail: bool
+  ) -> Mapping[str, Mapping[str, Any]]: ...
+
+  def ls(
+    self, path: str, detail: bool = True
+  ) -> Sequence[Mapping[str, Any]]: ...
+
+  def rm_file(self, path: str) -> None: ...
+
+  def modified(self, path: str) -> datetime.datetime: ...
+
+
 class ObjectStore:
   """Objects of one scheme, by their addresses; made by `store_of`.
 
@@ -101,9 +130,9 @@ class ObjectStore:
     scheme: Properties of the storage.
   """
 
-  def __init__(self, scheme: Scheme, filesystem: Any):
+  def __init__(self, scheme: Scheme, client: ObjectClient):
     self.scheme = scheme
-    self._files = filesystem
+    self._files = client
 
   def read(self, address: str, start: int = 0, end: int | None = None) -> bytes:
     """Reads bytes `start` to `end` of an object.
@@ -184,7 +213,7 @@ class ObjectStore:
       StorageError: If the storage does not answer.
     """
     folder = address.rstrip("/")
-    infos: dict[str, Any] = {}
+    infos: Mapping[str, Mapping[str, Any]] = {}
     with contextlib.suppress(FileNotFoundError):
       infos = self._call(
         "list", address, lambda: self._files.find(folder, detail=True)
@@ -203,7 +232,7 @@ class ObjectStore:
     Raises:
       StorageError: If the storage does not answer.
     """
-    infos: list[Any] = []
+    infos: Sequence[Mapping[str, Any]] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
       infos = self._call(
         "list", address, lambda: self._files.ls(address, detail=True)
@@ -300,15 +329,21 @@ def store_of(scheme: str) -> ObjectStore:
     OptionError: If the scheme is unknown, or its client is not installed.
   """
   check_scheme("path", scheme)
-  options = {"use_listings_cache": False, "skip_instance_cache": True}
+  options: dict[str, Any] = {
+    "use_listings_cache": False,
+    "skip_instance_cache": True,
+  }
   if scheme == "gs":
     # `gcsfs.GCSFileSystem` asks for the kind of a bucket before each request.
     client = importlib.import_module("gcsfs.core").GCSFileSystem
   else:
     client = importlib.import_module("fsspec").get_filesystem_class(scheme)
+  if scheme == "s3":
+    # `_call` repeats requests; botocore and s3fs do not.
+    once = {"total_max_attempts": 1, "mode": "standard"}
+    options["config_kwargs"] = {"retries": once}
   filesystem = client(**options)
   if scheme == "s3":
-    # `_call` repeats requests.
     filesystem.retries = 1
   return ObjectStore(SCHEMES[scheme], filesystem)
 
@@ -344,7 +379,7 @@ def check_scheme(argument: str, address: str) -> None:
       )
 
 
-def _facts(info: Any) -> ObjectFacts:
+def _facts(info: Mapping[str, Any]) -> ObjectFacts:
   """The facts in an entry of fsspec."""
   for key in ("generation", "ETag", "etag", "md5Hash", "created"):
     if info.get(key) is not None:

@@ -56,7 +56,7 @@ def test_objects_are_written_read_in_ranges_listed_and_deleted(bucket):
   (root / "c.jsonl").write_bytes(b"")
   (root / "ab" / "d.txt").write_bytes(b"d")
   assert [p.name for p in root.iterdir()] == ["a", "ab", "c.jsonl"]
-  names = lambda found: [str(p).removeprefix(f"{root}/") for p in found]
+  names = lambda places: [str(p).removeprefix(f"{root}/") for p in places]
   assert names(root.glob("**/*.txt")) == ["a/b.txt", "ab/d.txt"]
   assert names(root.glob("*.txt")) == []
   assert names(root.rglob("*")) == ["a/b.txt", "ab/d.txt", "c.jsonl"]

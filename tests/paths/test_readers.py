@@ -75,10 +75,10 @@ def test_texts_of_a_folder(bucket):
   (folder / "b.txt").write_text("zwei ü")
   (folder / "a" / "c.txt").write_text("one")
   (folder / "d.jsonl").write_text('{"text": "x"}\n\n{"text": "y"}\n')
-  found = texts.find(str(folder))
-  assert list(texts.from_files(found)) == ["one", "zwei ü"]
+  text_files = texts.find(str(folder))
+  assert list(texts.from_files(text_files)) == ["one", "zwei ü"]
   assert list(texts.from_jsonl([str(folder / "d.jsonl")])) == ["x", "y"]
-  texts.build(bucket / "built", texts.from_files(found), Bytes())
+  texts.build(bucket / "built", texts.from_files(text_files), Bytes())
   assert len(Corpus.open(bucket / "built")) == 2
   with pytest.raises(DataError, match="without a file"):
     texts.find(bucket / "none")

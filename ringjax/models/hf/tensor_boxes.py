@@ -159,10 +159,10 @@ class TensorBoxes:
         path = self.folder.path / file
         assert isinstance(path, ObjectPath)
         try:
-          same = file_identity(path) == self.folder.files[file]
+          unchanged = file_identity(path) == self.folder.files[file]
         except FileNotFoundError:
-          same = False
-        if not same:
+          unchanged = False
+        if not unchanged:
           self._changed(file, "another object")
         self._objects[file] = path
       return self._objects[file]

@@ -59,10 +59,10 @@ class LocalSteps(CheckpointDirectory):
     )
     return saver
 
-  def commit(self, draft: str, made: Manifest) -> None:
+  def commit(self, draft: str, manifest: Manifest) -> None:
     """Makes a step of synced files exist; replaces an older one."""
     manifests.sync_folders(draft)
-    super().commit(draft, made)
+    super().commit(draft, manifest)
 
   def read_manifest(self, step: int) -> Manifest:
     """Reads a step's manifest."""

@@ -37,7 +37,7 @@ class ObjectLease:
     self._ended: threading.Event | None = None
 
   @property
-  def held(self) -> bool:
+  def active(self) -> bool:
     """Whether this process has taken the lease and not released it."""
     return self._ended is not None
 
@@ -52,7 +52,7 @@ class ObjectLease:
       BlockingIOError: If another process has the lease.
       StorageError: If the storage cannot be written.
     """
-    if self.held:
+    if self.active:
       return
     patience_s = LEASE_S + _POLL_S if patience_s is None else patience_s
     end = time.monotonic() + patience_s
@@ -76,7 +76,7 @@ class ObjectLease:
       BlockingIOError: If another process has.
       StorageError: If the storage does not answer.
     """
-    if not self.held or not self._is_own():
+    if not self.active or not self._is_own():
       raise self._refused()
 
   def release(self) -> None:

@@ -76,7 +76,7 @@ class ObjectSteps:
 
   def acquire(self, patience_s: int | float | None = None) -> None:
     """Takes the lease of the process that writes, and cleans up."""
-    if not self._lease.held:
+    if not self._lease.active:
       self._lease.acquire(patience_s)
       self.clean_up()
 
@@ -125,18 +125,18 @@ class ObjectSteps:
       self._group,
     )
 
-  def commit(self, draft: str, made: Manifest) -> None:
+  def commit(self, draft: str, manifest: Manifest) -> None:
     """Makes a step of written objects exist; replaces an older one.
 
     Raises:
       OSError: If an object has another size than was written, another process
         has taken the lease, or the storage refuses.
     """
-    self._check_sizes(made)
+    self._check_sizes(manifest)
     # The storage may have taken this process for dead.
     self._lease.check()
-    self._manifest(made.step).write_bytes(made.to_bytes())
-    self._remove_data(made.step, keep=ObjectPath(draft).name)
+    self._manifest(manifest.step).write_bytes(manifest.to_bytes())
+    self._remove_data(manifest.step, keep=ObjectPath(draft).name)
 
   def delete(self, step: int) -> None:
     """Deletes a step, which does not exist once its manifest is deleted."""
@@ -179,11 +179,11 @@ class ObjectSteps:
     if len(data) > _LARGEST_BYTES:
       got = f"it has more than {_LARGEST_BYTES} bytes"
       raise manifests.corrupt(step, str(place), got)
-    made = Manifest.from_bytes(data, str(place), step)
-    if made.pieces is None:
+    manifest = Manifest.from_bytes(data, str(place), step)
+    if manifest.pieces is None:
       got = "a manifest of a step that Orbax wrote"
       raise manifests.corrupt(step, str(place), got)
-    return made
+    return manifest
 
   def check(self, manifest: Manifest, verify: str) -> None:
     """Compares sizes; with "full" also the SHA-256 of all objects."""

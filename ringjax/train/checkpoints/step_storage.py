@@ -41,7 +41,7 @@ class StepStorage(Protocol):
   """Steps in a folder or in an object storage."""
 
   def open(self) -> None:
-    """Checks that the root can be read, and cleans up where nobody writes."""
+    """Checks the root, and cleans up if no process writes there."""
     ...
 
   def acquire(self, patience_s: int | float | None = None) -> None:
@@ -81,7 +81,7 @@ class StepStorage(Protocol):
     """Begins to write arrays, which may be donated when this returns."""
     ...
 
-  def commit(self, draft: str, made: Manifest) -> None:
+  def commit(self, draft: str, manifest: Manifest) -> None:
     """Makes a written step exist; replaces an older one."""
     ...
 

@@ -35,7 +35,7 @@ def model():
   return rj.models.load(tiny.path())
 
 
-def same(a, b):
+def assert_equal(a, b):
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
     assert x.dtype == y.dtype and np.array_equal(x, y)
 
@@ -78,7 +78,7 @@ def test_a_model_is_saved_and_loaded_with_its_tokenizer(bucket, model):
   place = bucket / "models" / "tiny"
   rj.models.save(model, place)
   got = rj.models.load(str(place))
-  same(got, model)
+  assert_equal(got, model)
   tokenizer = rj.data.Tokenizer.load(str(place))
   text = "def read(path):"
   want = rj.data.Tokenizer.load(tiny.path())
@@ -139,9 +139,9 @@ def test_stacked_and_raw_tensors(bucket):
 
 
 def test_values_that_are_not_finite_are_found(bucket):
-  bad = tensors(0, 1)
-  bad["layers.0.w"][3, 5] = np.nan
-  save.write(bucket / "nan", {}, list(bad.items()))
+  values = tensors(0, 1)
+  values["layers.0.w"][3, 5] = np.nan
+  save.write(bucket / "nan", {}, list(values.items()))
   with pytest.raises(CheckpointMismatchError, match=r"first at \[3, 5\]"):
     read(bucket / "nan")
 
@@ -280,7 +280,7 @@ def test_a_model_of_a_server(scheme, model):
   with object_servers.served(scheme) as address:
     rj.models.save(model, f"{address}/m", max_shard_bytes=200_000)
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
-    same(rj.models.load(f"{address}/m", mesh=mesh), model)
+    assert_equal(rj.models.load(f"{address}/m", mesh=mesh), model)
     rj.models.save(model, f"{address}/m", overwrite=True)
-    same(rj.models.load(f"{address}/m"), model)
+    assert_equal(rj.models.load(f"{address}/m"), model)
     assert rj.data.Tokenizer.load(f"{address}/m", untrusted=True).vocab_size
