@@ -7,8 +7,12 @@ import pathlib
 import pytest
 
 from ringjax import paths
+from ringjax.data.gguf import gguf_file
 from ringjax.errors import InputTypeError, OptionError, StorageError
+from ringjax.models.weights import calibration
 from ringjax.paths import object_store
+from ringjax.store import disk_tier
+from ringjax.store.flash import neuron_file
 from tests import object_servers
 from tests.helpers import MESSAGE_LIMIT
 
@@ -168,6 +172,22 @@ def test_other_addresses_are_refused(path, words):
     paths.as_path(path, "--out")
   assert str(error.value).startswith("--out: got ")
   assert len(str(error.value)) < MESSAGE_LIMIT
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda path: disk_tier.DiskTier(path, 1 << 20),
+    lambda path: neuron_file.NeuronFile(path),
+    lambda path: calibration.write_tensors(path, {}, {}),
+    lambda path: gguf_file.open_gguf(path),
+  ],
+)
+def test_what_takes_no_address_makes_no_folder(call, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(OptionError, match="copy the files"):
+    call("gs://bucket/x")
+  assert not list(tmp_path.iterdir())
 
 
 def test_a_client_that_is_not_installed_is_named(monkeypatch):
