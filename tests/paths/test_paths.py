@@ -11,7 +11,7 @@ from ringjax.data.gguf import gguf_file
 from ringjax.errors import InputTypeError, OptionError, StorageError
 from ringjax.models.weights import calibration
 from ringjax.paths import object_store
-from ringjax.store import disk_tier
+from ringjax.store import disk_tier, tier_policies
 from ringjax.store.flash import neuron_file
 from tests import object_servers
 from tests.helpers import MESSAGE_LIMIT
@@ -177,7 +177,7 @@ def test_other_addresses_are_refused(path, words):
 @pytest.mark.parametrize(
   "call",
   [
-    lambda path: disk_tier.DiskTier(path, 1 << 20),
+    lambda path: disk_tier.DiskTier(path, 1 << 20, tier_policies.LRU()),
     lambda path: neuron_file.NeuronFile(path),
     lambda path: calibration.write_tensors(path, {}, {}),
     lambda path: gguf_file.open_gguf(path),
