@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on a Cloud TPU pod slice: the same command on every host of it.
 #
-#   POD=my-v5p-128 ZONE=us-east5-a ./pod.sh --config=configs/train/llama_8b_128k.py --out=/mnt/shared/run --mesh=seq:64
+#   POD=my-v5p-128 ZONE=us-east5-a ./pod.sh --config=configs/train/llama_8b_128k.py --out=gs://BUCKET/run --mesh=seq:64
 #
 # The slice exists (gcloud compute tpus tpu-vm create); the checkout lies in
 # ~/ringjax on every host, or REPO says from where it is cloned.
@@ -15,5 +15,5 @@ fi
 flags=$(printf ' %q' "$@")
 gcloud compute tpus tpu-vm ssh "$POD" --zone="$ZONE" --worker=all --command="
   $prepare
-  test -d .venv || { python3 -m venv .venv && .venv/bin/pip install -q -e '.[tpu]'; }
+  test -d .venv || { python3 -m venv .venv && .venv/bin/pip install -q -e '.[tpu,gcs]'; }
   .venv/bin/python -m launch.train --distributed$flags"

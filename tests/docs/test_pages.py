@@ -38,6 +38,7 @@ _LONG = (
   "plan_serve",
   "serve",
   "speculate_longspec",
+  "storage",
   "store",
   "strategy",
   "train",
