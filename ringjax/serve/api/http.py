@@ -77,6 +77,7 @@ _PATHS = {
   "/metrics": "GET",
   "/version": "GET",
   "/health": "GET",
+  "/ready": "GET",
 }
 # Numbers of threads: for short bodies, for long ones (both parse bodies and
 # encode texts), and for calls that take the engine's lock.
@@ -347,7 +348,7 @@ class OpenAIApp:
         message("method", scope["method"], method, f"send a {method}"),
         headers={"allow": method},
       )
-    if path == "/health":
+    if path in ("/health", "/ready"):
       missing = self.engine.missing
       status = {"status": "unavailable", "missing": missing}
       await client.json(
