@@ -274,6 +274,10 @@ def run(
     logs.close()
     reports = hosts.group if hosts.group.several else screen
     return reports.failed(error, doing, _MEMORY)
+  except KeyboardInterrupt as error:
+    # The others wait for this process.
+    hosts.group.leave(error, 130)
+    raise
   assert listener is not None
   host, port = listener.getsockname()[:2]
   url_host = f"[{host}]" if ":" in host else host
@@ -287,15 +291,20 @@ def run(
   if joined_at:
     screen.say(f"instances join at {joined_at}")
   screen.say(f"serving at http://{url_host}:{port}/v1")
-  with logs:
-    http_server.serve(
-      uvicorn,
-      app,
-      listener,
-      grace=values.grace,
-      stall=values.stall,
-      stops=hosts.stops,
-    )
+  try:
+    with logs:
+      http_server.serve(
+        uvicorn,
+        app,
+        listener,
+        grace=values.grace,
+        stall=values.stall,
+        stops=hosts.stops,
+      )
+  except Exception as error:
+    if not hosts.group.several:
+      raise
+    return hosts.group.failed(error, doing, _MEMORY)
   hosts.ended()
   screen.say("ended")
   return 0

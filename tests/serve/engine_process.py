@@ -37,6 +37,7 @@ ENGINES: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
   (dict(seq=4), dict(preempt="swap")),
   (dict(model=4), dict(preempt="swap", cache_kind="int8")),
   (dict(data=2, model=2), dict(speculate="lookup:count=3,adapt=False")),
+  (dict(seq=2, model=2), dict(speculate="early:layers=1,count=2")),
 )
 TIMEOUT_S = 8.0
 

@@ -93,7 +93,7 @@ def check_answers(work: str, folder: pathlib.Path) -> None:
 @pytest.mark.slow
 def test_two_processes_answer_as_one(tmp_path):
   """With common prefixes, drafts, codes, a mask, beams, seeds, preemption."""
-  check_answers("0,1,2,3", tmp_path)
+  check_answers("0,1,2,3,4", tmp_path)
 
 
 class Served:
