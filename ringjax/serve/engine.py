@@ -1461,12 +1461,13 @@ class Engine:
       (flight.answer_turns, flight.pieces)
     )
     raise_fault(self.model.stack.faults)
-    chosen = [
-      (x.choice.token, x.count) if isinstance(x, Checked) else x.token
-      for x in (decode_choices, pieces)
-      if x is not None
-    ]
-    self.agreement.read(chosen)
+    chosen = []
+    for choice in (decode_choices, pieces):
+      if isinstance(choice, Checked):
+        chosen += [choice.choice.token, choice.count]
+      elif choice is not None:
+        chosen.append(choice.token)
+    self.agreement.read([np.asarray(tokens) for tokens in chosen])
     if self._paces is not None and flight.timing is not None:
       count = decode_choices.count if flight.checks and plan.turns else None
       self._paces.add(flight.timing, plan, count)

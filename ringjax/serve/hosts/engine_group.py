@@ -53,7 +53,7 @@ _LOOK_S = 0.2
 
 
 @dataclasses.dataclass(eq=False)
-class _Call:
+class _DriverCall:
   """A call of a client's thread, which the driving thread makes.
 
   Attributes:
@@ -127,7 +127,7 @@ class EngineGroup:
       raise
     self._on_failure, self._clock = on_failure, clock
     self._requests = OpenRequests()
-    self._calls: collections.deque[_Call] = collections.deque()
+    self._calls: collections.deque[_DriverCall] = collections.deque()
     self._thread: threading.Thread | None = None
     self._closed = False
     self._steps = 0
@@ -315,7 +315,7 @@ class EngineGroup:
     Raises:
       Exception: The error of the call, or the failure of the group.
     """
-    call = _Call(work)
+    call = _DriverCall(work)
     if threading.current_thread() is self._thread:
       self._calls.append(call)
       return

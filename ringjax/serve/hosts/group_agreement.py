@@ -15,10 +15,9 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
-import jax
 import numpy as np
 
 from ringjax.errors import OptionError, PeerError
@@ -104,13 +103,13 @@ class GroupAgreement:
     # A process that does not come as far as the others is stuck.
     self.peers.tick(self._steps)
 
-  def read(self, chosen: Any) -> None:
+  def read(self, chosen: Sequence[np.ndarray]) -> None:
     """Compares the digests of all processes in process 0.
 
     Raises:
       PeerError: If one differs, or a process has failed.
     """
-    for tokens in jax.tree.leaves(chosen):
+    for tokens in chosen:
       self._hasher.update(np.asarray(tokens).tobytes())
     digest = self._hasher.hexdigest()
     if self.peers.rank:

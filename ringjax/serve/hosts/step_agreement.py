@@ -7,7 +7,10 @@ requests and on nothing else, but for what it asks here.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
 
 from ringjax.serve.scheduler import Scheduler, StepPlan
 
@@ -37,11 +40,11 @@ class StepAgreement(Protocol):
     """Notes a plan whose calls are about to be dispatched."""
     ...
 
-  def read(self, chosen: Any) -> None:
+  def read(self, chosen: Sequence[np.ndarray]) -> None:
     """Waits until all replicas have the same plans and chosen tokens.
 
     Args:
-      chosen: Tree of the chosen tokens and their numbers, int arrays.
+      chosen: Arrays of the chosen tokens and of their numbers, int32.
 
     Raises:
       PeerError: If a replica differs, or its process has failed.
@@ -66,7 +69,7 @@ class LocalAgreement:
   def planned(self, plan: StepPlan, scheduler: Scheduler) -> None:
     """Does nothing."""
 
-  def read(self, chosen: Any) -> None:
+  def read(self, chosen: Sequence[np.ndarray]) -> None:
     """Returns at once."""
 
   def failed(self, error: Exception) -> Exception:
