@@ -250,7 +250,7 @@ def run(
           return cluster_roles.work(values, engine, screen)
       logs.enter_context(cluster_roles.logging_calls(values, engine))
       doing = "meeting the other processes' engines"
-      engine = hosts.engine(engine, values.failure_timeout)
+      engine = hosts.engine(engine)
       doing = "serving"
       if not hosts.leads:
         assert isinstance(engine, rj.serve.EngineGroup)

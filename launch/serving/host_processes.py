@@ -132,12 +132,14 @@ class HostProcesses:
         "one process: times of calls include the wait for the others",
         "leave it out",
       )
+    # JAX takes SIGTERM for a notice: a process that loads would not end by it.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     self._probes = ProbeServer(listener, "the model: it is being loaded")
     self._screen.quiet = jax.process_index() > 0
     self._peers = self.group.meet(values.failure_timeout)
 
   def engine(
-    self, engine: rj.serve.Engine, timeout_s: float
+    self, engine: rj.serve.Engine
   ) -> rj.serve.Engine | rj.serve.EngineGroup:
     """The engine for the server: that of all processes, if there are several.
 
@@ -148,7 +150,6 @@ class HostProcesses:
       return engine
     served = rj.serve.EngineGroup(
       engine,
-      timeout_s=timeout_s,
       peers=self._peers,
       on_failure=self._failed,
     )

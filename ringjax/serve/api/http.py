@@ -97,7 +97,7 @@ class ClientGone(Exception):
 
 @runtime_checkable
 class Served(Answers, Protocol):
-  """Backend of an application: an `Engine`, or a `ClusterRouter`.
+  """Backend of an application: an `Engine`, `EngineGroup` or `ClusterRouter`.
 
   Attributes:
     tokenizer: Tokenizer of its texts.

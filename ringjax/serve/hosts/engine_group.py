@@ -97,8 +97,8 @@ class EngineGroup:
         before, or the first requests wait for compilations.
       timeout_s: Seconds within which the failure of a process is noticed: it
         may be silent for so long, or behind the others in a step.
-      peers: The processes of the group; default: those of `jax.distributed`.
-        The group closes them.
+      peers: The processes of the group, which have another `timeout_s` then;
+        default: those of `jax.distributed`. The group closes them.
       on_failure: Called once, by another thread, when a process has failed and
         the open requests have ended: to end this process, for example, which
         may hang in a call and can't join the others again.
