@@ -95,6 +95,7 @@ _PATHS = {
   "/metrics": "GET",
   "/version": "GET",
   "/health": "GET",
+  "/ready": "GET",
 }
 # Numbers of threads: for short bodies, for long ones (both parse bodies and
 # encode texts), and for calls that take the engine's lock.
@@ -114,7 +115,7 @@ class ClientGone(Exception):
 
 @runtime_checkable
 class Served(Answers, Protocol):
-  """Backend of an application: an `Engine`, or a `ClusterRouter`.
+  """Backend of an application: an `Engine`, `EngineGroup` or `ClusterRouter`.
 
   Attributes:
     tokenizer: Tokenizer of its texts.
@@ -387,7 +388,7 @@ class OpenAIApp:
         message("method", scope["method"], method, f"send a {method}"),
         headers={"allow": method},
       )
-    if path == "/health":
+    if path in ("/health", "/ready"):
       missing = self.engine.missing
       status = {"status": "unavailable", "missing": missing}
       await client.json(
