@@ -71,7 +71,7 @@ from ringjax.nn.stack import Stack, keeps
 from ringjax.nn.streams import HyperStreams, Streams
 from ringjax.nn.tile_sums import TileRecord
 from ringjax.nn.tokens import Tokens
-from ringjax.nn.weights.adapted import adapter_rows
+from ringjax.nn.weights.adapter_rows import adapter_rows
 from ringjax.nn.weights.placed_layers import naming_faults
 from ringjax.ops.ancestors import MOST_DRAFTED, ancestor_matrix, tree_coords
 from ringjax.ops.mask import Coords

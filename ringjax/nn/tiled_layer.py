@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from ringjax.kv.base import CallCache
 from ringjax.nn.tokens import Tokens
-from ringjax.nn.weights.adapted import adapter_rows
+from ringjax.nn.weights.adapter_rows import adapter_rows
 from ringjax.ops.attention.blockwise import loop
 from ringjax.typing import Index
 

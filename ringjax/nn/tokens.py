@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.nn.router_sums import RouterRecord, RouterSums
 from ringjax.nn.tile_sums import TileRecord, TileSums
-from ringjax.nn.weights.adapted import current_adapter_rows
+from ringjax.nn.weights.adapter_rows import current_adapter_rows
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
 from ringjax.typing import Lengths
