@@ -375,10 +375,12 @@ def spread(
   if last in ("gate_up_proj", "down_proj") and len(shape) == 3:
     fan_in = shape[1]
   gain = 1.0
-  if last in ("lm_head", "embed_out", "head"):
+  if last in ("lm_head", "embed_out") or name == "head.weight":
     gain = 2.0
   elif last in ("q_proj", "k_proj", "q_b_proj", "qkv_proj", "query_key_value",
-                "Wqkv", "c_attn", "wq_b"):  # fmt: skip
+                "Wqkv", "c_attn"):  # fmt: skip
+    gain = 1.5
+  elif last == "wq_b" and ".attn." in name:
     gain = 1.5
   elif last == "linear" and family == "zamba2":
     # Blocks without residuals would make much of rounding errors.
