@@ -377,10 +377,15 @@ def spread(
   gain = 1.0
   if last in ("lm_head", "embed_out") or name == "head.weight":
     gain = 2.0
-  elif last in ("q_proj", "k_proj", "q_b_proj", "qkv_proj", "query_key_value",
-                "Wqkv", "c_attn"):  # fmt: skip
-    gain = 1.5
-  elif last == "wq_b" and ".attn." in name:
+  elif (last == "wq_b" and ".attn." in name) or last in (
+    "q_proj",
+    "k_proj",
+    "q_b_proj",
+    "qkv_proj",
+    "query_key_value",
+    "Wqkv",
+    "c_attn",
+  ):
     gain = 1.5
   elif last == "linear" and family == "zamba2":
     # Blocks without residuals would make much of rounding errors.
