@@ -84,8 +84,11 @@ TABLES = ("query_decay", "key_decay", "diagonal_decay")
 # Numbers that follow from a config: these tables, and a number of each head.
 DECAYS = ("slope_rate", *TABLES)
 
-# A buffer, not a parameter: stays float32 in a checkpoint of any dtype.
+# Buffers, not parameters: they keep their dtype in a checkpoint of any other.
 BUFFER = "e_score_correction_bias"
+# A table of each token's experts, int64.
+EXPERTS_OF_IDS = "tid2eid"
+BUFFERS = (BUFFER, "ffn.gate.bias", EXPERTS_OF_IDS)
 
 DTYPES = {
   "float32": np.dtype(np.float32),
@@ -158,7 +161,7 @@ def expected(name: str) -> Expected:
 
 
 def tensors(name: str) -> dict[str, np.ndarray]:
-  """Every tensor, float32, by its name on disk."""
+  """Every tensor by its name on disk, float32 or whole numbers."""
   with np.load(home(name) / "expected.npz") as file:
     seed, crc = int(file["seed"]), int(file["crc"])
   arrays = draw_all(shapes(name), config(name), seed)
@@ -183,7 +186,7 @@ def write(
   settings["dtype" if "dtype" in settings else "torch_dtype"] = dtype
   return write_folder(
     {
-      key: array if key.endswith(BUFFER) else array.astype(DTYPES[dtype])
+      key: array if key.endswith(BUFFERS) else array.astype(DTYPES[dtype])
       for key, array in tensors(name).items()
     },
     settings,
@@ -219,7 +222,7 @@ def write_folder(
   if shards > 1:
     totals = {
       "total_parameters": sum(
-        x.size for k, x in arrays.items() if not k.endswith(BUFFER)
+        x.size for k, x in arrays.items() if not k.endswith(BUFFERS)
       ),
       "total_size": sum(x.nbytes for x in arrays.values()),
     }
@@ -255,9 +258,15 @@ def checksum(arrays: Mapping[str, np.ndarray]) -> int:
 def draw(
   name: str, shape: tuple[int, ...], settings: Mapping[str, Any], seed: int
 ) -> np.ndarray:
-  """One tensor, float32."""
+  """One tensor, float32 or whole numbers."""
   if name.endswith(DECAYS):
     return decay(name, settings).reshape(shape)
+  if name.endswith(EXPERTS_OF_IDS):
+    # A row has different experts.
+    first = np.argsort(
+      normal(name, (shape[0], settings["n_routed_experts"]), seed)
+    )
+    return np.ascontiguousarray(first[:, : shape[1]], np.int64)
   centre, scale = spread(name, shape, settings)
   x = centre + scale * normal(name, shape, seed)
   return np.asarray(x, np.float32)
@@ -330,13 +339,17 @@ def spread(
     gain = quiet if tied and final else 1.0
     one_plus = family in ONE_PLUS or (family in PARTLY_ONE_PLUS and not final)
     return gain - one_plus, 0.2
-  if last in ("layer_scalar", "per_expert_scale", "scale"):
+  if last in ("layer_scalar", "per_expert_scale", "scale") or (
+    last.startswith("hc_") and last.endswith("_scale")
+  ):
     return 0.9, 0.2
+  if last == "ape":
+    return 0.0, 0.7
   if last == "embed_tokens_per_layer":
     return 0.0, 1 / math.sqrt(settings["hidden_size_per_layer_input"])
-  if last == BUFFER:
+  if last == BUFFER or name.endswith("ffn.gate.bias"):
     return 0.0, 0.1
-  if last in ("attention_sink_bias", "sinks", "dt_bias"):
+  if last in ("attention_sink_bias", "attn_sink", "sinks", "dt_bias"):
     return 0.0, 1.0
   if last == "A_log":
     # Where it multiplies what a sigmoid reads, small ones would say nothing.
@@ -362,10 +375,17 @@ def spread(
   if last in ("gate_up_proj", "down_proj") and len(shape) == 3:
     fan_in = shape[1]
   gain = 1.0
-  if last in ("lm_head", "embed_out"):
+  if last in ("lm_head", "embed_out") or name == "head.weight":
     gain = 2.0
-  elif last in ("q_proj", "k_proj", "q_b_proj", "qkv_proj", "query_key_value",
-                "Wqkv", "c_attn"):  # fmt: skip
+  elif (last == "wq_b" and ".attn." in name) or last in (
+    "q_proj",
+    "k_proj",
+    "q_b_proj",
+    "qkv_proj",
+    "query_key_value",
+    "Wqkv",
+    "c_attn",
+  ):
     gain = 1.5
   elif last == "linear" and family == "zamba2":
     # Blocks without residuals would make much of rounding errors.

@@ -291,14 +291,17 @@ class KVCache(ModelCache):
       limit: Maximum number of tokens in a row.
 
     Raises:
-      OptionError: If the slots are sharded, or layers have ring buffers.
+      OptionError: If the slots are sharded, or layers have ring buffers or
+        compressed keys.
     """
-    if self.shards > 1 or self.rings:
+    compressed = any(isinstance(x, StateShape) and x.grows for x in self.shapes)
+    if self.shards > 1 or self.rings or compressed:
+      also = ", and compressed keys" if compressed else ""
       raise OptionError(
         "grow",
         f"{step}, of slots over {self.shards} shard(s) with {len(self.rings)} "
-        "sizes of ring buffers",
-        "one shard of the sequence, and layers that keep all tokens",
+        f"sizes of ring buffers{also}",
+        "one shard of the sequence, and layers that keep all tokens as keys",
         "leave it out, or pass cache_kind='dense' and no sequence axis",
       )
     return dataclasses.replace(self, growth=Growth(step, limit))

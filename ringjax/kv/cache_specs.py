@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
+from ringjax.errors import OptionError
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.eviction.evicting import EvictingCache
@@ -14,6 +15,7 @@ from ringjax.kv.model_cache import ModelCache
 from ringjax.kv.offload.chosen_tiered import ChosenTieredCache
 from ringjax.kv.offload.layer_offload import OffloadedCache
 from ringjax.kv.offload.tiered import TieredCache
+from ringjax.kv.state import StateShape
 
 # Classes of storage, each with whether a kind of cache is stored by it: the
 # first one that is. A class of your own goes before them.
@@ -27,6 +29,21 @@ STORAGES: list[tuple[Callable[[CacheConfig], bool], Any]] = [
 def storage_of(kind: CacheConfig) -> Any:
   """Class that stores caches of a kind, if all layers are on the devices."""
   return next((cls for stores, cls in STORAGES if stores(kind)), KVCache)
+
+
+def _refuse_growing(shapes: Sequence[Any], kind: CacheConfig) -> None:
+  """Refuse compressed keys in caches that move or drop tokens.
+
+  Raises:
+    OptionError: If some layers have them.
+  """
+  if any(isinstance(x, StateShape) and x.grows for x in shapes):
+    raise OptionError(
+      "kind",
+      f"{kind}, or layers in host memory, for layers with compressed keys",
+      "a kind that keeps all tokens on the devices",
+      "pass kind='dense', 'windowed' or a codec, and no placement",
+    )
 
 
 def cache_spec(
@@ -47,6 +64,8 @@ def cache_spec(
     **where: Other arguments of `KVCache.spec`.
   """
   call = (shapes, batch, capacity, dtype)
+  if tiers is not None or storage_of(kind) is not KVCache:
+    _refuse_growing(shapes, kind)
   if tiers is not None:
     return OffloadedCache.spec(*call, kind=kind, tiers=tiers, **where)
   storage = storage_of(kind)

@@ -9,12 +9,13 @@ same on all shards of the sequence.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from ringjax.kv.base import CacheSpec, CallCache, zeros
 from ringjax.kv.storage.call_tiles import CacheTile
@@ -26,12 +27,13 @@ class State(NamedTuple):
   """The carried state of a layer, or with a leading axis of several.
 
   Fields:
-    memory: Recurrent memory, float32 [B, N, H, J].
+    memory: Recurrent memory, float32 [B, N, H, J]; a tree of arrays in states
+      that grow.
     tail: Last inputs of a convolution, such as queries, keys and values; its x
       are [B, n, *shape] for each of `StateShape.convolved`.
   """
 
-  memory: jax.Array
+  memory: PyTree
   tail: Tail
 
   def layer(self, cache: CallCache, index: Index) -> StateLayer:
@@ -53,6 +55,9 @@ class StateShape:
     convolved: Shapes (heads, dim) of the convolution's inputs per token.
     which: Indices of the layers in the model.
   """
+
+  # Whether the slots of a row grow with the tokens that it may have.
+  grows: ClassVar[bool] = False
 
   layers: int
   heads: int

@@ -90,6 +90,13 @@ class StatisticsCache(NoCache):
     """
     batch, num_queries = rows.shape
     for shape in shapes:
+      if isinstance(shape, StateShape) and shape.grows:
+        raise OptionError(
+          "model",
+          "layers with compressed keys, which take part in the weights",
+          "layers whose keys are single tokens",
+          "use another model",
+        )
       limit = getattr(getattr(shape, "reading", None), "most", None)
       if limit is not None and limit < tokens:
         raise OptionError(

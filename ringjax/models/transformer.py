@@ -69,7 +69,7 @@ from ringjax.nn.sharding_context import (
   ShardingContext,
 )
 from ringjax.nn.stack import Stack, keeps
-from ringjax.nn.streams import Streams
+from ringjax.nn.streams import HyperStreams, Streams
 from ringjax.nn.tile_sums import TileRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.adapter_rows import adapter_rows
@@ -137,7 +137,7 @@ class TransformerConfig:
   embed_norm: Norm | None = None
   positions: LearnedPositions | None = None
   inputs: LayerInputs | SharedBlocks | None = None
-  streams: Streams | IndexStream | None = None
+  streams: Streams | HyperStreams | IndexStream | None = None
   logit_scale: float = 1.0
   logit_cap: float | None = None
   max_positions: int = 2048
@@ -655,8 +655,9 @@ class Transformer(nnx.Module):
   def embedded(
     self, tokens: Int[Array, "B T"], places: Tokens
   ) -> Float[Array, "B T *D"]:
-    """Input of the first layer; sets `places.inputs`, which all layers read."""
+    """Input of the first layer; sets what all layers read of the ids."""
     x = self.embed(tokens, places.pos)
+    places.ids = tokens
     if self.inputs is not None:
       places.inputs = functools.partial(self.inputs, tokens, x)
     return x if self.streams is None else self.streams.spread(x)

@@ -10,12 +10,17 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from ringjax.kv.base import LayerCache, StateCache
 from ringjax.kv.encoder_states import EncoderStates
 from ringjax.nn.attention_layers.attention import Attention
 from ringjax.nn.attention_layers.attention_and_state import AttentionAndState
+from ringjax.nn.attention_layers.compressed import (
+  CompressedAttention,
+  Compression,
+  NearKeys,
+)
 from ringjax.nn.attention_layers.cross_attention import (
   CrossAttention,
   NoCrossAttention,
@@ -60,7 +65,7 @@ OneMixer = (
   | RgLru
   | ShortConv
 )
-Mixer = OneMixer | AttentionAndState
+Mixer = OneMixer | AttentionAndState | CompressedAttention
 # What a mixer keeps of a call.
 PartOfCache = LayerCache | StateCache | JointLayer
 Feedforward = (
@@ -134,7 +139,7 @@ class Layer:
     return first.add if first.keep == 1.0 and not first.of_norm else None
 
   @property
-  def mixers(self) -> tuple[OneMixer, ...]:
+  def mixers(self) -> tuple[OneMixer | NearKeys | Compression, ...]:
     """Mixers of tokens, each of which keeps something in a cache.
 
     Empty for a layer that reads another layer's cache.
@@ -142,6 +147,8 @@ class Layer:
     mixer = self.attention
     if isinstance(mixer, AttentionAndState):
       return (mixer.attention, mixer.state)
+    if isinstance(mixer, CompressedAttention):
+      return mixer.parts
     return () if getattr(mixer, "reads", False) else (mixer,)
 
   @property
@@ -237,7 +244,7 @@ class Block(nnx.Module):
 
   def _parts(
     self,
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T *D"],
     tokens: Tokens,
     cache: PartOfCache | tuple[PartOfCache, ...],
     attend: Attend,
@@ -248,8 +255,10 @@ class Block(nnx.Module):
     # Sums and norms use the stream's dtype, products the weights'.
     stream = x.dtype
     narrow = part_dtype(self, stream)
+    stream_state: Any
+    x, stream_state = self.attention_residual.begin(x)
     if spec.residuals[0].of_norm:
-      x = by_tile(self.pre_attention, x)
+      x = stream_state = by_tile(self.pre_attention, x)
       normed = x.astype(narrow)
     else:
       normed = by_tile(lambda x: self.pre_attention(x).astype(narrow), x)
@@ -261,9 +270,9 @@ class Block(nnx.Module):
     )
     if spec.parallel:
       h = normed if spec.shared_norm else by_tile(self.pre_feedforward, x)
-      x = self.cross(x, states, attend)
+      stream_state = self.cross(x, states, attend)
     else:
-      x = by_tile(add_mixed, x, mixed)
+      x = by_tile(add_mixed, stream_state, mixed)
       if self.low_rank is not None:
         half = jnp.asarray(1 / math.sqrt(2), x.dtype)
         low_rank_residual = attend.rows(self.low_rank, normed).astype(stream)
@@ -271,23 +280,26 @@ class Block(nnx.Module):
       x = self.cross(attend.constrain(x), states, attend)
       if isinstance(spec.feedforward, NoFeedforward):
         return x, cache
-      h = by_tile(self.pre_feedforward, x)
+      h, stream_state = self.feedforward_residual.begin(x)
+      h = by_tile(self.pre_feedforward, h)
       if spec.residuals[1].of_norm:
-        x = h
+        stream_state = h
     if not isinstance(spec.feedforward, DenseAndExperts):
       # That one has its own norms before its products.
       h = h.astype(narrow)
     feedforward: Any = self.feedforward
     if isinstance(spec.feedforward, Experts | DenseAndExperts):
-      h = feedforward(h, attend, tokens.record_of(RouterRecord))
+      by_ids = isinstance(spec.feedforward, Experts) and spec.feedforward.by_id
+      ids = (tokens.ids,) if by_ids else ()
+      h = feedforward(h, attend, tokens.record_of(RouterRecord), *ids)
     else:
       h = feedforward(h, attend)
 
-    def total(x: jax.Array, mixed: jax.Array, h: jax.Array) -> jax.Array:
+    residual: Any = self.feedforward_residual
+
+    def total(x: PyTree, mixed: jax.Array, h: jax.Array) -> jax.Array:
       if spec.parallel:
         x = add_mixed(x, mixed)
-      return self.feedforward_residual(
-        x, self.post_feedforward(h.astype(stream))
-      )
+      return residual(x, self.post_feedforward(h.astype(stream)))
 
-    return attend.constrain(by_tile(total, x, mixed, h)), cache
+    return attend.constrain(by_tile(total, stream_state, mixed, h)), cache

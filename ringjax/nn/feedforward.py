@@ -148,6 +148,46 @@ class PlainLayer(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Clamped:
+  """GPT-OSS' gate: (up + 1) * gate * sigmoid(alpha gate), both clamped."""
+
+  alpha: float
+  limit: float
+
+  def __call__(
+    self, gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"]
+  ) -> Float[Array, "*batch F"]:
+    limit = jnp.asarray(self.limit, gate.dtype)
+    gate = jnp.minimum(gate, limit)
+    up = jnp.clip(up, -limit, limit)
+    return (
+      (up + 1)
+      * gate
+      * jax.nn.sigmoid(gate * jnp.asarray(self.alpha, gate.dtype))
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClampedProduct:
+  """act(gate) * up, where the gate has an upper limit, and `up` is clamped.
+
+  Attributes:
+    act: Activation of the gate.
+    limit: Largest gate, and largest absolute value of `up`.
+  """
+
+  act: str
+  limit: float
+
+  def __call__(
+    self, gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"]
+  ) -> Float[Array, "*batch F"]:
+    limit = jnp.asarray(self.limit, gate.dtype)
+    gate = jnp.minimum(gate, limit)
+    return ACTIVATIONS[self.act](gate) * jnp.clip(up, -limit, limit)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gated(AllWeights):
   """down(act(gate(x)) * up(x)).
 
@@ -159,6 +199,7 @@ class Gated(AllWeights):
     scale: Factor on the output.
     sparsity: Fraction of a token's gates that are zeroed, assuming that they
       are normally distributed; 0 leaves gates unchanged.
+    clamped: Gate to use instead of act(gate) * up, or None.
   """
 
   hidden: int
@@ -167,6 +208,7 @@ class Gated(AllWeights):
   gate_scale: float = 1.0
   scale: float = 1.0
   sparsity: float = 0.0
+  clamped: Clamped | ClampedProduct | None = None
 
   @property
   def width(self) -> int:
@@ -218,6 +260,8 @@ class GatedLayer(nnx.Module):
       gate = gate * jnp.asarray(spec.gate_scale, gate.dtype)
     if spec.sparsity:
       gate = above(gate, spec.sparsity)
+    if spec.clamped is not None:
+      return spec.clamped(gate, up)
     return ACTIVATIONS[spec.act](gate) * up
 
 
@@ -391,27 +435,51 @@ class Grouped:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Clamped:
-  """GPT-OSS' gate: (up + 1) * gate * sigmoid(alpha gate), both clamped."""
+class Scored:
+  """DeepSeek-V4's choice: the best scores of single experts.
 
-  alpha: float
-  limit: float
+  Attributes:
+    root: Whether a score is the root of the logit's softplus, not its sigmoid.
+    scale: Factor on the weights, which sum to one before it.
+    by_id: Number of token ids, each of which has fixed experts, whose scores
+      weigh them; 0: a token chooses by its scores.
+  """
+
+  root: bool
+  scale: float
+  by_id: int = 0
 
   def __call__(
-    self, gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"]
-  ) -> Float[Array, "*batch F"]:
-    limit = jnp.asarray(self.limit, gate.dtype)
-    gate = jnp.minimum(gate, limit)
-    up = jnp.clip(up, -limit, limit)
-    return (
-      (up + 1)
-      * gate
-      * jax.nn.sigmoid(gate * jnp.asarray(self.alpha, gate.dtype))
-    )
+    self,
+    logits: Float[Array, "T E"],
+    correction: Float[Array, " E"] | None,
+    k: int,
+  ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
+    ranked = self._scores(logits)
+    if correction is not None:
+      ranked = ranked + correction[None]
+    chosen = lax.top_k(ranked, k)[1]
+    return self.weights(logits, chosen), chosen
+
+  def weights(
+    self, logits: Float[Array, "T E"], chosen: Int[Array, "T k"]
+  ) -> Float[Array, "T k"]:
+    """Weights of chosen experts."""
+    scores = jnp.take_along_axis(self._scores(logits), chosen, -1)
+    return _normalised(scores) * jnp.float32(self.scale)
+
+  def likelihoods(self, logits: Float[Array, "*n E"]) -> Float[Array, "*n E"]:
+    """Routing probabilities of each token, which sum to one."""
+    return _normalised(self._scores(logits))
+
+  def _scores(self, logits: Float[Array, "*n E"]) -> Float[Array, "*n E"]:
+    if self.root:
+      return jnp.sqrt(jax.nn.softplus(logits))
+    return jax.nn.sigmoid(logits)
 
 
 # Choices of a token's experts, from their logits.
-Router = Grouped | Sigmoid | Softmax | SparseMixer
+Router = Grouped | Scored | Sigmoid | Softmax | SparseMixer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -429,7 +497,8 @@ class Experts:
     correction: Whether the router has a learned offset for its ranking.
     clamped: Gate to use instead of act(gate) * up, or None.
     scale_input: Whether weights multiply an expert's input, not its output.
-    shared: Hidden size of the expert that all tokens use, 0 for none.
+    shared: Hidden size of the expert that all tokens use, 0 for none; a
+      `ClampedProduct` is its gate, too.
     shared_gate: Whether that expert's output has a gate.
     gated: Whether experts, including the shared one, are
       down(act(gate(x)) * up(x)); else down(act(up(x))).
@@ -453,7 +522,7 @@ class Experts:
   bias: bool = False
   router_bias: bool = False
   correction: bool = False
-  clamped: Clamped | None = None
+  clamped: Clamped | ClampedProduct | None = None
   scale_input: bool = False
   shared: int = 0
   shared_gate: bool = False
@@ -473,6 +542,11 @@ class Experts:
   def width(self) -> int:
     """Number of intermediate numbers per token."""
     return (1 + self.gated) * (self.chosen * self.hidden + self.shared)
+
+  @property
+  def by_id(self) -> int:
+    """Number of token ids that have fixed experts; 0: tokens choose."""
+    return self.router.by_id if isinstance(self.router, Scored) else 0
 
   def idle(self, embed: int) -> int:
     """Number of weights that a token does not use: those of other experts."""
@@ -519,6 +593,7 @@ class ExpertsLayer(nnx.Module):
     self.correction = (
       param(rngs, (routed,), (None,), wide=True) if spec.correction else None
     )
+    self.table = _expert_table(rngs, spec) if spec.by_id else None
     if spec.scaled:
       scale = lambda n: param(rngs, (n,), (None,), value=1.0)
       self.router_scale, self.input_scale = scale(embed), scale(embed)
@@ -547,9 +622,14 @@ class ExpertsLayer(nnx.Module):
     self.gate_bias = bias(f, "ffn") if spec.gated else None
     self.up_bias = bias(f, "ffn")
     self.down_bias = bias(d, inner)
-    shared_spec = (Gated if spec.gated else Plain)(
-      hidden=spec.shared, act=spec.act
-    )
+    shared_spec: Gated | Plain = Plain(hidden=spec.shared, act=spec.act)
+    if spec.gated:
+      product = spec.clamped
+      shared_spec = Gated(
+        hidden=spec.shared,
+        act=spec.act,
+        clamped=product if isinstance(product, ClampedProduct) else None,
+      )
     self.shared = shared_spec.build(rngs, embed) if spec.shared else None
     self.shared_gate = (
       Linear(rngs, (embed,), (1,), ("embed", None))
@@ -562,9 +642,22 @@ class ExpertsLayer(nnx.Module):
     x: Float[Array, "B T D"],
     attend: Attend,
     record: RouterRecord | None = None,
+    ids: Int[Array, "B T"] | None = None,
   ) -> Float[Array, "B T D"]:
-    """[B, T, D] -> [B, T, D]; `record` gets the routing, None for none."""
+    """[B, T, D] -> [B, T, D].
+
+    Args:
+      x: Tokens.
+      attend: Sharding of the tokens.
+      record: Record that gets the routing; None for none.
+      ids: Token ids, int32 [B, T], for experts that are fixed by them.
+    """
     spec = self.spec
+    fixed: tuple[Int[Array, "B T k"], ...] = ()
+    if self.table is not None:
+      assert ids is not None, "layers whose experts ids choose need the ids"
+      table = lax.stop_gradient(self.table[...])
+      fixed = (table[jnp.clip(ids, 0, spec.by_id - 1)].astype(jnp.int32),)
     get = lambda p: p.get_value() if isinstance(p, nnx.Variable) else p
     weights = dict(
       router=self.router.weight[...],
@@ -596,8 +689,12 @@ class ExpertsLayer(nnx.Module):
       weights["expert_scale"] = self.expert_scale[...]
 
     def run(
-      w: PyTree, maps: PyTree, x: jax.Array, shards: ExpertShards | None = None
+      w: PyTree,
+      maps: PyTree,
+      tokens: tuple[jax.Array, ...],
+      shards: ExpertShards | None = None,
     ) -> Any:
+      x, *fixed_experts = tokens
       router_input = x
       if spec.scaled:
         router_input, x = (
@@ -610,7 +707,12 @@ class ExpertsLayer(nnx.Module):
       )  # fmt: skip
       if w["router_bias"] is not None:
         logits = logits + w["router_bias"].astype(jnp.float32)[None]
-      mixing, chosen = spec.router(logits, w["correction"], spec.chosen)
+      if fixed_experts:
+        assert isinstance(spec.router, Scored)
+        (chosen,) = fixed_experts
+        mixing = spec.router.weights(logits, chosen)
+      else:
+        mixing, chosen = spec.router(logits, w["correction"], spec.chosen)
       if spec.scaled:
         mixing = mixing * w["expert_scale"].astype(jnp.float32)[chosen]
       routed, of_identities = chosen, None
@@ -658,10 +760,12 @@ class ExpertsLayer(nnx.Module):
       return y if record is None else (y, logits, routed)
 
     if self.over and attend.mesh is not None:
-      y = attend.per_expert_shard(run, weights, maps, x, self.over)
+      y = attend.per_expert_shard(run, weights, maps, (x, *fixed), self.over)
     else:
       _check_all_here(maps, spec.experts)
-      y = attend.per_shard(lambda w, x: run(w[0], w[1], x), (weights, maps), x)
+      y = attend.per_shard(
+        lambda w, x: run(w[0], w[1], x), (weights, maps), (x, *fixed)
+      )
     if record is not None:
       y, logits, chosen = y
       offset = self.correction is not None
@@ -766,6 +870,14 @@ class ExpertsLayer(nnx.Module):
     if self.shared_gate is None:
       return y
     return y * jax.nn.sigmoid(self.shared_gate(x))
+
+
+def _expert_table(rngs: nnx.Rngs, spec: Experts) -> nnx.Variable:
+  """Experts of each token id, whole numbers; in a new model k neighbours."""
+  table = param(rngs, (spec.by_id, spec.chosen), (None, None), wide=True)
+  first = jnp.arange(spec.by_id, dtype=jnp.int32)[:, None]
+  offset = jnp.arange(spec.chosen, dtype=jnp.int32)[None]
+  return table.replace(((first + offset) % spec.experts).astype(jnp.float32))
 
 
 def _check_all_here(maps: PyTree, experts: int) -> None:

@@ -5,20 +5,24 @@ sharded.
 
 A residual is a frozen dataclass with `of_norm`, whether the stream that it adds
 to is the normed input of the part, and `build(rngs, embed)`, which returns a
-function of the stream and the output.
+module: its `begin` gives a part's input, and what it keeps of the stream; a
+call of these and of the part's output gives the stream after the part.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from ringjax.nn.param import param
+from ringjax.ops.norm import rms_norm
+from ringjax.ops.softmax import wide_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,12 @@ class ScaledResidual:
     """Return itself, as it has no parameters."""
     del rngs, embed
     return self
+
+  def begin(
+    self, x: Float[Array, "B T D"]
+  ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    """Input of the part, and the stream."""
+    return x, x
 
   def __call__(
     self, x: Float[Array, "B T D"], y: Float[Array, "B T D"]
@@ -80,6 +90,12 @@ class GatedResidualLayer(nnx.Module):
     self.spec = spec
     self.gate = param(rngs, (embed,), (None,), value=0.0, wide=True)
 
+  def begin(
+    self, x: Float[Array, "B T D"]
+  ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    """Input of the part, and the stream."""
+    return x, x
+
   def __call__(
     self, x: Float[Array, "B T D"], y: Float[Array, "B T D"]
   ) -> Float[Array, "B T D"]:
@@ -93,4 +109,126 @@ class GatedResidualLayer(nnx.Module):
     return total.astype(x.dtype)
 
 
-Residual = ScaledResidual | GatedResidual
+class StreamState(NamedTuple):
+  """Streams during a part, and how its output is added to them.
+
+  Fields:
+    streams: Streams before the part, [B, T, A, D].
+    weights: Weight of the output in each stream, [B, T, A].
+    mixing: Weight of each stream before the part in each after it, float32
+      [B, T, A, A]: rows are streams before it.
+  """
+
+  streams: Float[Array, "B T A D"]
+  weights: Float[Array, "B T A"]
+  mixing: Float[Array, "B T A A"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HyperConnection:
+  """Manifold-constrained hyper-connections of A streams.
+
+  A part reads a weighted sum of the streams. Each stream after it is a sum of
+  the streams before it and of the output. All weights are computed from the
+  token's normed streams; those of streams in streams are made doubly stochastic
+  by iterations of Sinkhorn and Knopp.
+
+  Ref: Xie et al. 2026, mHC; as in DeepSeek-V4, section 2.2.
+
+  Attributes:
+    count: Number of streams, A.
+    iterations: Number of normalisations of the columns.
+    floor: Number that is added to weights and sums.
+    eps: Epsilon of the norm.
+  """
+
+  count: int
+  iterations: int
+  floor: float
+  eps: float
+  of_norm: ClassVar[bool] = False
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> HyperConnectionLayer:
+    return HyperConnectionLayer(rngs, self, embed)
+
+
+class HyperConnectionLayer(nnx.Module):
+  """The module of `HyperConnection`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: HyperConnection, embed: int):
+    self.spec = spec
+    a = spec.count
+    size = (2 + a) * a
+    self.map = param(
+      rngs, (size, a * embed), (None, None), fan_in=a * embed, wide=True
+    )
+    self.base = param(rngs, (size,), (None,), wide=True)
+    self.scale = param(rngs, (3,), (None,), value=1.0, wide=True)
+
+  def begin(
+    self, x: Float[Array, "B T A D"]
+  ) -> tuple[Float[Array, "B T D"], StreamState]:
+    """Input of the part, and the streams with the weights of its output."""
+    spec = self.spec
+    a, floor = spec.count, spec.floor
+    raw = stream_weights(x, self.map[...], spec.eps)
+    sections = jnp.split(raw, [a, 2 * a], -1)
+    bases = jnp.split(self.base[...].astype(raw.dtype), [a, 2 * a])
+    scales = self.scale[...].astype(raw.dtype)
+    input_weights, output_weights, mixing = (
+      section * scales[n] + bases[n][None, None]
+      for n, section in enumerate(sections)
+    )
+    input_weights = jax.nn.sigmoid(input_weights) + floor
+    output_weights = 2 * jax.nn.sigmoid(output_weights)
+    mixing = mixing.reshape(*mixing.shape[:2], a, a)
+    mixing = jax.nn.softmax(mixing, -1) + floor
+    by_columns = lambda m: m / (jnp.sum(m, -2, keepdims=True) + floor)
+    by_rows = lambda m: m / (jnp.sum(m, -1, keepdims=True) + floor)
+    mixing = lax.fori_loop(
+      1,
+      spec.iterations,
+      lambda _, m: by_columns(by_rows(m)),
+      by_columns(mixing),
+    )
+    return sum_of_streams(x, input_weights), StreamState(
+      x, output_weights, mixing
+    )
+
+  def __call__(
+    self, state: StreamState, y: Float[Array, "B T D"]
+  ) -> Float[Array, "B T A D"]:
+    """Streams after a part with output y."""
+    x = state.streams
+    # Products with A streams are no work for a matrix unit.
+    mixing, weights = (
+      state.mixing.astype(x.dtype),
+      state.weights.astype(x.dtype),
+    )
+    mixed = jnp.sum(mixing[..., None] * x[:, :, :, None], 2)
+    return weights[..., None] * y[:, :, None] + mixed
+
+
+def stream_weights(
+  x: Float[Array, "*b A D"], weight: Float[Array, "m X"], eps: float
+) -> Float[Array, "*b m"]:
+  """Maps of a token's streams, normed together: float32 or wider."""
+  float_dtype = wide_dtype(x.dtype)
+  flat = x.reshape(*x.shape[:-2], -1).astype(float_dtype)
+  return jnp.einsum(
+    "...d,md->...m",
+    rms_norm(flat, None, eps),
+    weight.astype(float_dtype),
+    preferred_element_type=float_dtype,
+  )
+
+
+def sum_of_streams(
+  x: Float[Array, "*b A D"], weights: Float[Array, "*b A"]
+) -> Float[Array, "*b D"]:
+  """Weighted sum of streams, in their dtype."""
+  terms = weights[..., None] * x.astype(weights.dtype)
+  return jnp.sum(terms, -2).astype(x.dtype)
+
+
+Residual = ScaledResidual | GatedResidual | HyperConnection

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from ringjax.nn.weights.layer_array import LayerArray
 from ringjax.ops.attention.blockwise import loop
@@ -193,7 +193,7 @@ def current_row_tiles() -> RowTiles | None:
   return _CURRENT.get()
 
 
-def by_tile(f: Callable[..., Any], *arrays: Shaped[Array, "_ _ ..."]) -> Any:
-  """`f` of arrays [B, T, ...]; of rows in tiles see `RowTiles.map_tiles`."""
+def by_tile(f: Callable[..., Any], *arrays: PyTree) -> Any:
+  """`f` of trees of arrays [B, T, ...]; of rows in tiles see `RowTiles`."""
   tiles = current_row_tiles()
   return f(*arrays) if tiles is None else tiles.map_tiles(f, *arrays)

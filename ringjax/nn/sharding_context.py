@@ -38,7 +38,10 @@ from ringjax.ops.attention.cached.views import ApartView, KVView
 from ringjax.ops.attention.cost.select import Auto
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.scores import Scores, Terms
-from ringjax.ops.attention.sparse.sparse_api import sparse_latent_attention
+from ringjax.ops.attention.sparse.sparse_api import (
+  sparse_attention,
+  sparse_latent_attention,
+)
 from ringjax.ops.attention.sparse.top_tokens import TopTokens
 from ringjax.ops.attention.strategies.chain import Chain
 from ringjax.ops.attention.strategies.ring import Ring
@@ -330,13 +333,14 @@ class ShardingContext:
     return set() if self.mesh is None else _names(self.spec(x))
 
   def _on_shards(
-    self, f: Callable[[Any, Array], Any], weights: PyTree, x: Array
+    self, f: Callable[[Any, Any], Any], weights: PyTree, x: PyTree
   ) -> Any:
-    """f(weights, x) on each shard's own tokens of x, [B, T, D]."""
-    names = self._token_axes(x)
+    """f(weights, x) on each shard's own tokens of a tree of [B, T, ...]."""
+    first = jax.tree.leaves(x)[0]
+    names = self._token_axes(first)
     if not names:
       return f(weights, x)
-    spec = self.spec(x)
+    spec = self.spec(first)
     return jax.shard_map(
       f,
       mesh=self.mesh,
@@ -347,40 +351,41 @@ class ShardingContext:
 
   def per_shard(
     self,
-    f: Callable[[Any, Array], Any],
+    f: Callable[[Any, Any], Any],
     weights: PyTree,
-    x: Shaped[Array, "B T D"],
+    x: PyTree,
   ) -> Any:
-    """f(weights, tokens [n, D]) on each shard's own tokens of [B, T, D].
+    """f(weights, tokens [n, ...]) on each shard's own tokens of [B, T, ...].
 
-    Results are [n, ...] on a shard, [B, T, ...] in all, a pytree of them.
+    Results are [n, ...] on a shard, [B, T, ...] in all; tokens and results are
+    trees of such arrays.
     """
 
-    def local(weights: PyTree, x: jax.Array) -> Any:
+    def local(weights: PyTree, x: PyTree) -> Any:
       # Gradients are summed over shards here and not where f uses weights,
       # which may be in a branch that only some shards take.
       weights = collectives.vary(weights, collectives.varying_axes(x))
-      return _by_row(f(weights, x.reshape(-1, x.shape[-1])), x)
+      return _by_row(f(weights, _flat_tokens(x)), jax.tree.leaves(x)[0])
 
     return self._on_shards(local, weights, x)
 
   def per_expert_shard(
     self,
-    f: Callable[[Any, Any, Array, ExpertShards], Any],
+    f: Callable[[Any, Any, Any, ExpertShards], Any],
     weights: PyTree,
     experts: PyTree,
-    x: Shaped[Array, "B T D"],
+    x: PyTree,
     over: tuple[str, ...],
   ) -> Any:
-    """f on each shard's tokens of [B, T, D] and each shard's experts.
+    """f on each shard's tokens of [B, T, ...] and each shard's experts.
 
     Args:
-      f: Function (weights, experts of the shard, tokens [n, D], axes of the
+      f: Function (weights, experts of the shard, tokens [n, ...], axes of the
         shards) -> [n, ...] or a pytree of such, the same on shards that have
         the same tokens.
       weights: Weights that all shards have.
       experts: Arrays of the experts' weights, [E, ...] each.
-      x: Tokens.
+      x: Tokens, a tree of arrays [B, T, ...].
       over: Mesh axes that shard the experts, not none.
 
     Returns:
@@ -397,14 +402,15 @@ class ShardingContext:
         f"the mesh whose axes {over} shard the model's experts",
         "pass that mesh, or move the model to this one with rj.models.place",
       )
-    spec = self.spec(x)
+    first = jax.tree.leaves(x)[0]
+    spec = self.spec(first)
     shards = ExpertShards(
       over=over, tokens=tuple(a for a in over if a in _names(spec))
     )
 
-    def local(weights: PyTree, experts: PyTree, x: jax.Array) -> Any:
-      tokens = x.reshape(-1, x.shape[-1])
-      return _by_row(f(weights, experts, tokens, shards), x)
+    def local(weights: PyTree, experts: PyTree, x: PyTree) -> Any:
+      tokens = _flat_tokens(x)
+      return _by_row(f(weights, experts, tokens, shards), jax.tree.leaves(x)[0])
 
     return jax.shard_map(
       local,
@@ -459,6 +465,11 @@ def _expert_specs(experts: PyTree, over: tuple[str, ...]) -> PyTree:
 
   is_array = lambda x: isinstance(x, LayerArray)
   return jax.tree.map(spec_of, experts, is_leaf=is_array)
+
+
+def _flat_tokens(x: PyTree) -> Any:
+  """Arrays [B, T, ...] as [n, ...]."""
+  return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), x)
 
 
 def _names(spec: P) -> set[str]:
@@ -619,34 +630,46 @@ class ContextParallel(ShardingContext):
     keys: KV,
     mask: Mask,
     extras: Extras,
-  ) -> Float[Array, "B T N J"]:
+  ) -> Any:
     """[B, T, N, J]: queries see keys that have other coordinates.
 
     Args:
       q: Queries.
       at: Coordinates of the queries, [B or 1, T].
-      keys: Keys, values and their coordinates, [B or 1, T]. A key is on the
-        shard of the query with the same index.
+      keys: Keys, values and their coordinates, [B or 1, S], as many on each
+        shard. Ordered keys on the shard of the query with the same index keep a
+        causal ring balanced.
       mask: Mask over both coordinates.
-      extras: Further terms of the layer's attention.
+      extras: Further terms of the layer's attention, see `Extras.residual`.
     """
-    return dot_product_attention(
-      q,
-      jnp.swapaxes(keys.k, 1, 2),
-      jnp.swapaxes(keys.v, 1, 2),
+    k, v = (jnp.swapaxes(x, 1, 2) for x in (keys.k, keys.v))
+    arguments: dict[str, Any] = dict(
       mask=mask,
       scale=extras.scale,
       mesh=self.mesh,
       axis=self.axis,
       **self.shares(q.shape[0], q.shape[2], keys.k.shape[1]),
-      layout=self.layout,
-      strategy="ring",
+      layout=self.layout if k.shape[1] == q.shape[1] else Contiguous(),
       q_positions=at.pos,
       kv_positions=keys.at.pos,
       q_segment_ids=at.seg,
       kv_segment_ids=keys.at.seg,
       logits_soft_cap=extras.soft_cap,
-      alibi_slopes=extras.slopes,
+      return_residual=extras.residual,
+    )
+    selection = extras.selection
+    shards = 1 if self.around is None else collectives.axis_size(self.around)
+    if selection is not None and selection.count < k.shape[1] * shards:
+      assert selection.keys is not None
+      choice = TopTokens(
+        q=selection.q,
+        weights=selection.weights,
+        keys=selection.keys.astype(selection.q.dtype),
+        count=selection.count,
+      )
+      return sparse_attention(q, k, v, choice, **arguments)
+    return dot_product_attention(
+      q, k, v, **arguments, strategy="ring", alibi_slopes=extras.slopes
     )
 
 
@@ -674,29 +697,36 @@ class ChainParallel(ContextParallel):
     return self.rows(f, x)
 
   def per_shard(
-    self,
-    f: Callable[[Any, Array], Array],
-    weights: PyTree,
-    x: Shaped[Array, "B T D"],
-  ) -> Shaped[Array, "B T D"]:
-    def flat(w: PyTree, x: jax.Array) -> jax.Array:
-      return _by_row(f(w, x.reshape(-1, x.shape[-1])), x)
+    self, f: Callable[[Any, Any], Any], weights: PyTree, x: PyTree
+  ) -> Any:
+    def flat(w: PyTree, x: PyTree) -> Any:
+      return _by_row(f(w, _flat_tokens(x)), jax.tree.leaves(x)[0])
 
     return self._walk(flat, weights, x)
 
   def _walk(
-    self, f: Callable[[Any, jax.Array], Any], weights: PyTree, x: jax.Array
+    self, f: Callable[[Any, Any], Any], weights: PyTree, x: PyTree
   ) -> PyTree:
-    """f(weights, tile) for the tiles that each shard's tokens fill."""
+    """f(weights, tile) for the tiles that each shard's tokens fill.
+
+    Args:
+      f: Function of the weights and a tile of the tokens.
+      weights: Arrays that all shards have.
+      x: Tree of arrays of the tokens, [B, T, ...].
+    """
     assert isinstance(self.layout, Uneven) and self.axis is not None
-    axis, tile = self.axis, min(self.tile, x.shape[1] // self.size)
+    length = jax.tree.leaves(x)[0].shape[1]
+    axis, tile = self.axis, min(self.tile, length // self.size)
     tiles = np.asarray([-(-n // tile) for n in self.layout.counts], np.int32)
 
-    def local(weights: PyTree, x: jax.Array) -> PyTree:
-      def at(n: jax.Array) -> jax.Array:
+    def local(weights: PyTree, x: PyTree) -> PyTree:
+      local_length = jax.tree.leaves(x)[0].shape[1]
+
+      def at(n: jax.Array) -> PyTree:
         # The last tile begins early rather than end late: rows that are
         # computed twice get the same values.
-        return lax.dynamic_slice_in_dim(x, n * tile, tile, 1)
+        take = lambda x: lax.dynamic_slice_in_dim(x, n * tile, tile, 1)
+        return jax.tree.map(take, x)
 
       def step(n: jax.Array, outputs: PyTree) -> PyTree:
         return jax.tree.map(
@@ -709,7 +739,7 @@ class ChainParallel(ContextParallel):
 
       empty = jax.tree.map(
         lambda y: collectives.zeros(
-          (y.shape[0], x.shape[1], *y.shape[2:]), y.dtype, x
+          (y.shape[0], local_length, *y.shape[2:]), y.dtype, x
         ),
         jax.eval_shape(f, weights, at(jnp.int32(0))),
       )

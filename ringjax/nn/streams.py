@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from ringjax.nn.linear import Linear, Norm
 from ringjax.nn.param import param
+from ringjax.nn.residuals import stream_weights, sum_of_streams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,58 @@ class StreamMixer(nnx.Module):
     if not self.spec.scaled:
       return active
     return active * self.scale[...].astype(x.dtype)[None, None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HyperStreams:
+  """Begin and end of the streams of hyper-connections, see `residuals`.
+
+  All streams begin as the embedding; a weighted sum of them is read at the end.
+
+  Attributes:
+    count: Number of streams, A.
+    floor: Number that is added to the weights.
+    eps: Epsilon of the norm.
+  """
+
+  count: int
+  floor: float
+  eps: float
+
+  def numbers(self, embed: int) -> int:
+    """Number of numbers of a token between layers."""
+    return self.count * embed
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> HyperStreamEnds:
+    return HyperStreamEnds(rngs, self, embed)
+
+
+class HyperStreamEnds(nnx.Module):
+  """The module of `HyperStreams`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: HyperStreams, embed: int):
+    self.spec = spec
+    a = spec.count
+    self.map = param(
+      rngs, (a, a * embed), (None, None), fan_in=a * embed, wide=True
+    )
+    self.base = param(rngs, (a,), (None,), wide=True)
+    self.scale = param(rngs, (1,), (None,), value=1.0, wide=True)
+
+  def spread(self, x: Float[Array, "B T D"]) -> Float[Array, "B T A D"]:
+    """Copy embeddings to all streams."""
+    shape = (*x.shape[:2], self.spec.count, x.shape[2])
+    return jnp.broadcast_to(x[:, :, None], shape)
+
+  def merged(self, x: Float[Array, "*b A D"]) -> Float[Array, "*b D"]:
+    """Weighted sum of the streams."""
+    raw = stream_weights(x, self.map[...], self.spec.eps)
+    scale, base = (
+      y[...].astype(raw.dtype).reshape((1,) * (raw.ndim - 1) + (-1,))
+      for y in (self.scale, self.base)
+    )
+    weights = jax.nn.sigmoid(raw * scale + base) + self.spec.floor
+    return sum_of_streams(x, weights)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,8 @@ class Tokens:
     inputs: Function from a layer's number to its inputs from the tokens' ids,
       [B, T, P], or from that of a use of shared blocks to the use; None for
       models without them. Set with the embeddings.
+    ids: Token ids, int32 [B, T]; None where a call has none. Set with the
+      embeddings.
     tree: Coordinates [B, T] of drafted tokens among themselves, or None; see
       `ops.ancestors`.
     recorder: Class of the records that layers fill, or None; set before the
@@ -63,6 +65,7 @@ class Tokens:
     self.derived, self.segmented = derived, segmented
     self.length = length
     self.inputs: Callable[[Any], Any] | None = None
+    self.ids: Int[Array, "B T"] | None = None
     self.recorder: type[RouterRecord] | type[TileRecord] | None = None
     self.recorded: tuple[tuple[RouterSums | TileSums | None, ...], ...] = ()
     self.record: RouterRecord | TileRecord | None = None
@@ -115,6 +118,7 @@ class Tokens:
     assert self.tree is None
     tile = copy.copy(self)
     tile.pos = take(self.pos)
+    tile.ids = None if self.ids is None else take(self.ids)
     tile.seg = jnp.where(is_filled, take(self.seg), 0)
     if np.ndim(self.length):
       tile.length = take_row(jnp.asarray(self.length))

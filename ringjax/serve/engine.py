@@ -488,6 +488,7 @@ class Engine:
       mesh=self.mesh,
       axis=self.axis if sizes.shards > 1 else None,
       head_axis="model" if "model" in mesh_axes else None,
+      row_tokens=sizes.longest,
     )
     free, devices = free_on(self.mesh)
     pool_bytes = bytes_each(PagePool.spec(model.kinds, **spec).slots)

@@ -42,12 +42,14 @@ KINDS = (
   "jamba",  # a state for each channel
   "kimi_linear",  # decays of channels, latent keys without a rotation
   "falcon_h1",  # two caches of a layer
+  "deepseek_v4",  # compressed keys, an index of them, mixed streams
 )
 # A layer of these hands its state from shard to shard.
 STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "mamba2", "granitemoehybrid",
           "granitemoehybrid_dense", "bamba", "nemotron_h", "lfm2", "jamba",
           "mamba", "falcon_mamba",
-          "bailing_hybrid", "kimi_linear", "falcon_h1", "minimax",
+          "bailing_hybrid", "deepseek_v4", "kimi_linear", "falcon_h1",
+          "minimax",
           "olmo_hybrid", "recurrent_gemma", "zamba2")  # fmt: skip
 # These four have no layer in common.
 QUICK = ("llama3", "gpt_oss", "deepseek_v3", "qwen3_next")
@@ -123,7 +125,8 @@ def contents(cache):
   pos, seg = np.asarray(cache.at.pos), np.asarray(cache.at.seg)
   for slots in cache.slots:
     if not isinstance(slots, LayerKV):
-      found.append(np.asarray(slots.memory))
+      # Slots of compressed keys are in the order of their windows.
+      found.extend(np.asarray(x) for x in jax.tree.leaves(slots.memory))
       continue
     for x in (np.asarray(slots.k), np.asarray(slots.v)):
       rows = []

@@ -83,7 +83,8 @@ FORMS = ("llama3", "phi3", "falcon_40b", "falcon_7b", "qwen3_moe", "gpt_oss",
          "gpt_neox", "starcoder2")  # fmt: skip
 UNSHARED = (
   "bailing_hybrid", "bamba", "cohere", "deepseek_v2", "deepseek_v2_lite",
-  "deepseek_v3", "deepseek_v32", "deepseek_v3_noq", "falcon_h1", "falcon_mamba",
+  "deepseek_v3", "deepseek_v32", "deepseek_v3_noq", "deepseek_v4", "falcon_h1",
+  "falcon_mamba",
   "flex_olmo", "gemma3n", "gemma4", "gemma4_moe", "glm4_moe_lite",
   "glm_moe_dsa", "glm_moe_dsa_shared", "gpt2", "gpt_bigcode",
   "gpt_bigcode_heads", "granitemoehybrid",

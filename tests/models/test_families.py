@@ -57,8 +57,8 @@ VARIANTS = (
 
 # Families whose parts the others have too, or are tested by themselves.
 RECOMBINED = (
-  "arcee", "bailing_hybrid", "bamba", "cwm", "deepseek_v2_lite", "dots1",
-  "ernie4_5", "exaone",
+  "arcee", "bailing_hybrid", "bamba", "cwm", "deepseek_v2_lite",
+  "deepseek_v4", "dots1", "ernie4_5", "exaone",
   "exaone_moe", "falcon_h1", "falcon_mamba", "flex_olmo", "gemma4_moe",
   "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm_moe_dsa_shared",
   "gpt_bigcode", "gptj",

@@ -21,7 +21,8 @@ from tests import checkpoints
 from tests.helpers import make_mesh
 
 HYBRIDS = (
-  "bailing_hybrid", "bamba", "falcon_h1", "jamba", "kimi_linear", "lfm2",
+  "bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "jamba",
+  "kimi_linear", "lfm2",
   "minimax", "nemotron_h", "olmo_hybrid", "recurrent_gemma", "zamba2",
 )  # fmt: skip
 
@@ -232,6 +233,7 @@ def test_a_sharded_prompt_is_read_in_stripes_once_it_is_long(name):
   [
     "falcon_h1",
     "kimi_linear",
+    "deepseek_v4",
     pytest.param("jamba", marks=pytest.mark.slow),
     pytest.param("lfm2", marks=pytest.mark.slow),
   ],

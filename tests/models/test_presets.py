@@ -22,6 +22,9 @@ PUBLISHED = {
   "deepseek-v3": 671_000,
   # 14 million more in each layer, of the index.
   "deepseek-v3.2": 671_880,
+  "deepseek-v4-flash": 284_000,
+  # 1.6 trillion with the layer that guesses further tokens.
+  "deepseek-v4-pro": 1_573_000,
   "ernie-4.5-0.3b": 361,
   "exaone-3.0-7.8b": 7_818,
   "exaone-4.0-32b": 32_003,

@@ -22,7 +22,7 @@ PAGE = 16
 # No two have a layer in common.
 FAMILIES = ("llama3", "gpt_oss", "deepseek_v3", "qwen3_next")
 MORE = ("gemma2", "gemma3_text", "llama4_text", "falcon_rw", "mixtral",
-        "deepseek_v32")  # fmt: skip
+        "deepseek_v32", "deepseek_v4")  # fmt: skip
 
 
 def engine(model, mesh=None, **options):

@@ -46,6 +46,7 @@ from ringjax.kv.layer_spec import (
 )
 from ringjax.kv.state import State
 from ringjax.kv.storage.call_tiles import CallTiles
+from ringjax.kv.storage.entry_slots import row_states
 from ringjax.kv.storage.layer_pages import (
   LayerPages,
   PageWrites,
@@ -127,6 +128,7 @@ class PagePool:
     mesh: Mesh | None = None,
     axis: str | None = None,
     head_axis: str | None = None,
+    row_tokens: int | None = None,
   ) -> PagePool:
     """Specs (shapes, dtypes, shardings) of a pool; allocates nothing.
 
@@ -141,10 +143,11 @@ class PagePool:
       mesh: Device mesh; None for one device.
       axis: Mesh axis that shards the pages.
       head_axis: Mesh axis that shards the KV heads if it divides them.
+      row_tokens: Maximum number of tokens of a row, for compressed keys.
 
     Raises:
       OptionError: If the kind evicts, uses host memory, or has codecs that
-        differ by head.
+        differ by head; or `row_tokens` is missing.
     """
     kind = kind.resident("a pool of pages")
     if not isinstance(kind.codec, Codec | None):
@@ -158,11 +161,8 @@ class PagePool:
     reaches = {s.reach if kind.layout.windowed else None for s in layers}
     groups: list[PageGroup] = []
     pages_of_kind: list[Any] = [None] * len(shapes)
-    heads = head_axis
-    if mesh is not None and head_axis is not None:
-      size = mesh.shape[head_axis]
-      if any(s.heads % size for s in layers):
-        heads = None
+    size = 1 if mesh is None or head_axis is None else mesh.shape[head_axis]
+    heads = None if any(s.heads % size for s in layers) else head_axis
     room = CacheSpec(
       batch=rows,
       capacity=page,
@@ -200,7 +200,7 @@ class PagePool:
         )
       )
     slots = tuple(
-      s.slots(room) if pages_or_none is None else pages_or_none
+      pages_or_none or row_states(s, room, row_tokens, axis)
       for s, pages_or_none in zip(shapes, pages_of_kind, strict=True)
     )
     return cls(

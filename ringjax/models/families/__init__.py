@@ -35,6 +35,7 @@ from ringjax.models.families.hybrid import (
 from ringjax.models.families.moe import (
   deepseek,
   deepseek_kin,
+  deepseek_v4,
   llama4,
   longcat,
   mimo,
@@ -47,6 +48,7 @@ _MODULES = (
   bailing_hybrid,
   deepseek,
   deepseek_kin,
+  deepseek_v4,
   falcon,
   falcon_h1,
   gemma,

@@ -547,6 +547,9 @@ def _whole_slices(
 
 
 def _castable(have: np.dtype, want: np.dtype) -> bool:
+  if (have, want) == (np.dtype(np.int64), np.dtype(np.int32)):
+    # Small whole numbers, see `names.WholeNumbers`.
+    return True
   return all(
     jnp.issubdtype(x, jnp.floating) and x.itemsize >= 2 for x in (have, want)
   )

@@ -178,8 +178,39 @@ class FirstRows:
     return (None, *self.form.cuts(axes)[1:])
 
 
+@dataclasses.dataclass(frozen=True)
+class WholeNumbers:
+  """A form whose tensor has int64 numbers, all of which float32 has."""
+
+  form: Reshape
+
+  # Dtype as which the numbers are read.
+  dtype = "int32"
+
+  @property
+  def stored(self) -> tuple[int, ...]:
+    return self.form.stored
+
+  def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
+    return self.form.split(x)
+
+  def join(self, parts: tuple[Any, ...]) -> Shaped[np.ndarray, " ..."]:
+    return np.asarray(self.form.join(parts)).astype(np.int64)
+
+  def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return self.form.cuts(axes)
+
+
 # Form in which a parameter is stored.
-Form = Reshape | Transpose | FusedRows | FusedColumns | SwappedAxes | FirstRows
+Form = (
+  Reshape
+  | Transpose
+  | FusedRows
+  | FusedColumns
+  | SwappedAxes
+  | FirstRows
+  | WholeNumbers
+)
 
 
 def _concatenate(
@@ -230,11 +261,12 @@ class TensorNames:
     swapped: A name after the prefix -> whether the last two axes of its
       tensor, if it has two, are swapped.
     rows: A parameter here -> whether it is stored as one row, [1, n].
+    integers: A parameter here -> whether its tensor has whole numbers, int64.
     embed, embed_norm, positions, norm, head: Names of the other parts.
     inputs: A parameter of the inputs of all layers here -> its whole name.
     shared: A whole name -> the parameters of shared blocks in its rows.
     streams: A parameter of the start or end of streams here -> its whole name,
-      with {} for the number of a stream.
+      with {} for the number of a stream if each has its own.
     base: Prefix of all names but the head's, which a folder leaves out if it
       has a model that was saved without its head.
     buffers: Endings of tensors that may be present and are not read.
@@ -249,6 +281,7 @@ class TensorNames:
   columns: Mapping[str, tuple[tuple[str, str], bool]] = _none()
   swapped: Callable[[str], bool] = lambda name: False
   rows: Callable[[str], bool] = lambda path: False
+  integers: Callable[[str], bool] = lambda path: False
   embed: str = "model.embed_tokens"
   embed_norm: str = "model.embed_norm"
   positions: str = "model.embed_positions"

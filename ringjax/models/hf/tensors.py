@@ -23,6 +23,7 @@ from ringjax.models.hf.names import (
   SwappedAxes,
   TensorNames,
   Transpose,
+  WholeNumbers,
 )
 from ringjax.models.hf.packed import Packed
 from ringjax.models.transformer import Transformer
@@ -52,8 +53,10 @@ class CheckpointTensor:
     name = self.stored_name or self.name
     if isinstance(self.form, Packed):
       return self.form.pieces(name)
-    stored = self.form.stored
-    return (StoredTensor(name, stored, None, tuple(range(len(stored)))),)
+    stored, dtype = self.form.stored, None
+    if isinstance(self.form, WholeNumbers):
+      dtype = self.form.dtype
+    return (StoredTensor(name, stored, dtype, tuple(range(len(stored)))),)
 
 
 def parameters(module: nnx.Module) -> dict[str, nnx.Variable]:
@@ -107,9 +110,13 @@ def _outer(
   if model.streams is not None:
     params = parameters(model.streams)
     for leaf, name in names.streams.items():
-      count, embed, _ = params[leaf].get_value().shape
-      square = Transpose((embed,), (embed,))
-      for i in range(count):
+      shape = params[leaf].get_value().shape
+      if "{}" not in name:
+        target = ((f"streams.{leaf}", ()),)
+        yield CheckpointTensor(name, Reshape(shape, shape), target)
+        continue
+      square = Transpose(shape[1:2], shape[2:])
+      for i in range(shape[0]):
         target = ((f"streams.{leaf}", (i,)),)
         yield CheckpointTensor(name.format(i), square, target)
   if model.inputs is None:
@@ -208,7 +215,10 @@ def _layer(
     part, _, leaf = path.rpartition(".")
     if path in names.leaves:
       stored = (1, *shape) if names.rows(path) else shape
-      yield tensor(names.leaves[path], Reshape(shape, stored), [path])
+      leaf_form: Any = Reshape(shape, stored)
+      if names.integers(path):
+        leaf_form = WholeNumbers(leaf_form)
+      yield tensor(names.leaves[path], leaf_form, [path])
     elif path in names.experts:
       expert_form = Reshape(shape[1:], shape[1:])
       if len(shape) > 2:

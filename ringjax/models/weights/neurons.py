@@ -301,6 +301,13 @@ def check_neurons(model: Transformer) -> None:
         "feedforwards without multipliers",
         "load it with placement=, which streams whole layers",
       )
+    if getattr(feed, "clamped", None) is not None:
+      raise OptionError(
+        "model",
+        f"a {model.config.family}, whose gates are clamped",
+        "feedforwards without limits",
+        "load it with placement=, which streams whole layers",
+      )
     if getattr(layer.feedforward, "sparsity", 0):
       raise OptionError(
         "model",

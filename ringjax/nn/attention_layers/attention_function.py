@@ -23,6 +23,7 @@ from ringjax.errors import InputTypeError, OptionError, ShapeError
 from ringjax.kv.state import StateShape
 from ringjax.nn.attention_layers.attention import Attention
 from ringjax.nn.attention_layers.attention_and_state import AttentionAndState
+from ringjax.nn.attention_layers.compressed import CompressedAttention
 from ringjax.nn.block import Layer
 from ringjax.nn.sharding_context import CachedAttention, Extras
 from ringjax.ops.attention.cached.pooled import PooledView
@@ -59,6 +60,8 @@ def check_function(function: object, layers: tuple[Layer, ...]) -> None:
         for name in ("soft_cap", "sinks", "alibi")
         if getattr(mixer, name) not in (None, False)
       ]
+    elif isinstance(mixer, CompressedAttention):
+      refused = ["compressed keys"]
     elif isinstance(mixer.cache_shape(1), StateShape):
       refused = []
     else:

@@ -96,8 +96,11 @@ class NoCrossAttention(nnx.Module):
   """Replacement for cross-attention in a layer without it: the identity."""
 
   def __call__(
-    self, x: Float[Array, "B T D"], states: EncoderStates | None, attend: Attend
-  ) -> Float[Array, "B T D"]:
+    self,
+    x: Float[Array, "B T *D"],
+    states: EncoderStates | None,
+    attend: Attend,
+  ) -> Float[Array, "B T *D"]:
     del attend
     if states is not None:
       raise OptionError(

@@ -15,12 +15,13 @@ Ref:  DeepSeek-AI 2024, arXiv 2405.04434.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree, Shaped
 
 from ringjax.kv.base import KV, IndexedLayer, LayerCache
 from ringjax.kv.layer_spec import LayerCacheSpec
@@ -33,8 +34,8 @@ from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.cached.selection import KeySelection
 from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.attention.scores import Scores
-from ringjax.ops.mask import Causal, Mask
-from ringjax.ops.rope import Rope
+from ringjax.ops.mask import Causal, Coords, Mask
+from ringjax.ops.rope import Rope, Rotation
 from ringjax.ops.softmax import wide_dtype
 
 
@@ -260,7 +261,7 @@ class LatentLayer(nnx.Module):
     spec = self.spec
     if getattr(attend, "takes_rows", False):
       rows = jnp.concatenate([latent, turned[:, :, 0]], -1)[:, None]
-      keys = _Keys(fresh=KV(rows, rows[..., :0], tokens.at))
+      keys = DerivedKeys(fresh=KV(rows, rows[..., :0], tokens.at))
       extras = dataclasses.replace(extras, up=self.kv.weight[...])
       return attend(q, tokens, keys, spec.mask, extras)
     kv = attend.rows(self.kv, latent)
@@ -268,7 +269,7 @@ class LatentLayer(nnx.Module):
       turned, (*turned.shape[:2], spec.heads, turned.shape[3])
     )
     k = jnp.concatenate([kv[..., : spec.plain], shared], -1)
-    derived = _Keys(
+    derived = DerivedKeys(
       fresh=KV(
         jnp.swapaxes(k, 1, 2),
         jnp.swapaxes(kv[..., spec.plain :], 1, 2),
@@ -304,7 +305,7 @@ class LatentLayer(nnx.Module):
     # A value is the first part of its key: weighing whole keys and slicing
     # the sum avoids a copy of all keys.
     views = cache.views(apart=tokens.tree is not None)
-    keys = _Keys(key_views=tuple(view.keys_alone() for view in views))
+    keys = DerivedKeys(key_views=tuple(view.keys_alone() for view in views))
     q = self._row_queries(q_plain, q_turned)
     attended = attend(q, tokens, keys, spec.mask, extras)[..., : spec.latent]
     return jnp.einsum(
@@ -313,17 +314,25 @@ class LatentLayer(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Keys:
+class DerivedKeys:
   """Keys and values derived from those of the call, or of its cache."""
 
-  fresh: Any = None
+  fresh: KV | None = None
   key_views: tuple[KVView, ...] = ()
-  slots: Any = ()
+  slots: PyTree = ()
 
-  def append(self, k: jax.Array, v: jax.Array, at: Any, rotation: Any) -> _Keys:
+  def append(
+    self,
+    k: Shaped[Array, "B K T H"],
+    v: Shaped[Array, "B K T J"],
+    at: Coords,
+    rotation: Rotation,
+  ) -> DerivedKeys:
     raise AssertionError("keys that are derived are not appended to")
 
-  def observe(self, rotated: Any, plain: Any) -> _Keys:
+  def observe(
+    self, rotated: Callable[[], Array], plain: Callable[[], Array]
+  ) -> DerivedKeys:
     raise AssertionError("keys that are derived are not observed")
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:

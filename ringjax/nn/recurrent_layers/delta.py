@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from ringjax.nn.linear import Linear, RMSNorm
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens
+from ringjax.ops.attention.sparse.compressed_keys import TokenInputs
 from ringjax.ops.mask import SameSegment
 from ringjax.ops.recurrent.conv import Tail, begins, causal_conv, tails
 from ringjax.ops.recurrent.delta import delta_rule
@@ -41,6 +42,9 @@ from ringjax.parallel.layout import (
   out_of_slots,
   slots_of,
 )
+
+# State of a mixer: `State`, or a tail alone.
+StateT = TypeVar("StateT")
 
 
 class Recurrent:
@@ -258,19 +262,24 @@ def carried(
 def over_tokens(
   mix: Callable[..., Any],
   taps: PyTree,
-  x: RecurrentInputs,
-  state: State,
+  x: RecurrentInputs | TokenInputs,
+  state: StateT,
   attend: Attend,
-) -> tuple[Float[Array, "B T N J"], State]:
+  *,
+  per_token: bool = True,
+) -> tuple[Any, StateT]:
   """Run a recurrent mixer on the shards of the tokens.
 
   Args:
     mix: Function of `taps`, `x`, `state` and the axis of shards or None, per
       shard; returns the outputs and the state after them.
     taps: Arrays that all shards have.
-    x: Inputs of the tokens, whose convolutions come first.
+    x: Inputs of the tokens, a tree of [B, T, ...] with `seg`.
     state: State before them.
     attend: Sharding of the tokens.
+    per_token: Whether outputs are [B, T, N, J], in the layout of the tokens;
+      else a tree of arrays in the order of the sequence, each with as many
+      entries along its second axis on every shard.
   """
   manual_axis, layout = attend.around, attend.layout
   if not attend.sharded and manual_axis is None:
@@ -281,6 +290,8 @@ def over_tokens(
     mixed, state = mix(
       taps, redeal.to_order(x, layout, manual_axis), state, manual_axis
     )
+    if not per_token:
+      return mixed, state
     return redeal.from_order(mixed, layout, manual_axis, length), state
   axis, mesh, slots = attend.of_mesh, attend.mesh, None
   assert axis is not None
@@ -298,14 +309,19 @@ def over_tokens(
       in_specs=(specs,),
       out_specs=specs,
     )(x)
-  sequence = P(None, axis)
+  # XLA can't partition gathers of windows over some axes: then over all.
+  batch = None if per_token else attend.batch_axes(x.seg.shape[0]) or None
+  manual: dict[str, Any] = {"axis_names": {axis}} if per_token else {}
+  sequence = P(batch, axis)
   mixed, state = jax.shard_map(
     lambda taps, x, state: mix(taps, x, state, axis),
     mesh=mesh,
-    in_specs=(P(), sequence, P()),
-    out_specs=(sequence, P()),
-    axis_names={axis},
+    in_specs=(P(), sequence, P(batch)),
+    out_specs=(sequence, P(batch)),
+    **manual,
   )(taps, x, state)
+  if not per_token:
+    return mixed, state
   if reorders:
     spec = attend.spec_with_heads(mixed)
     mixed = jax.shard_map(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
@@ -37,12 +37,7 @@ class Tail(NamedTuple):
   @classmethod
   def of(cls, x: PyTree, seg: Int[Array, "B T"], n: int) -> Tail:
     """Take the last n tokens of x [B, T, ...] that are not padding."""
-    index = jnp.arange(seg.shape[1], dtype=jnp.int32)[None]
-    last_slots = [jnp.full((seg.shape[0],), seg.shape[1], jnp.int32)]
-    for _ in range(n):
-      earlier = (seg > 0) & (index < last_slots[-1][:, None])
-      last_slots.append(jnp.max(jnp.where(earlier, index, -1), 1))
-    at = jnp.stack(last_slots[:0:-1], 1)
+    at = _last_slots(seg, n)
 
     def pick(x: jax.Array) -> jax.Array:
       index = at.reshape(*at.shape, *(1,) * (x.ndim - 2))
@@ -58,6 +53,25 @@ class Tail(NamedTuple):
       lambda a, b: jnp.concatenate([a, b.astype(a.dtype)], 1), self, other
     )
     return Tail.of(joined.x, joined.seg, n)
+
+
+# Most tokens of a tail that are looked for one by one.
+_FEW = 8
+
+
+def _last_slots(seg: Int[Array, "B T"], n: int) -> Int[Array, "B n"]:
+  """Indices of the last n tokens that are not padding, -1 for none."""
+  count = seg.shape[1]
+  index = jnp.arange(count, dtype=jnp.int32)[None]
+  if n > _FEW:
+    slots = jnp.sort(jnp.where(seg > 0, index, -1), 1)[:, max(0, count - n) :]
+    widths = ((0, 0), (max(0, n - count), 0))
+    return jnp.pad(slots, widths, constant_values=-1)
+  last_slots = [jnp.full((seg.shape[0],), count, jnp.int32)]
+  for _ in range(n):
+    earlier = (seg > 0) & (index < last_slots[-1][:, None])
+    last_slots.append(jnp.max(jnp.where(earlier, index, -1), 1))
+  return jnp.stack(last_slots[:0:-1], 1)
 
 
 def tails(
@@ -110,6 +124,22 @@ def begins(seg: Int[Array, "B T"], before: Tail) -> Bool[Array, "B T"]:
   return (seg > 0) & (seg != previous)
 
 
+def after_tail(
+  x: Shaped[Array, "B T *d"],
+  tail: Shaped[Array, "B n *d"],
+  seg: Int[Array, "B T"],
+) -> Shaped[Array, "B S *d"]:
+  """Tokens after n tokens of a tail, [B, n + T, ...]: token t is at n + t.
+
+  The tail is placed right before the first token that is not padding.
+  """
+  first = jnp.argmax(seg > 0, 1).astype(jnp.int32)
+  n = tail.shape[1]
+  x = jnp.pad(x, ((0, 0), (n, 0), *((0, 0),) * (x.ndim - 2)))
+  write = lambda x, tail, i: lax.dynamic_update_slice_in_dim(x, tail, i, 0)
+  return jax.vmap(write)(x, tail.astype(x.dtype), first)
+
+
 def causal_conv(
   x: Float[Array, "B T H D"],
   weight: Float[Array, "H D W"],
@@ -129,15 +159,8 @@ def causal_conv(
   """
   dtype, length = wide_dtype(x.dtype), x.shape[1]
   taps = weight.shape[-1]
-  # The tail is placed right before the first token that is not padding.
-  first = jnp.argmax(seg > 0, 1).astype(jnp.int32)
-
-  def insert_tail(x: jax.Array, tail: jax.Array) -> jax.Array:
-    x = jnp.pad(x, ((0, 0), (taps - 1, 0), *((0, 0),) * (x.ndim - 2)))
-    write = lambda x, tail, i: lax.dynamic_update_slice_in_dim(x, tail, i, 0)
-    return jax.vmap(write)(x, tail.astype(x.dtype), first)
-
-  all_x, all_seg = insert_tail(x, before.x), insert_tail(seg, before.seg)
+  all_x = after_tail(x, before.x, seg)
+  all_seg = after_tail(seg, before.seg, seg)
   y = jnp.zeros((), dtype)[(None,) * x.ndim]
   for j in range(taps):
     same_document = (all_seg[:, j : j + length] == seg) & (seg > 0)
