@@ -34,6 +34,7 @@ from ringjax.nn.sharding_context import (
   ShardingContext,
 )
 from ringjax.nn.tile_context import CachedTiles, TileParallel
+from ringjax.nn.tile_sums import TileRecord
 from ringjax.ops.attention.dense import Dense as DenseLocal
 from ringjax.ops.attention.strategies.chain import Chain
 from ringjax.ops.attention.strategies.gather import Gather
@@ -646,8 +647,8 @@ def _in_blocks(dense: Prefill, block: int, room: int | None) -> Prefill:
     multiple = size * block * (1 if isinstance(layout, Contiguous) else 2)
     width = -(-width // multiple) * multiple
   slots = layout.local_length(width, size)
-  most = dense.width + dense.width // _BLOCK_PADDING
-  if slots * size > (most if room is None else min(most, room)):
+  max_slots = dense.width + dense.width // _BLOCK_PADDING
+  if slots * size > (max_slots if room is None else min(max_slots, room)):
     return dense
   return dataclasses.replace(dense, layout=layout, width=width, slots=slots)
 
@@ -804,6 +805,6 @@ def read_tiles(
   sums: list[Any] = []
   logits, cache = forward(
     model, attend, tokens, pos, seg, cache, rows[:, None], length,
-    tile_sums=sums,
+    record=(TileRecord, sums),
   )  # fmt: skip
   return attend.everywhere(logits[:, 0]), cache, attend.everywhere(sums)

@@ -1,4 +1,6 @@
-"""Sums of what one layer of attention records of the tiles that it computes.
+"""Sums of what one layer of attention records of the keys that it reads.
+
+A prompt's layer records tiles, that of an answer pages of host memory.
 
 The part of the attention that is left out is measured at sampled queries: with
 the log-sum-exp over the chosen tiles and over all keys it is
@@ -106,4 +108,57 @@ class TileRecord:
       left_out.astype(jnp.float32),
       jnp.sum(real[..., 0], dtype=jnp.float32),
       by_shard,
+    )
+
+
+class PageSums(NamedTuple):
+  """Sums over the queries of a call in one layer, float32.
+
+  With a leading axis they are those of several layers.
+
+  Fields:
+    left_out: Part of the attention that is left out, summed over the queries of
+      each head, [N].
+    top_read: Part of the keys with the largest products that is read, likewise.
+    queries: Number of queries.
+  """
+
+  left_out: Float[Array, "*L N"]
+  top_read: Float[Array, "*L N"]
+  queries: Float[Array, "*L"]
+
+
+class PageRecord:
+  """Receives what one layer reads of pages in host memory while it is traced.
+
+  Attributes:
+    real: Whether each token is no padding, [B or 1, T].
+    sums: Sums of the layer; None until its attention has run.
+  """
+
+  def __init__(self, real: Bool[Array, "#B T"]):
+    self.real = real
+    self.sums: PageSums | None = None
+
+  def add(
+    self,
+    read_lse: Float[Array, "B T N"],
+    all_lse: Float[Array, "B T N"],
+    top_read: Float[Array, "B T N"],
+  ) -> None:
+    """Sum a layer's queries.
+
+    Args:
+      read_lse: Log-sum-exp of the queries over the keys that are read.
+      all_lse: Log-sum-exp of the same queries over all keys.
+      top_read: Part of each query's best keys that is read.
+    """
+    real = self.real[..., None] & (all_lse > -jnp.inf)
+    left_out = -jnp.expm1(jnp.where(real, read_lse - all_lse, 0))
+    total = lambda x: jnp.sum(jnp.where(real, x, 0), (0, 1), dtype=jnp.float32)
+    self.sums = PageSums(
+      # Both sums round: a part below 0 is none.
+      total(jnp.maximum(left_out, 0)),
+      total(top_read),
+      jnp.sum(real[..., 0], dtype=jnp.float32),
     )

@@ -11,12 +11,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.nn.router_sums import RouterRecord, RouterSums
-from ringjax.nn.tile_sums import TileRecord, TileSums
+from ringjax.nn.tile_sums import PageRecord, PageSums, TileRecord, TileSums
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
 from ringjax.typing import Lengths
 
-R = TypeVar("R", RouterRecord, TileRecord)
+R = TypeVar("R", RouterRecord, TileRecord, PageRecord)
+# What a layer records, and its sums.
+Record = RouterRecord | TileRecord | PageRecord
+Sums = RouterSums | TileSums | PageSums
 
 
 class Tokens:
@@ -60,9 +63,9 @@ class Tokens:
     self.derived, self.segmented = derived, segmented
     self.length = length
     self.inputs: Callable[[Any], Any] | None = None
-    self.recorder: type[RouterRecord] | type[TileRecord] | None = None
-    self.recorded: tuple[tuple[RouterSums | TileSums | None, ...], ...] = ()
-    self.record: RouterRecord | TileRecord | None = None
+    self.recorder: type[Record] | None = None
+    self.recorded: tuple[tuple[Sums | None, ...], ...] = ()
+    self.record: Record | None = None
     self.adapters: Int[Array, " B"] | None = None
     self._tables = {rope: rope.tables(pos, length) for rope in ropes}
 

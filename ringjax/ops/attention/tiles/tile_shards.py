@@ -20,12 +20,8 @@ from jaxtyping import Array, Int, Shaped
 
 from ringjax.errors import OptionError
 from ringjax.parallel import collectives
-from ringjax.parallel.layout import (
-  Contiguous,
-  Layout,
-  Striped,
-  Zigzag,
-)
+from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
+from ringjax.typing import Index
 
 Tree = TypeVar("Tree")
 # Mesh axis, or several that are numbered as one.
@@ -129,7 +125,7 @@ class TileShards:
     """Number of tiles of the sequence."""
     return self.number.size
 
-  def after_hops(self, hops: jax.Array | int) -> Int[Array, " n"]:
+  def after_hops(self, hops: Index) -> Int[Array, " n"]:
     """Indices of the tiles that are here after a number of hops."""
     shard = (collectives.axis_index(self.axis) - hops) % self.size
     return self.number[shard]
