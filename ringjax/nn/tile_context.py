@@ -114,8 +114,9 @@ class TileParallel(ContextParallel):
     """Shard that computes each column's block; None where heads are sharded."""
     if self.size == 1 or self.tile_strategy == "ulysses":
       return None
-    block, local = self.pattern.block, width // self.size
-    owners = tile_owners(self.layout, self.size, local, block)
+    block = self.pattern.block
+    local_length = self.layout.local_length(width, self.size)
+    owners = tile_owners(self.layout, self.size, local_length, block)
     order = self.layout.all_positions(width, self.size)
     first = order % block == 0
     return TileOwners(jnp.asarray(owners)[order // block], first, self.size)

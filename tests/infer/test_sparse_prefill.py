@@ -156,6 +156,17 @@ def test_a_session_without_room_for_whole_blocks_is_read_the_same():
 
 
 @pytest.mark.long
+def test_losses_of_rows_that_stripes_do_not_fill():
+  """Two shards of 100 tokens, in stripes of 64."""
+  text = [np.random.default_rng(0).integers(0, 64, 201).astype(np.int32)]
+  losses = lambda model: perplexity(
+    model, text, length=200, rows=1, prefill=f"sparse:{HALF}"
+  )
+  one, two = losses(small()), losses(small(2))
+  np.testing.assert_allclose(two.nll, one.nll, atol=1e-5)
+
+
+@pytest.mark.long
 def test_heads_and_rows_may_be_sharded(prompts):
   new, report = ask(prompts, f"sparse:{HALF}")
   mesh = rj.make_mesh((2, 2, 2), ("data", "seq", "model"))
