@@ -91,7 +91,7 @@ class ShardTiles(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _QueryParts:
   """Queries and keys of a call, whose queries are taken in parts.
 
   Attributes:
@@ -279,7 +279,7 @@ class ChosenTiles(LocalAlgorithm):
       x.q, x.k, q_at, k_at, args.scores, context.mask, number, shards
     )
     prepared = () if self.pattern.keeps_all else self.pattern.prepare(tiles)
-    call = _Call(
+    call = _QueryParts(
       self.pattern, tiles, prepared, tiles.tile_extent(block), parts, together
     )
     if shards is None:
@@ -299,7 +299,7 @@ class ChosenTiles(LocalAlgorithm):
     )
 
   def _here(
-    self, call: _Call, x: Local, args: ScoreArgs
+    self, call: _QueryParts, x: Local, args: ScoreArgs
   ) -> tuple[Partial, TileCounts]:
     """Partials and counts of all parts, from keys that are all here."""
     keys = call.keys()
@@ -313,7 +313,7 @@ class ChosenTiles(LocalAlgorithm):
     return lax.map(part, call.numbers)
 
   def _around(
-    self, call: _Call, shards: TileShards, x: Local, args: ScoreArgs
+    self, call: _QueryParts, shards: TileShards, x: Local, args: ScoreArgs
   ) -> tuple[Partial, TileCounts]:
     """Partials and counts of all parts; keys go around the ring."""
     estimates = call.estimate_around(shards)
