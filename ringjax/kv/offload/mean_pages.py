@@ -36,7 +36,7 @@ class Means(PageChoice):
   outliers: int = 0
 
   @property
-  def extra_pages(self) -> int:  # pyrefly: ignore[bad-override]
+  def extra_pages(self) -> int:
     return self.outliers
 
   def landmarks(

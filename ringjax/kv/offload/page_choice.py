@@ -24,8 +24,10 @@ from ringjax.ops.attention.cached.paged import ranked_pages
 class PageChoice(abc.ABC):
   """Base class of the choices: frozen dataclasses of numbers."""
 
-  # Pages that a query reads besides those of its budget.
-  extra_pages: int = 0
+  @property
+  def extra_pages(self) -> int:
+    """Number of pages that a query reads besides those of its budget."""
+    return 0
 
   @abc.abstractmethod
   def landmarks(
