@@ -54,6 +54,7 @@ from ringjax.kv.codecs.head_codecs import BITS_FILE
 from ringjax.models import tiny
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.calibration import FILE
+from ringjax.paths import AnyPath, as_path
 
 NAME = "calibrate"
 # Minimum number of tokens of a text that shows how numbers are distributed.
@@ -72,7 +73,7 @@ def define(values: flags.FlagValues) -> None:
     "bfloat16, float16 or float32; default: the folder's, on one CPU device "
     "float32 where that fits.",
   )
-  new.path("text", None, "File or folder of text; default: Python's sources.")
+  new.place("text", None, "File or folder of text; default: Python's sources.")
   new.path("out", None, "Folder for the calibration; default: the model's.")
   new.whole("rows", 16, "Texts that are measured, or as many as there are.")
   new.whole("length", 2048, "Tokens of each.", 16)
@@ -327,7 +328,7 @@ def _neurons(
   }
 
 
-def _kind(text: str, folder: pathlib.Path) -> CacheConfig | str:
+def _kind(text: str, folder: AnyPath) -> CacheConfig | str:
   """Parses a candidate kind of cache; its calibration is in `folder`."""
   kind = kind_text.parse(text, "--cache")
   if not isinstance(kind.codec, rj.kv.Calibrated):
@@ -386,7 +387,7 @@ def _normalized(names: Sequence[str]) -> list[int]:
 def _texts(path: str | None) -> list[str]:
   if path is None:
     return documents.library(held_out=False)
-  file = pathlib.Path(path)
+  file = as_path(path)
   files = texts.find(file) if file.is_dir() else [file]
   return list(texts.from_files(files))
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-import os
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -53,6 +52,7 @@ from ringjax.models.hf.packings import packing
 from ringjax.models.hf.tensors import CheckpointTensor, parameters
 from ringjax.models.origin import Origin, origin_of
 from ringjax.models.rope_scaling import read_extended
+from ringjax.paths import as_path
 
 NAME = "convert"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -64,7 +64,7 @@ def define(values: flags.FlagValues) -> None:
   new.model("model", None, "Folder to read.")
   new.strict()
   new.rope_scaling()
-  new.path("out", None, "Folder to make.")
+  new.place("out", None, "Folder to make, or its address.")
   new.boolean("check", False, "Only look, and write nothing.")
   flags.DEFINE_enum(
     "dtype",
@@ -138,9 +138,10 @@ def _check(values: flags.FlagValues) -> None:
   if (values.out is None) != values.check:
     got = "--check and --out" if values.check else "neither --out nor --check"
     raise app.UsageError(f"got {got}; wanted one of them; see --help.")
-  if values.check or not os.path.exists(values.out):
+  out = None if values.check else as_path(values.out)
+  if out is None or not out.exists():
     return
-  if not os.path.isdir(values.out) or os.listdir(values.out):
+  if not out.is_dir() or any(out.iterdir()):
     raise OptionError(
       "--out", values.out, "a new or an empty folder", "pass another --out"
     )

@@ -173,7 +173,7 @@ def define(values: flags.FlagValues) -> None:
     "be given several times.",
     flag_values=values,
   )
-  new.path(
+  new.place(
     "folder",
     None,
     "Folder of .txt files in which facts are hidden, or that are predicted; "
@@ -211,7 +211,7 @@ def define(values: flags.FlagValues) -> None:
     "drafts: by how much tokens are moved on.",
   )
   new.path("log", None, "curves: the log.jsonl of a training.")
-  new.output("plot", None, "PNG to draw (needs matplotlib).")
+  new.local_output("plot", None, "PNG to draw (needs matplotlib).")
   new.output("out", None, "File for all figures, JSON.")
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)

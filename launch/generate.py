@@ -34,7 +34,6 @@ same flags and the first one prints; only it needs the document.
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -72,6 +71,7 @@ from ringjax.models.gguf.gguf_folder import open_model
 from ringjax.models.hf import tensors
 from ringjax.models.rope_scaling import read_extended
 from ringjax.models.transformer import Transformer
+from ringjax.paths import AnyPath
 from ringjax.plan.flexgen.offload_costs import OffloadPolicy
 from ringjax.plan.flexgen.offload_tiers import TIERS
 
@@ -104,15 +104,17 @@ def define(values: flags.FlagValues) -> None:
   new.text(
     "prompt", None, "What to continue or, with a file, the question on it."
   )
-  new.path("prompt_file", None, "A document, UTF-8; - is stdin.")
-  new.path(
+  new.place("prompt_file", None, "A document, UTF-8; - is stdin.")
+  new.place(
     "next_prompt_file",
     None,
     "A second prompt, read in chunks while the first one is answered, in one "
     "program. Both answers are printed at the end. With --mesh=model:N, N of 2 "
     "or more.",
   )
-  new.path("contexts", None, "A folder of .txt files that the prompt is about.")
+  new.place(
+    "contexts", None, "A folder of .txt files that the prompt is about."
+  )
   new.path(
     "store",
     None,
@@ -301,7 +303,7 @@ class _Work:
     return np.array([size], np.int32)
 
   def _encoded(
-    self, folder: pathlib.Path, positions: int
+    self, folder: AnyPath, positions: int
   ) -> tuple[Tokenizer, Any, np.ndarray]:
     """Loads the tokenizer and chat template, and encodes the prompt."""
     values = self._values
@@ -319,7 +321,7 @@ class _Work:
     return tokenizer, chat, ids
 
   def _load(
-    self, folder: pathlib.Path, mesh: Mesh | None, tokens: int | None
+    self, folder: AnyPath, mesh: Mesh | None, tokens: int | None
   ) -> tuple[Transformer, dict[str, Any]]:
     self._begin(f"loading {folder}", "loading the model")
     start = time.monotonic()
@@ -422,7 +424,7 @@ class _Work:
     mesh: Mesh | None,
     tokenizer: Tokenizer,
     chat: Any,
-    folder: pathlib.Path,
+    folder: AnyPath,
   ) -> np.ndarray:
     """Encodes the contexts; returns the ids of the question."""
     values, screen = self._values, self._screen
@@ -677,7 +679,7 @@ class _Work:
       self._out.flush()
 
 
-def _positions(folder: pathlib.Path, values: flags.FlagValues) -> int:
+def _positions(folder: AnyPath, values: flags.FlagValues) -> int:
   """The longest context that the config of a folder's model allows."""
   config, _, _ = read_extended(
     open_model(folder).config, values.rope_scaling, strict=values.strict

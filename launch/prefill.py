@@ -52,6 +52,7 @@ from ringjax.models.transformer import Transformer
 from ringjax.parallel.chips import Link
 from ringjax.parallel.local_arrays import last_device
 from ringjax.parallel.peers import TIMEOUT_S, Peers
+from ringjax.paths import open_binary
 from ringjax.plan import cost, draw, fit
 from ringjax.plan.cost import Profile, Prompt
 from ringjax.plan.events import Timeline
@@ -84,7 +85,7 @@ def define(values: flags.FlagValues) -> None:
   machines.define(new, "Profile to plan kvr's partition or --method=auto with")
   new.checkpoint()
   new.text("preset", None, "Shapes of a model, with random weights.")
-  new.path(
+  new.place(
     "prompt_file", None, "UTF-8 text to read; default: Python's own sources."
   )
   new.text("dtype", None, "bfloat16, float16 or float32; default: the model's.")
@@ -99,7 +100,9 @@ def define(values: flags.FlagValues) -> None:
   new.text(
     "delay", None, "RANK:SECONDS, a rank that pauses before every layer."
   )
-  new.output("plot", None, "PNG of each rank's timeline (needs matplotlib).")
+  new.local_output(
+    "plot", None, "PNG of each rank's timeline (needs matplotlib)."
+  )
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
 
@@ -245,8 +248,8 @@ class _Work:
       folder = model_folder(values, tiny.path)
       tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
       if values.prompt_file is not None:
-        with open(values.prompt_file, encoding="utf-8") as file:
-          text = file.read()
+        with open_binary(values.prompt_file) as file:
+          text = file.read().decode("utf-8")
       else:
         size = lambda text: len(tokenizer.encode(text))
         # `fit` returns up to a line less than it is asked for.

@@ -6,6 +6,11 @@
   python -m launch.serve --model=DIR --mesh=seq:4 --cache=int8 --rows=32 \\
       --capacity=262144 --api_keys=FILE --host=0.0.0.0
       A pool of pages on four devices, for clients that have a key.
+  python -m launch.serve --model=DIR --mesh=seq:16 --coordinator=HOST:7788 \\
+      --num_processes=2 --process_id=0
+      One engine over the devices of several hosts, by the same command on each
+      with its --process_id (or --distributed alone on Slurm and TPU slices):
+      process 0 serves clients, all answer /health and /ready.
   python -m launch.serve --model=DIR --store=kept --important=0.25
       Of a prefix that is in the folder a quarter is read, what the rest of the
       prompt looks at: approximate answers, sooner. Without --important all.
@@ -29,7 +34,9 @@
 
 Needs uvicorn, of the extra `serve`. SIGTERM and Ctrl-C end it gracefully: it
 takes no more requests, finishes those in progress within --grace seconds, sends
-an error to the rest, and exits with 0.
+an error to the rest, and exits with 0. Of several processes process 0 does so,
+and ends the others. When one of them is lost, all exit with 3, clients get
+errors, and what started them has to start them again.
 """
 
 from __future__ import annotations
@@ -52,6 +59,7 @@ import ringjax as rj
 from launch.serving import (
   cluster_roles,
   flag_modes,
+  host_processes,
   http_server,
   stage_instance,
 )
@@ -123,13 +131,31 @@ def define(values: flags.FlagValues) -> None:
   new.path(
     "chat_template", None, "File of a Jinja template, in place of the model's."
   )
+  new.text(
+    "reasoning_parser",
+    "auto",
+    "Marks between which answers have their reasoning: gpt_oss, granite, "
+    "mistral, seed_oss, think (DeepSeek, Qwen, GLM, MiniMax); auto takes those "
+    "of the chat template, none leaves them in the text.",
+  )
   new.whole("queue", 256, "Answers that may wait; more are refused with 429.")
   new.whole("body_bytes", 8 << 20, "Bytes of a body at most.")
+  new.whole(
+    "response_bytes",
+    64 << 20,
+    "Bytes of stored responses at most, which previous_response_id may name.",
+  )
   new.number(
     "stall",
     60.0,
     "Seconds after which a client that does not send or read is given up.",
     0.01,
+  )
+  new.number(
+    "failure_timeout",
+    30.0,
+    "Seconds within which the failure of one of several processes is noticed.",
+    1.0,
   )
   new.whole("grace", 30, "Seconds to finish in, once it is told to end.")
   cluster_roles.define(values)
@@ -150,6 +176,7 @@ def run(
   joined_at = ""
   note: str | None = None
   logs = contextlib.ExitStack()
+  hosts = host_processes.HostProcesses(screen, lambda: doing)
   try:
     mode = flag_modes.mode_of(values)
     cluster_roles.check_role(values)
@@ -180,12 +207,16 @@ def run(
     if not joins:
       listener = _listener(values.host, values.port)
     common.start(values, single=True)
-    if jax.process_count() > 1:
+    if mode == "alone":
+      assert listener is not None
+      doing = "waiting for the other processes"
+      hosts.meet(values, listener)
+    elif jax.process_count() > 1:
       raise OptionError(
         "processes",
-        jax.process_count(),
+        f"{jax.process_count()} for {flag_modes.MODES[mode].text}",
         "one, which has all devices",
-        "pass --nodistributed",
+        "pass --nodistributed; or --stages for a prefill instance",
       )
     doing = "loading the model"
     mesh = common.mesh(values.mesh)
@@ -230,6 +261,12 @@ def run(
         with cluster_roles.logging_calls(values, engine):
           return cluster_roles.work(values, engine, screen)
       logs.enter_context(cluster_roles.logging_calls(values, engine))
+      doing = "meeting the other processes' engines"
+      engine = hosts.engine(engine)
+      doing = "serving"
+      if not hosts.leads:
+        assert isinstance(engine, rj.serve.EngineGroup)
+        return hosts.follow(engine)
     name = values.model_name or fetched_models.name_of(folder)
     app = rj.serve.app(
       engine,
@@ -241,13 +278,20 @@ def run(
       admin=values.admin,
       chat_template=template,
       trusted_template=values.model is None and template is None,
+      reasoning_parser=values.reasoning_parser,
+      response_bytes=values.response_bytes,
     )
     screen.end()
   except Exception as error:
     if listener is not None:
       listener.close()
     logs.close()
-    return screen.failed(error, doing, _MEMORY)
+    reports = hosts.group if hosts.group.several else screen
+    return reports.failed(error, doing, _MEMORY)
+  except KeyboardInterrupt as error:
+    # The others wait for this process.
+    hosts.group.leave(error, 130)
+    raise
   assert listener is not None
   host, port = listener.getsockname()[:2]
   url_host = f"[{host}]" if ":" in host else host
@@ -256,13 +300,26 @@ def run(
     screen.say(note)
   if keys is None and not host.startswith("127.") and host != "::1":
     screen.say("no --api_keys: whoever reaches this address is served")
+  if hosts.group.several:
+    screen.say(f"processes: {jax.process_count()}")
   if joined_at:
     screen.say(f"instances join at {joined_at}")
   screen.say(f"serving at http://{url_host}:{port}/v1")
-  with logs:
-    http_server.serve(
-      uvicorn, app, listener, grace=values.grace, stall=values.stall
-    )
+  try:
+    with logs:
+      http_server.serve(
+        uvicorn,
+        app,
+        listener,
+        grace=values.grace,
+        stall=values.stall,
+        stops=hosts.stops,
+      )
+  except Exception as error:
+    if not hosts.group.several:
+      raise
+    return hosts.group.failed(error, doing, _MEMORY)
+  hosts.ended()
   screen.say("ended")
   return 0
 

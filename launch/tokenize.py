@@ -6,6 +6,8 @@
       Each line of a .jsonl file is one: its --field.
   python -m launch.tokenize --tokenizer=DIR --out=all.tokens FOLDER
       All .txt and .jsonl files below a folder.
+  python -m launch.tokenize --tokenizer=DIR --out=gs://B/all.tokens gs://B/texts
+      Of an object storage.
 
 A config then has {"kind": "corpus", "path": "book.tokens"} among its sources.
 The file is written completely or not at all. Text never becomes a special
@@ -28,6 +30,7 @@ from ringjax.data import Corpus
 from ringjax.data.batches import texts
 from ringjax.errors import OptionError
 from ringjax.json_text import json_text
+from ringjax.paths import AnyPath, as_path
 
 NAME = "tokenize"
 _MEMORY = "split the longest file into several"
@@ -83,7 +86,7 @@ def run(
     "documents": len(corpus),
     "tokens": tokens,
     "longest": int(corpus.lengths.max()),
-    "bytes": pathlib.Path(values.out).stat().st_size,
+    "bytes": as_path(values.out).stat().st_size,
   }
   summary = (
     f"{values.out}: {record['documents']:,} documents, {tokens:,} tokens, the "
@@ -94,7 +97,7 @@ def run(
 
 
 def _write(
-  values: flags.FlagValues, files: list[pathlib.Path], screen: console.Screen
+  values: flags.FlagValues, files: list[AnyPath], screen: console.Screen
 ) -> None:
   """Encodes all texts, file by file."""
   on_bad = screen.say if values.skip_bad else None
@@ -127,7 +130,7 @@ def _write(
   )
 
 
-def _files(words: Sequence[str]) -> Iterator[pathlib.Path]:
+def _files(words: Sequence[str]) -> Iterator[AnyPath]:
   """Yields the named files, and the text files below folders, sorted.
 
   Raises:
@@ -136,8 +139,9 @@ def _files(words: Sequence[str]) -> Iterator[pathlib.Path]:
   if not words:
     raise OptionError("files", "none", "files or folders of text", "name some")
   for word in words:
-    path = pathlib.Path(word)
-    if not os.access(path, os.R_OK):
+    path = as_path(word, "files")
+    local = isinstance(path, pathlib.Path)
+    if not (os.access(path, os.R_OK) if local else path.exists()):
       problem = "may not be read" if path.exists() else "is not there"
       raise OptionError(
         "files",

@@ -49,7 +49,7 @@ from launch.shared.flag_helpers import FlagHelper
 from launch.shared.group import PATIENCE_S, Group
 from ringjax import fetched_models
 from ringjax.bench import timing
-from ringjax.checks import one_of, positive_int
+from ringjax.checks import local_path, one_of, positive_int
 from ringjax.data.batches import texts
 from ringjax.data.batches.corpus import fingerprint
 from ringjax.data.batches.packing import BestFit, Cut
@@ -73,6 +73,7 @@ from ringjax.models.hf import auxiliary_files
 from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer
 from ringjax.parallel import chips, memory
+from ringjax.paths import AnyPath, ObjectLog, ObjectPath, as_path, filling
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoints.checkpoint import Checkpoints
 from ringjax.train.expert_balance import ExpertBalance, stated_loss
@@ -132,7 +133,7 @@ def define(values: flags.FlagValues) -> None:
   )
   _check_overrides(values["config"])
   new = FlagHelper(values)
-  new.path("out", None, "Folder for all output.")
+  new.place("out", None, "Folder for all output, or its address.")
   new.model(
     "init_from",
     None,
@@ -231,6 +232,7 @@ class _TrainingRun:
         raise OptionError(f"--{flag} is required, e.g. --{flag}={example}.")
     recipe_of(values.config)
     if values.tensorboard:
+      local_path("--out with --tensorboard", values.out)
       _summary_writer()
 
   def run(self) -> int:
@@ -244,7 +246,7 @@ class _TrainingRun:
     folder = values.init_from or config.get("init_from") or None
     if folder is not None:
       folder = os.fspath(fetched_models.resolve(folder, "--init_from"))
-    out = pathlib.Path(values.out)
+    out = as_path(values.out, "--out")
     self._begin("looking for saved steps")
     base = None if folder is None else open_model(folder).config
     links = _links(config, folder, base)
@@ -348,7 +350,8 @@ class _TrainingRun:
     self._begin("writing the model")
     if isinstance(result.model, longspec.DraftTransformer):
       # Only the draft is written, not its target.
-      longspec.save(result.model, out / "draft", dtype=save_dtype)
+      with filling(out / "draft") as place:
+        longspec.save(result.model, place, dtype=save_dtype)
       screen.say(f"wrote {out / 'draft'}")
       return 0
     written = result.model
@@ -356,7 +359,8 @@ class _TrainingRun:
       written = cast(written, save_dtype)
     rj.models.save(written, out / "model", overwrite=True)
     if first and home is not None:
-      copy_companions(home, out / "model")
+      with filling(out / "model") as place:
+        copy_companions(home, place)
     elif first:
       tokenizer.save(out / "model")
     if first and links is not None:
@@ -369,14 +373,15 @@ class _TrainingRun:
 
   def _write_adapter(
     self,
-    path: pathlib.Path,
+    path: AnyPath,
     model: Transformer,
     lora: Lora,
     params: Mapping[str, Any],
   ) -> None:
     """Writes trained adapters for PEFT, if it has a form for them."""
     try:
-      rj.train.save_adapter(path, model, lora, params, overwrite=True)
+      with filling(path) as folder:
+        rj.train.save_adapter(folder, model, lora, params, overwrite=True)
     except OptionError as error:
       self.screen.say(f"note: no adapter is written: {error}")
     else:
@@ -635,7 +640,7 @@ def _links(
   shape = base or _shape(config)
   shape = preset(shape) if isinstance(shape, str) else shape
   vocab = rj.models.read_config(shape)[0].vocab
-  if folder is not None and (pathlib.Path(folder) / LINKS).exists():
+  if folder is not None and (as_path(folder) / LINKS).exists():
     saved_links = LinkTokens.load(folder, vocab=vocab)
     saved_entries = {
       "each": saved_links.each,
@@ -859,7 +864,7 @@ def _rules(config: ConfigDict, mesh: Mesh) -> rj.models.Rules | None:
   return rj.models.Rules(embed=tuple(axes))
 
 
-def copy_companions(home: pathlib.Path, folder: pathlib.Path) -> None:
+def copy_companions(home: AnyPath, folder: pathlib.Path) -> None:
   """Writes the tokenizer and other side files of a folder or a GGUF file.
 
   Not those of the model's origin: a training that resumes has none.
@@ -944,13 +949,13 @@ def _shape(config: ConfigDict) -> Any:
 
 def _tokenizer(
   config: ConfigDict, folder: str | None
-) -> tuple[Any, pathlib.Path | None]:
+) -> tuple[Any, AnyPath | None]:
   """The tokenizer, and its folder; None for bytes."""
   name = config.get("tokenizer") or folder or "bytes"
   home = (
     None
     if name == "bytes"
-    else pathlib.Path(fetched_models.resolve(name, "tokenizer", tokenizer=True))
+    else as_path(fetched_models.resolve(name, "tokenizer", tokenizer=True))
   )
   return sources.tokenizer(name), home
 
@@ -995,7 +1000,7 @@ def _identity(
 
 def _with_changed_fields(
   error: CheckpointMismatchError,
-  path: pathlib.Path,
+  path: AnyPath,
   config: ConfigDict,
   folder: str | None,
 ) -> CheckpointMismatchError:
@@ -1048,7 +1053,7 @@ def _config_record(
   """A config as JSON, with the folder of the initial weights."""
   entries = json.loads(config.to_json_best_effort())
   if folder:
-    entries["init_from"] = str(pathlib.Path(folder).absolute())
+    entries["init_from"] = str(as_path(folder).absolute())
   return entries
 
 
@@ -1128,8 +1133,10 @@ class _Trace:
       self.__exit__()
 
 
-def _appended(path: pathlib.Path) -> TextIO:
+def _appended(path: AnyPath) -> TextIO:
   """Opens a log, without its last line if a kill has truncated that."""
+  if isinstance(path, ObjectPath):
+    return ObjectLog(path)
   log = path.open("a+b")
   log.seek(0)
   complete_bytes = log.read().rfind(b"\n") + 1

@@ -221,10 +221,15 @@ def instance(name: str, value: object, kind: type) -> None:
     )
 
 
+def is_address(path: str | os.PathLike[str]) -> bool:
+  """Whether a path is an address such as gs://bucket/name."""
+  return _SCHEME.match(os.fspath(path)) is not None
+
+
 def local_path(name: str, path: str | os.PathLike[str]) -> str:
   """Path of a file system, or an error for an address of another storage."""
   text = os.fspath(path)
-  if _SCHEME.match(text):
+  if is_address(text):
     raise OptionError(
       name,
       text,

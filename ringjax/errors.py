@@ -87,6 +87,25 @@ class CheckpointCorruptError(RingjaxError, ValueError):
     self.file, self.step = file, step
 
 
+class StorageError(RingjaxError, OSError):
+  """An object of an object storage cannot be read, written or deleted.
+
+  Attributes:
+    filename: Address of the object, or None.
+    strerror: Reason, which code for files of a disk shows.
+  """
+
+  def __init__(
+    self, *parts: object, filename: str | None = None, reason: str | None = None
+  ):
+    super().__init__(*parts)
+    self.filename, self.strerror = filename, reason
+
+  def __str__(self) -> str:
+    # That of OSError is another text once a file name is set.
+    return str(self.args[0])
+
+
 class UnsafeFormatError(RingjaxError, ValueError):
   """A file could run code when it is opened, so it is not opened."""
 

@@ -14,8 +14,9 @@ import tomllib
 from typing import Any
 
 from ringjax import hub
-from ringjax.checks import local_path
+from ringjax.checks import is_address
 from ringjax.errors import OptionError
+from ringjax.paths import as_path
 
 FILE = "model.gguf"
 _TABLE = pathlib.Path(__file__).with_suffix(".toml")
@@ -103,9 +104,9 @@ def resolve(
   """Return the file of a named model; any other path is returned as it is.
 
   Args:
-    path: A folder, a file, a name of `launch.fetch`, or a name on the hub,
-      "Qwen/Qwen3-8B", which is downloaded. A path that exists comes before a
-      name.
+    path: A folder, a file, an address such as gs://bucket/model, a name of
+      `launch.fetch`, or a name on the hub, "Qwen/Qwen3-8B", which is
+      downloaded. A path that exists comes before a name.
     argument: Name of the argument, for an error.
     revision: Branch, tag or commit of a model on the hub.
     tokenizer: Whether of a model on the hub only the tokenizer is needed.
@@ -131,7 +132,9 @@ def resolve(
     return hub.download(name, argument, tokenizer=tokenizer)
   if not isinstance(path, str) or os.path.exists(path):
     return path
-  local_path(argument, path)
+  if is_address(path):
+    as_path(path, argument)
+    return path
   if path not in MODELS:
     if matches := difflib.get_close_matches(path, MODELS, 1, 0.6):
       raise OptionError(
@@ -154,6 +157,8 @@ def resolve(
 
 def name_of(path: str | os.PathLike[str]) -> str:
   """Return the name of the model in a folder or a file."""
+  if is_address(path):
+    return as_path(path).name
   if (hub_name := hub.name_in_cache(pathlib.Path(path))) is not None:
     return hub_name
   file = pathlib.Path(path).resolve()

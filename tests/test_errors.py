@@ -23,6 +23,7 @@ BUILTINS = {
   "CheckpointMismatchError": ValueError,
   "CheckpointWriteError": OSError,
   "CheckpointCorruptError": ValueError,
+  "StorageError": OSError,
   "UnsafeFormatError": ValueError,
   "TokenizerError": ValueError,
   "TemplateError": ValueError,

@@ -48,7 +48,7 @@ ROWS = (
   ),
   ("ops",),
   ("kv",),
-  ("hub",),
+  ("hub", "paths"),
   ("fetched_models",),
   ("nn", "data", "plan", "store", "transfer"),
   ("models",),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -191,10 +190,11 @@ def config_of(name: str) -> str | dict[str, Any]:
   from ringjax.models.gguf.gguf_folder import open_model
   from ringjax.models.hf.safe_files import read_config
   from ringjax.models.presets import PRESETS
+  from ringjax.paths import as_path
 
   if name in PRESETS:
     return name
-  folder = pathlib.Path(fetched_models.resolve(name, "--model"))
+  folder = as_path(fetched_models.resolve(name, "--model"))
   if is_gguf(folder):
     return open_model(folder).config
   if folder.is_dir():

@@ -21,6 +21,7 @@ from launch.shared import console, machines
 from ringjax.checks import number
 from ringjax.errors import CheckpointFormatError, OptionError
 from ringjax.parallel.chips import Link, number_bytes
+from ringjax.paths import as_path
 from ringjax.plan import files
 from ringjax.plan.systems import allreduce_hops, layer_window
 from ringjax.plan.systems.allreduce_hops import REDUCES, Topology
@@ -188,7 +189,7 @@ def _model(
   config = aot.config_of(name)
   if isinstance(config, str):
     return ModelShares(preset(config), shares, dtype=dtype)
-  if any(pathlib.Path(name).glob("*.safetensors*")):
+  if any(as_path(name).glob("*.safetensors*")):
     return SharedModel(name, shares, dtype=dtype)
   return ModelShares(config, shares, dtype=dtype)
 

@@ -21,6 +21,7 @@ from ringjax.errors import OptionError
 from ringjax.json_text import json_text
 from ringjax.models.rope_scaling import read_extended
 from ringjax.parallel.chips import Link, number_bytes
+from ringjax.paths import AnyPath
 from ringjax.plan import machines
 from ringjax.serve import cluster
 from ringjax.serve.cluster.router import PATIENCE_S
@@ -75,7 +76,7 @@ def define(values: flags.FlagValues) -> None:
     "Of a router: machine whose stated figures a policy predicts by, such as "
     "h100; default: --times, or what instances measure.",
   )
-  new.output(
+  new.local_output(
     "log_calls",
     None,
     "csv to which this process adds how long its calls take, a line each, for "
@@ -299,7 +300,7 @@ def _predicts(values: flags.FlagValues) -> bool:
 
 
 def router(
-  values: flags.FlagValues, folder: pathlib.Path, tokenizer: rj.data.Tokenizer
+  values: flags.FlagValues, folder: AnyPath, tokenizer: rj.data.Tokenizer
 ) -> cluster.ClusterRouter:
   """Creates the router of the flags for a model, without loading weights."""
   config, _, _ = read_extended(
@@ -330,7 +331,7 @@ def router(
   )
 
 
-def _config(folder: pathlib.Path) -> dict[str, Any]:
+def _config(folder: AnyPath) -> dict[str, Any]:
   """The config of a folder or of a GGUF file.
 
   Raises:
@@ -342,9 +343,7 @@ def _config(folder: pathlib.Path) -> dict[str, Any]:
   return config
 
 
-def _costs(
-  values: flags.FlagValues, folder: pathlib.Path
-) -> cluster.RoutingCosts:
+def _costs(values: flags.FlagValues, folder: AnyPath) -> cluster.RoutingCosts:
   """Cost model of the routing policy: times, link and bytes per token."""
   shape = offload.shape_of(str(folder.absolute()))
   config = _config(folder)

@@ -1,7 +1,8 @@
 """Flags that each mode of launch.serve uses; all others are refused there.
 
-A mode is what a process does: serve alone, be a router, be an instance, be one
-of the processes of an instance (stages), or ask a router. A flag that no mode
+A mode is what a process does: serve without a router, in one process or in
+several; be a router, be an instance, be one of the processes of an instance
+(stages), or ask a router. A flag that no mode
 lists is refused in all of them, so that a new one can't be ignored silently.
 Options of `EngineConfig` are flags but for `NO_FLAG`, and are used wherever
 there is an engine.
@@ -54,6 +55,8 @@ _SERVER = frozenset(
     "model_name",
     "port",
     "queue",
+    "reasoning_parser",
+    "response_bytes",
     "stall",
   }
 )
@@ -87,7 +90,7 @@ STAGE_PASSED = frozenset(
 )
 MODES = {
   "alone": Mode(
-    "a server alone",
+    "a server without a router",
     (_ENGINE - _INSTANCE)
     | _MODEL
     | _SERVER
@@ -95,6 +98,7 @@ MODES = {
     | _PROCESSES
     | {
       "adapters",
+      "failure_timeout",
       "log_calls",
       "probe_heads",
       "role",
@@ -136,7 +140,8 @@ MODES = {
     | {"adapters", "device_pages", "host_store", "log_calls"},
   ),
   "stages": Mode(
-    "an instance of several processes (--stages or --num_processes)",
+    "an instance of several processes (--stages, or --num_processes and "
+    "--join)",
     STAGE_PASSED | _PROCESSES | _JOINS | {"model", "stages"},
   ),
   "command": Mode(
@@ -154,7 +159,9 @@ def mode_of(values: flags.FlagValues) -> str:
   """Name of the mode that the flags choose, a key of `MODES`."""
   if values.instances or values.set_role is not None:
     return "command"
-  if values.stages is not None or (values.num_processes or 1) > 1:
+  of_cluster = values.join is not None or values.role != "both"
+  processes = values.num_processes or 1
+  if values.stages is not None or (processes > 1 and of_cluster):
     return "stages"
   if values.role == "router":
     return "router"

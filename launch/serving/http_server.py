@@ -46,6 +46,7 @@ def serve(
   *,
   grace: int,
   stall: float,
+  stops: Callable[[Callable[[], None]], object] = lambda stop: None,
 ) -> None:
   """Serves until SIGTERM or SIGINT, and ends gracefully.
 
@@ -55,9 +56,11 @@ def serve(
     listener: Listening socket.
     grace: Seconds to finish answers after a signal.
     stall: Seconds in which the head of a request has to arrive.
+    stops: Gets a function by which any thread ends the server as a signal does.
   """
   _allow_sockets()
   running = server(uvicorn, app, grace=grace, stall=stall)
+  stops(lambda: setattr(running, "should_exit", True))
   # After its shutdown uvicorn raises the signal again for the previous handler,
   # which must not end the process: install one that does nothing.
   for number in (signal.SIGTERM, signal.SIGINT):

@@ -31,6 +31,7 @@ from ringjax.errors import OptionError
 from ringjax.infer import ChunkPipeline
 from ringjax.models import small
 from ringjax.models.partition.layer_range import config_of
+from ringjax.paths import AnyPath
 from ringjax.serve import cluster
 from ringjax.serve.prefix.stage_pages import check_pages
 
@@ -350,7 +351,7 @@ def _end_with_parent() -> None:
   threading.Thread(target=wait, daemon=True).start()
 
 
-def _folder(values: flags.FlagValues) -> pathlib.Path:
+def _folder(values: flags.FlagValues) -> AnyPath:
   path = model_folder(values, small.path)
   # A path that does not exist stays as it was passed, for an error.
   return path.absolute() if path.exists() else path

@@ -11,8 +11,9 @@ from typing import Any
 from absl import flags
 
 from ringjax import fetched_models
-from ringjax.checks import local_path
+from ringjax.checks import is_address, local_path
 from ringjax.config import Config, named_twice
+from ringjax.paths import AnyPath, as_path, check_writable
 
 # Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
@@ -39,7 +40,11 @@ def check_output(path: str) -> None:
 
   Raises:
     ValueError: If the path is a directory or can't be written.
+    StorageError: If it is an address, and no object can be written there.
   """
+  if is_address(path):
+    check_writable(path)
+    return
   if not path or os.path.isdir(path):
     got = f"{path!r}, a directory" if path else "an empty path"
     raise ValueError(f"got {got}; add the name of the file")
@@ -57,7 +62,17 @@ def check_output(path: str) -> None:
       ) from None
 
 
-class _Output(_Path):
+class _Place(flags.ArgumentParser):
+  """Parser of a path or an address; expands "~"."""
+
+  def parse(self, argument: str) -> str:
+    return os.fspath(as_path(str(argument)))
+
+  def flag_type(self) -> str:
+    return "string"
+
+
+class _Output(_Place):
   """Parser of a file to write, see `check_output`."""
 
   def parse(self, argument: str) -> str:
@@ -66,11 +81,21 @@ class _Output(_Path):
     return path
 
 
-class _Model(_Path):
-  """Parser of a path or of the name of a model."""
+class _LocalOutput(_Path):
+  """Parser of a file of the file system to write, see `check_output`."""
 
   def parse(self, argument: str) -> str:
-    path = os.path.expanduser(str(argument))
+    path = super().parse(argument)
+    check_output(path)
+    return path
+
+
+class _Model(_Place):
+  """Parser of a path, an address or the name of a model."""
+
+  def parse(self, argument: str) -> str:
+    path = str(argument)
+    path = path if is_address(path) else os.path.expanduser(path)
     # A name on the hub is downloaded by `model_folder`.
     resolve = fetched_models.resolve
     return os.fspath(resolve(path, "model", downloads=False))
@@ -78,7 +103,7 @@ class _Model(_Path):
 
 def model_folder(
   values: flags.FlagValues, default: Callable[[], pathlib.Path]
-) -> pathlib.Path:
+) -> AnyPath:
   """Folder or file of --model; downloads what it names on the hub.
 
   Args:
@@ -90,7 +115,7 @@ def model_folder(
   """
   if values.model is None:
     return default()
-  return pathlib.Path(fetched_models.resolve(values.model, "--model"))
+  return as_path(fetched_models.resolve(values.model, "--model"))
 
 
 class _RopeScaling(flags.ArgumentParser):
@@ -133,9 +158,17 @@ class FlagHelper:
     """Defines a path, or one with options after it; expands "~"."""
     self._define(flags.DEFINE, _Path(), name, default, text)
 
+  def place(self, name: str, default: str | None, text: str) -> None:
+    """Defines a path, or an address such as gs://bucket/name; expands "~"."""
+    self._define(flags.DEFINE, _Place(), name, default, text)
+
   def output(self, name: str, default: str | None, text: str) -> None:
-    """Defines a file to write; makes its folder, or refuses the path."""
+    """Defines a file or an object to write, or refuses it; makes its folder."""
     self._define(flags.DEFINE, _Output(), name, default, text)
+
+  def local_output(self, name: str, default: str | None, text: str) -> None:
+    """Defines a file to write that cannot be an object, as a log."""
+    self._define(flags.DEFINE, _LocalOutput(), name, default, text)
 
   def model(self, name: str, default: str | None, text: str) -> None:
     """Defines a model's folder or file, or its name."""

@@ -35,6 +35,8 @@ class Group:
     screen: Console of this process.
     doing: Function that returns its current activity, for its last message.
     leaving: Called before this process ends because of a failure.
+    lingers: Returns the seconds after which it ends once another is lost: it
+      still sends errors to its clients, for instance, and calls `end`.
   """
 
   def __init__(
@@ -43,8 +45,10 @@ class Group:
     doing: Callable[[], str],
     *,
     leaving: Callable[[], object] = lambda: None,
+    lingers: Callable[[], float] = lambda: 0.0,
   ):
     self._screen, self._doing, self._leaving = screen, doing, leaving
+    self._lingers = lingers
     self._peers: Peers | None = None
     self._ending = threading.Lock()
 
@@ -68,12 +72,25 @@ class Group:
       # Before JAX notices and aborts with a stack trace.
       with self._ending:
         self._screen.error(f"{error}, while {self._doing()}")
-        self._leaving()
-        _leave(FAILED)
+        if (linger_s := self._lingers()) > 0:
+          self.end_after(linger_s)
+          return
+        self.end()
 
     if self.several:
       peers.on_failure(failed)
     return peers
+
+  def end_after(self, seconds: float) -> None:
+    """Ends this process after some seconds, unless it ends before."""
+    timer = threading.Timer(seconds, self.end)
+    timer.daemon = True
+    timer.start()
+
+  def end(self) -> None:
+    """Ends this process after another one was lost; does not return."""
+    self._leaving()
+    _leave(FAILED)
 
   def leave(self, error: BaseException, status: int) -> None:
     """Ends this process so that no other one waits for it.

@@ -39,6 +39,7 @@ from ringjax.models.transformer import Transformer
 from ringjax.models.weights import neurons
 from ringjax.models.weights.coded_weights import BITS
 from ringjax.parallel import memory
+from ringjax.paths import AnyPath
 
 # Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
@@ -213,7 +214,7 @@ def checked_drafter(text: str) -> speculate.Drafter:
 
 def load(
   values: flags.FlagValues,
-  folder: pathlib.Path,
+  folder: AnyPath,
   mesh: Mesh | None,
   say: Callable[[str], Any],
   *,

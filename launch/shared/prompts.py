@@ -7,7 +7,6 @@ passkey is hidden, and a question that asks for it.
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import random
 import sys
 
@@ -21,6 +20,7 @@ from ringjax.data.tasks import documents
 from ringjax.data.text.tokenizer import AnyTokenizer
 from ringjax.errors import OptionError, PromptError
 from ringjax.models import tiny
+from ringjax.paths import AnyPath, open_binary
 
 CONTEXT = 66_000
 # Largest number of tokens of an answer that names the passkey.
@@ -169,7 +169,7 @@ def read_file(path: str, argument: str) -> str:
   if path == "-":
     data = sys.stdin.buffer.read(_FILE_BYTES + 1)
   else:
-    with open(path, "rb") as file:
+    with open_binary(path) as file:
       data = file.read(_FILE_BYTES + 1)
   if len(data) > _FILE_BYTES:
     raise PromptError(
@@ -206,7 +206,7 @@ def encode(
   return template.tokens(messages, tokenizer)
 
 
-def find_contexts(folder: str) -> list[pathlib.Path]:
+def find_contexts(folder: str) -> list[AnyPath]:
   """Find the .txt files of a folder, in the order of their names.
 
   Raises:

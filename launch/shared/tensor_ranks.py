@@ -49,6 +49,7 @@ from ringjax.models import tiny
 from ringjax.models.hf.folder import Folder
 from ringjax.models.partition.tensor_shares import digest_of
 from ringjax.parallel.gpu_processes import gpu_variables, visible_gpus
+from ringjax.paths import AnyPath
 from ringjax.plan import files
 
 # Show these flags in the --help of the script that defines them.
@@ -262,7 +263,7 @@ class _Ranks:
       "family": window.config.family,
     }
 
-  def _serve(self, folder: pathlib.Path, digest: str) -> None:
+  def _serve(self, folder: AnyPath, digest: str) -> None:
     """Joins the group as another rank and computes until it ends."""
     values = self._values
     self.doing = f"computing as rank {values.process_id}"
@@ -280,7 +281,7 @@ class _Ranks:
       folder, link, values.process_id, window=values.window or None
     )  # fmt: skip
 
-  def _gather(self, size: int, folder: pathlib.Path, digest: str) -> Star:
+  def _gather(self, size: int, folder: AnyPath, digest: str) -> Star:
     values = self._values
     if size == 1:
       return Star()
@@ -315,9 +316,7 @@ class _Ranks:
         check=self._running,
       )
 
-  def _start(
-    self, size: int, folder: pathlib.Path, port: int, key: bytes
-  ) -> None:
+  def _start(self, size: int, folder: AnyPath, port: int, key: bytes) -> None:
     """Starts the other ranks on this machine."""
     threads = max(1, (os.cpu_count() or 1) // size)
     gpus = visible_gpus(os.environ)
@@ -457,7 +456,7 @@ class _Ranks:
 
 def worker_flags(
   values: flags.FlagValues,
-  folder: pathlib.Path,
+  folder: AnyPath,
   port: int,
   rank: int,
   size: int,

@@ -27,10 +27,11 @@ from typing import Any, TextIO
 import jax
 import jax.numpy as jnp
 
+from ringjax.checks import is_address
 from ringjax.errors import OptionError
 from ringjax.json_text import json_text
 from ringjax.parallel import chips, processor
-from ringjax.regular_files import replacing
+from ringjax.paths import open_binary, replacing
 
 GEMM_SIZE = 2048
 # Products of a run: the time of one is too short to be stable on a busy
@@ -345,7 +346,7 @@ def _vectors() -> str:
 
 
 def read_json(path: str) -> Any:
-  with open(path) as file:
+  with open_binary(path) as file:
     return json.load(file)
 
 
@@ -355,7 +356,8 @@ def write_json(path: str, value: object) -> None:
   A device or a pipe is written to, not replaced.
   """
   text = json_text(value, indent=1) + "\n"
-  if os.path.exists(path) and not os.path.isfile(path):
+  is_device = not is_address(path) and os.path.exists(path)
+  if is_device and not os.path.isfile(path):
     with open(path, "w") as file:
       file.write(text)
     return

@@ -26,7 +26,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
-from ringjax.checks import integer, number, one_of, positive_int
+from ringjax.checks import integer, local_path, number, one_of, positive_int
 from ringjax.errors import (
   CheckpointFormatError,
   CheckpointMismatchError,
@@ -67,6 +67,7 @@ from ringjax.ops.rope import Rope
 from ringjax.parallel.call_sharding import sequence_axis
 from ringjax.parallel.mesh import entering
 from ringjax.parallel.programs import bounded
+from ringjax.paths import as_path
 
 INITS = ("copy", "zero")
 # Files in a folder, next to the decoder's.
@@ -551,9 +552,9 @@ def attached(
     CheckpointMismatchError: If the encoder is for another decoder, or tensors
       differ.
   """
-  folder = pathlib.Path(path)
-  if not (folder / CONFIG).exists():
+  if not (as_path(path) / CONFIG).exists():
     return decoder
+  folder = pathlib.Path(local_path("path of a folder with an encoder", path))
   try:
     config = json.loads((folder / CONFIG).read_text("utf-8"))
     encoder = Encoder(**config["encoder"])

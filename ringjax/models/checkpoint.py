@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from ringjax import fetched_models
-from ringjax.checks import FLOATS, float_dtype, one_of
+from ringjax.checks import FLOATS, float_dtype, local_path, one_of
 from ringjax.errors import (
   CheckpointMismatchError,
   MemoryEstimateError,
@@ -75,6 +75,7 @@ from ringjax.nn.weights.block_codes import with_shards
 from ringjax.parallel import joint_outcome
 from ringjax.parallel.memory import device_free_bytes, host_free_bytes
 from ringjax.parallel.mesh import automatic, entering, with_shardings
+from ringjax.paths import as_path
 
 # A module, of arrays or of shapes.
 M = TypeVar("M", bound=nnx.Module)
@@ -277,8 +278,9 @@ def load(
   folder with an encoder next to its decoder (`ringjax.models.cepe`) loads both.
 
   Args:
-    path: Folder with `config.json` and `*.safetensors`; a GGUF file, a part
-      of a split one, or a folder with one; the name of a model that
+    path: Folder with `config.json` and `*.safetensors`, also as an address,
+      gs://bucket/folder or s3://bucket/folder; a GGUF file, a part of a split
+      one, or a folder with one; the name of a model that
       `python -m launch.fetch` has downloaded; or a name on the Hugging Face
       Hub, "Qwen/Qwen3-8B", whose files are downloaded to the hub's cache.
     mesh: Mesh of the weights; default: one device.
@@ -413,6 +415,9 @@ def load(
   with joint_outcome.failing_together(ranks):
     if set(tiers) != {DEVICE}:
       _refuse_encoder(path)
+      if DISK in tiers:
+        # Layers on disk are read again for each call of the model.
+        local_path("placement with layers on disk", path)
       streaming = Streaming(empty, tiers, mesh, shardings)
       empty = streaming.empty
       pairs = [streaming.placed(t) for t in model_contents.tensors]
@@ -545,7 +550,7 @@ def with_arrays(
 
 
 def _refuse_encoder(path: str | os.PathLike[str]) -> None:
-  if (pathlib.Path(path) / cepe.CONFIG).exists():
+  if (as_path(path) / cepe.CONFIG).exists():
     raise OptionError(
       "placement",
       "a folder with an encoder beside its decoder",
@@ -777,7 +782,7 @@ def save(
 
   Args:
     model: Model by `load` or `create`.
-    path: Folder that does not exist yet.
+    path: Folder that does not exist yet, or its address.
     max_shard_bytes: Largest size of one file, in bytes.
     overwrite: Whether to replace an existing folder.
 
@@ -785,6 +790,7 @@ def save(
     OptionError: If the folder exists, or not all layers of the model are on
       the devices: its folder has them.
     CheckpointWriteError: If it cannot be written: no permission, a full disk.
+    StorageError: If objects of an address cannot be written.
   """
   refuse_placed(model, "save it", "copy the folder that it was loaded from")
   refuse_codes(model, "save it")
@@ -811,7 +817,7 @@ def save(
   origin_tensors = origin.kept_tensors(arrays)
 
   def write_other_files(folder: pathlib.Path) -> None:
-    origin.copy_files(folder, pathlib.Path(path))
+    origin.copy_files(folder, as_path(path))
     beside(folder)
 
   write(

@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from ringjax import tree
-from ringjax.checks import integer, one_of, positive_int
+from ringjax.checks import integer, local_path, one_of, positive_int
 from ringjax.errors import (
   CheckpointFormatError,
   CheckpointMismatchError,
@@ -505,7 +505,7 @@ def save(
     folder: Folder to write to.
     dtype: Dtype of the weights in the folder; default: the draft's.
   """
-  place = pathlib.Path(folder)
+  place = pathlib.Path(local_path("folder", folder))
   written = jnp.dtype(draft.dtype if dtype is None else dtype)
   arrays = {
     k: on_host(x).astype(written) for k, x in arrays_of(draft.block).items()
@@ -538,7 +538,7 @@ def load(
     CheckpointMismatchError: If the draft is of another target, or its tensors
       differ.
   """
-  place = pathlib.Path(folder)
+  place = pathlib.Path(local_path("folder", folder))
   config, stated = checked(folder, target)
   arrays, _ = read_tensors(place / TENSORS)
   if tensors_digest(arrays) != stated:
@@ -575,7 +575,7 @@ def checked(
   Raises:
     CheckpointFormatError, CheckpointMismatchError: See `load`.
   """
-  path = pathlib.Path(folder) / CONFIG
+  path = pathlib.Path(local_path("folder", folder)) / CONFIG
   try:
     config = json.loads(path.read_text("utf-8"))
     draft_config = LongSpecConfig(**config["draft"])

@@ -28,6 +28,7 @@ from jaxtyping import Array, Shaped
 from ringjax.errors import RingjaxError
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.save import host_copy
+from ringjax.paths import AnyPath
 
 if TYPE_CHECKING:
   from ringjax.models.contents import Contents
@@ -158,7 +159,7 @@ class Origin:
       if drops_layers and config.get(key)
     }
 
-  def copy_files(self, to: pathlib.Path, place: pathlib.Path) -> None:
+  def copy_files(self, to: pathlib.Path, place: AnyPath) -> None:
     """Copies files next to the weights into a folder that is being written.
 
     Args:

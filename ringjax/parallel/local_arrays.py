@@ -1,14 +1,14 @@
-"""Arrays of a mesh on one or some of its devices, without copies."""
+"""Arrays of a mesh on some of its devices, and shards on the host."""
 
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
@@ -110,6 +110,57 @@ def on_part(
     )
 
   return jax.tree.map(extend, tree)
+
+
+class HostShards(NamedTuple):
+  """Shards of an array on one process's devices, in the host's memory.
+
+  Fields:
+    sharding: Sharding of the array.
+    shape: Shape of the whole array.
+    shards: Each device of this process with its shard.
+  """
+
+  sharding: Sharding
+  shape: tuple[int, ...]
+  shards: tuple[tuple[jax.Device, np.ndarray], ...]
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of the shards of this process."""
+    return sum(shard.nbytes for _, shard in self.shards)
+
+
+def to_host(tree: Tree) -> Tree:
+  """Copies arrays to the host: whole ones, or the shards of this process.
+
+  Each process copies its own shards of arrays that other processes have shards
+  of, as `HostShards`; `to_devices` copies these back.
+  """
+
+  def copy(x: jax.Array) -> np.ndarray | HostShards:
+    if x.is_fully_addressable:
+      return jax.device_get(x)
+    shards = [(shard.device, shard.data) for shard in x.addressable_shards]
+    local_copies = jax.device_get(shards)
+    return HostShards(x.sharding, x.shape, tuple(local_copies))
+
+  return jax.tree.map(copy, tree)
+
+
+def to_devices(tree: Tree) -> Tree:
+  """Makes arrays of the `HostShards` of `to_host`; others stay as they are."""
+
+  def copy(x: np.ndarray | HostShards) -> np.ndarray | jax.Array:
+    if not isinstance(x, HostShards):
+      return x
+    return jax.make_array_from_single_device_arrays(
+      x.shape,
+      x.sharding,
+      [jax.device_put(shard, device) for device, shard in x.shards],
+    )
+
+  return jax.tree.map(copy, tree, is_leaf=lambda x: isinstance(x, HostShards))
 
 
 # The name by which other layers call it.

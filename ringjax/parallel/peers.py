@@ -22,6 +22,7 @@ all processes, and do not distinguish a stuck rank from a waiting one.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -100,6 +101,9 @@ class Peers:
     self._doing, self._ticks, self._step = STARTING, 0, 0
     self._news = threading.Condition()
     self._values: dict[tuple[int, int], Any] = {}
+    self._posts: dict[int, collections.deque[str]] = {
+      r: collections.deque() for r in control
+    }
     self._calls = itertools.count()
     self._pongs: dict[int, float] = {}
     self._on_failure: list[Callable[[PeerError], Any]] = []
@@ -281,6 +285,42 @@ class Peers:
     self.wait(complete)
     return [values[r] for r in range(self.size)]
 
+  def post(self, value: object, to: int | None = None) -> None:
+    """Queue a JSON value for another rank, or for all others; never waits.
+
+    Args:
+      value: Value, which `receive` returns there, in the order of the posts.
+      to: Rank that gets it; default: all others.
+    """
+    text = json_text(value)
+    if to is None:
+      self._group.tell_all("post", v=text)
+    elif (link := self._group.links.get(to)) is not None:
+      link.tell("post", v=text)
+
+  def receive(self, rank: int, *, idle: bool = True) -> Any:
+    """Wait for the next value that a rank posts to this one.
+
+    Args:
+      rank: Rank that posts.
+      idle: Whether this rank waits with nothing to do, as in `wait`; otherwise
+        its state stays, as in `wait_idle`.
+
+    Raises:
+      PeerError: If a rank failed, or this one left, before the value came.
+    """
+    posts = self._posts[rank]
+
+    def posted() -> bool:
+      # Read first: a value that came before the end is there then.
+      has_left = rank in self._group.left
+      if not posts and has_left:
+        raise PeerError(f"rank {rank} has left the others", rank=rank)
+      return bool(posts)
+
+    (self.wait if idle else self.wait_idle)(posted)
+    return json.loads(posts.popleft())
+
   def wait(self, until: Callable[[], bool]) -> None:
     """Wait until a condition holds; `wake` has it evaluated again.
 
@@ -384,6 +424,9 @@ class Peers:
       self._check_progress(rank, fields)
     elif kind == "put":
       self._values[fields["n"], rank] = json.loads(fields["v"])
+      self.wake()
+    elif kind == "post":
+      self._posts[rank].append(str(fields["v"]))
       self.wake()
     elif kind == "ping":
       if (link := self._group.links.get(rank)) is not None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
-from ringjax.errors import CheckpointFormatError, OptionError, RingjaxError
+from ringjax.errors import (
+  CheckpointFormatError,
+  OptionError,
+  RingjaxError,
+  StorageError,
+)
 from ringjax.json_text import json_text
-from ringjax.regular_files import replacing
+from ringjax.paths import as_path, open_binary, replacing
 
 T = TypeVar("T")
 _LARGEST_BYTES = 16 << 20
@@ -35,11 +39,14 @@ def write_text(path: str, text: str) -> None:
 
   Raises:
     OptionError: If the folder cannot be written to.
+    StorageError: If it is an address, and the object cannot be written.
   """
   try:
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    as_path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
       file.write(text.encode())
+  except StorageError:
+    raise
   except OSError as error:
     raise OptionError(
       "file",
@@ -57,8 +64,10 @@ def read(path: str, format: str) -> dict[str, Any]:
     CheckpointFormatError: If it is not of this format.
   """
   try:
-    with open(path, "rb") as file:
+    with open_binary(path) as file:
       data = file.read(_LARGEST_BYTES + 1)
+  except StorageError:
+    raise
   except OSError as error:
     raise OptionError(
       "file",

@@ -6,6 +6,7 @@ from typing import Any as _Any
 from ringjax.serve.api.http import OpenAIApp, app
 from ringjax.serve.engine import Engine, EngineCounters
 from ringjax.serve.engine_config import EngineConfig
+from ringjax.serve.hosts.engine_group import EngineGroup
 from ringjax.serve.prefix.important_link import ImportantShare
 from ringjax.serve.prefix.prefix_transfer import (
   ExportedPrefix,
@@ -59,6 +60,7 @@ __all__ = [
   "Engine",
   "EngineConfig",
   "EngineCounters",
+  "EngineGroup",
   "ExportedPrefix",
   "GroupSpec",
   "Handle",

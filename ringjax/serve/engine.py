@@ -73,6 +73,7 @@ from ringjax.ops.attention.cached.pooled import (
 )
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.parallel import chips
+from ringjax.parallel.joint_outcome import processes_of
 from ringjax.parallel.mesh import entering
 from ringjax.parallel.programs import make_room
 from ringjax.serve.api.server_metrics import Figure, engine_figures
@@ -92,6 +93,7 @@ from ringjax.serve.calls import (
 from ringjax.serve.drafts.row_drafts import RowDrafts
 from ringjax.serve.drafts.step_paces import StepPaces, StepTiming
 from ringjax.serve.engine_config import EngineConfig, EngineSizes
+from ringjax.serve.hosts.step_agreement import LocalAgreement, StepAgreement
 from ringjax.serve.prefix.important_link import ImportantLink, share_of
 from ringjax.serve.prefix.page_swap import PageSwap
 from ringjax.serve.prefix.prefix_tree import GroupSpec, PrefixTree
@@ -105,6 +107,7 @@ from ringjax.serve.scheduler import (
   StepLimits,
   StepPlan,
 )
+from ringjax.serve.text_requests import TextRequests
 from ringjax.serve.tiling import prompt_tiles, reason_for_two_calls, row_tile
 from ringjax.serve.vattention.contiguous_rows import (
   ContiguousRows,
@@ -262,6 +265,8 @@ class Engine:
       each of which reads the weights; "" where one program computes both.
     important: Part of prefixes in the store that is read, an `ImportantShare`,
       or None for all.
+    agreement: Agreement with the replicas of the engine in other processes, see
+      `EngineGroup`.
   """
 
   @entering(lambda _, model, *__, mesh=None, **___: mesh or model.mesh)
@@ -308,7 +313,7 @@ class Engine:
         share prefixes or to be swapped, drafts for recurrent layers, or by a
         model with another tokenizer or on other devices, or one whose cache
         evicts; parts of layers that can't be cut so often, or of recurrent
-        ones.
+        ones; contiguous rows or a store on a mesh of several processes.
       ConfigError: `important`, for layers whose attention is more than a causal
         softmax.
       MeshError: If weights are on other devices than those of the mesh.
@@ -326,9 +331,11 @@ class Engine:
     if tokenizer is not None:
       check_tokenizer(tokenizer)
     self.tokenizer = tokenizer
+    self.agreement: StepAgreement = LocalAgreement()
     self._take_adapters(model, adapters or {})
     self.mesh, self.axis = place_of(mesh, axis, model)
     check_devices(model, self.mesh)
+    self._check_processes()
     self._attend = CachedAttention(mesh=self.mesh, axis=self.axis)
     self._cut_layers()
     self._take_drafter(clock)
@@ -431,7 +438,24 @@ class Engine:
     self._drafts.check(self.base)
     self._drafted = self._drafts.count
     if self._drafts.adapts:
-      self._paces = self._drafts.paces(self.config.rows, clock)
+      self._paces = self._drafts.paces(
+        self.config.rows, clock, lambda value: self.agreement.choose(value)
+      )
+
+  def _check_processes(self) -> None:
+    """Refuse a layout whose memory is that of one host, in several processes.
+
+    Raises:
+      OptionError: If rows are contiguous.
+    """
+    processes = processes_of(self.mesh)
+    if processes and self.config.contiguous:
+      raise OptionError(
+        "layout",
+        f"{self.config.layout!r}, in {len(processes)} processes",
+        "'pages': contiguous rows grow as far as each host has memory for them",
+        "leave layout out, or use a mesh of one process's devices",
+      )
 
   def _take_function(
     self, attention_fn: DenseFunction | None, sizes: EngineSizes
@@ -523,7 +547,12 @@ class Engine:
       blocks=sizes.blocks,
       one_piece=self._recurrent,
     )
-    self._swap = PageSwap(config.preemption, sizes.page, self.page_bytes)
+    self._swap = PageSwap(
+      config.preemption,
+      sizes.page,
+      self.page_bytes,
+      lambda value: self.agreement.choose(value),
+    )
     # No reuse with recurrent layers: a state can't go back to a prefix's end.
     self.scheduler = Scheduler(
       tree,
@@ -699,7 +728,11 @@ class Engine:
 
     Locks of Python are not fair: a thread that steps again and again would keep
     others waiting.
+
+    Raises:
+      OptionError: If a group of processes drives the engine.
     """
+    self.agreement.check_caller("its methods that change it")
     self._asking.append(None)
     with self._work:
       self._asking.pop()
@@ -847,6 +880,11 @@ class Engine:
       self._check_open()
       yield self._pool
 
+  @functools.cached_property
+  def texts(self) -> TextRequests:
+    """Scores and embeddings of texts by the engine's model."""
+    return TextRequests(self)
+
   @property
   def store_link(self) -> StoreLink | None:
     """Link that moves pages to the store and back, or None without one."""
@@ -935,6 +973,7 @@ class Engine:
     The tokens of a step are known after the next one, which is in flight
     while they are read.
     """
+    self.agreement.check_caller("step")
     with self._lock:
       self._check_open()
       make_room()
@@ -944,14 +983,16 @@ class Engine:
           timing = self._paces.step()
         with naming_faults(self.model.stack.faults), timing:
           return self._step()
-      except Exception as error:
+      except Exception as raised:
         # The state of the device is unknown now, so all requests end.
-        self._broken = error
+        self._broken = error = self.agreement.failed(raised)
         for handle in list(self._handles):
           for row in self._handles.get(handle, []):
             if not row.ended:
               row.owner.answer.error = error
               self._end(row, "error")
+        if error is not raised:
+          raise error from raised
         raise
 
   @entering(lambda engine: engine.mesh)
@@ -1028,6 +1069,7 @@ class Engine:
 
   def start(self) -> Engine:
     """Starts a thread that takes the steps, until `close`."""
+    self.agreement.check_caller("start")
     with self._lock:
       self._check_open()
       if self._thread is None:
@@ -1039,6 +1081,7 @@ class Engine:
 
   def close(self) -> None:
     """Ends the thread, cancels requests and writes prefixes to the store."""
+    self.agreement.check_caller("close")
     with self._work:
       self._closed = True
       self._work.notify_all()
@@ -1240,6 +1283,7 @@ class Engine:
 
   def _run(self, plan: StepPlan) -> _Flight:
     """Dispatch the calls of a plan."""
+    self.agreement.planned(plan, self.scheduler)
     calls, counters = self._calls, self.counters
     checks = self._drafts is not None and (
       self._paces is None or any(turn.draft.tokens for turn in plan.turns)
@@ -1406,8 +1450,11 @@ class Engine:
     if allowed is None:
       return everything
     # Use the sharding of the mask that allows all tokens: jit compiles another
-    # program for each other sharding.
-    return jax.device_put(allowed, everything.sharding)
+    # program for each other sharding. `device_put` would let all processes
+    # compare the mask, each time.
+    return jax.make_array_from_callback(
+      allowed.shape, everything.sharding, lambda at: allowed[at]
+    )
 
   # -------------------------------------------------------------------------
   # Answers
@@ -1420,6 +1467,13 @@ class Engine:
       (flight.answer_turns, flight.pieces)
     )
     raise_fault(self.model.stack.faults)
+    chosen = []
+    for choice in (decode_choices, pieces):
+      if isinstance(choice, Checked):
+        chosen += [choice.choice.token, choice.count]
+      elif choice is not None:
+        chosen.append(choice.token)
+    self.agreement.read([np.asarray(tokens) for tokens in chosen])
     if self._paces is not None and flight.timing is not None:
       count = decode_choices.count if flight.checks and plan.turns else None
       self._paces.add(flight.timing, plan, count)

@@ -19,7 +19,6 @@ import datetime
 import json
 import math
 import os
-import pathlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,7 +26,8 @@ import numpy as np
 from jaxtyping import Int
 
 from ringjax.checks import integer, number, positive_int
-from ringjax.errors import OptionError
+from ringjax.errors import OptionError, StorageError
+from ringjax.paths import as_path
 
 _BLOCK = 512
 
@@ -118,13 +118,14 @@ def read_trace(path: str | os.PathLike[str]) -> list[TraceRequest]:
   """Read the requests of a file, in the order of their arrival.
 
   Args:
-    path: Azure's or BurstGPT's .csv, or Mooncake's .jsonl.
+    path: Azure's or BurstGPT's .csv, or Mooncake's .jsonl; also an address.
 
   Raises:
     OptionError: If the file cannot be read, or a line has another format.
+    StorageError: If the storage of an address does not answer.
   """
   kinds = {".csv": _table, ".jsonl": _mooncake}
-  file = pathlib.Path(path)
+  file = as_path(path, "trace")
   if file.suffix not in kinds:
     raise OptionError(
       "trace",
@@ -134,6 +135,8 @@ def read_trace(path: str | os.PathLike[str]) -> list[TraceRequest]:
     )
   try:
     lines = file.read_text("utf-8").splitlines()
+  except StorageError:
+    raise
   except (OSError, ValueError) as error:
     raise OptionError("trace", error, "a text file", "pass its path") from None
   requests = kinds[file.suffix](file.name, lines)

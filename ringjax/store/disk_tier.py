@@ -32,7 +32,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from ringjax.checks import integer
+from ringjax.checks import integer, local_path
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.regular_files import open_regular
 from ringjax.store.block_file import HEADER_BYTES, KEY_BYTES, pack, unpack
@@ -84,7 +84,7 @@ class DiskTier:
       raise InputTypeError(
         "disk", type(root).__name__, "a folder", "pass disk=(folder, bytes)"
       )
-    self.root = pathlib.Path(root)
+    self.root = pathlib.Path(local_path("root", root))
     self.budget = integer("disk", budget, least=0)
     self.policy, self.sync = policy, sync
     self.nbytes = self.evicted = self.refused = self.corrupt = 0

@@ -38,6 +38,7 @@ _LONG = (
   "plan_serve",
   "serve",
   "speculate_longspec",
+  "storage",
   "store",
   "strategy",
   "train",
@@ -46,6 +47,7 @@ _LONG = (
   "tutorial",
   "which_cluster",
   "window",
+  "lm_eval",
 )
 
 

@@ -163,3 +163,15 @@ def test_rounds_that_compile_are_not_measured():
   while not paces.draft_lengths().any() and paces.steps < 3:
     paces.add(none, none, np.array([1]), None if paces.steps == 0 else 1.0)
   assert paces.cost_s == pytest.approx(2.0)
+
+
+def test_processes_that_measure_other_times_draft_alike():
+  lengths = []
+  for draft_s in (0.0, 50.0):
+    paces = Paces(PromptLookup(count=4), 2, processes=2)
+    for _ in range(20):
+      lengths.append(paces.draft_lengths().tolist())
+      nothing = np.zeros(2, int)
+      paces.add(np.full(2, 4), np.full(2, 4), nothing + 1, PLAIN_S + draft_s)
+    assert "2 processes" in paces.why and not paces.reason
+  assert lengths == [[4, 4]] * 40

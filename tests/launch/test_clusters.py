@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import re
@@ -12,6 +13,11 @@ import subprocess
 import sys
 
 import pytest
+
+from launch import serve
+from launch.serving import flag_modes
+from launch.shared import common
+from launch.shared.flag_helpers import names_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = ROOT / "docs" / "clusters"
@@ -100,11 +106,11 @@ def test_two_tasks_of_slurm_train_as_one_job(tmp_path):
 
 
 def test_a_pod_s_hosts_get_the_command(tmp_path):
-  said = tmp_path / "said"
+  sent = tmp_path / "sent"
   env = stand_in(
     tmp_path / "bin",
     "gcloud",
-    f'#!/bin/sh\nprintf "%s\\n" "$@" > {shlex.quote(str(said))}\n',
+    f'#!/bin/sh\nprintf "%s\\n" "$@" > {shlex.quote(str(sent))}\n',
   )
   env |= {"POD": "pod-1", "ZONE": "zone-2", "REPO": "https://host/ring jax"}
   config = "configs/train/a b.py"
@@ -113,7 +119,7 @@ def test_a_pod_s_hosts_get_the_command(tmp_path):
     env=env,
     check=True,
   )
-  lines = said.read_text()
+  lines = sent.read_text()
   first = lines.splitlines()[:7]
   assert first[:5] == ["compute", "tpus", "tpu-vm", "ssh", "pod-1"]
   assert first[5:] == ["--zone=zone-2", "--worker=all"]
@@ -130,6 +136,59 @@ def test_a_pod_s_hosts_get_the_command(tmp_path):
   subprocess.run(["bash", "-n", "-c", command], check=True)
 
 
+def test_a_pod_s_server_is_started_again(tmp_path):
+  """Until it ends by a signal, or because of its flags."""
+  sent = tmp_path / "sent"
+  env = stand_in(
+    tmp_path / "bin",
+    "gcloud",
+    f'#!/bin/sh\nprintf "%s\\n" "$@" > {shlex.quote(str(sent))}\n',
+  )
+  env |= {"POD": "pod-1", "ZONE": "zone-2", "SCRIPT": "serve"}
+  subprocess.run(
+    ["bash", SCRIPTS / "pod.sh", "--model=a b"], env=env, check=True
+  )
+  lines = sent.read_text()
+  command = lines[lines.index("--command=") + len("--command=") :]
+  assert ".[tpu,serve]" in command
+  last = command.strip().splitlines()[-1]
+  assert "-m launch.serve --distributed --model=a\\ b;" in last
+  for statuses, end in (("3 137 0", 0), ("3 2 0", 2)):
+    (tmp_path / "left").write_text(statuses)
+    starts = tmp_path / ".venv" / "bin" / "python"
+    starts.parent.mkdir(parents=True, exist_ok=True)
+    starts.write_text(
+      '#!/bin/bash\nread -r first others < left; echo "$others" > left\n'
+      "exit $first\n"
+    )
+    starts.chmod(0o755)
+    quick = last.replace("sleep 5", "sleep 0")
+    ran = subprocess.run(["bash", "-c", quick], cwd=tmp_path, check=False)
+    assert ran.returncode == end
+
+
+def test_a_server_of_slurm_is_started_again(tmp_path):
+  starts = tmp_path / "starts"
+  env = stand_in(
+    tmp_path / "bin",
+    "srun",
+    f'#!/bin/bash\necho "$@" >> {shlex.quote(str(starts))}\n'
+    "exit ${STATUS:-0}\n",
+  )
+  env |= {"SLURM_SUBMIT_DIR": str(tmp_path), "RESTARTS": "2", "PAUSE": "0"}
+  for status, count in (("0", 1), ("2", 1), ("3", 3)):
+    starts.write_text("")
+    ran = subprocess.run(
+      ["bash", SCRIPTS / "serve.sbatch", "--model=DIR"],
+      env=env | {"STATUS": status},
+      check=False,
+    )
+    assert str(ran.returncode) == status
+    lines = starts.read_text().splitlines()
+    assert len(lines) == count
+    assert lines[0].endswith("-m launch.serve --distributed --model=DIR")
+
+
 def test_a_pod_without_a_name_is_refused():
   env = {k: v for k, v in os.environ.items() if k not in ("POD", "ZONE")}
   ran = subprocess.run(
@@ -139,13 +198,28 @@ def test_a_pod_without_a_name_is_refused():
   assert ran.returncode and "name of the TPU slice" in ran.stderr
 
 
-def test_a_jobset_names_files_and_hosts_that_agree():
-  text = (SCRIPTS / "jobset.yaml").read_text()
-  config = re.search(r"--config=(\S+)", text)
-  assert config and (ROOT / "launch" / config[1]).is_file()
+@pytest.mark.parametrize("name", ["jobset.yaml", "serve_jobset.yaml"])
+def test_a_jobset_names_files_and_hosts_that_agree(name):
+  text = (SCRIPTS / name).read_text()
+  if name == "jobset.yaml":
+    config = re.search(r"--config=(\S+)", text)
+    assert config and (ROOT / "launch" / config[1]).is_file()
+  else:
+    passed = re.findall(r"- (--\S+)$", text, re.M)
+    values = common.parse("serve", serve.define, passed)
+    flag_modes.check(values, names_of(serve.define))
+    assert flag_modes.mode_of(values) == "alone"
+    ports = {*re.findall(r"(?:containerPort|port|targetPort): (\d+)", text)}
+    assert ports == {str(values.port), "80"}
+    grace = re.search(r"terminationGracePeriodSeconds: (\d+)", text)
+    assert int(grace[1]) > values.grace
+    probed = re.findall(r"path: (\S+)", text)
+    assert probed == ["/ready", "/health"]
   # Chips of the topology, of the hosts, and of the mesh.
   x, y = map(int, re.search(r"tpu-topology: (\d+)x(\d+)", text).groups())
   hosts = int(re.search(r"parallelism: (\d+)", text)[1])
   chips = int(re.search(r"google.com/tpu: (\d+)", text)[1])
   assert hosts == int(re.search(r"completions: (\d+)", text)[1])
-  assert x * y == hosts * chips == int(re.search(r"seq:(\d+)", text)[1])
+  mesh = re.search(r"--mesh=(\S+)", text)[1]
+  sizes = [int(size) for size in re.findall(r":(\d+)", mesh)]
+  assert x * y == hosts * chips == math.prod(sizes)

@@ -146,7 +146,7 @@ def test_flags_of_a_cluster(tmp_path, capsys):
     (["--device_pages=9"], "--join"),
     (["--role=router", f"--cluster_key={key}", "--device_pages=9"], "--join"),
     (["--policy=conductor"], "--role=router"),
-    (["--num_processes=2"], "--role=prefill --join=HOST:PORT"),
+    (["--num_processes=2", "--port=0"], "pass all three"),
     (["--stages=2"], "--role=prefill --join=HOST:PORT"),
     (["--role=decode", *joins, "--stages=2"], "stages read prompts"),
     ([*stages, "--num_processes=2"], "starts the processes itself"),

@@ -335,3 +335,29 @@ def test_processes_that_die_or_freeze(sent, tmp_path):
       assert said[0] == 1
       word = "gone" if sent == signal.SIGKILL else "said nothing"
       assert word in said[1]
+
+
+def test_posts_come_in_order_and_end_with_their_rank():
+  with group(3) as ranks:
+
+    def work(peers: Peers) -> list:
+      if peers.rank == 0:
+        for n in range(4):
+          peers.post(["all", n])
+          peers.post({"only": n}, 2)
+        return [peers.receive(1), peers.receive(2, idle=False)]
+      values = [peers.receive(0) for _ in range(4 * peers.rank)]
+      peers.post(peers.rank, 0)
+      return values
+
+    alone = [["all", n] for n in range(4)]
+    both = [x for n in range(4) for x in (["all", n], {"only": n})]
+    assert each(ranks, work) == [[1, 2], alone, both]
+    # What came before the end is still received.
+    ranks[1].post("last", 0)
+    ranks[1].close()
+    assert ranks[0].receive(1) == "last"
+    with pytest.raises(PeerError, match="rank 1 has left"):
+      ranks[0].receive(1)
+    # Nothing is queued for it.
+    ranks[0].post("late", 1)

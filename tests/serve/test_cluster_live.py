@@ -20,8 +20,8 @@ from ringjax.errors import InputTypeError
 from ringjax.parallel.links.connection import as_json
 from ringjax.serve import Engine, Request, RowSampling, cluster
 from ringjax.serve.cluster import block_keys, short_key
-from ringjax.serve.cluster.request_fields import request_fields, request_of
 from ringjax.serve.cluster.worker import check_engine
+from ringjax.serve.request_fields import request_fields, request_of
 from ringjax.serve.traces import TraceRequest, first_prefixes
 from ringjax.transfer.wire import PullConnection
 from tests.helpers import SMALL, refused, swept, until

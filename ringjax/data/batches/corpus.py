@@ -1,4 +1,4 @@
-"""A corpus: the tokens of many documents in one memory-mapped file.
+"""A corpus: the tokens of many documents in one memory-mapped file or object.
 
 Guarantees: the file exists completely or not at all. It is written under
 another name, synced and renamed, so that a killed process leaves the old one.
@@ -10,7 +10,8 @@ vocabulary fits and else uint32, little-endian, padded to 8 bytes; and int64
 offsets, one more than documents. All sizes in it must agree with the file's
 size.
 
-Cost: 2 or 4 bytes a token and 8 a document; opening reads the offsets.
+Cost: 2 or 4 bytes a token and 8 a document; opening reads the offsets. An
+object is read in blocks of 1 MiB, of which each corpus keeps the last 64.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ringjax.data.batches.packing import as_document
 from ringjax.data.text.tokenizer import AnyTokenizer
 from ringjax.errors import DataError, OptionError
 from ringjax.json_text import json_text
-from ringjax.regular_files import replacing
+from ringjax.paths import AnyPath, ObjectArray, as_path, open_binary, replacing
 
 _FORMAT, _VERSION = "ringjax-tokens", 1
 _HEADER_BYTES = 4096
@@ -54,7 +55,8 @@ def write(
   """Writes a corpus; documents are taken one at a time.
 
   Args:
-    path: Path of the file. An old one is replaced when all is written.
+    path: Path or address of the file. An old one is replaced when all is
+      written.
     documents: Ids of each document, integers [n].
     vocab: Size of the vocabulary; all ids are below it.
     tokenizer_fingerprint: Fingerprint of the tokenizer that made the ids, see
@@ -76,13 +78,14 @@ def write(
       "at most 100",
       "pass ringjax.data.fingerprint(tokenizer)",
     )
-  target = pathlib.Path(path)
+  target = as_path(path)
   with replacing(target) as file:
     header = _write_body(file, documents, vocab, progress)
     header["tokenizer"] = tokenizer_fingerprint
     file.seek(0)
     file.write(json_text(header).encode().ljust(_HEADER_BYTES - 1) + b"\n")
-  _sync_folder(target.parent)
+  if isinstance(target, pathlib.Path):
+    _sync_folder(target.parent)
 
 
 def _write_body(
@@ -137,7 +140,7 @@ class Corpus:
   """Documents of a file that `write` wrote; made by `open`.
 
   Attributes:
-    path: Path of the file.
+    path: Path or address of the file.
     vocab: Size of the vocabulary; all ids are below it.
     tokens: Number of tokens of all documents.
     tokenizer: Fingerprint of the tokenizer that made the ids.
@@ -145,7 +148,7 @@ class Corpus:
     fingerprint: Digest of the header, including its checksum.
   """
 
-  def __init__(self, path: pathlib.Path, header: dict[str, Any]):
+  def __init__(self, path: AnyPath, header: dict[str, Any]):
     self.path = path
     self.vocab: int = header["vocab"]
     self.tokens: int = header["tokens"]
@@ -154,16 +157,19 @@ class Corpus:
     text = json_text(header, sort_keys=True).encode()
     self.fingerprint = hashlib.sha256(text).hexdigest()[:16]
     dtype = _dtype(self.vocab)
-    self._data = np.memmap(
-      path, dtype, mode="r", offset=_HEADER_BYTES, shape=(self.tokens,)
-    )
-    self._offsets = np.memmap(
-      path,
-      "<i8",
-      mode="r",
-      offset=_offsets_at(header),
-      shape=(header["documents"] + 1,),
-    )
+    self._data: np.ndarray | ObjectArray
+    count = header["documents"] + 1
+    if isinstance(path, pathlib.Path):
+      self._data = np.memmap(
+        path, dtype, mode="r", offset=_HEADER_BYTES, shape=(self.tokens,)
+      )
+      self._offsets = np.memmap(
+        path, "<i8", mode="r", offset=_offsets_at(header), shape=(count,)
+      )
+    else:
+      self._data = ObjectArray(path, dtype, _HEADER_BYTES, self.tokens)
+      offsets = ObjectArray(path, np.dtype("<i8"), _offsets_at(header), count)
+      self._offsets = offsets[:]
 
   @classmethod
   def open(
@@ -176,7 +182,7 @@ class Corpus:
     """Maps a corpus into memory.
 
     Args:
-      path: Path of the file.
+      path: Path or address of the file.
       vocab: Vocabulary size of the model that reads it, which may be larger
         than the corpus's; None is not checked.
       tokenizer_fingerprint: Fingerprint of the tokenizer that must have made
@@ -186,7 +192,7 @@ class Corpus:
       DataError: If `write` did not write the file, it is incomplete, or it is
         of another tokenizer.
     """
-    file = pathlib.Path(path)
+    file = as_path(path)
     header, size = _read_header(file)
     want = _offsets_at(header) + 8 * (header["documents"] + 1)
     if size != want:
@@ -305,7 +311,7 @@ def _offsets_at(header: dict[str, Any]) -> int:
   return end + -end % 8
 
 
-def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
+def _read_header(path: AnyPath) -> tuple[dict[str, Any], int]:
   """The checked header of a file, and the file's size in bytes."""
   if not path.is_file():
     raise DataError(
@@ -314,9 +320,9 @@ def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
       "a file that corpus.write wrote",
       "pass the path of a corpus that launch.tokenize wrote",
     )
-  with path.open("rb") as file:
+  with open_binary(path) as file:
     data = file.read(_HEADER_BYTES)
-    size = os.fstat(file.fileno()).st_size
+    size = file.seek(0, os.SEEK_END)
   if not data.startswith(f'{{"format": "{_FORMAT}"'.encode()):
     raise _fault(path, f"a file that begins {data[:16]!r}", f"a {_FORMAT} file")
   if len(data) < _HEADER_BYTES:
@@ -346,7 +352,7 @@ def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
   return header, size
 
 
-def _fault(path: pathlib.Path, got: str, want: str) -> DataError:
+def _fault(path: AnyPath, got: str, want: str) -> DataError:
   return DataError(path.name, got, want, "write the corpus again")
 
 

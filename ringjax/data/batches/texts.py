@@ -20,6 +20,7 @@ from ringjax.data.batches import corpus
 from ringjax.data.text.special_tokens import as_text
 from ringjax.data.text.tokenizer import AnyTokenizer
 from ringjax.errors import DataError, PromptError
+from ringjax.paths import AnyPath, as_path, open_binary
 
 FILE_BYTES = 1 << 30
 LINE_BYTES = 64 << 20
@@ -28,17 +29,23 @@ Path = str | os.PathLike[str]
 OnBad = Callable[[str], None]
 
 
-def find(folder: Path, pattern: str = "**/*.txt") -> list[pathlib.Path]:
+def find(folder: Path, pattern: str = "**/*.txt") -> list[AnyPath]:
   """Finds the files of a folder, sorted by name.
 
   Args:
-    folder: Folder to look in.
+    folder: Folder to look in, or its address.
     pattern: Pattern of `pathlib.Path.glob`; ** stands for any folders.
 
   Raises:
     DataError: If no file matches.
   """
-  paths = sorted(p for p in pathlib.Path(folder).glob(pattern) if p.is_file())
+  place = as_path(folder, "folder")
+  paths: list[AnyPath]
+  if isinstance(place, pathlib.Path):
+    paths = [*sorted(p for p in place.glob(pattern) if p.is_file())]
+  else:
+    # Each is an object.
+    paths = [*place.glob(pattern)]
   if not paths:
     raise DataError(
       "folder",
@@ -55,7 +62,7 @@ def from_files(
   """Reads the text of each file, in UTF-8.
 
   Args:
-    paths: Paths of the files, each of at most `FILE_BYTES`.
+    paths: Paths or addresses of the files, each of at most `FILE_BYTES`.
     on_bad: Called with the error of a bad file, which is then left out.
 
   Raises:
@@ -63,7 +70,7 @@ def from_files(
     OSError: If a file cannot be read.
   """
   for path in paths:
-    with open(path, "rb") as file:
+    with open_binary(path) as file:
       data = file.read(FILE_BYTES + 1)
     with _reported(on_bad) as texts:
       if len(data) > FILE_BYTES:
@@ -78,7 +85,7 @@ def from_jsonl(
   """Reads the text of each line of JSON-lines files; blank lines are skipped.
 
   Args:
-    paths: Paths of the files; a line has at most `LINE_BYTES`.
+    paths: Paths or addresses of the files; a line has at most `LINE_BYTES`.
     field: Name of the text in its object.
     on_bad: Called with the error of a bad line, which is then left out.
 
@@ -87,7 +94,7 @@ def from_jsonl(
     OSError: If a file cannot be read.
   """
   for path in paths:
-    with open(path, "rb") as file:
+    with open_binary(path) as file:
       number = 0
       while line := file.readline(LINE_BYTES + 1):
         number += 1

@@ -20,7 +20,9 @@ from typing import Any, NoReturn
 import numpy as np
 from jaxtyping import Float
 
+from ringjax.checks import local_path
 from ringjax.errors import CheckpointFormatError, OptionError
+from ringjax.paths import ObjectPath, as_path
 from ringjax.regular_files import inside, open_regular
 
 SUFFIX = ".gguf"
@@ -135,14 +137,16 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
   A file counts by its suffix or its first bytes; a folder with a config.json
   and safetensors does not.
   """
-  place = pathlib.Path(path).expanduser()
+  place = as_path(path)
   if place.is_dir():
-    names = os.listdir(place)
+    names = [entry.name for entry in place.iterdir()]
     if "config.json" in names and any(".safetensors" in x for x in names):
       return False
     return any(map(_has_suffix, names))
   if _has_suffix(place.name):
     return True
+  if isinstance(place, ObjectPath):
+    return False
   try:
     with open(open_regular(place), "rb") as file:
       return file.read(len(_MAGIC)) == _MAGIC
@@ -162,9 +166,10 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFiles:
 
   Raises:
     CheckpointFormatError: If a file is missing, cut off or contradictory.
-    OptionError: If the package gguf is not installed.
+    OptionError: If the package gguf is not installed, or the path is an
+      address: the file is mapped into memory.
   """
-  place = pathlib.Path(path).expanduser()
+  place = pathlib.Path(local_path("path", path)).expanduser()
   root, names = place.parent, [place.name]
   if place.is_dir():
     root = place

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ from ringjax.data.text.special_tokens import TokenIds
 from ringjax.errors import CheckpointFormatError, DataError, OptionError
 from ringjax.json_text import json_text
 from ringjax.ops.mask import READER, SHARED_PREFIX
+from ringjax.paths import as_path
 
 # File name, next to the files of a model.
 LINKS = "links.json"
@@ -95,8 +95,9 @@ class LinkTokens:
     The folder is created if it does not exist.
     """
     text = json_text(dataclasses.asdict(self), indent=2)
-    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-    pathlib.Path(folder, LINKS).write_text(text + "\n", "utf-8")
+    place = as_path(folder, "folder")
+    place.mkdir(parents=True, exist_ok=True)
+    (place / LINKS).write_text(text + "\n", "utf-8")
 
   @classmethod
   def load(
@@ -112,7 +113,7 @@ class LinkTokens:
       CheckpointFormatError: If the file is missing or has another content.
       OptionError: If the vocabulary does not have the ids.
     """
-    path = pathlib.Path(folder, LINKS)
+    path = as_path(folder, "folder") / LINKS
     try:
       links = cls(**json.loads(path.read_text("utf-8")))
     except (OSError, TypeError, ValueError) as error:

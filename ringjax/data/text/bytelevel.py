@@ -9,7 +9,6 @@ the tokenizers library: a BPE without merges over the bytes.
 from __future__ import annotations
 
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from ringjax.data.text.special_tokens import (
 )
 from ringjax.errors import TokenizerError
 from ringjax.json_text import json_text
+from ringjax.paths import as_path
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -149,7 +149,7 @@ class Bytes:
     Args:
       folder: Folder of the files; it is made if it does not exist.
     """
-    path = pathlib.Path(folder)
+    path = as_path(folder, "folder")
     path.mkdir(parents=True, exist_ok=True)
     all_false = lambda *names: dict.fromkeys(names, False)
     flags = all_false("single_word", "lstrip", "rstrip", "normalized")

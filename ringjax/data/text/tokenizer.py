@@ -54,6 +54,7 @@ from ringjax.data.text.tokenizer_files import (
 )
 from ringjax.errors import PromptError, TokenizerError
 from ringjax.json_text import Json
+from ringjax.paths import as_path
 
 if TYPE_CHECKING:
   import tokenizers
@@ -172,8 +173,9 @@ class Tokenizer:
       folder: Folder that holds tokenizer.json and, if present,
         tokenizer_config.json, special_tokens_map.json,
         generation_config.json, config.json and chat_template.jinja; a GGUF
-        file; the name of a model that `python -m launch.fetch` has
-        downloaded; or a name on the Hugging Face Hub, "Qwen/Qwen3-8B".
+        file; an address, gs://bucket/model; the name of a model that
+        `python -m launch.fetch` has downloaded; or a name on the Hugging Face
+        Hub, "Qwen/Qwen3-8B".
       untrusted: Whether a separate process, with 2 GB and 20 s, tries the
         file first; for folders that you do not trust.
       revision: Branch, tag or commit of a name on the hub.
@@ -184,7 +186,7 @@ class Tokenizer:
     folder = fetched_models.resolve(
       folder, "folder", revision=revision, tokenizer=True
     )
-    path = pathlib.Path(folder).expanduser()
+    path = as_path(folder, "folder")
     if is_gguf(path) and not (path / "tokenizer.json").is_file():
       files = tokenizer_files(open_gguf(path).metadata)
       with tempfile.TemporaryDirectory() as place:

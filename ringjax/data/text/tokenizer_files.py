@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from ringjax.errors import TokenizerError
+from ringjax.errors import StorageError, TokenizerError
+from ringjax.paths import AnyPath, open_binary
 from ringjax.regular_files import inside, open_regular
 
 SIDE_FILE_BYTES = 16 << 20
@@ -37,13 +38,13 @@ class TokenizerConfig:
   """Settings in the files next to a tokenizer.json.
 
   Args:
-    path: Folder of the files.
+    path: Folder of the files, or its address.
 
   Raises:
     TokenizerError: If one of them is too large or malformed.
   """
 
-  def __init__(self, path: pathlib.Path):
+  def __init__(self, path: AnyPath):
     newer = _read_json(path / _CONFIG)
     self._config = _read_json(path / "special_tokens_map.json")
     # The newer file counts, unless a value is null.
@@ -131,7 +132,7 @@ def text_of(token: object) -> str | None:
   raise fault(_CONFIG, f"a special token {token!r}", "its text")
 
 
-def _template(path: pathlib.Path, named: Any) -> str | None:
+def _template(path: AnyPath, named: Any) -> str | None:
   """The chat template of a folder, from a newer or an older file."""
   data = read_file(path / "chat_template.jinja", SIDE_FILE_BYTES)
   if data is not None:
@@ -152,15 +153,24 @@ def _check_ids(file: str, ids: Any) -> None:
     raise fault(file, f"eos_token_id {ids!r}", "an id or a list of ids")
 
 
-def read_file(path: pathlib.Path, limit: int) -> bytes | None:
-  """A file's bytes; None if there is no file."""
-  if inside(path.parent, path.name) is None:
+def read_file(path: AnyPath, limit: int) -> bytes | None:
+  """A file's bytes; None if there is no file.
+
+  Raises:
+    TokenizerError: If it is a link out of its folder, cannot be read, or is
+      larger than `limit` bytes.
+    StorageError: If the storage of an object does not answer.
+  """
+  local = isinstance(path, pathlib.Path)
+  if local and inside(path.parent, path.name) is None:
     raise fault(path.name, "a link out of the folder", "a file in the folder")
   try:
-    with open(open_regular(path), "rb") as file:
+    with open(open_regular(path), "rb") if local else open_binary(path) as file:
       data = file.read(limit + 1)
   except FileNotFoundError:
     return None
+  except StorageError:
+    raise
   except OSError as error:
     raise fault(path.name, f"{error.strerror}", "a file to read") from error
   if len(data) > limit:
@@ -170,7 +180,7 @@ def read_file(path: pathlib.Path, limit: int) -> bytes | None:
   return data
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def _read_json(path: AnyPath) -> dict[str, Any]:
   data = read_file(path, SIDE_FILE_BYTES)
   if data is None:
     return {}

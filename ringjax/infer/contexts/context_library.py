@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Shaped
 
-from ringjax.checks import positive_int
+from ringjax.checks import local_path, positive_int
 from ringjax.errors import CheckpointFormatError, OptionError, PromptError
 from ringjax.infer import inputs
 from ringjax.infer.prefill import padded
@@ -83,7 +83,7 @@ class EncodedContext:
     Raises:
       OSError: If the file cannot be written.
     """
-    path = pathlib.Path(path)
+    path = pathlib.Path(local_path("path", path))
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
       part.write_bytes(b"".join(block_file.pack(self.digest, _to_bytes(self))))
@@ -236,7 +236,7 @@ class ContextLibrary:
       OptionError: If the model, kind of cache, dtype or prefix differs.
     """
     try:
-      data = pathlib.Path(path).read_bytes()
+      data = pathlib.Path(local_path("path", path)).read_bytes()
       payload = bytes(block_file.unpack(data[8:40], data))
       context = _from_bytes(payload, self.kind, self._structure)
     except (OSError, ValueError, KeyError, safetensors.SafetensorError) as e:

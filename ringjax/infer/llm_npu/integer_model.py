@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from ringjax.checks import integer, number, one_of
+from ringjax.checks import integer, local_path, number, one_of
 from ringjax.errors import (
   CheckpointMismatchError,
   ConfigError,
@@ -64,7 +64,7 @@ class ActivationRanges:
 
   def save(self, folder: str | os.PathLike[str]) -> pathlib.Path:
     """Writes activation_ranges.safetensors into a folder: returns its path."""
-    path = pathlib.Path(folder) / FILE
+    path = pathlib.Path(local_path("folder", folder)) / FILE
     files.write_tensors(path, self.sizes, {"model": self.model})
     return path
 
@@ -78,7 +78,7 @@ class ActivationRanges:
       CheckpointFormatError: If the file is missing or incomplete.
       CheckpointMismatchError: If the ranges are of another model.
     """
-    path = pathlib.Path(folder) / FILE
+    path = pathlib.Path(local_path("folder", folder)) / FILE
     arrays, metadata = files.read_tensors(path)
     ranges = cls(metadata.get("model", ""), arrays)
     ranges.check(model, str(path))

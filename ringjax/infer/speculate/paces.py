@@ -148,7 +148,14 @@ class Paces:
     steps: steps without.
   """
 
-  def __init__(self, drafter: Drafter, batch: int, *, whole: bool = False):
+  def __init__(
+    self,
+    drafter: Drafter,
+    batch: int,
+    *,
+    whole: bool = False,
+    processes: int = 1,
+  ):
     """Start with no measurements.
 
     Args:
@@ -156,8 +163,13 @@ class Paces:
       batch: Number of rows, B.
       whole: Whether a draft has its whole length or is left out, for calls
         that take as long for a shorter one.
+      processes: Number of processes that choose lengths. Several measure other
+        times, and would choose other lengths, so their drafts do not adapt.
     """
-    self._adapt, self._count = drafter.adapt, drafter.nodes
+    self._adapt, self._count = drafter.adapt and processes == 1, drafter.nodes
+    self._why_fixed = "adapt=False says"
+    if drafter.adapt:
+      self._why_fixed = f"{processes} processes measure other times"
     self._depth = drafter.depth
     # Candidate lengths; a tree is drafted whole or not at all.
     self._lengths = [drafter.nodes]
@@ -202,7 +214,7 @@ class Paces:
   def why(self) -> str:
     """Sentence that says why the last step had a draft, or none."""
     if not self._adapt:
-      return "always, as adapt=False says"
+      return f"always, as {self._why_fixed}"
     return self._sizes[self._size].why
 
   @property

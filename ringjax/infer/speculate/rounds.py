@@ -48,6 +48,7 @@ from ringjax.nn.sharding_context import CachedAttention
 from ringjax.nn.weights.placed_layers import raise_fault
 from ringjax.ops.ancestors import ancestor_matrix
 from ringjax.parallel.compile_times import Compiling
+from ringjax.parallel.joint_outcome import processes_of
 from ringjax.parallel.programs import bounded
 from ringjax.typing import Lengths
 
@@ -474,7 +475,9 @@ def _paces(session: Session, drafter: Drafter) -> Paces:
   """The session's measurements for this drafter, which choose lengths."""
   measured = session.paces
   if measured is None or not alike(measured[0], drafter):
-    measured = session.paces = drafter, Paces(drafter, session.batch)
+    processes = max(1, len(processes_of(session.mesh)))
+    paces = Paces(drafter, session.batch, processes=processes)
+    measured = session.paces = drafter, paces
   return measured[1]
 
 

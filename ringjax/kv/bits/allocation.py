@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from ringjax.checks import one_of, token_rows
+from ringjax.checks import local_path, one_of, token_rows
 from ringjax.errors import (
   CheckpointFormatError,
   MeshError,
@@ -193,7 +193,7 @@ class Allocation:
           "kinds by their names, for a file says names",
           "pass candidates=('hadamard4', 'int4:group=32'), for instance",
         )
-    file = pathlib.Path(path)
+    file = pathlib.Path(local_path("path", path))
     if file.suffix != ".json":
       file = file / BITS_FILE
     write_json(file, self.record())
@@ -212,7 +212,7 @@ class Allocation:
       CheckpointFormatError: If the file is missing or not an allocation.
       OptionError: If the model or a calibration differs.
     """
-    file = pathlib.Path(path)
+    file = pathlib.Path(local_path("path", path))
     if file.is_dir():
       file = file / BITS_FILE
     body = _read(file)

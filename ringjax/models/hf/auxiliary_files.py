@@ -6,13 +6,12 @@ ever run.
 
 from __future__ import annotations
 
-import os
 import pathlib
 import shutil
-import stat
 
 from ringjax.errors import OptionError
 from ringjax.models.hf import safe_files
+from ringjax.paths import AnyPath, ObjectPath
 from ringjax.regular_files import replacing
 
 # Only files of these names are copied.
@@ -44,7 +43,7 @@ NAMES = (
 _BYTES = 256 << 20
 
 
-def copy(folder: pathlib.Path, to: pathlib.Path) -> None:
+def copy(folder: AnyPath, to: pathlib.Path) -> None:
   """Copies the files next to a model's weights.
 
   Raises:
@@ -54,23 +53,25 @@ def copy(folder: pathlib.Path, to: pathlib.Path) -> None:
     copy_file(folder, name, to)
 
 
-def names(folder: pathlib.Path) -> list[str]:
+def names(folder: AnyPath) -> list[str]:
   """Names of the files to copy that a folder has."""
+  if isinstance(folder, ObjectPath):
+    present = {entry.name for entry in folder.iterdir()}
+    return [name for name in NAMES if name in present]
   return [name for name in NAMES if (folder / name).is_file()]
 
 
-def copy_file(folder: pathlib.Path, name: str, to: pathlib.Path) -> None:
+def copy_file(folder: AnyPath, name: str, to: pathlib.Path) -> None:
   """Copies one of these files, and replaces an existing one.
 
   Raises:
     OptionError: If it is too large.
   """
-  descriptor = safe_files.open_inside(folder, name)
-  with open(descriptor, "rb") as source:
-    status = os.fstat(source.fileno())
-    if status.st_size > _BYTES or not stat.S_ISREG(status.st_mode):
+  with safe_files.open_inside(folder, name) as source:
+    nbytes = safe_files.opened_identity(source).nbytes
+    if nbytes > _BYTES:
       raise OptionError(
-        name, f"{status.st_size:,} bytes", f"at most {_BYTES:,}", "remove it"
+        name, f"{nbytes:,} bytes", f"at most {_BYTES:,}", "remove it"
       )
     with replacing(to / name) as target:
       shutil.copyfileobj(source, target)

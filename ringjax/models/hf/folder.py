@@ -3,7 +3,8 @@
 Guarantees: a folder that opens is consistent to the byte (`header.py`), and
 nothing in it is ever executed. A read gives each device its slice: this
 process fetches the byte ranges of its devices, at most `host_bytes` (or one
-tensor) of them at a time, with Orbax's reader. It is an error if numbers are
+tensor) of them at a time, with Orbax's reader or, of an object storage, by
+`tensor_boxes.py`. It is an error if numbers are
 not finite, or if a file is no longer the one that was opened.
 Cost: `open` reads headers only; a read makes one pass over its bytes and one
 reduction on the devices. A tensor of which each device wants a part of every
@@ -39,12 +40,13 @@ from ringjax.models.hf.safe_files import (
   FileIdentity,
   as_path,
   fault,
-  identity,
+  file_identity,
   open_inside,
   read_config,
   shown,
   weight_files,
 )
+from ringjax.paths import AnyPath, ObjectPath
 
 _Item = TypeVar("_Item")
 _LIMIT = 390
@@ -53,16 +55,16 @@ _TOGETHER = "check that config.json and weights belong together"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Folder:
-  """A model on disk: `Folder.open(path)`.
+  """A model on disk or in an object storage: `Folder.open(path)`.
 
   Attributes:
-    path: Path of the folder.
+    path: Path or address of the folder.
     config: Content of config.json.
     tensors: Every tensor by its name, in the order of files and bytes.
     files: The tensors' files, as they were when they were checked.
   """
 
-  path: pathlib.Path
+  path: AnyPath
   config: dict[str, Any]
   tensors: dict[str, TensorInfo]
   files: dict[str, FileIdentity]
@@ -72,8 +74,8 @@ class Folder:
     """Reads config.json and the headers of the tensors' files.
 
     Args:
-      path: Folder. Of its files only config.json, *.safetensors and their
-        index are opened.
+      path: Folder, or its address. Of its files only config.json,
+        *.safetensors and their index are opened.
 
     Returns:
       The opened folder.
@@ -190,6 +192,8 @@ class Folder:
     unchecked: dict[str, jax.Array] = {}
     place = lambda name: (self.tensors[name].file, self.tensors[name].offset)
     nbytes = lambda name: self.nbytes(wanted[name], name)
+    # A range of an object is a request.
+    most_runs = _MAX_RUNS if isinstance(self.path, pathlib.Path) else 1
     # Two batches are in flight: one is read, one goes to the devices.
     for names in batches(
       sorted(wanted, key=place),
@@ -199,7 +203,7 @@ class Folder:
     ):
       file = self.tensors[names[0]].file
       loaded = self._load(
-        file, {name: _by_rows(wanted[name]) for name in names}
+        file, {name: _by_rows(wanted[name], most_runs) for name in names}
       )
       self._finite(unchecked)
       for name, x in loaded.items():
@@ -281,11 +285,20 @@ class Folder:
     info = self.tensors[name]
     row_bytes = info.nbytes // max(1, info.shape[0])
     first, end = ranges[0]
-    with open(open_inside(self.path, info.file), "rb") as file:
-      file.seek(info.offset + first * row_bytes)
-      data = file.read((end - first) * row_bytes)
+    data = self._bytes(
+      info.file, info.offset + first * row_bytes, (end - first) * row_bytes
+    )
     rows = np.frombuffer(data, info.dtype).reshape(-1, *info.shape[1:])
     return rows[(slice(None), *(slice(*r) for r in ranges[1:]))]
+
+  def _bytes(self, file: str, offset: int, nbytes: int) -> bytes:
+    """Reads bytes of a file, or of an object in one request."""
+    path = self.path / file
+    if isinstance(path, ObjectPath):
+      return path.store.read(str(path), offset, offset + nbytes)
+    with open_inside(self.path, file) as opened:
+      opened.seek(offset)
+      return opened.read(nbytes)
 
   def nbytes(self, target: jax.ShapeDtypeStruct, name: str) -> int:
     """Bytes of host memory that a tensor takes while it is read.
@@ -317,9 +330,7 @@ class Folder:
     info = self.tensors[name]
     if isinstance(info.dtype, str):
       _mismatch(shown(name), info.dtype, "a dtype that NumPy has")
-    with open(open_inside(self.path, info.file), "rb") as file:
-      file.seek(info.offset)
-      data = file.read(info.nbytes)
+    data = self._bytes(info.file, info.offset, info.nbytes)
     return np.frombuffer(data, info.dtype).reshape(info.shape)
 
   def _target(
@@ -354,6 +365,8 @@ class Folder:
     self, file: str, wanted: dict[str, jax.ShapeDtypeStruct]
   ) -> dict[str, jax.Array]:
     """Calls Orbax's reader for one file, so that it reads one header."""
+    if isinstance(self.path, ObjectPath):
+      return self._load_objects(wanted)
     # Here, because the import takes a while and few callers read checkpoints.
     from orbax.checkpoint import v1 as ocp
 
@@ -372,12 +385,46 @@ class Folder:
       self.unchanged(wanted)
       raise
 
+  def _load_objects(
+    self, wanted: dict[str, jax.ShapeDtypeStruct]
+  ) -> dict[str, jax.Array]:
+    """Reads the parts of tensors that this process' devices want."""
+    # It has a folder.
+    from ringjax.models.hf.tensor_boxes import TensorBoxes
+
+    boxes = TensorBoxes(self)
+
+    def read(name: str, box: tuple[slice, ...]) -> np.ndarray:
+      part = np.empty([s.stop - s.start for s in box], self.tensors[name].dtype)
+      boxes.read(name, part, box)
+      # `_finite` finds a number that is too large for its new dtype.
+      with np.errstate(over="ignore", invalid="ignore"):
+        return part.astype(wanted[name].dtype, copy=False)
+
+    with futures.ThreadPoolExecutor(_READERS) as readers:
+      parts = {
+        (name, str(box)): readers.submit(read, name, box)
+        for name, target in wanted.items()
+        for box in _local_boxes(target)
+      }
+      return {
+        name: jax.make_array_from_callback(
+          target.shape,
+          target.sharding,
+          lambda index, name=name, shape=target.shape: parts[
+            name, str(_whole_slices(index, shape))
+          ].result(),
+          dtype=target.dtype,
+        )
+        for name, target in wanted.items()
+      }
+
   def unchanged(self, names: Iterable[str]) -> None:
     """Checks that the tensors' files are those that were opened."""
     for file in dict.fromkeys(self.tensors[name].file for name in names):
       was = self.files[file]
       try:
-        current = identity(os.stat(self.path / file))
+        current = file_identity(self.path / file)
       except OSError as error:
         current = error.strerror
       if current != was:
@@ -406,10 +453,11 @@ class Folder:
     assert isinstance(info.dtype, np.dtype)
     total, step = math.prod(info.shape), _CHUNK_BYTES // info.dtype.itemsize
     count, first = 0, -1
-    with open(open_inside(self.path, info.file), "rb") as file:
+    with open_inside(self.path, info.file) as file:
       file.seek(info.offset)
       for start in range(0, total, step):
-        values = np.fromfile(file, info.dtype, min(step, total - start))
+        data = file.read(min(step, total - start) * info.dtype.itemsize)
+        values = np.frombuffer(data, info.dtype)
         with np.errstate(all="ignore"):
           not_finite = np.flatnonzero(~np.isfinite(values.astype(dtype)))
         if first < 0 and not_finite.size:
@@ -480,14 +528,34 @@ def _finite_tensors(
   return jax.lax.with_sharding_constraint(finite, everywhere)
 
 
+def _local_boxes(target: jax.ShapeDtypeStruct) -> list[tuple[slice, ...]]:
+  """Different parts of an array that this process' devices want."""
+  assert target.sharding is not None
+  indices = target.sharding.addressable_devices_indices_map(target.shape)
+  boxes = [_whole_slices(index, target.shape) for index in indices.values()]
+  return list({str(box): box for box in boxes}.values())
+
+
+def _whole_slices(
+  index: tuple[slice, ...] | None, shape: tuple[int, ...]
+) -> tuple[slice, ...]:
+  """An index with its first element and end along each axis."""
+  index = (slice(None),) * len(shape) if index is None else index
+  return tuple(
+    slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True)
+  )
+
+
 def _castable(have: np.dtype, want: np.dtype) -> bool:
   return all(
     jnp.issubdtype(x, jnp.floating) and x.itemsize >= 2 for x in (have, want)
   )
 
 
-def _by_rows(target: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  """The target sharded by rows, if its own sharding splits into many ranges."""
+def _by_rows(
+  target: jax.ShapeDtypeStruct, most_runs: int = _MAX_RUNS
+) -> jax.ShapeDtypeStruct:
+  """The target sharded by rows, if it has more than `most_runs` ranges."""
   sharding, shape = target.sharding, target.shape
   if not isinstance(sharding, jax.sharding.NamedSharding):
     return target
@@ -504,7 +572,7 @@ def _by_rows(target: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
   axes = tuple(axis for cut in cuts for axis in cut)
   if len(cuts) < 2 or shape[0] % num_shards(*axes):
     return target
-  if math.prod(shape[: len(cuts) - 1]) * num_shards(*cuts[-1]) <= _MAX_RUNS:
+  if math.prod(shape[: len(cuts) - 1]) * num_shards(*cuts[-1]) <= most_runs:
     return target
   rows = jax.sharding.PartitionSpec(axes)
   return jax.ShapeDtypeStruct(

@@ -11,9 +11,12 @@ Ref: https://github.com/huggingface/safetensors, README, "Format".
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pathlib
+import tempfile
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -23,11 +26,13 @@ import safetensors
 from ringjax.models.hf.safe_files import (
   FileIdentity,
   fault,
-  identity,
+  file_identity,
   open_inside,
+  opened_identity,
   shown,
   strict_json,
 )
+from ringjax.paths import AnyPath
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_TENSORS = 200_000
@@ -89,12 +94,12 @@ def check_name(name: str) -> str | None:
 
 
 def read_header(
-  root: pathlib.Path, file: str
+  root: AnyPath, file: str
 ) -> tuple[FileIdentity, dict[str, TensorInfo]]:
   """Reads the tensors of a file, in the order of their bytes.
 
   Args:
-    root: Path of the folder.
+    root: Path or address of the folder.
     file: Name of the file in it.
 
   Returns:
@@ -105,9 +110,10 @@ def read_header(
       describe exactly the bytes of the file.
   """
   label = shown(file)
-  with open(open_inside(root, file), "rb") as opened:
-    old = identity(os.fstat(opened.fileno()))
-    start = 8 + _header_bytes(label, opened.read(8), old.nbytes)
+  with open_inside(root, file) as opened:
+    old = opened_identity(opened)
+    first8 = opened.read(8)
+    start = 8 + _header_bytes(label, first8, old.nbytes)
     text = opened.read(start - 8)
   if not text.startswith(b"{"):
     fault(label, f"a header that starts with {text[:1]!r}", "a '{'")
@@ -116,11 +122,14 @@ def read_header(
   except ValueError as error:
     fault(label, f"a header with {error}", "strict JSON")
   try:
-    with safetensors.safe_open(
-      root / file, framework="numpy", backend="pread"
-    ) as library:
+    with (
+      _local_file(root / file, first8 + text, old.nbytes) as path,
+      safetensors.safe_open(
+        path, framework="numpy", backend="pread"
+      ) as library,
+    ):
       names = library.offset_keys()
-    new = identity(os.stat(root / file))
+    new = file_identity(root / file)
   except safetensors.SafetensorError as error:
     why = str(error).rpartition("header: ")[2]
     fault(
@@ -137,6 +146,24 @@ def read_header(
   return old, {
     name: _tensor(label, file, name, table[name], start) for name in names
   }
+
+
+@contextlib.contextmanager
+def _local_file(
+  path: AnyPath, header: bytes, nbytes: int
+) -> Iterator[pathlib.Path]:
+  """Yields a file for the library, which reads no other.
+
+  That of an object has its header and its size; the rest takes no space.
+  """
+  if isinstance(path, pathlib.Path):
+    yield path
+    return
+  with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+    file.write(header)
+    file.flush()
+    os.truncate(file.name, nbytes)
+    yield pathlib.Path(file.name)
 
 
 def _header_bytes(label: str, first8: bytes, file_bytes: int) -> int:

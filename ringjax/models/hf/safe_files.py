@@ -3,6 +3,7 @@
 Guarantees: a name from a file is compared with the names that exist and is
 never followed as a path. Files are opened for reading only, must be regular,
 and are refused when they are larger than their kind can be. JSON is strict.
+A folder may be one of an object storage, whose objects are no links.
 
 `strict_json` replaces Python's `json`, which takes the last of two equal keys,
 NaN, and any depth until its stack ends.
@@ -10,6 +11,9 @@ NaN, and any depth until its stack ends.
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import io
 import json
 import math
 import os
@@ -17,7 +21,7 @@ import pathlib
 import re
 from typing import Any, NamedTuple, NoReturn
 
-from ringjax.checks import local_path
+from ringjax import paths
 from ringjax.errors import (
   CheckpointFormatError,
   ConfigError,
@@ -25,6 +29,7 @@ from ringjax.errors import (
   UnsafeFormatError,
 )
 from ringjax.json_text import json_text
+from ringjax.paths import AnyPath, ObjectFacts, ObjectPath, ObjectReader
 from ringjax.regular_files import inside, open_regular
 
 CONFIG = "config.json"
@@ -53,6 +58,33 @@ class FileIdentity(NamedTuple):
   modified_ns: int
 
 
+def file_identity(path: AnyPath) -> FileIdentity:
+  """The identity of a file or an object.
+
+  Raises:
+    OSError: If it does not exist.
+  """
+  if isinstance(path, pathlib.Path):
+    return identity(os.stat(path))
+  facts = path.facts()
+  if facts is None:
+    raise FileNotFoundError(errno.ENOENT, "no such object", str(path))
+  return _object_identity(facts)
+
+
+def opened_identity(file: io.BufferedReader) -> FileIdentity:
+  """The identity of a file that `open_inside` opened."""
+  if isinstance(file.raw, ObjectReader):
+    return _object_identity(file.raw.facts)
+  return identity(os.fstat(file.fileno()))
+
+
+def _object_identity(facts: ObjectFacts) -> FileIdentity:
+  # The version stands for the number of a file.
+  digest = hashlib.sha256(facts.version.encode()).digest()
+  return FileIdentity(0, int.from_bytes(digest[:8], "big"), facts.size, 0)
+
+
 def identity(status: os.stat_result) -> FileIdentity:
   """The identity of a file, from its `os.stat` result."""
   return FileIdentity(
@@ -76,18 +108,18 @@ def shown(text: object, limit: int = 72) -> str:
   return f"{words[: limit // 2 - 2]}...{words[1 - limit // 2 :]}"
 
 
-def as_path(path: str | os.PathLike[str] | None) -> pathlib.Path:
-  """`path` as a Path, or an error that names it.
+def as_path(path: str | os.PathLike[str] | None) -> AnyPath:
+  """`path` as a Path or as an address, or an error that names it.
 
   Raises:
     InputTypeError: If it is not a path.
-    OptionError: If it is an address such as gs://bucket.
+    OptionError: If it is an address of an unknown storage.
   """
   if not isinstance(path, str | os.PathLike):
     raise InputTypeError(
       "path", type(path).__name__, "a str or a Path", "pass a folder"
     )
-  return pathlib.Path(local_path("path", path)).expanduser()
+  return paths.as_path(path)
 
 
 # ---------------------------------------------------------------------------
@@ -161,7 +193,7 @@ def _finite(digits: str) -> float:
 # ---------------------------------------------------------------------------
 
 
-def read_config(root: pathlib.Path) -> dict[str, Any]:
+def read_config(root: AnyPath) -> dict[str, Any]:
   """Reads the config.json of a folder.
 
   Raises:
@@ -187,7 +219,7 @@ def read_config(root: pathlib.Path) -> dict[str, Any]:
   return value
 
 
-def weight_files(root: pathlib.Path) -> tuple[list[str], dict[str, str] | None]:
+def weight_files(root: AnyPath) -> tuple[list[str], dict[str, str] | None]:
   """The files to read, and the index if there is one.
 
   Raises:
@@ -195,7 +227,7 @@ def weight_files(root: pathlib.Path) -> tuple[list[str], dict[str, str] | None]:
       to another set, or the index is broken.
     UnsafeFormatError: If all weights are in files that run code.
   """
-  names = sorted(entry.name for entry in os.scandir(root))
+  names = sorted(entry.name for entry in root.iterdir())
   weights = [name for name in names if name.endswith(SUFFIX)]
   if not weights and INDEX not in names:
     pickles = [name for name in names if name.lower().endswith(PICKLES)]
@@ -220,7 +252,9 @@ def weight_files(root: pathlib.Path) -> tuple[list[str], dict[str, str] | None]:
   # Other weights (consolidated.safetensors) are not read; a part of the set
   # that the index does not list is an error.
   unlisted = [f for f in weights if f not in files and f.startswith("model")]
-  if unlisted:
+  # An object storage has no rename: a model that takes the place of another
+  # has new names, and the index says which count.
+  if unlisted and isinstance(root, pathlib.Path):
     fault(
       shown(unlisted[0]),
       "a file beside " + (INDEX if weight_map is not None else SINGLE),
@@ -231,7 +265,7 @@ def weight_files(root: pathlib.Path) -> tuple[list[str], dict[str, str] | None]:
   return files, weight_map
 
 
-def _index(root: pathlib.Path) -> dict[str, str]:
+def _index(root: AnyPath) -> dict[str, str]:
   """File of each tensor, from the index."""
   data = _small_file(root, INDEX, MAX_INDEX_BYTES)
   try:
@@ -273,8 +307,8 @@ def _check_parts(files: list[str]) -> None:
 _PART = re.compile(r"(?P<stem>.*?)-?(?P<i>\d{1,6})-of-(?P<of>\d{1,6})\..*")
 
 
-def _small_file(root: pathlib.Path, file: str, limit: int) -> bytes:
-  with open(open_inside(root, file), "rb") as opened:
+def _small_file(root: AnyPath, file: str, limit: int) -> bytes:
+  with open_inside(root, file) as opened:
     data = opened.read(limit + 1)
   if len(data) > limit:
     kind = ConfigError if file == CONFIG else CheckpointFormatError
@@ -282,13 +316,21 @@ def _small_file(root: pathlib.Path, file: str, limit: int) -> bytes:
   return data
 
 
-def open_inside(root: pathlib.Path, file: str) -> int:
-  """A descriptor of a regular file that is really inside of the folder.
+def open_inside(root: AnyPath, file: str) -> io.BufferedReader:
+  """Opens a regular file that is really inside of the folder, or an object.
 
   Raises:
     CheckpointFormatError: If it is a link out of the folder, not a regular
       file, or cannot be read.
+    StorageError: If the storage of an object does not answer.
   """
+  if isinstance(root, ObjectPath):
+    try:
+      return paths.open_binary(root / file)
+    except FileNotFoundError as error:
+      raise CheckpointFormatError(
+        shown(file), "no such object", "a readable object", DOWNLOAD
+      ) from error
   path = inside(root, file)
   if path is None:
     fault(
@@ -298,7 +340,7 @@ def open_inside(root: pathlib.Path, file: str) -> int:
       "copy the file into it",
     )
   try:
-    return open_regular(path, follow=False)
+    return open(open_regular(path, follow=False), "rb")
   except OSError as error:
     raise CheckpointFormatError(
       shown(file), str(error.strerror), "a readable file", DOWNLOAD

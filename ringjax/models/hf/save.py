@@ -2,7 +2,8 @@
 
 Guarantees: the folder is written next to its final path and renamed, so that
 a reader, also after a crash, sees the old folder or the new one and never a
-mixture. The same tensors give the same bytes.
+mixture; at an address, `object_folder.py` does. The same tensors give the same
+bytes.
 Memory: one shard on the host, and one copy of a tensor on its devices.
 
 `write_file` replaces the safetensors writer, which hides the number of a system
@@ -13,6 +14,7 @@ none.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import ctypes
 import errno
@@ -22,6 +24,7 @@ import pathlib
 import secrets
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -41,6 +44,7 @@ from ringjax.errors import (
 )
 from ringjax.json_text import json_text
 from ringjax.models.hf.header import DTYPES, check_name
+from ringjax.models.hf.object_folder import ObjectFolder
 from ringjax.models.hf.safe_files import (
   CONFIG,
   INDEX,
@@ -50,6 +54,7 @@ from ringjax.models.hf.safe_files import (
   fault,
   shown,
 )
+from ringjax.paths import AnyPath, ObjectPath
 
 try:
   import fcntl
@@ -76,7 +81,7 @@ def write(
   written.
 
   Args:
-    path: A folder that does not exist, or is empty.
+    path: A folder that does not exist, or is empty; also as an address.
     config: Content of config.json.
     tensors: Names and values, in any floating, integer or boolean dtype. They
       are taken one after the other, so a generator may make each when needed.
@@ -94,6 +99,7 @@ def write(
     CheckpointFormatError: If a name is not allowed or comes twice, or if
       process 0 could not write.
     CheckpointWriteError: If this process could not: no permission, a full disk.
+    StorageError: If this process could not write the objects of an address.
   """
   place = as_path(path).resolve()
   positive_int("max_shard_bytes", max_shard_bytes)
@@ -103,22 +109,35 @@ def write(
     with _same_outcome():
       if jax.process_index() == 0:
         with _writing(place):
-          _check_free(place, overwrite)
-          staging = stack.enter_context(_staging(place))
-        writer = _Writer(staging, max_shard_bytes)
+          writer = stack.enter_context(
+            _opened(place, text, max_shard_bytes, overwrite)
+          )
     with _same_outcome():
       _collect(tensors, writer, place)
       if writer is not None:
         with _writing(place):
-          writer.finish(text)
-          beside(writer.folder)
-          _publish(writer.folder, place)
+          writer.finish(beside)
+
+
+@contextlib.contextmanager
+def _opened(
+  place: AnyPath, config: str, max_shard_bytes: int, overwrite: bool
+) -> Iterator[_Writer]:
+  """Yields a writer of a new folder that has its name when it is finished."""
+  if isinstance(place, ObjectPath):
+    target = ObjectFolder(place, config, overwrite)
+    with tempfile.TemporaryDirectory() as temporary:
+      yield _ObjectWriter(pathlib.Path(temporary), max_shard_bytes, target)
+    return
+  _check_free(place, overwrite)
+  with _staging(place) as staging:
+    yield _LocalWriter(staging, max_shard_bytes, place, config)
 
 
 def _collect(
   tensors: Iterable[tuple[str, AnyArray]],
   writer: _Writer | None,
-  place: pathlib.Path,
+  place: AnyPath,
 ) -> None:
   """Passes every tensor to the writer; other processes help to gather."""
   failure: Exception | None = None
@@ -142,7 +161,7 @@ def _collect(
     raise failure
 
 
-class _Writer:
+class _Writer(abc.ABC):
   """Fills files with tensors, at most `max_shard_bytes` in each."""
 
   def __init__(self, folder: pathlib.Path, max_shard_bytes: int):
@@ -151,6 +170,10 @@ class _Writer:
     self._held: dict[str, np.ndarray] = {}
     self._shards: list[list[str]] = []
     self._totals = {"total_parameters": 0, "total_size": 0}
+
+  @abc.abstractmethod
+  def finish(self, beside: Callable[[pathlib.Path], None]) -> None:
+    """Writes the remaining tensors and other files; the folder appears."""
 
   def flush_before(self, nbytes: int) -> None:
     """Writes the held tensors if `nbytes` more do not fit into the file."""
@@ -163,8 +186,28 @@ class _Writer:
     self._totals["total_parameters"] += tensor.size
     self._totals["total_size"] += tensor.nbytes
 
-  def finish(self, config: str) -> None:
-    """Writes the remaining tensors, and numbers the names of the files."""
+  def _flush(self) -> None:
+    file = self.folder / f"part{len(self._shards)}"
+    write_file(file, self._held)
+    self._shards.append(list(self._held))
+    self._held = {}
+
+
+class _LocalWriter(_Writer):
+  """Writer of a folder of the file system, which is renamed in the end."""
+
+  def __init__(
+    self,
+    folder: pathlib.Path,
+    max_shard_bytes: int,
+    place: pathlib.Path,
+    config: str,
+  ):
+    super().__init__(folder, max_shard_bytes)
+    self._place, self._config = place, config
+
+  def finish(self, beside: Callable[[pathlib.Path], None]) -> None:
+    """Writes the remaining tensors, numbers the files, renames the folder."""
     if self._held or not self._shards:
       self._flush()
     total = len(self._shards)
@@ -177,13 +220,40 @@ class _Writer:
     if total > 1:
       index = {"metadata": self._totals, "weight_map": file_of}
       _write_text(self.folder / INDEX, _json(index))
-    _write_text(self.folder / CONFIG, config)
+    _write_text(self.folder / CONFIG, self._config)
+    beside(self.folder)
+    _publish(self.folder, self._place)
+
+
+class _ObjectWriter(_Writer):
+  """Writer of a folder of objects: one file at a time is on the disk."""
+
+  def __init__(
+    self, folder: pathlib.Path, max_shard_bytes: int, target: ObjectFolder
+  ):
+    super().__init__(folder, max_shard_bytes)
+    self._target = target
+    self._file_of: dict[str, str] = {}
+
+  def finish(self, beside: Callable[[pathlib.Path], None]) -> None:
+    """Writes the remaining tensors and files; the last object counts."""
+    if not self._shards and not self._target.replaces:
+      # As transformers writes a model of one file: without an index.
+      file = self.folder / SINGLE
+      write_file(file, self._held)
+      self._target.upload(file, SINGLE)
+    elif self._held or not self._shards:
+      self._flush()
+    beside(self.folder)
+    index = {"metadata": self._totals, "weight_map": self._file_of}
+    self._target.finish(self.folder, _json(index) if self._file_of else None)
 
   def _flush(self) -> None:
-    file = self.folder / f"part{len(self._shards)}"
-    write_file(file, self._held)
-    self._shards.append(list(self._held))
-    self._held = {}
+    names = list(self._held)
+    super()._flush()
+    number = len(self._shards)
+    file = self._target.upload(self.folder / f"part{number - 1}", number)
+    self._file_of |= dict.fromkeys(names, file)
 
 
 def write_file(
@@ -290,7 +360,7 @@ def _check_free(place: pathlib.Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def _writing(place: pathlib.Path) -> Iterator[None]:
+def _writing(place: AnyPath) -> Iterator[None]:
   """Converts a file system error into one with a remedy."""
   try:
     yield

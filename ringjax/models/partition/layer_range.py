@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
 from typing import Any
 
 import jax
@@ -30,6 +29,7 @@ from ringjax.models.hf.tensors import CheckpointTensor, parameters
 from ringjax.models.partition.tensor_shares import digest_of
 from ringjax.models.transformer import Transformer, TransformerConfig
 from ringjax.nn.stack import Stack
+from ringjax.paths import as_path
 
 _BLOCKS = "stack.blocks."
 
@@ -152,10 +152,10 @@ def load_layers(
 def _check(path: str | os.PathLike[str], config: TransformerConfig) -> None:
   """Refuses models whose layers need more than the layers before them."""
   fault = ""
-  if (pathlib.Path(path) / cepe.CONFIG).exists():
+  if (as_path(path) / cepe.CONFIG).exists():
     fault = "a folder with an encoder beside its decoder"
   elif config.inputs is not None or config.streams is not None:
-    fault = f"{config.family}, whose layers share further weights"
+    fault = f"{config.family}, whose layers share further weights or streams"
   if fault:
     raise OptionError(
       "model",

@@ -20,6 +20,7 @@ import safetensors
 from jaxtyping import Shaped
 from safetensors.numpy import save
 
+from ringjax.checks import local_path
 from ringjax.errors import CheckpointFormatError, OptionError
 from ringjax.kv.bits.allocation import Allocation
 from ringjax.kv.codecs import page_outliers
@@ -94,7 +95,9 @@ def write_tensors(
 
   Its folder is created if it does not exist.
   """
-  pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+  pathlib.Path(local_path("path", path)).parent.mkdir(
+    parents=True, exist_ok=True
+  )
   data = save(dict(arrays), dict(metadata))
   with replacing(path) as file:
     file.write(data)
@@ -202,7 +205,7 @@ def load_calibration(
       are not finite.
     OptionError: If it is of another model.
   """
-  file = pathlib.Path(path)
+  file = pathlib.Path(local_path("path", path))
   if file.is_dir():
     file = file / FILE
   arrays, metadata = read_tensors(file)

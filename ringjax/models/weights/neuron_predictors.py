@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from ringjax.checks import local_path
 from ringjax.errors import CheckpointMismatchError
 from ringjax.models.weights import calibration as files
 from ringjax.nn.weights.neuron_feedforward import LowRankPredictor
@@ -59,7 +60,7 @@ class NeuronPredictors:
 
   def save(self, folder: str | os.PathLike[str]) -> pathlib.Path:
     """Writes neuron_predictors.safetensors into a folder; returns its path."""
-    path = pathlib.Path(folder) / FILE
+    path = pathlib.Path(local_path("folder", folder)) / FILE
     arrays = {
       f"{n}.{name}": np.ascontiguousarray(x)
       for n, parts in self.layers.items()
@@ -81,7 +82,9 @@ class NeuronPredictors:
     Raises:
       CheckpointFormatError: If the file is missing or incomplete.
     """
-    arrays, metadata = files.read_tensors(pathlib.Path(folder) / FILE)
+    arrays, metadata = files.read_tensors(
+      pathlib.Path(local_path("folder", folder)) / FILE
+    )
     layers: dict[int, dict[str, np.ndarray]] = {}
     measured: dict[int, dict[str, float]] = {}
     for key, x in arrays.items():

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ringjax.checks import local_path, positive_int
 from ringjax.checks import number as checked_number
-from ringjax.checks import positive_int
 from ringjax.errors import (
   CheckpointMismatchError,
   MemoryEstimateError,
@@ -101,7 +101,7 @@ def write_neurons(
     arrays_in = [np.asarray(x.weight.get_value()).T for x in into]
     return [*arrays_in, np.asarray(base.down.weight.get_value())]
 
-  root = pathlib.Path(folder)
+  root = pathlib.Path(local_path("folder", folder))
   root.mkdir(parents=True, exist_ok=True)
   return write_neuron_file(
     root / FILE,
@@ -174,7 +174,9 @@ def sparse_model(
   check_neurons(model)
   positive_int("window", window)
   check_sparse(model, threshold)
-  file = NeuronFile(pathlib.Path(folder) / FILE, threads=threads)
+  file = NeuronFile(
+    pathlib.Path(local_path("folder", folder)) / FILE, threads=threads
+  )
   digest = files.model_digest(model)
   if file.model != digest:
     raise CheckpointMismatchError(

@@ -39,13 +39,13 @@ from ringjax.serve.cluster.membership import (
   load_report,
   tell_failure,
 )
-from ringjax.serve.cluster.request_fields import request_of
 from ringjax.serve.prefix.stage_pages import (
   StagePages,
   weight_sums,
   whole_digest,
 )
 from ringjax.serve.request import Request
+from ringjax.serve.request_fields import request_of
 from ringjax.transfer import Ticket
 from ringjax.transfer.client import Address
 

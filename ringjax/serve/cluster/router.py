@@ -59,7 +59,6 @@ from ringjax.serve.cluster.dispatch.instances import (
 from ringjax.serve.cluster.dispatch.prefix_copies import PrefixCopies
 from ringjax.serve.cluster.dispatch.request_table import RequestTable
 from ringjax.serve.cluster.dispatch.role_control import RoleControl
-from ringjax.serve.cluster.request_fields import request_fields
 from ringjax.serve.cluster.role_planner import RolePlanner
 from ringjax.serve.cluster.routing import (
   ROLES,
@@ -69,6 +68,7 @@ from ringjax.serve.cluster.routing import (
 )
 from ringjax.serve.cluster.times.phase_times import InstanceTimes
 from ringjax.serve.request import Answer, Handle, RejectedError, Request
+from ringjax.serve.request_fields import request_fields
 
 # Seconds for which requests wait for an instance that is missing: an instance
 # that restarts must load weights and compile.
@@ -228,6 +228,10 @@ class ClusterRouter:
   def adapters(self) -> tuple[str, ...]:
     """Always empty: the router does not know its instances' adapters."""
     return ()
+
+  @property
+  def texts(self) -> None:
+    """Always None: a router has no model that could read texts."""
 
   @property
   def open(self) -> bool:

@@ -57,7 +57,6 @@ from ringjax.serve.cluster.membership import (
   tell_failure,
 )
 from ringjax.serve.cluster.page_offers import PageOffers
-from ringjax.serve.cluster.request_fields import request_of
 from ringjax.serve.cluster.routing import ROLES
 from ringjax.serve.cluster.times.call_log import measure_calls
 from ringjax.serve.cluster.times.fitted_times import instance_times
@@ -70,6 +69,7 @@ from ringjax.serve.prefix.prefix_transfer import (
   prefix_layout,
 )
 from ringjax.serve.request import Answer, Request
+from ringjax.serve.request_fields import request_of
 from ringjax.transfer import DeviceServer, Ticket, pull
 from ringjax.transfer.client import Address
 

@@ -128,9 +128,14 @@ class RowDrafts:
     elif isinstance(self._drafter, LongSpec):
       self._model = BlockRowDrafts(self._drafter, model, **place)
 
-  def paces(self, rows: int, clock: Callable[[], float]) -> StepPaces:
-    """Make the chooser of steps with drafts, for `rows` slots and a clock."""
-    return StepPaces(self._drafter, rows, clock)
+  def paces(
+    self,
+    rows: int,
+    clock: Callable[[], float],
+    choose: Callable[[list[int]], list[int]],
+  ) -> StepPaces:
+    """Make the chooser of steps with drafts; see `StepPaces`."""
+    return StepPaces(self._drafter, rows, clock, choose)
 
   @property
   def undrafted(self) -> int:

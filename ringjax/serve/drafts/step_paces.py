@@ -51,14 +51,23 @@ class StepTiming(NamedTuple):
 class StepPaces:
   """Chooses which steps of an engine have drafts."""
 
-  def __init__(self, drafter: Drafter, rows: int, clock: Callable[[], float]):
+  def __init__(
+    self,
+    drafter: Drafter,
+    rows: int,
+    clock: Callable[[], float],
+    choose: Callable[[list[int]], list[int]] = lambda lengths: lengths,
+  ):
     """Start without rows.
 
     Args:
       drafter: The drafter.
       rows: Number of slots.
       clock: Seconds.
+      choose: Function of a choice by measured times, which returns the choice
+        of all processes.
     """
+    self._choose = choose
     self._paces = Paces(drafter, rows, whole=True)
     self._rows, self._clock = rows, clock
     self._compiling = Compiling()
@@ -124,9 +133,10 @@ class StepPaces:
     if not rows.any():
       return False
     self._unread, self._most = unread(), self._count * rows
-    self._lengths = self._paces.draft_lengths(
+    lengths = self._paces.draft_lengths(
       self._size, rows=rows, live=live, behind=self._unread, timed=not beside
     )
+    self._lengths = np.asarray(self._choose(lengths.tolist()), int)
     return bool(self._lengths.any())
 
   @contextlib.contextmanager

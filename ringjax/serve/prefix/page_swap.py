@@ -4,14 +4,15 @@ Guarantees: a row comes back with the bits that it had.
 Cost: one copy out and one back, some pages at a time by programs of one shape;
 whether copying or computing again costs less is estimated from the measured
 times of both.
-Memory: on the host a preempted row's pages and states; on the device until the
-next step.
+Memory: on the host a preempted row's pages and states, of several processes
+the shards of each; on the device until the next step.
 """
 
 from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringjax.kv.storage.page_pool import PagePool
+from ringjax.parallel.local_arrays import HostShards, to_devices, to_host
 from ringjax.parallel.programs import bounded
 from ringjax.serve.scheduler import KeptPages, ServedRow, StepPlan
 
@@ -68,14 +70,23 @@ class PageSwap:
     count: Number of rows whose pages were copied.
   """
 
-  def __init__(self, how: str, page: int, page_bytes: int):
+  def __init__(
+    self,
+    how: str,
+    page: int,
+    page_bytes: int,
+    choose: Callable[[bool], bool] = lambda keeps: keeps,
+  ):
     """Start with estimated costs.
 
     Args:
       how: Policy, one of `PREEMPTIONS`.
       page: Number of tokens of a page.
       page_bytes: Bytes of a page, over all groups of layers.
+      choose: Function of a choice by measured times, which returns the choice
+        of all processes.
     """
+    self._choose = choose
     self._how, self._page, self._page_bytes = how, page, page_bytes
     self._token_seconds, self._rate = _TOKEN_SECONDS, _RATE
     self._leaving: list[KeptPages] = []
@@ -88,15 +99,15 @@ class PageSwap:
       return pool
     shape = pool.shards, _BATCH
     pages = tuple(np.zeros(shape, np.int32) for _ in pool.groups)
-    payload = jax.device_get(_read(pool, pages))
+    payload = to_host(_read(pool, pages))
     none = tuple(
       np.full(shape, group.pages // pool.shards, np.int32)
       for group in pool.groups
     )
-    pool = _write(pool, none, payload)
+    pool = _write(pool, none, to_devices(payload))
     if pool.recurrent:
-      states = jax.device_get(_read_states(pool, jnp.int32(0)))
-      pool = _write_states(pool, jnp.int32(0), states)
+      states = to_host(_read_states(pool, jnp.int32(0)))
+      pool = _write_states(pool, jnp.int32(0), to_devices(states))
     return pool
 
   def keeps(self, row: ServedRow) -> bool:
@@ -105,7 +116,9 @@ class PageSwap:
       return self._how == "swap"
     batches = -(-row.computed // (self._page * _BATCH))
     size = batches * _BATCH * self._page_bytes
-    return 2 * size / self._rate < row.computed * self._token_seconds
+    return self._choose(
+      2 * size / self._rate < row.computed * self._token_seconds
+    )
 
   def out(self, pool: PagePool, row: ServedRow) -> None:
     """Copies a row's pages out before the next calls overwrite them."""
@@ -143,7 +156,7 @@ class PageSwap:
           arrays[number % pool.shards, number // pool.shards] = page
       tables.append(arrays)
     payload: Any = kept_pages.payload
-    batches, states = payload
+    batches, states = to_devices(payload)
     for pages, arrays in zip(_batches(tables, none), batches, strict=True):
       pool = _write(pool, pages, arrays)
     if pool.recurrent:
@@ -158,8 +171,13 @@ class PageSwap:
       self._token_seconds += 0.1 * (token_seconds - self._token_seconds)
     for kept_pages in self._leaving:
       start = time.monotonic()
-      kept_pages.payload = jax.device_get(kept_pages.payload)
-      size = sum(x.nbytes for x in jax.tree.leaves(kept_pages.payload))
+      kept_pages.payload = to_host(kept_pages.payload)
+      size = sum(
+        x.nbytes
+        for x in jax.tree.leaves(
+          kept_pages.payload, is_leaf=lambda x: isinstance(x, HostShards)
+        )
+      )
       rate = size / max(1e-6, time.monotonic() - start)
       self._rate += 0.2 * (min(rate, 1e11) - self._rate)
     self._leaving = []

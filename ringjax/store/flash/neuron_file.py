@@ -41,7 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from ringjax.checks import positive_int
+from ringjax.checks import local_path, positive_int
 from ringjax.errors import (
   CheckpointFormatError,
   CheckpointMismatchError,
@@ -100,7 +100,7 @@ def write_neuron_file(
     CheckpointMismatchError: If a weight is not finite.
     CheckpointWriteError: If the disk refuses the file; an older one is intact.
   """
-  place = pathlib.Path(path)
+  place = pathlib.Path(local_path("path", path))
   sizes = [
     len(layer.parts) * layer.neurons * layer.embed * dtype.itemsize
     for layer in layers
@@ -205,7 +205,7 @@ class NeuronFile:
     Raises:
       CheckpointFormatError: If the file is missing or incomplete.
     """
-    self.path = pathlib.Path(path)
+    self.path = pathlib.Path(local_path("path", path))
     self._threads = positive_int("threads", threads)
     self.reads = self.bytes_read = 0
     try:

@@ -10,10 +10,12 @@ processes, until all have called it; the rest happens in a thread, which reads
 the written files once. `restore` reads a step twice, the second time from
 memory if it fits.
 
-Orbax writes and reads the arrays, from all processes and in its own threads.
-Parts that Orbax does not cover, each of which says why in its file: digests
-(ringjax/train/checkpoints/manifest.py), names, lock and clean-up of steps
-(checkpoint_directory.py), failures that all processes learn of
+Steps are in a folder, whose arrays Orbax writes and reads (`local_steps.py`),
+or in an object storage, which has neither renames nor locks
+(`object_steps.py`): there the objects come first and the manifest, in one
+request, last. Parts that Orbax does not cover, each of which says why in its
+file: digests (ringjax/train/checkpoints/manifest.py), names, lock and clean-up
+of steps (checkpoint_directory.py), failures that all processes learn of
 (process_group.py). This file replaces Orbax' manager: it chooses which steps
 are kept, since damaged ones must not count, and its errors name one step, file
 and remedy. All processes see the same root.
@@ -24,10 +26,9 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import contextlib
-import itertools
 import json
-import logging
 import os
+import pathlib
 import sys
 import threading
 import types
@@ -37,11 +38,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from ringjax.checks import integer, local_path, one_of, positive_int
+from ringjax.checks import integer, one_of, positive_int
 from ringjax.errors import (
   CheckpointCorruptError,
   CheckpointFormatError,
@@ -50,26 +49,20 @@ from ringjax.errors import (
   OptionError,
   PeerError,
   RingjaxError,
+  StorageError,
 )
+from ringjax.paths import as_path
 from ringjax.train.checkpoints import leaves as leaves_lib
 from ringjax.train.checkpoints import manifest as manifests
-from ringjax.train.checkpoints.checkpoint_directory import CheckpointDirectory
+from ringjax.train.checkpoints.local_steps import LocalSteps
 from ringjax.train.checkpoints.manifest import Leaf, Manifest
+from ringjax.train.checkpoints.object_steps import ObjectSteps
 from ringjax.train.checkpoints.process_group import ProcessGroup
+from ringjax.train.checkpoints.step_storage import StepSaver, StepStorage
 
 VERIFY = ("crc32", "full", "none")
 TIMEOUT_S = 1200
 _OPEN: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
-
-
-def _is_shown(record: logging.LogRecord) -> bool:
-  """False for the dozens of lines that Orbax logs at INFO in each save."""
-  orbax = os.path.dirname(ocp.__file__)
-  return record.levelno > logging.INFO or orbax not in record.pathname
-
-
-# Orbax logs by absl's logger, which others use too.
-logging.getLogger("absl").addFilter(_is_shown)
 
 
 class Checkpoints:
@@ -80,7 +73,7 @@ class Checkpoints:
   first `save` or `claim` until `close`, others on the same root can only read.
 
   Attributes:
-    root: Absolute path of the folder.
+    root: Absolute path of the folder, or its address.
     restored_step: Step that the last `restore` read, or None.
   """
 
@@ -97,7 +90,8 @@ class Checkpoints:
     """Opens a folder and removes what a killed process left there.
 
     Args:
-      root: Folder of a local or mounted file system; made if missing.
+      root: Folder of a local or mounted file system, made if missing; or an
+        address, gs://bucket/folder or s3://bucket/folder.
       keep: Number of newest steps that are kept.
       every_keep: Steps that this divides are also kept, and never deleted.
       asynchronous: Whether `save` returns before the step is on the disk.
@@ -106,24 +100,32 @@ class Checkpoints:
       timeout_s: Seconds that processes wait for each other.
 
     Raises:
-      OptionError: If a value is out of range, or the root is an address such
-        as gs://bucket.
+      OptionError: If a value is out of range, or the root is an address that
+        `ringjax.paths.as_path` refuses.
+      StorageError: If the root is an address that cannot be reached.
     """
     self._keep = positive_int("keep", keep)
     if every_keep is not None:
       positive_int("every_keep", every_keep)
     self._every_keep = every_keep
-    self.root = os.path.abspath(local_path("root", root))
+    place = as_path(root, "root").absolute()
+    self.root = (
+      os.path.normpath(place) if isinstance(place, pathlib.Path) else str(place)
+    )
     self.restored_step: int | None = None
     self._asynchronous = asynchronous
     self._config = manifests.fingerprint(_json("config", config))
     self._group = ProcessGroup(positive_int("timeout_s", timeout_s))
-    self._directory = CheckpointDirectory(self.root)
+    self._steps: StepStorage = (
+      LocalSteps(self.root, self._group)
+      if isinstance(place, pathlib.Path)
+      else ObjectSteps(place, self._group)
+    )
     # The save in flight, or one that has ended and was not waited for.
     self._pending: concurrent.futures.Future[None] | None = None
     # Numbers of steps whose bytes do not match their manifest.
     self._damaged: set[int] = set()
-    self._group.first(self._directory.open)
+    self._group.first(self._steps.open)
     _OPEN.add(self)
 
   def __enter__(self) -> Checkpoints:
@@ -155,7 +157,7 @@ class Checkpoints:
         cannot be written.
     """
     try:
-      self._group.first(self._directory.acquire)
+      self._group.first(self._steps.acquire)
     except Exception as error:
       reason = str(getattr(error, "strerror", None) or error)
       in_use = isinstance(error, BlockingIOError | PeerError)
@@ -211,31 +213,18 @@ class Checkpoints:
       )
     # A new name: a failed save's threads may still write to its folder.
     attempt = next(self._group.numbers)
-    folder = self._directory.draft(step, attempt)
-    with _write_errors(step, folder):
+    with _write_errors(step, self.root):
       # All processes learn here whether the folder can be written.
-      self._group.first(lambda: self._prepare(step), step)
+      draft = self._group.first(lambda: self._prepare(step, attempt), step)
     saver, failure = None, None
     try:
-      saver = self._saver()
-      saver.save(
-        folder,
-        args=ocp.args.StandardSave(
-          {
-            name: leaves_lib.copied(x)
-            for name, x in values.items()
-            if 0 not in leaves[name].shape
-          }
-          # Orbax cannot save empty trees.
-          or {"%": np.zeros((), np.int8)}
-        ),
-      )
+      saver = self._steps.save(draft, values, leaves)
     except Exception as error:
       # The thread reports it to the other processes, as any failure.
       failure = error
     pool = concurrent.futures.ThreadPoolExecutor(1, f"ringjax saves {step}")
     self._pending = pool.submit(
-      self._finish, step, folder, saver, failure, leaves, extra
+      self._finish, step, draft, saver, failure, leaves, extra
     )
     pool.shutdown(wait=False)
     if not self._asynchronous:
@@ -270,7 +259,7 @@ class Checkpoints:
     try:
       self.wait()
     finally:
-      self._directory.release()
+      self._steps.release()
 
   def delete(self, step: int) -> None:
     """Deletes a step.
@@ -280,19 +269,19 @@ class Checkpoints:
       OptionError: If there is no such step.
     """
     self.wait()
-    _check_known(step, self._directory.steps())
+    _check_known(step, self._steps.steps())
 
     def delete() -> None:
-      self._directory.acquire()
-      self._directory.delete(step)
+      self._steps.acquire()
+      self._steps.delete(step)
 
     with _write_errors(step, self.root):
       self._group.first(delete, step)
 
-  def _prepare(self, step: int) -> None:
-    """Makes room for a new step; process 0 only."""
-    self._directory.acquire()
-    moved_to = self._directory.prepare(step)
+  def _prepare(self, step: int, attempt: int) -> str:
+    """Makes room for a step; returns where it is written. Process 0 only."""
+    self._steps.acquire()
+    moved_to = self._steps.prepare(step)
     if moved_to is not None:
       warnings.warn(
         f"a folder of step {step} without a manifest was in the way; it is "
@@ -300,25 +289,13 @@ class Checkpoints:
         RuntimeWarning,
         stacklevel=2,
       )
-
-  def _saver(
-    self,
-  ) -> Any:
-    """A new Orbax saver for each save: an error leaves no state in it."""
-    options = self._group.options()
-    return ocp.AsyncCheckpointer(
-      ocp.StandardCheckpointHandler(multiprocessing_options=options),
-      async_options=ocp.options.AsyncOptions(
-        timeout_secs=self._group.timeout_s
-      ),
-      multiprocessing_options=options,
-    )
+    return self._steps.draft(step, attempt)
 
   def _finish(
     self,
     step: int,
-    folder: str,
-    saver: Any,
+    draft: str,
+    saver: StepSaver | None,
     failure: Exception | None,
     leaves: Mapping[str, Leaf],
     extra: dict[str, Any],
@@ -326,43 +303,37 @@ class Checkpoints:
     """Completes a save in a thread: from the host copy to a committed step."""
 
     def written() -> None:
-      """Waits for Orbax' second half; on each process."""
-      if failure is not None:
+      """Waits until this process has written its part; on each process."""
+      if saver is None:
+        assert failure is not None
         raise failure
-      saver.wait_until_finished()
-
-    def digest() -> list[manifests.File]:
-      """Syncs and reads this process' share of the files."""
-      own_files = self._group.share(files)
-      return [manifests.digest(folder, path, sync=True) for path in own_files]
+      saver.wait()
 
     def commit() -> None:
       """Commits the step; process 0 only."""
-      manifests.sync_folders(folder)
-      file_records = sorted(itertools.chain(*digests))
       manifest = Manifest(
         step=step,
-        files=tuple(manifests.File(*x) for x in file_records),
+        files=files,
         leaves=leaves,
         extra=extra,
         config=self._config,
+        pieces=pieces,
       )
-      self._directory.commit(folder, manifest)
+      self._steps.commit(draft, manifest)
       self._retire(step)
 
     try:
-      with _write_errors(step, folder), _closed(saver):
+      with _write_errors(step, draft), _closed(saver):
         self._group.all(written, step)
-        # One list for all: a mounted folder may look older on other processes.
-        files = self._group.first(lambda: manifests.files_of(folder), step)
-        digests = self._group.all(digest, step)
+        assert saver is not None
+        files, pieces = saver.contents()
         self._group.first(commit, step)
     except CheckpointWriteError:
       if self._group.rank == 0:
-        # Orbax may still be writing on other threads; its remains are removed
-        # before the next save.
+        # Threads may still be writing; their remains are removed before the
+        # next save.
         with contextlib.suppress(OSError):
-          self._directory.clean_up()
+          self._steps.clean_up()
       raise
 
   def _retire(self, saved: int) -> None:
@@ -370,7 +341,7 @@ class Checkpoints:
     self._damaged.discard(saved)
     intact = [x for x in self.steps() if x not in self._damaged]
     newest, every = intact[-self._keep :], self._every_keep
-    for step in self._directory.steps():
+    for step in self._steps.steps():
       # A damaged step stays until enough others are newer.
       outdated = (
         len(newest) == self._keep and step < newest[0] and step != saved
@@ -380,8 +351,8 @@ class Checkpoints:
       # A step of a newer ringjax is never deleted by this one.
       with contextlib.suppress(CheckpointFormatError):
         with contextlib.suppress(CheckpointCorruptError):
-          Manifest.read(self._directory.manifest(step), step)
-        self._directory.delete(step)
+          self._steps.read_manifest(step)
+        self._steps.delete(step)
 
   # -------------------------------------------------------------------------
   # Listing
@@ -390,10 +361,9 @@ class Checkpoints:
   def steps(self) -> list[int]:
     """Steps that exist, in order; compares sizes, not bytes."""
     steps = []
-    for step in self._directory.steps():
+    for step in self._steps.steps():
       with contextlib.suppress(CheckpointCorruptError, CheckpointFormatError):
-        manifest = Manifest.read(self._directory.manifest(step), step)
-        manifest.check_sizes(self._directory.folder(step))
+        self._steps.check(self._steps.read_manifest(step), "none")
         steps.append(step)
     return steps
 
@@ -415,7 +385,7 @@ class Checkpoints:
     Raises:
       CheckpointMismatchError, InputTypeError, PeerError: See `restore`.
     """
-    numbers = self._group.first(self._directory.candidates)
+    numbers = self._group.first(self._steps.candidates)
     if like is not None:
       wanted = _leaves(leaves_lib.named(like))
       for number in reversed(numbers):
@@ -462,7 +432,7 @@ class Checkpoints:
     wanted = _leaves(likes)
     targets = {name: leaves_lib.target(name, x) for name, x in likes.items()}
     # The steps that process 0 sees count.
-    numbers = self._group.first(self._directory.candidates)
+    numbers = self._group.first(self._steps.candidates)
     if step is not None:
       _check_known(step, numbers)
       numbers = [step]
@@ -505,15 +475,11 @@ class Checkpoints:
 
   def _verified(self, step: int, verify: str) -> Manifest:
     """The manifest of a step, once its files match it."""
-    folder = self._directory.folder(step)
     manifests_read: list[Manifest] = []
 
     def check() -> None:
-      manifests_read.append(Manifest.read(self._directory.manifest(step), step))
-      manifests_read[0].check_sizes(folder)
-      if verify != "none":
-        for file in self._group.share(manifests_read[0].files):
-          manifests_read[0].check_file(folder, file, verify=verify)
+      manifests_read.append(self._steps.read_manifest(step))
+      self._steps.check(manifests_read[0], verify)
 
     self._group.all(check, step)
     return manifests_read[0]
@@ -547,29 +513,12 @@ class Checkpoints:
     wanted = {
       k: x for k, x in targets.items() if 0 not in manifest.leaves[k].shape
     }
-    folder, arrays = self._directory.folder(manifest.step), {}
-
-    def read() -> None:
-      options = self._group.options()
-      reader = ocp.Checkpointer(
-        ocp.StandardCheckpointHandler(multiprocessing_options=options),
-        multiprocessing_options=options,
-      )
-      try:
-        args = ocp.args.StandardRestore(wanted)
-        arrays.update(reader.restore(folder, args=args))
-      except (MemoryError, jax.errors.JaxRuntimeError):
-        raise
-      except Exception as error:
-        if verify != "none":
-          raise
-        reason = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
-        raise manifests.corrupt(manifest.step, folder, reason) from error
-      finally:
-        reader.close()
-
+    arrays: dict[str, Any] = {}
     if wanted:
-      self._group.all(read, manifest.step)
+      self._group.all(
+        lambda: arrays.update(self._steps.read(manifest, wanted, verify)),
+        manifest.step,
+      )
     return arrays
 
 
@@ -621,9 +570,9 @@ def _json(name: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _closed(
-  saver: Any,
+  saver: StepSaver | None,
 ) -> Iterator[None]:
-  """Closes Orbax' saver after the block, whatever that raises."""
+  """Closes a saver after the block, whatever that raises."""
   try:
     yield
   finally:
@@ -642,11 +591,13 @@ def _write_errors(step: int, folder: str) -> Iterator[None]:
   except Exception as error:
     file, reason = getattr(error, "filename", None), ""
     if isinstance(error, OSError):
-      file, reason = file or folder, str(error.strerror)
+      file, reason = file or folder, str(error.strerror or error)
     reason = reason or " ".join(str(error).split()) or "no reason"
     file_text = f" ({str(file)[-60:]})" if file else ""
     remedy = "make room on the disk or repair it; steps that exist are intact"
-    if isinstance(error, RingjaxError):
+    if isinstance(error, StorageError):
+      remedy = "see that error; steps that exist are intact"
+    elif isinstance(error, RingjaxError):
       remedy = "look at the processes; steps that exist are intact"
     raise CheckpointWriteError(
       f"step {step}",

@@ -188,13 +188,13 @@ class CheckpointDirectory:
     self.clean_up()
     return moved_to
 
-  def commit(self, draft: str, made: manifests.Manifest) -> None:
+  def commit(self, draft: str, manifest: manifests.Manifest) -> None:
     """Makes a step of synced files exist; replaces an older one."""
-    path = self.manifest(made.step)
+    path = self.manifest(manifest.step)
     if os.path.exists(path):
-      self.delete(made.step)
-    made.write(path)
-    os.rename(draft, self.folder(made.step))
+      self.delete(manifest.step)
+    manifest.write(path)
+    os.rename(draft, self.folder(manifest.step))
     manifests.sync_folder(self.root)
     manifests.sync_folder(os.path.dirname(draft))
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
-from jaxtyping import PyTree
+from jaxtyping import PyTree, Shaped
 
 from ringjax.errors import InputTypeError, MeshError, OptionError
 from ringjax.train.checkpoints.manifest import Leaf
@@ -89,6 +89,34 @@ def copied(value: object) -> PyTree:
     # Otherwise Orbax's copy on the host would be the array itself.
     return _copied_once(value)
   return value
+
+
+def local_boxes(
+  value: object, *, first: bool
+) -> list[tuple[tuple[int, ...], Shaped[np.ndarray, ...]]]:
+  """Parts of a leaf that this process saves, each part in one process.
+
+  They stay valid when the caller's array is donated.
+
+  Args:
+    value: Leaf, which may be sharded over processes.
+    first: Whether this process saves values that all processes have.
+
+  Returns:
+    (index of the first element along each axis, values) of each part.
+  """
+  if not isinstance(value, jax.Array):
+    x = np.array(value)
+    return [((0,) * x.ndim, x)] if first else []
+  data = jax.random.key_data(value) if _is_key(value) else value
+  boxes = []
+  for shard in data.addressable_shards:
+    if shard.replica_id == 0:
+      pairs = zip(shard.index, data.shape, strict=True)
+      start = (s.indices(n)[0] for s, n in pairs)
+      # On CPUs `asarray` is the buffer itself.
+      boxes.append((tuple(start), np.array(shard.data, order="C")))
+  return boxes
 
 
 def _copied_once(value: jax.Array) -> jax.Array:

@@ -17,6 +17,8 @@ A manifest is a line of JSON:
   leaves            {path of a leaf: [shape, dtype]}
   extra             the caller's JSON
   config            SHA-256 of the caller's config
+  pieces            {path of a leaf: [[start, shape, file, offset, bytes,
+                    CRC-32], ...]} of steps in an object storage, else missing
   sha256            of all of the above
 """
 
@@ -73,6 +75,26 @@ class Leaf(NamedTuple):
     return f"{self.dtype} {list(self.shape)}"
 
 
+class Piece(NamedTuple):
+  """A box of an array of a step, whose bytes are contiguous in a file.
+
+  Fields:
+    start: Index of its first element along each axis of the array.
+    shape: Shape of the box.
+    file: Number of its file in `Manifest.files`.
+    offset: Position of its first byte in the file.
+    size: Size in bytes.
+    crc32: CRC-32 of its bytes.
+  """
+
+  start: tuple[int, ...]
+  shape: tuple[int, ...]
+  file: int
+  offset: int
+  size: int
+  crc32: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
   """The content of a saved step.
@@ -83,6 +105,8 @@ class Manifest:
     leaves: Shapes and dtypes of its arrays by their paths in the tree.
     extra: JSON of the caller.
     config: SHA-256 of the caller's config.
+    pieces: Pieces of each array by its path in the tree, of a step in an
+      object storage; None of one that Orbax wrote.
   """
 
   step: int
@@ -90,10 +114,11 @@ class Manifest:
   leaves: Mapping[str, Leaf]
   extra: Mapping[str, Any]
   config: str
+  pieces: Mapping[str, tuple[Piece, ...]] | None = None
 
   def to_bytes(self) -> bytes:
     """The manifest in the form that is written to the disk."""
-    body = {
+    body: dict[str, Any] = {
       "format": FORMAT,
       "version": VERSION,
       "step": self.step,
@@ -102,6 +127,8 @@ class Manifest:
       "extra": dict(self.extra),
       "config": self.config,
     }
+    if self.pieces is not None:
+      body["pieces"] = dict(self.pieces)
     return canonical(body | {"sha256": fingerprint(body)}) + b"\n"
 
   @classmethod
@@ -145,12 +172,14 @@ class Manifest:
         leaves={k: Leaf(tuple(s), d) for k, (s, d) in body["leaves"].items()},
         extra=body["extra"],
         config=body["config"],
+        pieces=_pieces(body.get("pieces"), files, step),
       )
     except CheckpointFormatError:
       raise
     except (
       ValueError,
       KeyError,
+      IndexError,
       TypeError,
       AttributeError,
       RecursionError,
@@ -226,6 +255,30 @@ class Manifest:
       raise corrupt(self.step, path, "bytes of another CRC-32")
     if verify == "full" and actual.sha256 != file.sha256:
       raise corrupt(self.step, path, "bytes of another SHA-256")
+
+
+def _pieces(
+  table: Mapping[str, Any] | None, files: tuple[File, ...], step: int
+) -> dict[str, tuple[Piece, ...]] | None:
+  """The pieces in a manifest's JSON.
+
+  Raises:
+    ValueError: If a piece is not in its file.
+  """
+  if table is None:
+    return None
+  pieces = {
+    name: tuple(
+      Piece(tuple(start), tuple(shape), *place)
+      for start, shape, *place in entries
+    )
+    for name, entries in table.items()
+  }
+  for piece in (piece for row in pieces.values() for piece in row):
+    end = piece.offset + piece.size
+    if min(piece.file, piece.offset) < 0 or end > files[piece.file].size:
+      raise ValueError(f"a piece of step {step} ends after its file")
+  return pieces
 
 
 def corrupt(step: int, file: str, got: str) -> CheckpointCorruptError:

@@ -26,6 +26,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from ringjax.checks import local_path
 from ringjax.errors import (
   CheckpointFormatError,
   CheckpointMismatchError,
@@ -163,7 +164,7 @@ def save_adapter(
     "fan_in_fan_out": swapped,
     "target_modules": sorted(_endings(modules, others)),
   }
-  place = pathlib.Path(path)
+  place = pathlib.Path(local_path("path", path))
   if not overwrite and (place / CONFIG).exists():
     raise OptionError(
       "path",
@@ -204,7 +205,7 @@ def load_adapter(
     CheckpointFormatError: If a file is missing or broken.
     CheckpointMismatchError: If tensors are of another model, rank or shape.
   """
-  place = pathlib.Path(path)
+  place = pathlib.Path(local_path("path", path))
   config = _config(place)
   rank, alpha = config["r"], float(config["lora_alpha"])
   if config.get("use_rslora"):

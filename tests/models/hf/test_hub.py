@@ -241,7 +241,7 @@ def test_fetch_downloads_a_model_of_the_hub(hub, capsys):
   assert "check the name" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", ["gs://bucket/run", "s3://bucket", "xy:/a"])
+@pytest.mark.parametrize("path", ["az://bucket/run", "file:///a", "xy:/a"])
 def test_addresses_of_other_storage_are_refused_and_make_no_folder(
   path, tmp_path, monkeypatch
 ):

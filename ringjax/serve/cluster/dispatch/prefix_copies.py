@@ -21,10 +21,10 @@ from ringjax.serve.cluster.dispatch.request_table import (
   RequestTable,
   ticket_list,
 )
-from ringjax.serve.cluster.request_fields import request_fields
 from ringjax.serve.cluster.routing import PrefixCopy
 from ringjax.serve.cluster.times.phase_times import QueuedPrompts
 from ringjax.serve.request import Request
+from ringjax.serve.request_fields import request_fields
 
 # Seconds from a copy's end until the same copy may be requested again: the
 # target needs this time to report its new blocks.

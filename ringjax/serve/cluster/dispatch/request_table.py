@@ -23,10 +23,10 @@ from ringjax.serve.cluster.dispatch.instances import (
   SentTask,
 )
 from ringjax.serve.cluster.dispatch.request_state import RoutedState
-from ringjax.serve.cluster.request_fields import request_fields
 from ringjax.serve.cluster.routing import Rejected, RoutedRequest
 from ringjax.serve.cluster.times.phase_times import QueuedPrompts
 from ringjax.serve.request import Answer, Handle, RejectedError, TokenLogprobs
+from ringjax.serve.request_fields import request_fields
 
 
 class RequestTable:

@@ -1,4 +1,4 @@
-"""Requests as plain JSON, between the processes of a cluster.
+"""Requests as plain JSON, between the processes of a cluster or of an engine.
 
 Guarantees: decoding gives back an equal request, or raises `OptionError`; all
 values are checked again by `Request` at the receiver. A mask is sent as its

@@ -1,0 +1,1 @@
+"""One engine of several processes, which take the same steps."""

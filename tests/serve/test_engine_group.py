@@ -1,0 +1,318 @@
+"""An engine of several processes, here of several threads with an engine each.
+
+What processes add, collectives and signals, is in test_engine_processes.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ringjax as rj
+from ringjax.data import Bytes
+from ringjax.errors import OptionError, PeerError, PromptError
+from ringjax.parallel.peers import Peers
+from ringjax.serve import Engine, EngineGroup, Request, RowSampling
+from ringjax.serve.api.grammar import GrammarCompiler
+from ringjax.serve.hosts import engine_facts
+from tests.serve.conftest import BYTES_MODEL
+
+# Threads that hang fail a test.
+PATIENCE_S = 240
+
+
+@pytest.fixture(scope="module")
+def model():
+  return rj.models.create(BYTES_MODEL, seed=0)
+
+
+def engine(model, **options) -> Engine:
+  """A small one, which has to preempt rows."""
+  settings = dict(
+    rows=4, capacity=128, longest=96, page=16, piece=16, pieces=2,
+    tokenizer=Bytes(),
+  )  # fmt: skip
+  return Engine(model, **settings | options)
+
+
+class Replicas:
+  """Groups of some engines, each in a thread that follows the first.
+
+  Attributes:
+    groups: Groups by rank.
+    errors: Error of each `follow`, None where it returned.
+    failures: Errors that `on_failure` got, by rank.
+  """
+
+  def __init__(self, engines: list[Engine], **options: Any):
+    self.errors: list[Exception | None] = [None] * len(engines)
+    self.failures: list[list[PeerError]] = [[] for _ in engines]
+    self.groups: list[Any] = [None] * len(engines)
+    peers = Peers.in_threads(len(engines), timeout_s=60.0)
+
+    def join(rank: int) -> None:
+      try:
+        self.groups[rank] = EngineGroup(
+          engines[rank],
+          peers=peers[rank],
+          on_failure=self.failures[rank].append,
+          **options,
+        )
+        if rank:
+          self.groups[rank].follow()
+      except (PeerError, OptionError) as error:
+        self.errors[rank] = error
+
+    self.threads = [
+      threading.Thread(target=join, args=(rank,), daemon=True)
+      for rank in range(len(engines))
+    ]
+    for thread in self.threads:
+      thread.start()
+    self.threads[0].join(PATIENCE_S)
+
+  def ended(self) -> list[Exception | None]:
+    """Errors of all once they have ended."""
+    for thread in self.threads:
+      thread.join(PATIENCE_S)
+      assert not thread.is_alive()
+    return self.errors
+
+
+@contextlib.contextmanager
+def replicas(engines: list[Engine], **options: Any) -> Iterator[Replicas]:
+  group = Replicas(engines, **options)
+  try:
+    yield group
+  finally:
+    if group.groups[0] is not None:
+      group.groups[0].close()
+
+
+def prompts(count: int) -> list[np.ndarray]:
+  """Prompts of unequal lengths, of which many share a prefix."""
+  rng = np.random.default_rng(count)
+  common = rng.integers(0, 256, 40).astype(np.int32)
+  ends = [rng.integers(0, 256, rng.integers(1, 20)) for _ in range(count)]
+  return [
+    np.concatenate([common[: (0, 17, 40)[n % 3]], ends[n]]).astype(np.int32)
+    for n in range(count)
+  ]
+
+
+def requests(count: int) -> list[Request]:
+  return [
+    Request(
+      prompt=prompt,
+      max_new_tokens=5 + 7 * n % 29,
+      sampling=RowSampling(
+        temperature=0.8 * (n % 2),
+        seed=n,
+        repetition_penalty=1.0 + 0.2 * (n % 3),
+      ),
+      logprobs=2 if n % 4 == 1 else None,
+      n=2 if n % 5 == 4 else 1,
+      stop="e" if n % 4 == 2 else None,
+    )
+    for n, prompt in enumerate(prompts(count))
+  ]
+
+
+def as_lists(results, adapts: bool = False) -> list[Any]:
+  """Answers; without log-probabilities where drafts may pause."""
+  return [
+    [
+      (a.tokens, a.text, a.finish, () if adapts else a.logprobs)
+      for a in result.answers
+    ]
+    for result in results
+  ]
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize(
+  "options",
+  [
+    dict(preempt="swap", cache_kind="int8"),
+    dict(layer_parts=2, share="answers"),
+    dict(speculate="lookup:count=3", preempt="auto"),
+  ],
+  ids=str,
+)
+def test_answers_are_those_of_one_engine(model, options):
+  submitted = requests(9)
+  beams = Request(prompt=prompts(1)[0], max_new_tokens=6, beams=3, n=2)
+  mask = GrammarCompiler(Bytes(), model.config.vocab).mask(None, "[ab]{4,9}", 1)
+  masked = Request(prompt=[65, 66, 67], max_new_tokens=12, mask=mask)
+  submitted += [beams, masked]
+  with engine(model, **options) as one:
+    handles = [one.submit(request) for request in submitted]
+    one.run()
+    expected = as_lists((h.result() for h in handles), "speculate" in options)
+    counters = one.counters
+  engines = [engine(model, **options) for _ in range(2)]
+  with replicas(engines) as group:
+    leader = group.groups[0]
+    handles = [leader.submit(request) for request in submitted]
+    dropped = leader.submit(Request(prompt=prompts(2)[1], max_new_tokens=50))
+    late = leader.submit(
+      Request(prompt=[1, 2, 3], max_new_tokens=50, deadline=1e-3)
+    )
+    next(iter(dropped))
+    dropped.cancel()
+    results = [handle.result() for handle in handles]
+    assert as_lists(results, "speculate" in options) == expected
+    assert (
+      dropped.answers[0].finish == "cancelled" and dropped.answers[0].tokens
+    )
+    assert late.result().finish == "deadline"
+    assert leader.missing == "" and leader.open
+    figures = {figure.name: figure.value for figure in leader.figures()}
+    assert figures["engine_processes"] == 2
+  assert group.ended() == [None] * 2
+  assert not any(group.failures)
+  # Reasons of pauses are those of each process's clock.
+  counts, follower_counts = (
+    {
+      name: count
+      for name, count in vars(replica.counters).items()
+      if not name.startswith("paused")
+    }
+    for replica in engines
+  )
+  # Deadlines are cancellations in process 1.
+  assert follower_counts | {"expired": 1} == counts
+  assert counts["preemptions"] and counters.preemptions
+  if "speculate" in options:
+    assert counts["drafted_steps"]
+  elif "share" not in options:
+    assert counts["swapped"]
+
+
+@pytest.mark.long
+def test_a_replica_that_differs_ends_all_requests(model, monkeypatch):
+  """The tokens of another model are noticed before any is handed out."""
+  second_model = rj.models.create(BYTES_MODEL, seed=1)
+  different = Replicas([engine(model), engine(second_model)])
+  assert all("replicated weights" in str(error) for error in different.ended())
+  # As if the weights that differ were sharded over the processes.
+  monkeypatch.setattr(engine_facts, "_replicated", lambda model: "")
+  with replicas([engine(model), engine(second_model)]) as group:
+    handle = group.groups[0].submit(Request(prompt=[5, 6], max_new_tokens=50))
+    with pytest.raises(PeerError, match="rank 1 differs from rank 0"):
+      handle.result()
+    assert not handle.answers[0].tokens
+    assert handle.answers[0].finish == "error"
+    with pytest.raises(PeerError, match="start them again"):
+      group.groups[0].submit(Request(prompt=[5], max_new_tokens=5))
+    assert "rank 1" in group.groups[0].missing
+    (error,) = group.failures[0]
+    assert error.rank == 1
+  assert isinstance(group.ended()[1], PeerError)
+
+
+def test_a_lost_process_ends_all_requests(model, monkeypatch):
+  """Also where the engine hangs in a call, as in a collective."""
+  engines = [engine(model) for _ in range(3)]
+  hangs, hanging = threading.Event(), threading.Event()
+  with replicas(engines) as group:
+    leader = group.groups[0]
+    assert leader.submit(Request(prompt=[5], max_new_tokens=3)).result()
+    read = engines[0]._read
+
+    def hang(flight: object) -> None:
+      hanging.set()
+      hangs.wait(PATIENCE_S)
+      read(flight)
+
+    monkeypatch.setattr(engines[0], "_read", hang)
+    handle = leader.submit(Request(prompt=[5, 6], max_new_tokens=50))
+    assert hanging.wait(PATIENCE_S)
+    waiting: list[object] = []
+
+    def submit() -> None:
+      try:
+        leader.submit(Request(prompt=[7], max_new_tokens=5)).result()
+      except PeerError as error:
+        waiting.append(error)
+
+    thread = threading.Thread(target=submit, daemon=True)
+    thread.start()
+    group.groups[2].peers.abandon(ValueError("no memory"))
+    with pytest.raises(PeerError, match="rank 2 failed: ValueError: no memory"):
+      handle.result()
+    thread.join(PATIENCE_S)
+    assert waiting
+    # What the hanging step brings now comes too late.
+    count = len(handle.answers[0].tokens)
+    hangs.set()
+    time.sleep(0.2)
+    assert len(handle.answers[0].tokens) == count
+    assert [error.rank for error in group.failures[1]] == [2]
+  assert isinstance(group.ended()[1], PeerError)
+
+
+@pytest.mark.long
+def test_an_error_of_a_step_is_that_of_all(model, monkeypatch):
+  engines = [engine(model) for _ in range(2)]
+  with replicas(engines) as group:
+
+    def fail(plan: object) -> None:
+      raise MemoryError("out of pages")
+
+    monkeypatch.setattr(engines[1], "_run", fail)
+    handle = group.groups[0].submit(Request(prompt=[5, 6], max_new_tokens=50))
+    with pytest.raises(PeerError, match="rank 1 failed: MemoryError"):
+      handle.result()
+  assert isinstance(group.ended()[1], Exception)
+
+
+def test_what_is_refused(model):
+  engines = [engine(model) for _ in range(2)]
+  with replicas(engines) as group:
+    leader, follower = group.groups[0], engines[1]
+    one = Request(prompt=[5], max_new_tokens=3)
+    with pytest.raises(OptionError, match="a function"):
+      leader.submit(
+        Request(prompt=[5], max_new_tokens=3, mask=lambda tokens: None)
+      )
+    with pytest.raises(PromptError, match="a row at most"):
+      leader.submit(Request(prompt=[5], max_new_tokens=500))
+    with pytest.raises(PromptError):
+      leader.submit(Request(prompt=[999], max_new_tokens=5))
+    with pytest.raises(OptionError, match="process 1"):
+      group.groups[1].submit(one)
+    with pytest.raises(OptionError, match="follow in process 0"):
+      leader.follow()
+    for call in (
+      lambda: engines[0].submit(one),
+      engines[0].step,
+      engines[0].warm_up,
+      engines[0].start,
+      engines[0].close,
+      follower.step,
+    ):
+      with pytest.raises(OptionError, match="EngineGroup"):
+        call()
+    with (
+      pytest.raises(OptionError, match="EngineGroup"),
+      engines[0].between_steps(),
+    ):
+      pass
+    # None of these calls had an effect.
+    assert leader.submit(one).result().finish == "length"
+  assert group.ended() == [None, None]
+  with pytest.raises(OptionError, match="closed group"):
+    leader.submit(one)
+  different = [engine(model), engine(model, rows=2)]
+  unequal = Replicas(different)
+  assert all(
+    "option rows" in str(error) and "process 1" in str(error)
+    for error in unequal.ended()
+  )
