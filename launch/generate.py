@@ -754,6 +754,8 @@ def summary(done: dict[str, Any]) -> list[str]:
       + f"; at most {tiles['left_out']:.2%} of a layer's attention left out, "
       f"at {tiles['samples']:,} sampled queries"
     )
+    if tiles["balance"] is not None:
+      lines["tiles"] += f"; the busiest shard {tiles['balance']:.2f} x the mean"
   if done["fetches"] is not None:
     fetches = done["fetches"]
     lines["pages of host memory"] = (

@@ -27,6 +27,7 @@ from ringjax.eval.family_errors import (
   family_errors,
 )
 from ringjax.eval.needle import Cell, find
+from ringjax.eval.page_recall import LayerRecall, PageRecall, page_recall
 from ringjax.eval.perplexity import Curve, perplexity, reader
 
 __all__ = [
@@ -41,7 +42,9 @@ __all__ = [
   "DraftAcceptance",
   "FamilyError",
   "KindCost",
+  "LayerRecall",
   "ModelStatistics",
+  "PageRecall",
   "SplitEntropy",
   "answer_score",
   "attention_statistics",
@@ -54,6 +57,7 @@ __all__ = [
   "draft_acceptance",
   "family_errors",
   "find",
+  "page_recall",
   "perplexity",
   "reader",
   "split_entropy",

@@ -34,6 +34,7 @@ from ringjax.nn.sharding_context import (
   ShardingContext,
 )
 from ringjax.nn.tile_context import CachedTiles, TileParallel
+from ringjax.nn.tile_sums import TileRecord
 from ringjax.ops.attention.dense import Dense as DenseLocal
 from ringjax.ops.attention.strategies.chain import Chain
 from ringjax.ops.attention.strategies.gather import Gather
@@ -62,6 +63,16 @@ _UNSHARDED: dict[str, Strategy] = {
 METHODS = ("auto", *_UNSHARDED, *PREFILLS, "kvr", "chunked")
 # Prefix of the methods that read chosen tiles, before a pattern's text.
 _SPARSE = "sparse"
+# Methods of a sharded sequence that can read chosen tiles, the default first,
+# and the strategy of `tile_attention`.
+_TILED = {
+  "striped": "ring",
+  "ring": "ring",
+  "zigzag": "ring",
+  "ulysses": "ulysses",
+}
+# Largest part of a prompt's slots that may be padding of whole blocks.
+_BLOCK_PADDING = 8
 # FLOPs of a TPU v5p's chip in the time of a byte on one of its links, in one
 # direction: 459e12 and 9e10 a second.
 _FLOPS_OF_A_BYTE = 5_100
@@ -216,12 +227,15 @@ class PrefillConfig(Config):
     '"hybrid", "kvr" (a sharded sequence; on one shard they all are '
     '"blockwise", and the report says so); "chunked" (either); '
     '"sparse:xattention,threshold=0.9", the tiles that a pattern chooses '
-    "(`rj.tile_attention`), with a chunk on one device.",
+    "(`rj.tile_attention`), with a chunk on one device; on a sharded sequence "
+    'striped, or as "sparse-ring:...", "sparse-zigzag:..." and '
+    '"sparse-ulysses:..." say.',
     default="auto",
     override="prefill",
     flag=Flag(
       f"How the prompt is read: {', '.join(METHODS)}, or "
-      f"{_SPARSE}:PATTERN,key=value of the patterns {', '.join(PATTERNS)}."
+      f"{_SPARSE}:PATTERN,key=value of the patterns {', '.join(PATTERNS)} "
+      f"({_SPARSE}-METHOD: on a sharded sequence, {', '.join(_TILED)})."
     ),
   )
   chunk: int | None = option(
@@ -316,9 +330,24 @@ class PrefillConfig(Config):
       OptionError: If there is no such pattern, or it has no such option.
     """
     name, _, text = str(self.method).partition(":")
-    return (
-      pattern_of(text, "prefill", f"{_SPARSE}:") if name == _SPARSE else None
-    )
+    if self.tiled_method is None:
+      return None
+    return pattern_of(text, "prefill", f"{name}:")
+
+  @property
+  def tiled_method(self) -> str | None:
+    """Method of a sharded sequence whose tiles are chosen; None: not "sparse".
+
+    Raises:
+      OptionError: If chosen tiles can't be read by that method.
+    """
+    name, _, _ = str(self.method).partition(":")
+    prefix, dash, method = name.partition("-")
+    if prefix != _SPARSE:
+      return None
+    if not dash:
+      return next(iter(_TILED))
+    return one_of(f"prefill={_SPARSE}-METHOD: METHOD", method, tuple(_TILED))
 
   @property
   def sends_stored(self) -> bool:
@@ -374,14 +403,16 @@ class PrefillConfig(Config):
     pattern = self.pattern
     if pattern is not None:
       check_layers(model)
-      dense_method = "blockwise" if size == 1 else "ulysses"
+      tiled = self.tiled_method
+      assert tiled is not None
+      dense_method = "blockwise" if size == 1 else tiled
       if behind or self.chunk is not None:
         dense_method = "chunked"
         _check_chunks(size, kind)
       dense = dataclasses.replace(self, method=dense_method).plan(
         tokens, model, mesh, axis, room=room, behind=behind, kind=kind
       )
-      return _with_tiles(dense, pattern)
+      return _with_tiles(dense, pattern, _TILED[tiled], room)
     recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
     width = padded(tokens, size, room)
     name, partition, why = self._resolved(
@@ -571,21 +602,55 @@ def _ring_or_striped(
   )
 
 
-def _with_tiles(dense: Prefill, pattern: TilePattern) -> Prefill:
-  """Plan that reads the tiles of a pattern, from the one that reads all."""
+def _with_tiles(
+  dense: Prefill, pattern: TilePattern, strategy: str, room: int | None
+) -> Prefill:
+  """Plan that reads the tiles of a pattern, from the one that reads all.
+
+  Args:
+    dense: Plan that reads all tiles.
+    pattern: Choice of the tiles.
+    strategy: Strategy of `tile_attention` on a sharded sequence.
+    room: Free tokens of the cache, if there is one already.
+  """
   if pattern.keeps_all:
     return dataclasses.replace(
       dense, why=f"{_SPARSE!r} was asked for, with all tiles: it is this"
     )
   place = dict(mesh=dense.attend.mesh, axis=dense.attend.axis)
-  attend = (
-    TileParallel(pattern=pattern, layout=dense.layout, **place)
-    if dense.chunk is None
-    else CachedTiles(pattern=pattern, **place)
+  why = f"by {pattern}"
+  if dense.chunk is not None:
+    attend: TileParallel | CachedTiles = CachedTiles(pattern=pattern, **place)
+    return dataclasses.replace(
+      dense, name=_SPARSE, attend=attend, pattern=pattern, why=why
+    )
+  if strategy == "ring" and dense.attend.size > 1:
+    dense = _in_blocks(dense, pattern.block, room)
+    why += f", {dense.name} over {dense.layout}"
+  attend = TileParallel(
+    pattern=pattern, layout=dense.layout, tile_strategy=strategy, **place
   )
   return dataclasses.replace(
-    dense, name=_SPARSE, attend=attend, pattern=pattern, why=f"by {pattern}"
+    dense, name=_SPARSE, attend=attend, pattern=pattern, why=why
   )
+
+
+def _in_blocks(dense: Prefill, block: int, room: int | None) -> Prefill:
+  """Plan whose shards hold whole blocks of tokens, if there is room for it.
+
+  Else `tile_attention` exchanges tokens in each layer.
+  """
+  size, layout, width = dense.attend.size, dense.layout, dense.width
+  if isinstance(layout, Striped):
+    layout = Striped(block)
+  else:
+    multiple = size * block * (1 if isinstance(layout, Contiguous) else 2)
+    width = -(-width // multiple) * multiple
+  slots = layout.local_length(width, size)
+  max_slots = dense.width + dense.width // _BLOCK_PADDING
+  if slots * size > (max_slots if room is None else min(max_slots, room)):
+    return dense
+  return dataclasses.replace(dense, layout=layout, width=width, slots=slots)
 
 
 def _check_chunks(size: int, kind: CacheConfig) -> None:
@@ -740,6 +805,6 @@ def read_tiles(
   sums: list[Any] = []
   logits, cache = forward(
     model, attend, tokens, pos, seg, cache, rows[:, None], length,
-    tile_sums=sums,
+    record=(TileRecord, sums),
   )  # fmt: skip
   return attend.everywhere(logits[:, 0]), cache, attend.everywhere(sums)

@@ -24,12 +24,15 @@ class LayerTiles:
     left_out: Part of the attention that is left out, mean over sampled queries
       and heads.
     worst_head: Largest part that a head leaves out, mean over sampled queries.
+    by_shard: Number of tiles that each shard of the sequence computes, over
+      all heads; empty on one shard, and where shards exchange tokens for heads.
   """
 
   layer: int
   computed: float | None
   left_out: float
   worst_head: float
+  by_shard: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,18 @@ class TileReport:
     return float(np.mean(parts)) if parts else None
 
   @property
+  def by_shard(self) -> tuple[int, ...]:
+    """Number of tiles that each shard computes, over all layers and heads."""
+    shards = [x.by_shard for x in self.layers if x.by_shard]
+    return tuple(int(n) for n in np.sum(shards, 0)) if shards else ()
+
+  @property
+  def balance(self) -> float | None:
+    """Tiles of the shard with the most over their mean; None on one shard."""
+    tiles = self.by_shard
+    return float(max(tiles) / np.mean(tiles)) if any(tiles) else None
+
+  @property
   def left_out(self) -> float:
     """Largest part of a layer's attention that is left out."""
     return max(x.left_out for x in self.layers)
@@ -65,6 +80,8 @@ class TileReport:
       **dataclasses.asdict(self.pattern),
       "computed": self.computed,
       "left_out": self.left_out,
+      "by_shard": list(self.by_shard),
+      "balance": self.balance,
       "samples": self.samples,
       "layers": [dataclasses.asdict(x) for x in self.layers],
     }
@@ -101,6 +118,7 @@ def tile_report(
             computed=chosen,
             left_out=float(np.mean(left_out)),
             worst_head=float(np.max(left_out)),
+            by_shard=tuple(int(n) for n in total("by_shard")),
           )
         )
   if not layers:

@@ -299,6 +299,8 @@ class _Tally:
       self._add("landmarks", landmarks)
       self._add("hot pages", _bytes(cache.hot[n]))
       self.read += landmarks * filled / size
+      if cache.low_rank[n] is not None:
+        self._add("low-rank keys", _bytes(cache.low_rank[n]))
       filled = cache.shards * cache.tokens_read(n, filled // cache.shards)
       note = "as if no chosen page were hot; PageFetches counts those that are"
       self.notes += [note] if note not in self.notes else []
@@ -307,7 +309,9 @@ class _Tally:
     self._slots(name, shape, cache.kind.codec, blocks, size, filled)
     if hosted:
       self.in_host += _bytes(blocks)
-      self.copied += _bytes(blocks) * filled / size
+      # With `rank` the keys of chosen pages are rebuilt on the devices.
+      copied = blocks if cache.kind.tier.rank is None else blocks.v
+      self.copied += _bytes(copied) * filled / size
 
   def _pages(self, shape: LayerCacheSpec, pages: Pages, groups: int) -> None:
     """Add the pages of the heads."""

@@ -115,6 +115,27 @@ class TierConfig(Config):
     least=1,
     default=None,
   )
+  landmarks: str = option(
+    'What queries choose pages of host memory by: "bounds" of their keys '
+    '(Quest), or "means" of their keys (ShadowKV). Layers with an index choose '
+    "by it.",
+    choices=("bounds", "means"),
+    default="bounds",
+  )
+  outlier_pages: int = option(
+    'Number of pages of a KV head that each query reads besides, with "means": '
+    "those with a key that is the least like the mean.",
+    least=0,
+    default=0,
+  )
+  rank: int | None = option(
+    "Numbers in which device memory has each key of a page in host memory, "
+    "before its rotation: coefficients of the leading singular vectors of the "
+    "row's first keys. The keys of chosen pages are rebuilt from them, and "
+    "only values are copied. None: both are copied.",
+    least=1,
+    default=None,
+  )
 
   @property
   def tile_blocks(self) -> int:
@@ -213,6 +234,43 @@ REFUSED = (
     lambda k: f"{k.tier.hot}, with pages of {k.layout.page} tokens",
     "a page or more",
     lambda k: f"pass hot={k.layout.page}",
+  ),
+  CacheRefusal(
+    "landmarks",
+    lambda k: (
+      k.tier.landmarks != "bounds" and (k.tier.hot is None or not k.policy)
+    ),
+    lambda k: f"{k.tier.landmarks!r}, without select and hot",
+    "a policy by which queries choose pages of host memory",
+    "write select:device=4096,hot=8192,landmarks=means, or leave it out",
+  ),
+  CacheRefusal(
+    "outlier_pages",
+    lambda k: k.tier.outlier_pages > 0 and k.tier.landmarks != "means",
+    lambda k: f"{k.tier.outlier_pages}, with landmarks={k.tier.landmarks!r}",
+    "landmarks=means, whose pages can be unlike their mean",
+    "pass landmarks=means, or leave outlier_pages out",
+  ),
+  CacheRefusal(
+    "rank",
+    lambda k: k.tier.rank is not None and (not k.tier.hot or not k.policy),
+    lambda k: f"{k.tier.rank}, without select and hot",
+    "a policy by which queries choose pages of host memory",
+    "write select:device=4096,hot=8192,unrotated=True,rank=32, or leave it out",
+  ),
+  CacheRefusal(
+    "rank",
+    lambda k: k.tier.rank is not None and k.codec is not None,
+    lambda k: f"{k.tier.rank}, with a codec",
+    "numbers, of which a key is a sum of vectors",
+    "leave the codec or rank out",
+  ),
+  CacheRefusal(
+    "rank",
+    lambda k: k.tier.rank is not None and not k.layout.unrotated,
+    lambda k: f"{k.tier.rank}, with rotated keys",
+    "unrotated keys, which are of lower rank",
+    "pass unrotated=True, too",
   ),
   CacheRefusal(
     "block",

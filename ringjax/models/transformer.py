@@ -70,7 +70,7 @@ from ringjax.nn.sharding_context import (
 )
 from ringjax.nn.stack import Stack, keeps
 from ringjax.nn.streams import HyperStreams, Streams
-from ringjax.nn.tile_sums import TileRecord
+from ringjax.nn.tile_sums import PageRecord, TileRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.adapter_rows import adapter_rows
 from ringjax.nn.weights.placed_layers import naming_faults
@@ -713,13 +713,13 @@ def forward(
   length: Lengths | None,
   parents: Int[Array, "#B T"] | None = None,
   x: Float[Array, "B T *D"] | None = None,
-  tile_sums: list[Any] | None = None,
+  record: tuple[type[TileRecord] | type[PageRecord], list[Any]] | None = None,
 ) -> Any:
   """`Transformer.__call__` without its checks, within a jit.
 
   `x` is the output of the layers before, for a model of the last ones, see
-  `models.partition.layer_parts`. `tile_sums` receives what layers record of the
-  tiles that they compute, see `Tokens.recorded`.
+  `models.partition.layer_parts`. `record` is a class of records of the layers,
+  and a list that receives their sums, see `Tokens.recorded`.
   """
   call_cache = cache if cache is not None else NoCache(len(model.kinds))
   if pos is None and cache is not None and isinstance(attend, CachedAttention):
@@ -732,8 +732,8 @@ def forward(
   if groups is not None:
     return _in_groups(model, attend, tokens, places, groups, rows)
   call_cache = _begun(call_cache, attend, tokens, places)
-  if tile_sums is not None:
-    places.recorder = TileRecord
+  if record is not None:
+    places.recorder = record[0]
   if call_cache.tiles and rows is not None:
     x, call_cache = model.through_layers(tokens, places, call_cache, attend, x)
     # Norm and head cost the rows that are read, not all that have room.
@@ -744,8 +744,8 @@ def forward(
   else:
     x, call_cache = model.through_layers(tokens, places, call_cache, attend, x)
     h = model.head_input(x)
-  if tile_sums is not None:
-    tile_sums.extend(places.recorded)
+  if record is not None:
+    record[1].extend(places.recorded)
   if rows is not None:
     h = jnp.take_along_axis(h, rows[..., None], 1)
   logits = model.logits(h)

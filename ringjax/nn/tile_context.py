@@ -18,14 +18,16 @@ from ringjax.nn.sharding_context import (
   ContextParallel,
   Extras,
 )
-from ringjax.nn.tile_sums import TileRecord
+from ringjax.nn.tile_sums import TileOwners, TileRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.tiles.chosen_tiles import ChosenTiles
 from ringjax.ops.attention.tiles.tile_pattern import TilePattern
+from ringjax.ops.attention.tiles.tile_shards import tile_owners
 from ringjax.ops.attention.tiles.tiles_api import tile_attention
 from ringjax.ops.mask import Mask
+from ringjax.parallel.layout import Contiguous
 
 # Queries of a row whose attention is computed in full. Those of a chunk are few
 # enough to read a cache's tiles in place.
@@ -36,14 +38,16 @@ _SAMPLES, _CHUNK_SAMPLES = 32, 16
 class TileParallel(ContextParallel):
   """Queries of a whole prompt read the tiles that a pattern chooses.
 
-  On a mesh shards exchange tokens for heads. Layers without positions, as of
-  `across` and `between`, read all keys.
+  Layers without positions, as of `across` and `between`, read all keys.
 
   Attributes:
     pattern: Choice of the tiles.
+    tile_strategy: Strategy of `tile_attention` on a sharded sequence; None:
+      that of the layout.
   """
 
   pattern: TilePattern
+  tile_strategy: str | None = None
 
   takes_rows = False
   takes_classes = False
@@ -72,25 +76,50 @@ class TileParallel(ContextParallel):
       q_positions=tokens.pos,
       q_segment_ids=seg,
       return_tiles=True,
+      strategy=self.tile_strategy,
       **options,
     )
     record = tokens.record_of(TileRecord)
     if record is None:
       return out
-    at, sampled = _sampled(tokens, q.shape[0], _SAMPLES)
+    columns = self._columns(q.shape[1])
+    at, sampled = _sampled(tokens, q.shape[0], _SAMPLES, columns)
     pos, seg_at = (jnp.take_along_axis(x, at, 1) for x in tokens.at)
+    # Sampled queries travel, not keys; both have explicit positions.
+    options["layout"] = Contiguous()
     _, all_lse = dot_product_attention(
       jnp.take_along_axis(q, at[:, :, None, None], 1),
       k,
       v,
       q_positions=pos,
       q_segment_ids=None if seg is None else seg_at,
-      strategy="ring",
+      strategy="ring_q",
       **options,
     )
     chosen_lse = jnp.take_along_axis(lse, at[:, :, None], 1)
-    record.add(chosen_lse, all_lse, sampled, tuple(tiles))
+    record.add(
+      chosen_lse, all_lse, sampled, tuple(tiles), self._owners(q.shape[1])
+    )
     return out
+
+  def _columns(self, width: int) -> Int[Array, " T"]:
+    """Column of each of the call's tokens in the sequence's order."""
+    number = jnp.arange(width, dtype=jnp.int32)
+    if self.size == 1 or isinstance(self.layout, Contiguous):
+      return number
+    order = self.layout.all_positions(width, self.size)
+    return jnp.zeros_like(number).at[order].set(number)
+
+  def _owners(self, width: int) -> TileOwners | None:
+    """Shard that computes each column's block; None where heads are sharded."""
+    if self.size == 1 or self.tile_strategy == "ulysses":
+      return None
+    block = self.pattern.block
+    local_length = self.layout.local_length(width, self.size)
+    owners = tile_owners(self.layout, self.size, local_length, block)
+    order = self.layout.all_positions(width, self.size)
+    first = order % block == 0
+    return TileOwners(jnp.asarray(owners)[order // block], first, self.size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +157,8 @@ class CachedTiles(CachedAttention):
       return super().__call__(q, tokens, cache, mask, extras)
     extras = dataclasses.replace(extras, residual=True)
     out, lse = super().__call__(q, tokens, cache, mask, extras)
-    at, sampled = _sampled(tokens, q.shape[0], _CHUNK_SAMPLES)
+    columns = jnp.arange(q.shape[1], dtype=jnp.int32)
+    at, sampled = _sampled(tokens, q.shape[0], _CHUNK_SAMPLES, columns)
     samples = copy.copy(tokens)
     samples.pos, samples.seg = (
       jnp.take_along_axis(x, at, 1) for x in tokens.at
@@ -148,15 +178,20 @@ class CachedTiles(CachedAttention):
 
 
 def _sampled(
-  tokens: Tokens, batch: int, count: int
+  tokens: Tokens, batch: int, count: int, columns: Int[Array, " T"]
 ) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
-  """Indices of queries at even distances in each row, and whether each is real.
+  """Columns of queries at even distances in each row, and whether each is real.
 
-  A row's tokens are first, its padding after them.
+  Args:
+    tokens: Tokens of a call. In the sequence's order a row's tokens are first,
+      its padding after them.
+    batch: Number of rows.
+    count: Number of queries of a row.
+    columns: Column of each token in the sequence's order.
   """
   real = jnp.broadcast_to(tokens.seg != 0, (batch, tokens.seg.shape[1]))
   length = jnp.sum(real, 1, dtype=jnp.int32)[:, None]
   odd = 2 * jnp.arange(count, dtype=jnp.int32)[None] + 1
   at = odd * length // (2 * count)
-  at = jnp.clip(at, 0, jnp.maximum(length - 1, 0))
+  at = columns[jnp.clip(at, 0, jnp.maximum(length - 1, 0))]
   return at, jnp.take_along_axis(real, at, 1)

@@ -11,13 +11,16 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.nn.router_sums import RouterRecord, RouterSums
-from ringjax.nn.tile_sums import TileRecord, TileSums
+from ringjax.nn.tile_sums import PageRecord, PageSums, TileRecord, TileSums
 from ringjax.nn.weights.adapter_rows import current_adapter_rows
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
 from ringjax.typing import Lengths
 
-R = TypeVar("R", RouterRecord, TileRecord)
+R = TypeVar("R", RouterRecord, TileRecord, PageRecord)
+# What a layer records, and its sums.
+Record = RouterRecord | TileRecord | PageRecord
+Sums = RouterSums | TileSums | PageSums
 
 
 class Tokens:
@@ -66,9 +69,9 @@ class Tokens:
     self.length = length
     self.inputs: Callable[[Any], Any] | None = None
     self.ids: Int[Array, "B T"] | None = None
-    self.recorder: type[RouterRecord] | type[TileRecord] | None = None
-    self.recorded: tuple[tuple[RouterSums | TileSums | None, ...], ...] = ()
-    self.record: RouterRecord | TileRecord | None = None
+    self.recorder: type[Record] | None = None
+    self.recorded: tuple[tuple[Sums | None, ...], ...] = ()
+    self.record: Record | None = None
     self.adapters: Int[Array, " B"] | None = current_adapter_rows()
     self.handed: Float[Array, "B T n"] | None = None
     self._tables = {rope: rope.tables(pos, length) for rope in ropes}

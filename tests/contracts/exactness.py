@@ -91,12 +91,13 @@ def _policy(policy, codec=None, **fields):
   return _kind(kind, refusals=refusals, **fields)
 
 
-def _in_host(policy, codec=None, unrotated=False, **fields):
+def _in_host(policy, codec=None, choice=None, unrotated=False, **fields):
   """A path of pages in host memory, of which chosen ones are copied."""
   codec = codec and kind_text.parse(codec).codec
   kind = CacheConfig(
-    policy=policy, codec=codec, unrotated=unrotated, device=8, hot=16, page=8
-  )
+    policy=policy, codec=codec, unrotated=unrotated, device=8, hot=16, page=8,
+    **(choice or {}),
+  )  # fmt: skip
   return _kind(kind, refusals={"crowd": "device"}, **fields)
 
 
@@ -188,6 +189,13 @@ PATHS: dict[str, Path] = {
   ),
   "quest in host memory, unrotated": _in_host(
     rj.kv.Select(budget=0.4), unrotated=True
+  ),
+  "means in host memory": _in_host(
+    rj.kv.Select(budget=0.4), choice=dict(landmarks="means", outlier_pages=1)
+  ),
+  # Keys are of a basis of the first that left the devices.
+  "keys of low rank": _in_host(
+    rj.kv.Select(budget=0.4), choice=dict(rank=6), unrotated=True, evicts=True
   ),
   "index in host memory": _in_host(None, model=lambda: model("deepseek_v32")),
   "sinks": _policy(rj.kv.Sinks(budget=12)),

@@ -194,6 +194,8 @@ class Phase:
   copies_states: bool = False
 
 
+# Tokens of a tile of a pattern, and queries of a row at which it is measured.
+TILE, SAMPLES = 128, 32
 # Bytes of coordinates, lengths and flags.
 SLACK = 1 << 14
 # Tokens of a chunk of a prompt.
@@ -252,6 +254,27 @@ def around(s: Sizes) -> dict[str, float]:
     + 2 * tokens * s.seq
     + 2 * s.seq * s.states,
     "all-to-all": tokens * s.ordered,
+  }
+
+
+def tiles_around(s: Sizes) -> dict[str, float]:
+  """A prompt by chosen tiles: keys go around the ring twice, values once.
+
+  The first time they are alone, for XAttention's estimates, with the extents of
+  their squares. Coordinates of tiles are gathered, and of some sampled queries
+  of each layer the queries and log-sum-exps.
+  """
+  dense = around(s)
+  tokens = 4 * s.rows * s.tokens // s.seq
+  # Keys are half of the numbers; a square of 8 tokens has six coordinates.
+  again = tokens * (s.keys // 2 + 6 / 8) * (s.seq - 1)
+  samples = 4 * s.rows * SAMPLES * s.heads * (s.value + 2)
+  tiles = 4 * s.rows * s.tokens // TILE * 6
+  return {
+    **dense,
+    "collective-permute": dense["collective-permute"] + s.layers * again,
+    "all-reduce": dense["all-reduce"] + s.layers * 4 * samples,
+    "all-gather": dense["all-gather"] + s.layers * (4 * samples + tiles),
   }
 
 
@@ -412,6 +435,16 @@ PHASES: Mapping[str, Phase] = {
     sends=around,
     large=activations,
   ),
+  **{
+    f"tiles_{method}": Phase(
+      builder=program_calls.tiled_prompt,
+      options={"pattern": "xattention,threshold=.9", "method": method},
+      tokens=None,
+      sends=tiles_around,
+      large=activations,
+    )
+    for method in ("striped", "zigzag", "ring")
+  },
   "chunk": Phase(
     builder=steps.prefill,
     options={"strategy": "striped", "chunk": CHUNK},

@@ -166,6 +166,42 @@ def cached_call(
   return program.built(mesh, function, arguments, 0.0, 1.0, what=what)
 
 
+def tiled_prompt(
+  devices: Any,
+  *,
+  tokens: int,
+  pattern: str,
+  method: str,
+  batch: int,
+  cache: str,
+  **options: Any,
+) -> Built:
+  """Builds the prefill of a whole prompt by the tiles of a pattern.
+
+  Args:
+    devices: Devices of the mesh.
+    tokens: Tokens of a row.
+    pattern: Text of the pattern.
+    method: Method over the sequence's shards.
+    batch: Number of rows.
+    cache: Kind of the cache.
+    options: Options of `steps.ModelOptions`.
+  """
+  program, model, attend = _placed(devices, tokens, batch, options)
+  mesh, axis = attend.mesh, attend.axis
+  kind = kind_text.parse(cache).resident("reading a prompt")
+  config = prefill.PrefillConfig(method=f"sparse-{method}:{pattern}")
+  context = config.plan(tokens, model, mesh, axis).attend
+  slots = model.init_cache_spec(batch, tokens, sharding=context, kind=kind)
+  over = P(context.batch_axes(batch) or None, axis)
+  ids = jax.ShapeDtypeStruct(
+    (batch, tokens), jnp.int32, sharding=NamedSharding(mesh, over)
+  )
+  row, number = _on_all(mesh, (batch,), jnp.int32), _on_all(mesh, (), jnp.int32)
+  arguments = (model, context, ids, None, ids, slots, row, number)
+  return program.built(mesh, prefill.read_tiles, arguments, 0.0, 1.0)
+
+
 def _arrays(
   what: str,
   batch: int,

@@ -116,6 +116,57 @@ def test_shards_leave_out_what_one_device_leaves_out(devices, text, prompts):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+  ("method", "layout"),
+  [("ring", rj.Contiguous()), ("zigzag", rj.Zigzag())],
+)
+def test_methods_read_the_same_tiles(method, layout):
+  """Whole blocks are on the shards, or tokens are exchanged in a layer."""
+  rng = np.random.default_rng(0)
+  for length, blocks in ((500, 8), (200, 4)):
+    prompts = [rng.integers(0, 64, length).tolist(), [1, 2, 3]]
+    new, report = ask(prompts, f"sparse:{HALF}")
+    sharded, on_mesh = ask(prompts, f"sparse-{method}:{HALF}", model=small(4))
+    assert sharded == new
+    assert on_mesh.prefill.layout == layout
+    assert on_mesh.tiles.computed == report.tiles.computed
+    assert on_mesh.tiles.left_out == pytest.approx(
+      report.tiles.left_out, rel=1e-4, abs=1e-6
+    )
+    tiles = on_mesh.tiles.by_shard
+    assert len(tiles) == 4 and sum(tiles) >= 4 * (2 * blocks - 1)
+
+
+@pytest.mark.long
+def test_stripes_of_blocks_level_the_shards():
+  prompts = [np.random.default_rng(0).integers(0, 64, 1800).tolist()]
+  _, report = ask(prompts, f"sparse:{HALF}", model=small(2))
+  assert report.prefill.layout == rj.Striped(64)
+  assert report.tiles.balance <= 1.15
+  assert report.tiles.record()["by_shard"] == [*report.tiles.by_shard]
+
+
+@pytest.mark.long
+def test_a_session_without_room_for_whole_blocks_is_read_the_same():
+  prompt = [np.random.default_rng(0).integers(0, 64, 196).tolist()]
+  new, _ = ask(prompt, f"sparse:{HALF}")
+  session = rj.infer.Session(small(2), 204, batch=1)
+  got, report = ask(prompt, f"sparse:{HALF}", model=small(2), cache=session)
+  assert got == new and report.prefill.layout == rj.Striped()
+
+
+@pytest.mark.long
+def test_losses_of_rows_that_stripes_do_not_fill():
+  """Two shards of 100 tokens, in stripes of 64."""
+  text = [np.random.default_rng(0).integers(0, 64, 201).astype(np.int32)]
+  losses = lambda model: perplexity(
+    model, text, length=200, rows=1, prefill=f"sparse:{HALF}"
+  )
+  one, two = losses(small()), losses(small(2))
+  np.testing.assert_allclose(two.nll, one.nll, atol=1e-5)
+
+
+@pytest.mark.long
 def test_heads_and_rows_may_be_sharded(prompts):
   new, report = ask(prompts, f"sparse:{HALF}")
   mesh = rj.make_mesh((2, 2, 2), ("data", "seq", "model"))
@@ -192,6 +243,8 @@ def test_more_than_the_limit_left_out_is_refused(prompts):
     "sparse:xattention,stride=7",
     "sparse:xattention,width=2",
     "sparse:flexprefill,gamma=-1",
+    "sparse-gather:xattention",
+    "sparse-:xattention",
   ],
 )
 def test_what_is_no_pattern_is_refused_before_a_model_is_needed(text):

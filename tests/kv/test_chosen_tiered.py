@@ -59,8 +59,8 @@ def test_the_pages_are_those_that_quest_reads_on_the_devices(budget):
 @pytest.mark.parametrize(
   ("kind", "plain", "family"),
   [
-    ("select:budget=1.0", "dense", "grouped"),
-    ("int8+select:budget=1.0", "int8", "sinks"),
+    ("select:budget=1.0,hot=16", "dense", "grouped"),
+    ("int8+select:budget=1.0,hot=16", "int8", "sinks"),
     ("unrotated:hot=16", "dense", "selected"),
     ("int8:hot=16", "int8", "selected"),
   ],

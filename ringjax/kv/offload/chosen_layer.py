@@ -13,17 +13,19 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from ringjax.kv.layer_spec import LayerKV
+from ringjax.kv.offload.choices import choice_of, pages_read
 from ringjax.kv.offload.hot_pages import (
   ChosenPages,
   HotPages,
   fetch_chosen,
   is_wider,
 )
+from ringjax.kv.offload.low_rank_keys import LowRankKeys, low_rank_specs
 from ringjax.kv.offload.moved_blocks import with_heads
 from ringjax.kv.offload.tiered import TieredLayer
 from ringjax.kv.storage.pages import Places
 from ringjax.kv.storage.slots import REPLICATED
-from ringjax.ops.attention.cached.paged import PagedView, ranked_pages
+from ringjax.ops.attention.cached.paged import PagedView
 from ringjax.ops.attention.cached.views import KVView, UnrotatedView
 from ringjax.ops.attention.sparse.top_tokens import ranked
 from ringjax.ops.mask import Coords, SameSegment, visible
@@ -63,9 +65,8 @@ class ChosenTieredLayer(TieredLayer):
     bounds, heads = cache.landmarks[self.kind], self._places
     assert bounds is not None
     count = bounds.shape[3] // cache.shards
-    pages_read = tuple(
-      policy.pages(n, cache.kind.tier.block) for n in range(count + 1)
-    )
+    num_read = tuple(pages_read(cache.kind, n) for n in range(count + 1))
+    choice = choice_of(cache.kind)
 
     def choose(
       q: jax.Array, bounds: jax.Array, at: Coords
@@ -76,13 +77,13 @@ class ChosenTieredLayer(TieredLayer):
       q = jnp.transpose(q, (0, 2, 3, 1, 4))
       is_slot = (at.seg > 0).reshape(at.seg.shape[0], 1, num_pages, -1)
       has_page = jnp.broadcast_to(jnp.any(is_slot, 3), bounds.shape[:3])
-      pages, reads = ranked_pages(q, bounds, has_page, pages_read)
+      pages, reads = choice.ranked(q, bounds, has_page, num_read)
       # Of an empty row a query would read a page, too.
       return pages, reads & jnp.take_along_axis(has_page[:, :, None], pages, 3)
 
     q = rotated()
     spec = P(heads.batch or None, None, heads.heads or None)
-    return self._fetched(choose, q, spec, q.shape[1], max(pages_read))
+    return self._fetched(choose, q, spec, q.shape[1], max(num_read))
 
   def chosen_by(self, selection: KeySelection) -> ChosenTieredLayer:
     """Copy the pages with keys that the layer's index may choose.
@@ -160,6 +161,7 @@ class ChosenTieredLayer(TieredLayer):
     places, hot = self._places, self.hot
     assert hot is not None
     blocks, landmarks = cache.blocks[self.kind], cache.landmarks[self.kind]
+    low_rank = cache.low_rank[self.kind]
     assert blocks is not None and landmarks is not None
     batch, heads, axis = (
       x or None for x in (places.batch, places.heads, places.tokens)
@@ -170,13 +172,16 @@ class ChosenTieredLayer(TieredLayer):
       blocks: LayerKV,
       hot: HotPages,
       landmarks: jax.Array,
+      low_rank: LowRankKeys | None,
       at: Coords,
       layer: jax.Array,
     ) -> tuple[HotPages, ChosenPages]:
       of_layer = lax.dynamic_index_in_dim(landmarks, layer, 0, keepdims=False)
       at = Coords(*at)
       pages, reads = choose(queries, of_layer, at)
-      return fetch_chosen(LayerKV(*blocks), hot, at, layer, pages, reads)
+      return fetch_chosen(
+        LayerKV(*blocks), hot, at, layer, pages, reads, low_rank
+      )
 
     block_spec: PyTree = P(axis, batch, heads)
     value_spec: PyTree = block_spec if blocks.v.size else P()
@@ -193,6 +198,7 @@ class ChosenTieredLayer(TieredLayer):
         LayerKV(block_spec, value_spec),
         specs_of_hot,
         places.by_head,
+        low_rank_specs(low_rank, places),
         places.by_example,
         P(),
       ),
@@ -211,6 +217,7 @@ class ChosenTieredLayer(TieredLayer):
       blocks,
       hot,
       landmarks,
+      low_rank,
       cache.held.at,
       jnp.asarray(self.index, jnp.int32),
     )

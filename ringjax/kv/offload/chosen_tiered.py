@@ -2,10 +2,12 @@
 
 Guarantees: all tokens are kept, bit for bit. A token of an answer reads the
 pages of the older part that its queries choose: by bounds of their keys
-(Quest), the same pages as `Select` reads on the devices; or all those with keys
-that the index of its layer chooses, and so the same keys as without host
-memory. A choice does not depend on drafts, other tokens of a call, other rows,
-or what was hot before. The tokens of a prompt read all pages.
+(Quest), the same pages as `Select` reads on the devices, or by another choice,
+see `page_choice`; or all those with keys that the index of its layer chooses,
+and so the same keys as without host memory. With `rank` the keys of chosen
+pages are rebuilt, see `low_rank_keys`. A choice does not depend on drafts,
+other tokens of a call, other rows, or what was hot before. The tokens of a
+prompt read all pages.
 Cost: of each call, a product of its queries with the landmarks, and a copy of
 each chosen page that is not hot, see `fetch_chosen`; `fetches` counts them.
 Memory: on the devices as `TieredCache`, `hot` tokens of each KV head, and the
@@ -33,6 +35,7 @@ from ringjax.kv.base import HOST, CacheSpec, zeros
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_rows import placed_as
 from ringjax.kv.offload.cache_files import CacheFiles
+from ringjax.kv.offload.choices import pages_read
 from ringjax.kv.offload.chosen_layer import ChosenTieredLayer
 from ringjax.kv.offload.host_memory import default_device
 from ringjax.kv.offload.hot_pages import (
@@ -43,10 +46,12 @@ from ringjax.kv.offload.hot_pages import (
   without_pages_from,
 )
 from ringjax.kv.offload.landmarks import (
+  PageKeys,
   check_choosing_layers,
   landmarks_spec,
   with_landmarks,
 )
+from ringjax.kv.offload.low_rank_keys import LowRankKeys
 from ringjax.kv.offload.moved_blocks import with_heads
 from ringjax.kv.offload.tiered import TieredCache
 from ringjax.kv.storage import changes
@@ -81,18 +86,22 @@ class ChosenTieredCache(TieredCache):
     limit: Maximum number of tokens in a row.
     memory: Memory kind of the pages, one of `MEMORIES`.
     places: Mesh axes that shard the pages.
-    landmarks: For each kind of layer, what queries choose the pages by: least
-      and largest elements of the keys, [L, B, K, R M, 2, H], or the keys of
-      the layer's index, [L, B, 1, R M, P, E].
+    landmarks: For each kind of layer, what queries choose the pages by: two
+      vectors of a page, [L, B, K, R M, 2, H], or the keys of the layer's index,
+      [L, B, 1, R M, P, E].
+    low_rank: For each kind of layer the coefficients of its keys; None where
+      keys are copied.
     hot: For each kind of layer its hot pages; None if all stays on the devices.
   """
 
   landmarks: tuple[Float[ArrayLeaf, "_ B _ _ _ _"] | None, ...]
+  low_rank: tuple[LowRankKeys | None, ...]
   hot: tuple[HotPages | None, ...]
   layer_fields: ClassVar[tuple[str, ...]] = ("hot",)
   row_axes: ClassVar[Mapping[str, int]] = {
     **TieredCache.row_axes,
     "landmarks": 1,
+    "low_rank": 1,
   }
 
   # -------------------------------------------------------------------------
@@ -129,16 +138,25 @@ class ChosenTieredCache(TieredCache):
         None if blocks is None else landmarks_spec(shape, room, kind)
         for shape, blocks in zip(shapes, base.blocks, strict=True)
       ),
+      low_rank=tuple(
+        None
+        if blocks is None or kind.tier.rank is None
+        else LowRankKeys.spec(shape, room, kind)
+        for shape, blocks in zip(shapes, base.blocks, strict=True)
+      ),
       hot=hot_specs(shapes, base.blocks, room, kind),
     )
 
   def allocated(self, files: CacheFiles | None = None) -> ChosenTieredCache:
     cache: Any = super().allocated(files)
-    landmarks, hot = zeros(self.landmarks), emptied(self.hot)
+    arrays = zeros(self.landmarks), zeros(self.low_rank), emptied(self.hot)
     if self.mesh is None:
       # As `TieredCache` does, so that jit does not compile twice.
-      landmarks, hot = jax.device_put((landmarks, hot), default_device())
-    return dataclasses.replace(cache, landmarks=landmarks, hot=hot)
+      arrays = jax.device_put(arrays, default_device())
+    landmarks, low_rank, hot = arrays
+    return dataclasses.replace(
+      cache, landmarks=landmarks, low_rank=low_rank, hot=hot
+    )
 
   def _hot_for(self, batch: int) -> tuple[HotPages | None, ...]:
     """Empty hot pages for a number of rows."""
@@ -164,11 +182,12 @@ class ChosenTieredCache(TieredCache):
   def fetches(self) -> PageFetches:
     """Count the pages that the calls of this cache have chosen."""
     hits = misses = num_bytes = 0
-    for hot in self.hot:
+    for hot, low_rank in zip(self.hot, self.low_rank, strict=True):
       if not hot:
         continue
       counts = host(hot.counts).reshape(-1, 2).astype(np.int64).sum(0)
-      page_bytes = sum(x.nbytes // x.shape[0] for x in (hot.k, hot.v))
+      copied = (hot.k, hot.v) if low_rank is None else (hot.v,)
+      page_bytes = sum(x.nbytes // x.shape[0] for x in copied)
       hits += int(counts[0])
       misses += int(counts[1])
       num_bytes += int(counts[1]) * page_bytes
@@ -181,10 +200,10 @@ class ChosenTieredCache(TieredCache):
       kind: Index of the kind of layer.
       tokens: Number of older tokens.
     """
-    page, policy = self.kind.tier.block, self.kind.policy
+    page = self.kind.tier.block
     pages = -(-tokens // page)
-    if policy is not None:
-      return min(tokens, policy.pages(pages, page) * page) if pages else 0
+    if self.kind.policy is not None:
+      return min(tokens, pages_read(self.kind, pages) * page) if pages else 0
     return min(tokens, self.shapes[kind].reading.most * page)
 
   def tile_trips(self, platform: str) -> float:
@@ -210,11 +229,11 @@ class ChosenTieredCache(TieredCache):
     self, slots: tuple[Any, ...], count: Int[Array, "B R"]
   ) -> ChosenTieredCache:
     older, page = self.held.used, self.kind.tier.block
-    landmarks = tuple(
+    page_keys = tuple(
       None
       if x is None
       else with_landmarks(
-        x,
+        PageKeys(x, self.low_rank[n]),
         self.open,
         older,
         count,
@@ -228,7 +247,12 @@ class ChosenTieredCache(TieredCache):
     # Before the blocks are written: tokens that were dropped may be hot.
     hot = without_pages_from(self.hot, older // page, self.places)
     cache: Any = super()._with_blocks(slots, count)
-    return dataclasses.replace(cache, landmarks=landmarks, hot=hot)
+    return dataclasses.replace(
+      cache,
+      landmarks=tuple(x and x.landmarks for x in page_keys),
+      low_rank=tuple(x and x.low_rank for x in page_keys),
+      hot=hot,
+    )
 
   def changed(self, change: changes.CacheChange) -> ChosenTieredCache:
     """Return the cache after a change between calls; see `ModelCache.changed`.
@@ -258,8 +282,9 @@ class ChosenTieredCache(TieredCache):
       return move(jnp.asarray(np.take_along_axis(host(x), index, 3)), device)
 
     landmarks = jax.tree.map(gather_pages, self.landmarks)
-    cache = dataclasses.replace(cache, landmarks=landmarks)
     to_device = lambda x: jax.device_put(x, device)
+    low_rank = jax.tree.map(to_device, self.low_rank)
+    cache = dataclasses.replace(cache, landmarks=landmarks, low_rank=low_rank)
     hot = jax.tree.map(to_device, cache._hot_for(self.batch))
     counted = []
     for new, old in zip(hot, self.hot, strict=True):
@@ -273,6 +298,6 @@ class ChosenTieredCache(TieredCache):
 
 tree.register(
   ChosenTieredCache,
-  ("open", "held", "blocks", "landmarks", "hot"),
+  ("open", "held", "blocks", "landmarks", "low_rank", "hot"),
   ("kind", "limit", "memory", "places"),
 )

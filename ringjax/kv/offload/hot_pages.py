@@ -32,6 +32,7 @@ from ringjax.kv.base import CacheSpec, zeros
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_rows import placed_as
 from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
+from ringjax.kv.offload.low_rank_keys import LowRankKeys
 from ringjax.kv.offload.moved_blocks import with_heads
 from ringjax.kv.state import StateShape
 from ringjax.kv.storage.pages import Places
@@ -189,6 +190,7 @@ def fetch_chosen(
   layer: Index,
   pages: Int[Array, "B K T n"],
   reads: Bool[Array, "B K T n"],
+  low_rank: LowRankKeys | None = None,
 ) -> tuple[HotPages, ChosenPages]:
   """Copy the chosen pages that are not hot, on one device.
 
@@ -201,6 +203,7 @@ def fetch_chosen(
     pages: Pages from which the queries choose, 0 to M - 1; those of a query
       are distinct.
     reads: Whether the query reads the page.
+    low_rank: Coefficients from which keys are rebuilt; None: they are copied.
 
   Returns:
     The hot pages after the call, and those that the queries read.
@@ -250,7 +253,7 @@ def fetch_chosen(
     arrays = tuple(_wider(x, first, b * heads, size, extra) for x in arrays)
   base = jnp.int32(0) if extra else first
   arrays = _fetched(
-    blocks, arrays, layer, total, base, width, flat, victim, is_miss
+    blocks, arrays, layer, total, base, width, flat, victim, is_miss, low_rank
   )
   head = jnp.arange(b * heads, dtype=jnp.int32).reshape(b, heads, 1)
   table = base + head * width + slots
@@ -361,8 +364,12 @@ def _fetched(
   pages: Int[Array, "B K n"],
   slots: Int[Array, "B K n"],
   misses: Bool[Array, "B K n"],
+  low_rank: LowRankKeys | None,
 ) -> tuple[jax.Array, ...]:
-  """Copy missing pages from host memory into their slots."""
+  """Copy missing pages from host memory into their slots.
+
+  With `low_rank` their keys are rebuilt on the device.
+  """
   b, heads, n = misses.shape
   flat = misses.reshape(-1)
   (order,) = jnp.nonzero(flat, size=flat.size, fill_value=0)
@@ -385,7 +392,12 @@ def _fetched(
       stored = jax.device_put(host_page, jax.memory.Space.Device)
       return lax.dynamic_update_slice_in_dim(into, as_bytes(stored), target, 0)
 
-    return tuple(map(copy, stacks, arrays))
+    if low_rank is None:
+      return tuple(map(copy, stacks, arrays))
+    k, v = arrays
+    rebuilt = low_rank.of_page(layer, head, page).astype(k.dtype)
+    k = lax.dynamic_update_slice_in_dim(k, rebuilt, target, 0)
+    return k, copy(stacks[1], v)
 
   return loop(jnp.sum(flat, dtype=jnp.int32), step, arrays)
 

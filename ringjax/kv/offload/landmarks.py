@@ -1,7 +1,7 @@
 """Landmarks: what stays on the devices of keys in host memory, to choose by.
 
-Of a page's keys their least and largest elements (Quest), or the keys of the
-layer's index.
+Of a page's keys two vectors, see `page_choice`, or the keys of the layer's
+index; with `rank` also coefficients from which the keys are rebuilt.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +23,14 @@ from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.eviction.evictable_layers import check_layers
 from ringjax.kv.kv_layer import KVLayer
 from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
+from ringjax.kv.offload.choices import choice_of
+from ringjax.kv.offload.low_rank_keys import LowRankKeys, low_rank_specs
 from ringjax.kv.state import StateShape
 from ringjax.kv.storage.pages import Places
 from ringjax.ops.attention.blockwise import loop
 from ringjax.ops.attention.cached.code_format import token_axis
 from ringjax.ops.mask import Coords
+from ringjax.ops.rope import Rotation
 from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index
 
@@ -96,10 +100,22 @@ def _index_of(shape: LayerCacheSpec) -> int:
   return shape.reading.index
 
 
+class PageKeys(NamedTuple):
+  """Landmarks and coefficients of the pages of one kind of layer.
+
+  Fields:
+    landmarks: Landmarks of the pages.
+    low_rank: Coefficients of the keys; None: their keys are copied.
+  """
+
+  landmarks: Float[Array, "L B K M n H"]
+  low_rank: LowRankKeys | None
+
+
 @bounded
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7), donate_argnums=0)
 def with_landmarks(
-  landmarks: Float[Array, "L B K M n H"],
+  page_keys: PageKeys,
   open_cache: KVCache,
   older: Int[Array, "B R"],
   count: Int[Array, "B R"],
@@ -107,11 +123,11 @@ def with_landmarks(
   config: CacheConfig,
   limit: int,
   places: Places,
-) -> Float[Array, "L B K M n H"]:
+) -> PageKeys:
   """Landmarks with those of the first `count` pages of the open tokens.
 
   Args:
-    landmarks: Landmarks of a kind of layer.
+    page_keys: Landmarks of a kind of layer, and coefficients of its keys.
     open_cache: Open cache.
     older: Slots of the older part in use, int32 [B, R].
     count: Number of pages, int32 [B, R].
@@ -127,14 +143,15 @@ def with_landmarks(
   k, v = open_cache.slots[kind]
 
   def local(
-    landmarks: jax.Array,
+    page_keys: PageKeys,
     k: jax.Array,
     v: jax.Array,
     constants: PyTree,
     at: Coords,
     older: jax.Array,
     count: jax.Array,
-  ) -> jax.Array:
+  ) -> PageKeys:
+    landmarks = page_keys.landmarks
     inside = dataclasses.replace(
       open_cache,
       constants=tuple(
@@ -153,33 +170,49 @@ def with_landmarks(
     row = jnp.arange(rows)[:, None, None]
     head = jnp.arange(heads)[None, :, None]
 
-    def step(layer: Index, out: jax.Array) -> jax.Array:
+    def pages_of(layer: Index, rotation: Rotation) -> jax.Array:
       stored = LayerKV(k, v)
       view = KVLayer(inside, table, stored, layer, kind).view(rotation)
       if not shape.value:
         view = view.keys_alone()
       keys, _ = view.tile(jnp.int32(0), view.shape[2])
       keys = keys[:, :, : num_pages * page]
-      keys = keys.reshape(rows, heads, num_pages, page, -1).astype(out.dtype)
+      keys = keys.reshape(rows, heads, num_pages, page, -1)
+      return keys.astype(landmarks.dtype)
+
+    def step(layer: Index, page_keys: PageKeys) -> PageKeys:
+      keys = pages_of(layer, rotation)
       if config.policy is None:
         new = keys[..., _index_of(shape) :]
       else:
-        low = jnp.min(jnp.where(real, keys, jnp.inf), 3)
-        high = jnp.max(jnp.where(real, keys, -jnp.inf), 3)
-        new = jnp.stack([low, high], 3)
-      return out.at[layer, row, head, target[:, None]].set(new, mode="drop")
+        new = choice_of(config).landmarks(keys, real)
+      at = layer, row, head, target[:, None]
+      low_rank = page_keys.low_rank
+      if low_rank is not None:
+        moves = (nth < count)[:, None, :, None, None]
+        plain = pages_of(layer, Rotation())
+        low_rank = low_rank.with_pages(
+          layer, plain, real & moves, older[:, 0], target
+        )
+      return PageKeys(
+        page_keys.landmarks.at[at].set(new, mode="drop"), low_rank
+      )
 
     if not num_pages:
-      return landmarks
-    return loop(shape.layers, step, landmarks)
+      return page_keys
+    return loop(shape.layers, step, page_keys)
 
   by_row = places.by_example
   heads = places.heads or None
   constants = open_cache.constants[kind]
+  by_head: PyTree = places.by_head
+  by_page: PyTree = PageKeys(
+    by_head, low_rank_specs(page_keys.low_rank, places)
+  )
   return places.local(
     local,
     (
-      places.by_head,
+      by_page,
       places.of_slots(k),
       places.of_slots(v) if v.size else P(),
       jax.tree.map(lambda _: P(None, heads), constants),
@@ -187,5 +220,5 @@ def with_landmarks(
       by_row,
       by_row,
     ),
-    places.by_head,
-  )(landmarks, k, v, constants, open_cache.held.at, older, count)
+    by_page,
+  )(page_keys, k, v, constants, open_cache.held.at, older, count)

@@ -42,7 +42,6 @@ from ringjax.ops.attention.tiles.tile_pattern import (
   tile_bounds,
   tile_extent,
 )
-from ringjax.ops.mask import Coords
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,17 +73,18 @@ class FlexPrefill(TilePattern):
 
   def prepare(self, x: PromptTiles) -> PyTree:
     block = self.block
-    mass = line_mass(x, block)
+    mass = line_mass(x, block, block)
     choose = lambda a: largest_lines(a, self.gamma, self.least_tokens)
     lines = ChosenLines.of(
       x, mass, choose(mass.vertical), choose(mass.slash), block
     )
-    pooled = block_means(x.k, x.k_at, block)
+    pooled = x.gather(block_means(x.k, x.k_at, block), 2)
     return lines, pooled, self._distance(x, mass, pooled) < self.tau
 
   def choose(
-    self, x: PromptTiles, prepared: PyTree, rows: QueryBlocks
+    self, x: PromptTiles, prepared: PyTree, rows: QueryBlocks, estimate: PyTree
   ) -> Bool[Array, "B K G m n"]:
+    del estimate
     lines, pooled, by_pooled = prepared
     q = block_means(rows.q, rows.at, self.block)
     s = pooled_scores(x, q, pooled)
@@ -100,11 +100,9 @@ class FlexPrefill(TilePattern):
     self, x: PromptTiles, mass: LineMass, pooled: Float[Array, "B K n H"]
   ) -> Float[Array, "B K G"]:
     """Jensen-Shannon distance of pooled and exact attention to blocks."""
-    q, at, real = last_queries(x, self.block)
-    pos, seg = (jnp.take_along_axis(a, at, 1) for a in x.q_at)
-    q_at = Coords(pos, jnp.where(real, seg, 0))
+    q, q_at = last_queries(x, self.block)
     any_pairs, _ = tile_bounds(
-      x.mask, tile_extent(q_at, self.block), tile_extent(x.k_at, self.block)
+      x.mask, tile_extent(q_at, self.block), x.tile_extent(self.block)
     )
     s = pooled_scores(x, block_means(q, q_at, self.block), pooled)
     estimate = masked_softmax(jnp.where(any_pairs[:, None, None], s, -jnp.inf))[

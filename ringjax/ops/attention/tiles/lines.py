@@ -7,7 +7,8 @@ crosses it.
 Guarantees: lines are measured at each row's last real queries, whatever its
 padding. Positions decide distances.
 Cost: products of the last queries with all keys.
-Memory: scores of the last queries of one kv head's query heads.
+Memory: scores of the last queries of one kv head's query heads. Over a sharded
+sequence the sums of all keys, 4 bytes for each key and query head.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from ringjax.ops.attention.blockwise import product
 from ringjax.ops.attention.tiles.tile_pattern import (
   PromptTiles,
   last_queries,
-  tile_extent,
 )
 from ringjax.ops.mask import Coords, Extent, visible
 from ringjax.ops.softmax import finite_max
@@ -53,19 +53,18 @@ class LineMass(NamedTuple):
     return sums / count.astype(sums.dtype)
 
 
-def line_mass(x: PromptTiles, count: int) -> LineMass:
+def line_mass(x: PromptTiles, count: int, block: int) -> LineMass:
   """Measure the lines of a call by the last `count` queries of each row."""
-  q, at, real = last_queries(x, count)
-  pos, seg = (jnp.take_along_axis(a, at, 1) for a in x.q_at)
-  seg = jnp.where(real, seg, 0)
+  q, q_at = last_queries(x, count)
   b, _, group, _, _ = q.shape
-  keys = x.k.shape[2]
+  keys = x.k.shape[2] * (1 if x.shards is None else x.shards.size)
   column = lambda a: Coords(*(c[:, :, None] for c in a))
   row = lambda a: Coords(*(c[:, None] for c in a))
-  seen = visible(x.mask, column(Coords(pos, seg)), row(x.k_at))
-  distance = pos[:, :, None] - x.k_at.pos[:, None]
+  seen = visible(x.mask, column(q_at), row(x.k_at))
+  distance = q_at.pos[:, :, None] - x.k_at.pos[:, None]
   no_distance = jnp.iinfo(jnp.int32).max
   nearest = jnp.min(jnp.where(seen, distance, no_distance), (1, 2))
+  nearest = -x.largest(-nearest)
   nearest = jnp.where(nearest == no_distance, 0, nearest)
   size = keys + count
   line = jnp.clip(distance - nearest[:, None, None], 0, size - 1)
@@ -77,22 +76,25 @@ def line_mass(x: PromptTiles, count: int) -> LineMass:
     if x.scores.soft_cap is not None:
       s = x.scores.soft_cap * jnp.tanh(s / x.scores.soft_cap)
     s = jnp.where(seen[:, None], s, -jnp.inf)
-    p = jnp.exp(s - finite_max(jnp.max(s, -1, keepdims=True)))
-    total = jnp.sum(p, -1, keepdims=True)
+    top = x.largest(jnp.max(s, -1, keepdims=True))
+    p = jnp.exp(s - finite_max(top))
+    total = x.total(jnp.sum(p, -1, keepdims=True))
     p = p / jnp.where(total == 0, 1, total)
     zeros = collectives.zeros((b, group, size), p.dtype, (q, k, line))
     add = jax.vmap(
       jax.vmap(lambda sums, p, at: sums.at[at].add(p), (0, 0, None)), (0, 0, 0)
     )
-    return jnp.sum(p, 2), add(zeros, p, line)
+    return jnp.sum(p, 2), x.total(add(zeros, p, line))
 
   by_head = lambda a: jnp.moveaxis(a, 1, 0)
   vertical, slash = lax.map(of_head, (by_head(q), by_head(x.k)))
+  vertical = jnp.moveaxis(vertical, 0, 1)
+  by_tile = vertical.reshape(*vertical.shape[:3], -1, block)
   return LineMass(
-    jnp.moveaxis(vertical, 0, 1),
+    x.gather(by_tile, 3).reshape(*vertical.shape[:3], -1),
     jnp.moveaxis(slash, 0, 1),
     nearest,
-    jnp.sum(seg != 0, 1, dtype=jnp.int32),
+    jnp.sum(q_at.seg != 0, 1, dtype=jnp.int32),
   )
 
 
@@ -146,7 +148,7 @@ class ChosenLines(NamedTuple):
     columns = vertical.reshape(*vertical.shape[:3], -1, block).any(-1)
     counts = jnp.cumsum(slash.astype(jnp.int32), -1)
     counts = jnp.pad(counts, ((0, 0), (0, 0), (0, 0), (1, 0)))
-    return cls(columns, counts, mass.nearest, tile_extent(x.k_at, block))
+    return cls(columns, counts, mass.nearest, x.tile_extent(block))
 
   def crossed(self, q: Extent) -> Bool[Array, "B K G m n"]:
     """Tiles that a line crosses, for blocks of queries with extents [B, m]."""

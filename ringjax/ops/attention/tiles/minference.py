@@ -45,7 +45,6 @@ from ringjax.ops.attention.tiles.tile_pattern import (
   tile_bounds,
   tile_extent,
 )
-from ringjax.ops.mask import Coords
 
 # Shapes that a head can have, in the order of `MInference._shapes`.
 SHAPES = ("a_shape", "vertical_slash", "blocks")
@@ -100,7 +99,7 @@ class MInference(TilePattern):
     return False
 
   def prepare(self, x: PromptTiles) -> PyTree:
-    mass = line_mass(x, _LAST)
+    mass = line_mass(x, _LAST, self.block)
     lines = ChosenLines.of(
       x,
       mass,
@@ -108,7 +107,7 @@ class MInference(TilePattern):
       largest_lines(mass.slash, None, self.slash),
       self.block,
     )
-    pooled = block_means(x.k, x.k_at, self.block)
+    pooled = x.gather(block_means(x.k, x.k_at, self.block), 2)
     if self.shape == "auto":
       shape = self._best_shape(x, mass, lines, pooled)
     else:
@@ -116,8 +115,9 @@ class MInference(TilePattern):
     return _Prepared(lines, pooled, shape)
 
   def choose(
-    self, x: PromptTiles, prepared: PyTree, rows: QueryBlocks
+    self, x: PromptTiles, prepared: PyTree, rows: QueryBlocks, estimate: PyTree
   ) -> Bool[Array, "B K G m n"]:
+    del estimate
     lines, pooled, shape = prepared
     tiles = self._shapes(x, lines, pooled, rows, self.block)
     return jnp.take_along_axis(tiles, shape[None, ..., None, None], 0)[0]
@@ -156,9 +156,7 @@ class MInference(TilePattern):
     pooled: Float[Array, "B K n H"],
   ) -> Int[Array, "B K G"]:
     """Shape of each head that holds the most of the last queries' attention."""
-    q, at, real = last_queries(x, _LAST)
-    pos, seg = (jnp.take_along_axis(a, at, 1) for a in x.q_at)
-    q_at = Coords(pos, jnp.where(real, seg, 0))
+    q, q_at = last_queries(x, _LAST)
     q_extent, k_extent = tile_extent(q_at, _LAST), lines.k_extent
     any_pairs, _ = tile_bounds(x.mask, q_extent, k_extent)
     required = required_tiles(any_pairs, q_extent, k_extent)

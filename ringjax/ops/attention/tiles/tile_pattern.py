@@ -6,6 +6,11 @@ shows; of a chosen tile a query reads the keys that the mask shows. Always read
 are the tiles of a block's own positions and its first visible one. Padding is
 never counted, and no choice depends on other rows of a batch.
 
+Queries and keys may be sharded: a shard then has some blocks of queries and
+some tiles of keys, and chooses among the tiles of all shards for its queries. A
+pattern gathers small arrays of the tiles (`PromptTiles.gather`); what it
+multiplies with each key (`keys`) goes around the ring.
+
 A new pattern is a file with a subclass of `TilePattern`, an entry in
 `patterns.py` and a case in `tests/ops/attention/tiles`.
 """
@@ -14,7 +19,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +28,18 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 from ringjax.checks import number, one_of
 from ringjax.errors import OptionError
 from ringjax.ops.attention.scores import Scores
+from ringjax.ops.attention.tiles.tile_shards import TileShards
 from ringjax.ops.mask import Coords, Extent, Mask, extent
 
+Tree = TypeVar("Tree")
 # Tokens of a block.
 BLOCKS = (64, 128)
 
 
 class PromptTiles(NamedTuple):
   """Queries and keys of a call, padded to whole blocks by empty tokens.
+
+  Of a sharded sequence they are those of one shard.
 
   Fields:
     q: Queries, [B, K, G, T, H].
@@ -39,6 +48,8 @@ class PromptTiles(NamedTuple):
     k_at: Coordinates of the keys, [B, S].
     scores: Static part of the score function.
     mask: Pairs that are visible.
+    q_number: Index of each query in the sequence, int32 [T].
+    shards: Shards that have the tiles of keys; None: all are here.
   """
 
   q: Float[Array, "B K G T H"]
@@ -47,6 +58,29 @@ class PromptTiles(NamedTuple):
   k_at: Coords
   scores: Scores
   mask: Mask
+  q_number: Int[Array, " T"]
+  shards: TileShards | None = None
+
+  def gather(self, tree: Tree, axis: int) -> Tree:
+    """Bring small arrays of all tiles of keys here, in the sequence's order.
+
+    Args:
+      tree: Arrays of this shard's tiles of keys.
+      axis: Dimension of the tiles.
+    """
+    return tree if self.shards is None else self.shards.gather(tree, axis)
+
+  def total(self, tree: Tree) -> Tree:
+    """Sum arrays over the shards."""
+    return tree if self.shards is None else self.shards.total(tree)
+
+  def largest(self, tree: Tree) -> Tree:
+    """Maximum of arrays over the shards."""
+    return tree if self.shards is None else self.shards.largest(tree)
+
+  def tile_extent(self, block: int) -> Extent:
+    """Smallest and largest coordinates of all tiles of keys, each [B, n]."""
+    return self.gather(tile_extent(self.k_at, block), 1)
 
 
 class QueryBlocks(NamedTuple):
@@ -93,17 +127,40 @@ class TilePattern(abc.ABC):
     del x
     return ()
 
+  def keys(self, x: PromptTiles) -> PyTree:
+    """Arrays of the keys here that `estimate` needs; they go around the ring.
+
+    A pattern without estimates at each key has none.
+    """
+    del x
+    return ()
+
+  def estimate(self, x: PromptTiles, keys: PyTree, rows: QueryBlocks) -> PyTree:
+    """Estimate, of some blocks of queries and the tiles of some keys.
+
+    Args:
+      x: Queries and keys of the call.
+      keys: Result of `keys`, of this shard or of another one.
+      rows: Blocks of queries, and which of the keys' tiles they see.
+
+    Returns:
+      Arrays [B, K, G, ..., n], with the keys' tiles last.
+    """
+    del x, keys, rows
+    return ()
+
   @abc.abstractmethod
   def choose(
-    self, x: PromptTiles, prepared: PyTree, rows: QueryBlocks
+    self, x: PromptTiles, prepared: PyTree, rows: QueryBlocks, estimate: PyTree
   ) -> Bool[Array, "B K G m n"]:
     """Choose the tiles of some blocks of queries.
 
     Args:
-      x: All queries and keys of the call.
+      x: Queries and keys of the call.
       prepared: Result of `prepare`.
       rows: Blocks of queries; tiles that are not visible are left out of the
         result, and required ones are added, by the caller.
+      estimate: Result of `estimate` for all tiles, in the sequence's order.
     """
 
 
@@ -206,16 +263,30 @@ def without_padding(
 
 def last_queries(
   x: PromptTiles, count: int
-) -> tuple[Float[Array, "B K G c H"], Int[Array, "B c"], Bool[Array, "B c"]]:
-  """Last queries of each row that are no padding, and their indices.
+) -> tuple[Float[Array, "B K G c H"], Coords]:
+  """Last queries of each row that are no padding, and their coordinates.
 
-  Rows with fewer queries repeat their first one; the last result marks those
-  that are no repetition.
+  Rows with fewer queries repeat their first one, as padding.
   """
-  length = x.q_at.seg.shape[1]
-  index = jnp.arange(length, dtype=jnp.int32)[None]
-  last = jnp.max(jnp.where(x.q_at.seg != 0, index, 0), 1)
+  number = x.q_number[None]
+  last = x.largest(jnp.max(jnp.where(x.q_at.seg != 0, number, 0), 1))
   at = last[:, None] - jnp.arange(count - 1, -1, -1, dtype=jnp.int32)[None]
   real, at = at >= 0, jnp.maximum(at, 0)
-  q = jnp.take_along_axis(x.q, at[:, None, None, :, None], 3)
-  return q, at, real
+  if x.shards is None:
+    slot, present = at, None
+  else:
+    matches = at[:, :, None] == number[:, None]
+    slot, present = jnp.argmax(matches, 2), jnp.any(matches, 2)
+
+  def take(a: jax.Array, axis: int) -> jax.Array:
+    dims = a.ndim - axis - 1
+    shape = at.shape[0], *(1,) * (axis - 1), count, *(1,) * dims
+    a = jnp.take_along_axis(a, slot.reshape(shape), axis)
+    if present is None:
+      return a
+    # One shard has the query; its numbers are added to zeros.
+    a = jnp.where(present.reshape(shape), a, jnp.zeros_like(a))
+    return x.total(a)
+
+  pos, seg = (take(a, 1) for a in x.q_at)
+  return take(x.q, 3), Coords(pos, jnp.where(real, seg, 0))

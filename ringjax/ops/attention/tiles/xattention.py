@@ -71,22 +71,33 @@ class XAttention(TilePattern):
   def keeps_all(self) -> bool:
     return self.threshold >= 1
 
-  def prepare(self, x: PromptTiles) -> PyTree:
+  def keys(self, x: PromptTiles) -> PyTree:
     k = without_padding(x.k, x.k_at)
     squares = k.reshape(*k.shape[:2], -1, self.stride * k.shape[3])
     return squares, tile_extent(x.k_at, self.stride)
 
   def choose(
-    self, x: PromptTiles, prepared: PyTree, rows: QueryBlocks
+    self, x: PromptTiles, prepared: PyTree, rows: QueryBlocks, estimate: PyTree
   ) -> Bool[Array, "B K G m n"]:
-    mass = self._mass(x, prepared, rows)
+    del x, prepared
+    top, part = estimate
+    largest = finite_max(jnp.max(top, -1, keepdims=True))
+    weights = part * jnp.exp(top - largest)
+    total = jnp.sum(weights, -1, keepdims=True)
+    weights = weights / jnp.where(total == 0, 1, total)
+    per_block, tiles = self.block // self.stride, weights.shape[-1]
+    shape = *weights.shape[:3], -1, per_block, tiles
+    mass = jnp.sum(weights.reshape(shape), 4)
     return largest_first(mass, rows, self.threshold)
 
-  def _mass(
-    self, x: PromptTiles, prepared: PyTree, rows: QueryBlocks
-  ) -> Float[Array, "B K G m n"]:
-    """Estimated attention of each block of queries to each tile."""
-    k_squares, k_extent = prepared
+  def estimate(
+    self, x: PromptTiles, keys: PyTree, rows: QueryBlocks
+  ) -> tuple[Float[Array, "B K G r n"], Float[Array, "B K G r n"]]:
+    """Largest score of each row of squares in each tile, and sums of weights.
+
+    The weights are relative to the largest score.
+    """
+    k_squares, k_extent = keys
     stride, per_block = self.stride, self.block // self.stride
     q = without_padding(rows.q, rows.at)
     # The queries of a square in reverse order meet its antidiagonal.
@@ -125,9 +136,4 @@ class XAttention(TilePattern):
     )
     seen = jnp.any(rows.visible, (0, 1))
     last = jnp.max(jnp.where(seen, jnp.arange(tiles, dtype=jnp.int32) + 1, 0))
-    top, part = loop(-(-last // columns), add, start)
-    largest = finite_max(jnp.max(top, -1, keepdims=True))
-    weights = part * jnp.exp(top - largest)
-    total = jnp.sum(weights, -1, keepdims=True)
-    weights = weights / jnp.where(total == 0, 1, total)
-    return jnp.sum(weights.reshape(b, kv_heads, group, -1, per_block, tiles), 4)
+    return loop(-(-last // columns), add, start)

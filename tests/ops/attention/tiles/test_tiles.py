@@ -12,6 +12,8 @@ import pytest
 import ringjax as rj
 from ringjax.errors import OptionError
 from ringjax.ops.attention.tiles.patterns import PATTERNS, pattern_of
+from ringjax.ops.attention.tiles.tile_shards import tile_owners
+from ringjax.parallel.layout import Uneven
 from tests.helpers import make_mesh
 
 BLOCK = 64
@@ -278,8 +280,8 @@ def expanded(chosen, t, s):
   return chosen[..., :t, :s]
 
 
-def check(name, text, q, k, v, *, mesh=None, window=None, segments=None,
-          soft_cap=None, sinks=None):  # fmt: skip
+def check(name, text, q, k, v, *, mesh=None, layout=None, window=None,
+          segments=None, soft_cap=None, sinks=None):  # fmt: skip
   """Compares a call with its definition; returns the part that is computed."""
   pattern = pattern_of(f"{name},block={BLOCK},{text}")
   seen = pairs(q.shape[1], k.shape[1], window, segments)
@@ -288,18 +290,26 @@ def check(name, text, q, k, v, *, mesh=None, window=None, segments=None,
   chosen = choose(soft_cap)
   allowed = seen[:, None] & expanded(chosen, *seen.shape[1:])
   want, want_lse = attend(q, k, v, allowed, soft_cap, sinks)
-  out, lse, tiles = rj.tile_attention(
-    *map(jnp.asarray, (q, k, v)),
+  ordered = lambda x: jnp.asarray(x)
+  if layout is not None:
+    ordered = lambda x: jnp.asarray(layout.permute(x, shards=mesh.size))
+  results = rj.tile_attention(
+    *map(ordered, (q, k, v)),
     pattern,
     is_causal=True,
     mesh=mesh,
+    layout=layout,
+    strategy=None if layout is None else "ring",
     local_window_size=None if window is None else (window - 1, 0),
-    q_segment_ids=None if segments is None else jnp.asarray(segments),
+    q_segment_ids=None if segments is None else ordered(segments),
     logits_soft_cap=soft_cap,
     sinks=None if sinks is None else jnp.asarray(sinks),
     return_residual=True,
     return_tiles=True,
   )
+  if layout is not None:
+    results = layout.restore(jax.device_get(results), shards=mesh.size)
+  out, lse, tiles = results
   counts = np.repeat(chosen.sum(-1), BLOCK, -1)[..., : q.shape[1]]
   np.testing.assert_array_equal(tiles.chosen, np.moveaxis(counts, 1, 2))
   np.testing.assert_allclose(out, want, atol=2e-5)
@@ -353,6 +363,80 @@ def test_windows_documents_padding_sinks_and_caps_combine(name):
 @pytest.mark.parametrize("name", TEXTS)
 def test_shards_of_the_sequence_choose_what_one_device_chooses(name, shards):
   check(name, TEXTS[name], *operands(t=320), mesh=make_mesh(shards, "auto"))
+
+
+def test_keys_go_around_a_ring_to_queries_that_choose_them():
+  mesh = make_mesh(2, "auto")
+  check("xattention", TEXTS["xattention"], *operands(t=250, b=1, heads=2,
+        kv_heads=1), mesh=mesh, layout=rj.Striped(BLOCK))  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+  ("name", "shards", "layout", "length"),
+  [
+    ("xattention", 4, rj.Striped(), 333),
+    ("flexprefill", 4, rj.Zigzag(), 512),
+    ("minference", 2, rj.Contiguous(), 333),
+  ],
+)
+def test_any_layout_chooses_what_one_device_chooses(
+  name, shards, layout, length
+):
+  """Blocks are whole on the shards, or they are exchanged to be."""
+  segments = np.ones((2, length), np.int32)
+  segments[0, length // 2 :] = 2
+  segments[1, -70:] = 0
+
+  def run(layout, **place):
+    ordered = lambda x: x
+    if layout is not None:
+      ordered = lambda x: layout.permute(x, shards=shards)
+    results = rj.tile_attention(
+      *(jnp.asarray(ordered(x)) for x in operands(t=length)),
+      f"{name},block={BLOCK},{TEXTS[name]}",
+      is_causal=True,
+      layout=layout,
+      local_window_size=(259, 0),
+      q_segment_ids=jnp.asarray(ordered(segments)),
+      logits_soft_cap=3.0,
+      sinks=jnp.linspace(-1, 1, 4, dtype=jnp.float32),
+      return_residual=True,
+      return_tiles=True,
+      **place,
+    )
+    results = jax.device_get(results)
+    return results if layout is None else layout.restore(results, shards=shards)
+
+  out, lse, tiles = run(None)
+  mesh = make_mesh(shards, "auto")
+  sharded_out, sharded_lse, sharded_tiles = run(
+    layout, mesh=mesh, axis="seq", strategy="ring"
+  )
+  np.testing.assert_array_equal(sharded_tiles.chosen, tiles.chosen)
+  np.testing.assert_array_equal(sharded_tiles.visible, tiles.visible)
+  np.testing.assert_allclose(sharded_out, out, atol=1e-5)
+  np.testing.assert_allclose(sharded_lse, lse, atol=1e-5)
+
+
+@pytest.mark.long
+def test_a_threshold_of_one_in_stripes_is_the_dense_ring_to_the_bit():
+  mesh, layout = make_mesh(2, "auto"), rj.Striped()
+  options = dict(is_causal=True, mesh=mesh, layout=layout, strategy="ring")
+  q, k, v = map(jnp.asarray, operands(t=256))
+  dense = rj.dot_product_attention(q, k, v, axis="seq", **options)
+  out = rj.tile_attention(q, k, v, "xattention,threshold=1", **options)
+  np.testing.assert_array_equal(out, dense)
+
+
+def test_each_block_has_an_owner():
+  """Blocks of shards that hold whole ones stay; others are dealt in turn."""
+  owners = lambda layout, length: tile_owners(layout, 4, length, 64).tolist()
+  assert owners(rj.Contiguous(), 128) == [0, 0, 1, 1, 2, 2, 3, 3]
+  assert owners(rj.Striped(64), 128) == [0, 1, 2, 3] * 2
+  assert owners(rj.Zigzag(), 128) == [0, 1, 2, 3, 3, 2, 1, 0]
+  assert owners(rj.Striped(), 100) == [0, 1, 2, 3] * 2
+  assert owners(rj.Zigzag(), 64) == [0, 1, 2, 3]
 
 
 @pytest.mark.long
@@ -480,7 +564,11 @@ def test_gradients_layouts_and_biases_are_refused_by_name():
   with pytest.raises(OptionError, match="gradient"):
     jax.grad(lambda q: call(q).sum())(q)
   with pytest.raises(OptionError, match="layout"):
-    call(q, layout=rj.Striped())
+    call(q, layout=Uneven((40, 24)))
+  with pytest.raises(OptionError, match="strategy.*Striped"):
+    call(q, layout=rj.Striped(), strategy="ulysses")
+  with pytest.raises(OptionError, match="strategy"):
+    call(q, strategy="gather")
   with pytest.raises(OptionError, match="bias"):
     call(q, bias=jnp.zeros((1, 1, 64, 64)))
   with pytest.raises(OptionError, match="mask"):
