@@ -31,6 +31,7 @@ from ringjax.errors import (
 from ringjax.kv.base import CallCache, CallCoords, NoCache
 from ringjax.kv.cache_kind import CacheConfig, cache_kind
 from ringjax.kv.cache_specs import cache_spec
+from ringjax.kv.codecs import Allocated, PerHead
 from ringjax.kv.codecs.calibration import Calibrated
 from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
@@ -50,6 +51,7 @@ from ringjax.nn.attention_layers.folded_attention import (
   FoldedAttention,
   refuse_folded,
 )
+from ringjax.nn.attention_layers.indexed_attention import refuse_sparse
 from ringjax.nn.attention_layers.shared_block import SharedBlocks
 from ringjax.nn.block import Layer
 from ringjax.nn.joint_calls import JointCache
@@ -69,7 +71,7 @@ from ringjax.nn.sharding_context import (
 )
 from ringjax.nn.stack import Stack, keeps
 from ringjax.nn.streams import Streams
-from ringjax.nn.tile_sums import TileRecord
+from ringjax.nn.sums.tile_sums import TileRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.placed_layers import naming_faults
 from ringjax.ops.ancestors import MOST_DRAFTED, ancestor_matrix, tree_coords
@@ -564,6 +566,12 @@ class Transformer(nnx.Module):
       )
     tiers = None
     if placement is not None:
+      refuse_sparse(
+        self.config.layers,
+        "placement",
+        f"{placement}",
+        "leave it out: all keys are on the devices",
+      )
       if not all(map(keeps, self.config.layers)):
         raise OptionError(
           "placement",
@@ -604,6 +612,19 @@ class Transformer(nnx.Module):
         "kind",
         str(resolved),
         "use a kind that keeps all keys, rotated: dense, int8 or int4",
+      )
+    if (
+      resolved.policy is not None
+      or resolved.evicting
+      or resolved.tier.device is not None
+      or isinstance(resolved.codec, Calibrated | PerHead | Allocated)
+    ):
+      refuse_sparse(
+        self.config.layers,
+        "kind",
+        str(resolved),
+        "use a kind that keeps all keys on the devices, in one codec: dense, "
+        "bfloat16, int8 or int4",
       )
     return resolved.for_model(lambda path: load_measured(path, self))
 

@@ -19,6 +19,10 @@ from ringjax.nn.attention_layers.cross_attention import (
   CrossAttention,
   NoCrossAttention,
 )
+from ringjax.nn.attention_layers.indexed_attention import (
+  IndexedAttention,
+  IndexKeys,
+)
 from ringjax.nn.attention_layers.latent import Latent
 from ringjax.nn.attention_layers.shared_block import AfterBlock
 from ringjax.nn.feedforward import (
@@ -39,7 +43,7 @@ from ringjax.nn.recurrent_layers.mamba import Mamba2
 from ringjax.nn.recurrent_layers.mamba1 import Mamba1
 from ringjax.nn.recurrent_layers.rg_lru import RgLru
 from ringjax.nn.recurrent_layers.short_conv import ShortConv
-from ringjax.nn.router_sums import RouterRecord
+from ringjax.nn.sums.router_sums import RouterRecord
 from ringjax.nn.row_tiles import by_tile
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.streams import LowRank, ResidualGate, Streams
@@ -51,6 +55,7 @@ OneMixer = (
   Attention
   | ChannelDelta
   | Delta
+  | IndexKeys
   | Latent
   | Lightning
   | Mamba1
@@ -138,6 +143,8 @@ class Layer:
     mixer = self.attention
     if isinstance(mixer, AfterBlock | Beside):
       return (mixer.attention, mixer.state)
+    if isinstance(mixer, IndexedAttention):
+      return (mixer, mixer.index_keys)
     return () if getattr(mixer, "reads", False) else (mixer,)
 
   def build(self, rngs: nnx.Rngs, embed: int) -> Block:

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ringjax.nn.router_sums import RouterRecord, RouterSums
-from ringjax.nn.tile_sums import TileRecord, TileSums
+from ringjax.nn.sums.choice_sums import ChoiceRecord
+from ringjax.nn.sums.layer_record import LayerRecord, LayerSums
+from ringjax.nn.sums.router_sums import RouterRecord
+from ringjax.nn.sums.tile_sums import TileRecord, TileSums
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
 from ringjax.typing import Lengths
 
-R = TypeVar("R", RouterRecord, TileRecord)
+R = TypeVar("R", RouterRecord, ChoiceRecord, TileRecord)
 
 
 class Tokens:
@@ -36,8 +38,8 @@ class Tokens:
       models without them. Set with the embeddings.
     tree: Coordinates [B, T] of drafted tokens among themselves, or None; see
       `ops.ancestors`.
-    recorder: Class of the records that layers fill, or None; set before the
-      layers run.
+    recorder: Function from the tokens that are no padding to the record that a
+      layer fills, or None; set before the layers run.
     recorded: Sums of each run's layers, a tuple of those of its positions,
       [repeats, ...], None for a layer that records nothing; set by the stack.
     record: Record of the layer that reads these tokens.
@@ -60,9 +62,9 @@ class Tokens:
     self.derived, self.segmented = derived, segmented
     self.length = length
     self.inputs: Callable[[Any], Any] | None = None
-    self.recorder: type[RouterRecord] | type[TileRecord] | None = None
-    self.recorded: tuple[tuple[RouterSums | TileSums | None, ...], ...] = ()
-    self.record: RouterRecord | TileRecord | None = None
+    self.recorder: Callable[[Array], LayerRecord | TileRecord] | None = None
+    self.recorded: tuple[tuple[LayerSums | TileSums | None, ...], ...] = ()
+    self.record: LayerRecord | TileRecord | None = None
     self.adapters: Int[Array, " B"] | None = None
     self._tables = {rope: rope.tables(pos, length) for rope in ropes}
 
@@ -83,8 +85,10 @@ class Tokens:
     return tokens
 
   def record_of(self, kind: type[R]) -> R | None:
-    """The layer's record if it is of this class."""
-    return self.record if isinstance(self.record, kind) else None
+    """The layer's record of this class, or None."""
+    record: Any = self.record
+    parts = record.parts if isinstance(record, LayerRecord) else (record,)
+    return next((part for part in parts if isinstance(part, kind)), None)
 
   def of_tile(
     self,

@@ -30,7 +30,8 @@ from ringjax.errors import OptionError
 from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import Transformer
 from ringjax.nn.feedforward import DenseAndExperts, Experts
-from ringjax.nn.router_sums import RouterSums
+from ringjax.nn.sums.layer_record import LayerSums
+from ringjax.nn.sums.router_sums import RouterSums
 from ringjax.nn.tokens import Tokens
 
 # Families whose class in transformers has the first key and ignores it.
@@ -355,8 +356,8 @@ def _correction(model: Transformer, layer: SparseLayers) -> Any:
 
 def _sums_of(tokens: Tokens, layer: SparseLayers) -> RouterSums:
   sums = tokens.recorded[layer.run][layer.position]
-  assert isinstance(sums, RouterSums)
-  return sums
+  assert isinstance(sums, LayerSums) and sums.router is not None
+  return sums.router
 
 
 def _pooled(

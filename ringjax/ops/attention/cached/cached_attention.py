@@ -111,9 +111,14 @@ class ShardedDecode:
   ) -> Any:
     """Attend: [B, K, G, T, J] in q's dtype from queries [B, K, G, T, H].
 
-    With a `selection` they read the keys of one head that it chooses.
+    With a `selection` they read the keys that it chooses, the same for all
+    heads.
     """
     views = tuple(views)
+    number_of_views = len(views)
+    if selection is not None:
+      views = (*views, *selection.views)
+      selection = selection.without_keys()
     manual = set() if self.mesh is None else {*self.mesh.axis_names}
     # An array that occurs twice stays one array inside: kernels read it once.
     leaves, structure = jax.tree.flatten(views)
@@ -136,8 +141,13 @@ class ShardedDecode:
     if not manual:
       terms_without_sinks = terms._replace(sinks=None)
       partial = visit(
-        q=q, at=q_at, terms=terms_without_sinks, mask=mask, selection=selection
-      ).over(views)
+        q=q,
+        at=q_at,
+        terms=terms_without_sinks,
+        mask=mask,
+        selection=selection,
+        index_views=views[number_of_views:],
+      ).over(views[:number_of_views])
       return _finish(partial, q, terms, self.residual)
     head_specs = (heads, ()) if q.shape[1] > 1 else ((), heads)
     query_axes = self.query_axes
@@ -150,8 +160,14 @@ class ShardedDecode:
     varying_axes = frozenset(
       {*collectives.names(self.axis), *batch, *heads, *query_axes}
     )
+    # An index has one head, which is not sharded.
+    sharded_heads = [head_specs[0]] * number_of_views
+    sharded_heads += [()] * (len(views) - number_of_views)
     specs = jax.tree.leaves(
-      tuple(view.specs(batch, head_specs[0], self.axis) for view in views),
+      tuple(
+        view.specs(batch, view_heads, self.axis)
+        for view, view_heads in zip(views, sharded_heads, strict=True)
+      ),
       is_leaf=lambda x: isinstance(x, P),
     )
 
@@ -179,6 +195,7 @@ class ShardedDecode:
         q, q_at, selection = jax.tree.map(
           lambda x: x[:rows], (q, q_at, selection)
         )
+      local_views = rebuild(arrays)
       local_visit = visit(
         q=q,
         at=Coords(*q_at),
@@ -188,8 +205,9 @@ class ShardedDecode:
         scatter=q_axis if self.sharded or self.masters else None,
         spare=spare,
         selection=selection,
+        index_views=local_views[number_of_views:],
       )
-      partial = local_visit.over(rebuild(arrays))
+      partial = local_visit.over(local_views[:number_of_views])
       return _finish(partial, q, sinks, self.residual)
 
     def per_example(x: jax.Array) -> P:
@@ -250,6 +268,7 @@ class CacheVisit:
       the result; None: it keeps all.
     spare: Number of empty rows to add after the cache's rows.
     selection: Choice of the keys that are read; None: all.
+    index_views: Views of the selection's index, see `SelectiveVisit`.
     platform: Platform of the device.
   """
 
@@ -266,6 +285,7 @@ class CacheVisit:
   scatter: int | None = None
   spare: int = 0
   selection: KeySelection | None = None
+  index_views: tuple[KVView, ...] = ()
   platform: str = "cpu"
 
   def over(self, views: Sequence[KVView]) -> Partial:
@@ -288,7 +308,9 @@ class CacheVisit:
     """Partial of this shard's keys."""
     if self.selection is not None:
       # Keys stay in the basis in which the index's keys are.
-      in_call_basis = [view.aligned(self.q, keys=False).view for view in views]
+      in_basis = lambda view: view.aligned(self.q, keys=False).view
+      index_views = tuple(map(in_basis, self.index_views))
+      read_views = list(views) if index_views else list(map(in_basis, views))
       visit = SelectiveVisit(
         selection=self.selection,
         scores=self.scores,
@@ -297,9 +319,10 @@ class CacheVisit:
         mask=self.mask,
         axis=self.axis,
         platform=self.platform,
+        index_views=index_views,
       )
-      if visit.chooses(in_call_basis):
-        return visit.partial(self.q, in_call_basis)
+      if visit.chooses(read_views):
+        return visit.partial(self.q, read_views)
     return functools.reduce(merge, map(self._of_view, views))
 
   def _of_view(self, view: KVView) -> Partial:

@@ -72,6 +72,8 @@ class KeySelection:
     count: Most keys that a query reads.
     first: Offset in a stored key at which the index's key begins.
     keys: Index keys of the call's own tokens, where keys travel; else None.
+    views: Views of the index's keys, slot by slot those of the layer's views,
+      where these do not hold them; else ().
   """
 
   q: Float[Array, "B T I E"]
@@ -79,6 +81,7 @@ class KeySelection:
   count: int
   first: int
   keys: Float[Array, "B S E"] | None = None
+  views: tuple[KVView, ...] = ()
 
   def specs(self, batch: MeshAxes, tokens: MeshAxes) -> KeySelection:
     """Return the same tree of PartitionSpecs for these mesh axes."""
@@ -86,8 +89,8 @@ class KeySelection:
     return tree.with_leaves(self, q=tokens_spec, weights=tokens_spec)
 
   def without_keys(self) -> KeySelection:
-    """Drop `keys`, for keys that are in a cache."""
-    return dataclasses.replace(self, keys=None)
+    """Drop `keys` and `views`, for keys that are passed besides."""
+    return dataclasses.replace(self, keys=None, views=())
 
   def scores(self, keys: Float[Array, "B S E"]) -> Float[Array, "B T S"]:
     """Index scores I(t, s) of all pairs."""
@@ -97,7 +100,9 @@ class KeySelection:
     return product("btis,bti->bts", jnp.maximum(dots, 0), weights)
 
 
-tree.register(KeySelection, ("q", "weights", "keys"), ("count", "first"))
+tree.register(
+  KeySelection, ("q", "weights", "keys", "views"), ("count", "first")
+)
 
 
 class _Last(NamedTuple):
@@ -213,6 +218,8 @@ class SelectiveVisit:
     mask: Visible pairs, for views without a mask.
     axis: Manual axis that shards the keys, or None.
     platform: Platform of the device.
+    index_views: Views of the index's keys, for each view one; (): the views
+      hold them.
   """
 
   selection: KeySelection
@@ -222,6 +229,7 @@ class SelectiveVisit:
   mask: Mask
   axis: str | None
   platform: str
+  index_views: tuple[KVView, ...] = ()
 
   def chooses(self, views: Sequence[KVView]) -> bool:
     """Whether there may be more keys than a query reads."""
@@ -271,8 +279,10 @@ class SelectiveVisit:
     q, selection, coords = operands
     q = jnp.moveaxis(q, 1, 3)
     scored = [
-      self._scored(view, q, selection, at)
-      for view, at in zip(views, coords, strict=True)
+      self._scored(view, keys, q, selection, at)
+      for view, keys, at in zip(
+        views, self.index_views or views, coords, strict=True
+      )
     ]
     concat = lambda xs: jnp.concatenate([*xs], -1)
     place = lambda x: jnp.broadcast_to(x, (q.shape[0], x.shape[1]))
@@ -283,7 +293,9 @@ class SelectiveVisit:
       count,
     )
     last = keys.last(count, self.axis)
-    plain_view = _gatherable_view(views, count)
+    plain_view = None
+    if not self.index_views:
+      plain_view = _gatherable_view(views, count)
     if plain_view is not None:
       context = Context(coords[0], scored[0][1], plain_view.mask or self.mask)
       return self._of_chosen(plain_view, q, keys, last, context)
@@ -294,7 +306,12 @@ class SelectiveVisit:
       allow = last.reads(view_scores, k_at.pos[:, None])[:, None, None]
       context = Context(q_at, view.at, view.mask or self.mask, allow)
       args = ScoreArgs(self.scores, self.terms, context)
-      partials.append(decode_attention(q, view, args, self.platform))
+      if not self.index_views:
+        partials.append(decode_attention(q, view, args, self.platform))
+        continue
+      aligned, aligned_q, restore_basis, _ = view.aligned(q)
+      partial = decode_attention(aligned_q, aligned, args, self.platform)
+      partials.append(partial._replace(acc=restore_basis(partial.acc)))
     return functools.reduce(merge, partials)
 
   def _of_chosen(
@@ -333,11 +350,15 @@ class SelectiveVisit:
   def _scored(
     self,
     view: KVView,
-    q: Float[Array, "B 1 G t H"],
+    keys: KVView,
+    q: Float[Array, "B K G t H"],
     selection: KeySelection,
     q_at: Coords,
   ) -> tuple[Float[Array, "B t S"], Coords]:
-    """Scores of a view's keys, in whole tiles, and their coordinates."""
+    """Scores of a view's keys, in whole tiles, and their coordinates.
+
+    `keys` is the view that holds the index's keys.
+    """
     block = tile_slots(view, self.platform)
     mask, k_at = view.mask or self.mask, tiled(view.at, block)
     b, rows, _, dims = selection.q.shape
@@ -354,10 +375,10 @@ class SelectiveVisit:
 
     dtype = wide_dtype(selection.q.dtype)
     empty = collectives.zeros(
-      (b, rows, k_at.pos.shape[1]), dtype, (selection, view)
+      (b, rows, k_at.pos.shape[1]), dtype, (selection, keys)
     )
     scores = fold_tiles(
-      view, block, lists.masked[0], lists.masked_count[0], step, empty
+      keys, block, lists.masked[0], lists.masked_count[0], step, empty
     )
     expand = lambda at, axis: Coords(*(jnp.expand_dims(x, axis) for x in at))
     allowed = visible(mask, expand(q_at, 2), expand(k_at, 1))
