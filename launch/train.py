@@ -547,7 +547,8 @@ def recipe_of(
   if config.sparse:
     sparse_kind(config.sparse)
     others = [name for name in ("cepe", "draft") if len(config[name])]
-    others += ["lora"] if config.lora.get("rank") else []
+    if config.lora.get("rank") and sparse_kind(config.sparse).adds_weights:
+      others.append("lora")
     if others:
       raise OptionError(
         "sparse",

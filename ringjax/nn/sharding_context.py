@@ -30,6 +30,7 @@ from ringjax.ops.attention.api import (
   dot_product_attention,
   latent_attention,
 )
+from ringjax.ops.attention.cached.block_reading import BlockReading
 from ringjax.ops.attention.cached.cached_attention import ShardedDecode
 from ringjax.ops.attention.cached.selection import (
   KeySelection,
@@ -86,7 +87,7 @@ class Extras:
   soft_cap: float | None = None
   sinks: Float[Array, " N"] | None = None
   slopes: Float[Array, " N"] | None = None
-  selection: KeySelection | None = None
+  selection: KeySelection | BlockReading | None = None
   up: Float[Array, "C N Y"] | None = None
   residual: bool = False
 
@@ -523,7 +524,7 @@ class ContextParallel(ShardingContext):
     shards = 1 if self.around is None else collectives.axis_size(self.around)
     selection = extras.selection
     assert selection is not None
-    return selection.count < fresh.k.shape[2] * shards
+    return selection.chooses(fresh.k.shape[2] * shards)
 
   def _dense(
     self,
@@ -586,6 +587,8 @@ class ContextParallel(ShardingContext):
       The output, its log-sum-exp and the choice.
     """
     selection, up = extras.selection, extras.up
+    if isinstance(selection, BlockReading):
+      return self._blocks(q, tokens, fresh, mask, extras, selection)
     assert selection is not None and selection.keys is not None
     at = tokens.at
     broadcast = lambda x: jnp.broadcast_to(x, q.shape[:2])
@@ -637,6 +640,34 @@ class ContextParallel(ShardingContext):
     v = jnp.swapaxes(fresh.v, 1, 2)
     return sparse_attention(q, k, v, chooser, **options)
 
+  def _blocks(
+    self,
+    q: Float[Array, "B T N H"],
+    tokens: Tokens,
+    fresh: KV,
+    mask: Mask,
+    extras: Extras,
+    reading: BlockReading,
+  ) -> tuple[Float[Array, "B T N J"], Float[Array, "B T N"], GivenBlocks]:
+    """`_selective` of blocks, which are of the tokens of a row."""
+    if not tokens.derived and not tokens.segmented:
+      raise OptionError(
+        "positions",
+        "positions for layers that choose blocks of them",
+        "those of the layout, or segment_ids of packed documents",
+        "leave positions out",
+      )
+    return sparse_attention(
+      q,
+      jnp.swapaxes(fresh.k, 1, 2),
+      jnp.swapaxes(fresh.v, 1, 2),
+      reading.top_blocks(),
+      **self.call_options(q, fresh.k.shape[1], tokens, mask, extras),
+      q_segment_ids=tokens.at.seg if tokens.segmented else None,
+      return_residual=True,
+      return_selection=True,
+    )
+
   def _coords_of(
     self, q_at: Coords, tokens: Tokens, every_query: bool
   ) -> dict[str, Any]:
@@ -659,12 +690,12 @@ class ContextParallel(ShardingContext):
     extras: Extras,
     record: ChoiceRecord,
   ) -> Float[Array, "B T N J"]:
-    """Attention of a layer with an index, whose loss and recall are recorded.
+    """Attention of a layer that chooses keys: its recall, and an index's loss.
 
     Queries read all keys while the index warms up, else the chosen ones.
     """
     selection = extras.selection
-    assert selection is not None and selection.keys is not None
+    assert selection is not None
     k = jnp.swapaxes(fresh.k, 1, 2)
     chosen = None
     chooses = self._chooses(extras, fresh)
@@ -675,7 +706,8 @@ class ContextParallel(ShardingContext):
       out, lse = self._dense(q, tokens, fresh, mask, residual)
     at = Coords(*(jnp.broadcast_to(x, q.shape[:2]) for x in tokens.at))
     loss = None
-    if record.index_learns:
+    if record.index_learns and isinstance(selection, KeySelection):
+      assert selection.keys is not None
       options = self.call_options(q, k.shape[2], tokens, mask, extras)
       del options["sinks"]
       options |= self._coords_of(at, tokens, True)
@@ -700,7 +732,6 @@ class ContextParallel(ShardingContext):
     extras = dataclasses.replace(
       extras, selection=selection, up=up, sinks=sinks
     )
-    assert selection.keys is not None
     sample = lambda x: self._sampled(x)
     sampled_at = Coords(*map(sample, at))
     sampled_q, sampled_lse = sample(q), sample(lse)
@@ -710,6 +741,8 @@ class ContextParallel(ShardingContext):
         sampled_q, sampled_at, tokens, fresh, mask, extras
       )
     elif chooses:
+      # In a warm-up, which only an index has.
+      assert isinstance(selection, KeySelection) and selection.keys is not None
       _, chosen_lse, _ = self._chosen(
         sampled_q,
         jax.tree.map(sample, selection.without_keys()),

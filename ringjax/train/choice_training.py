@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, PyTree
 
 from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import Transformer
+from ringjax.nn.attention_layers.choosing_attention import ChoosingAttention
 from ringjax.nn.attention_layers.indexed_attention import IndexedAttention
 from ringjax.nn.attention_layers.latent import Latent
 from ringjax.nn.sums.choice_sums import ChoiceSums
@@ -53,6 +54,7 @@ def choosing_layers(model: object) -> tuple[ChoosingLayers, ...]:
     for number, run in enumerate(model.stack.runs)
     for position, layer in enumerate(run.layers)
     if _has_index(layer.attention)
+    or isinstance(layer.attention, ChoosingAttention)
   )
 
 

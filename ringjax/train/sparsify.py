@@ -46,6 +46,8 @@ class SparseKind(abc.ABC):
   full_last: int = 0
   # Value of "type" in config.json.
   name: ClassVar[str] = ""
+  # Whether a model gets weights that must be trained.
+  adds_weights: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
     integer("full_last", self.full_last, least=0)
@@ -74,8 +76,23 @@ class IndexKind(SparseKind):
   name: ClassVar[str] = "index"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockKind(SparseKind):
+  """Blocks that each query head chooses by their mean keys (MoBA).
+
+  Attributes:
+    block: Number of positions of a block.
+    count: Most blocks that a query reads, its own among them.
+  """
+
+  block: int = 512
+  count: int = 8
+  name: ClassVar[str] = "moba"
+  adds_weights: ClassVar[bool] = False
+
+
 KINDS: dict[str, type[SparseKind]] = {
-  kind.name: kind for kind in (IndexKind,)
+  kind.name: kind for kind in (IndexKind, BlockKind)
 }
 
 

@@ -16,6 +16,7 @@ from ringjax.nn.attention_layers.folded_attention import (
   FoldedAttention,
   SelfExtend,
 )
+from ringjax.nn.attention_layers.block_attention import BlockAttention
 from ringjax.nn.attention_layers.indexed_attention import IndexedAttention
 from ringjax.nn.block import Feedforward, Layer, Mixer
 from ringjax.nn.feedforward import Experts, Gated, Router
@@ -297,7 +298,7 @@ def _sparse(r: ConfigReader, layers: Sequence[Layer]) -> tuple[Layer, ...]:
   if entry is None:
     return tuple(layers)
   part = r.part("sparse_attention", entry, closed=True)
-  kinds = {"index": _indexed}
+  kinds = {"index": _indexed, "moba": _of_blocks}
   kind = part.text("type")
   if kind not in kinds:
     raise part.error("type", kind, f"one of {', '.join(kinds)}")
@@ -327,6 +328,12 @@ def _indexed(part: ConfigReader) -> Callable[[Mixer], Mixer]:
   """Read the sizes of an index that each layer gets."""
   sizes = {name: part.whole(name) for name in ("heads", "dim", "count")}
   return lambda attention: IndexedAttention.of(attention, **sizes)
+
+
+def _of_blocks(part: ConfigReader) -> Callable[[Mixer], Mixer]:
+  """Read the sizes of the blocks that each query chooses."""
+  sizes = {name: part.whole(name) for name in ("block", "count")}
+  return lambda attention: BlockAttention.of(attention, **sizes)
 
 
 def _context(r: ConfigReader) -> tuple[int, str | None]:

@@ -20,6 +20,7 @@ from ringjax.nn.param import param
 from ringjax.nn.row_tiles import by_tile
 from ringjax.nn.sharding_context import Attend, Extras
 from ringjax.nn.tokens import Tokens
+from ringjax.ops.attention.cached.block_reading import BlockReading
 from ringjax.ops.attention.cached.selection import KeySelection
 from ringjax.ops.attention.scores import Scores
 from ringjax.ops.mask import Causal, Mask
@@ -254,7 +255,7 @@ class GroupedQuery(nnx.Module):
     tokens: Tokens,
     cache: LayerCache,
     attend: Attend,
-    selection: KeySelection | None = None,
+    selection: KeySelection | BlockReading | None = None,
   ) -> tuple[Float[Array, "B T N J"], LayerCache]:
     """Attention to the keys of a cache and of the call, and the new cache.
 
@@ -295,7 +296,7 @@ class GroupedQuery(nnx.Module):
     tokens: Tokens,
     cache: LayerCache,
     attend: Attend,
-    selection: KeySelection | None = None,
+    selection: KeySelection | BlockReading | None = None,
   ) -> Float[Array, "B T N J"]:
     """Attention of queries to the keys that a cache now has."""
     spec = self.spec

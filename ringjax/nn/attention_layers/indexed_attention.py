@@ -12,7 +12,6 @@ Ref:  DeepSeek-AI 2025, DeepSeek-V3.2-Exp, whose attention has latents.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,7 +22,8 @@ from ringjax.errors import OptionError
 from ringjax.kv.base import LayerCache
 from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.query_reading import KeyReading
-from ringjax.nn.attention_layers.attention import Attention, GroupedQuery
+from ringjax.nn.attention_layers.attention import GroupedQuery
+from ringjax.nn.attention_layers.choosing_attention import ChoosingAttention
 from ringjax.nn.attention_layers.key_index import KeyIndex
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens
@@ -31,21 +31,6 @@ from ringjax.ops.attention.cached.selection import KeySelection
 from ringjax.ops.attention.scores import Scores
 from ringjax.ops.mask import Causal, Mask
 from ringjax.ops.rope import Rope
-
-
-def why_dense(attention: object) -> str | None:
-  """The reason for which a layer cannot choose its keys, or None."""
-  if type(attention) is not Attention:
-    return f"a layer of {type(attention).__name__}"
-  if attention.mask != Causal():
-    return f"a layer whose queries see {attention.mask}"
-  if attention.alibi is not None:
-    return "a layer with ALiBi"
-  if attention.sinks:
-    return "a layer with learned sinks"
-  if attention.group is not None:
-    return "a layer that shares its keys with others"
-  return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +72,7 @@ class IndexKeys:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IndexedAttention(Attention):
+class IndexedAttention(ChoosingAttention):
   """Attention of one layer to the keys that an index chooses.
 
   Attributes:
@@ -109,27 +94,18 @@ class IndexedAttention(Attention):
       count: Most keys that a query reads.
 
     Raises:
-      OptionError: If the layer cannot choose its keys.
+      OptionError: If the layer cannot choose its keys, or the index is
+        narrower than its rotation.
     """
-    reason = why_dense(attention)
-    if reason is None:
-      assert isinstance(attention, Attention)
-      rope = attention.rope
-      if rope is not None and dim < rope.dims:
-        reason = f"an index of {dim} dims with a rotation of {rope.dims}"
-    if reason is not None:
+    fields = cls.fields_of(attention)
+    rope = fields["rope"]
+    if rope is not None and dim < rope.dims:
       raise OptionError(
-        "sparse_attention",
-        f"an index for {reason}",
-        "causal layers of plain attention, and an index that is at least as "
-        "wide as their rotation",
-        "use another model, or pass a larger dim",
+        "sparse_attention.dim",
+        f"{dim} for layers that rotate {rope.dims} dims",
+        f"at least {rope.dims}, to which the index's keys are rotated, too",
+        f"pass dim={rope.dims}",
       )
-    assert isinstance(attention, Attention)
-    fields = {
-      f.name: getattr(attention, f.name) for f in dataclasses.fields(Attention)
-    }
-    rope = attention.rope
     index = KeyIndex(
       heads=heads,
       dim=dim,
@@ -202,31 +178,3 @@ class IndexedQuery(GroupedQuery):
     """Project to queries, keys and values, and to those of the index."""
     index = self.index
     return self._maps(x), *index.queries(x, x), index.keys(x)
-
-
-def refuse_sparse(
-  layers: Sequence[Any], name: str, got: str, remedy: str
-) -> None:
-  """Refuses a model made sparse for what does not support its two caches.
-
-  Args:
-    layers: Layers of the model.
-    name: Name of the argument, for the error.
-    got: Description of what came.
-    remedy: Advice, for the error.
-
-  Raises:
-    OptionError: If a layer of grouped-query attention chooses its keys.
-  """
-  kinds = [
-    type(x.attention).__name__
-    for x in layers
-    if isinstance(x.attention, IndexedAttention)
-  ]
-  if kinds:
-    raise OptionError(
-      name,
-      f"{got}, for a model with layers of {kinds[0]} (sparse_attention)",
-      "a model whose layers read all keys",
-      remedy,
-    )

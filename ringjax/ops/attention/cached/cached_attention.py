@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, PyTree
 from ringjax.errors import OptionError
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Local, cut_coords
+from ringjax.ops.attention.cached.block_reading import BlockReading
 from ringjax.ops.attention.cached.paged import (
   heads_as_examples,
   read_by_query,
@@ -37,7 +38,6 @@ from ringjax.ops.attention.cached.paged import (
 from ringjax.ops.attention.cached.per_head import PerHeadView
 from ringjax.ops.attention.cached.selection import (
   KeySelection,
-  SelectiveVisit,
   by_chunks,
 )
 from ringjax.ops.attention.cached.views import (
@@ -107,7 +107,7 @@ class ShardedDecode:
     terms: Terms,
     q_at: Coords,
     mask: Mask,
-    selection: KeySelection | None = None,
+    selection: KeySelection | BlockReading | None = None,
   ) -> Any:
     """Attend: [B, K, G, T, J] in q's dtype from queries [B, K, G, T, H].
 
@@ -177,7 +177,7 @@ class ShardedDecode:
       q_at: Coords,
       terms: Terms,
       mask: Mask,
-      selection: KeySelection | None,
+      selection: KeySelection | BlockReading | None,
     ) -> Any:
       sinks = Terms(sinks=terms.sinks)
       q, arrays, q_at, slopes, mask, selection = collectives.vary(
@@ -284,7 +284,7 @@ class CacheVisit:
   head_axes: tuple[str, ...] = ()
   scatter: int | None = None
   spare: int = 0
-  selection: KeySelection | None = None
+  selection: KeySelection | BlockReading | None = None
   index_views: tuple[KVView, ...] = ()
   platform: str = "cpu"
 
@@ -307,22 +307,9 @@ class CacheVisit:
   def on_shard(self, views: Sequence[KVView]) -> Partial:
     """Partial of this shard's keys."""
     if self.selection is not None:
-      # Keys stay in the basis in which the index's keys are.
-      in_basis = lambda view: view.aligned(self.q, keys=False).view
-      index_views = tuple(map(in_basis, self.index_views))
-      read_views = list(views) if index_views else list(map(in_basis, views))
-      visit = SelectiveVisit(
-        selection=self.selection,
-        scores=self.scores,
-        terms=self.terms,
-        at=self.at,
-        mask=self.mask,
-        axis=self.axis,
-        platform=self.platform,
-        index_views=index_views,
-      )
-      if visit.chooses(read_views):
-        return visit.partial(self.q, read_views)
+      partial = self.selection.partial(self, views)
+      if partial is not None:
+        return partial
     return functools.reduce(merge, map(self._of_view, views))
 
   def _of_view(self, view: KVView) -> Partial:

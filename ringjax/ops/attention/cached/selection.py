@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,9 @@ from ringjax.ops.softmax import Partial, merge, wide_dtype
 from ringjax.parallel import collectives
 from ringjax.parallel.call_sharding import MeshAxes
 from ringjax.typing import Index
+
+if TYPE_CHECKING:
+  from ringjax.ops.attention.cached.cached_attention import CacheVisit
 
 # Most scores of pairs that are in memory at once, for more than a few queries.
 _SCORES = 1 << 24
@@ -91,6 +94,37 @@ class KeySelection:
   def without_keys(self) -> KeySelection:
     """Drop `keys` and `views`, for keys that are passed besides."""
     return dataclasses.replace(self, keys=None, views=())
+
+  def chooses(self, tokens: int) -> bool:
+    """Whether a query may read fewer than `tokens` keys."""
+    return self.count < tokens
+
+  def partial(
+    self, visit: CacheVisit, views: Sequence[KVView]
+  ) -> Partial | None:
+    """Partial of this shard's keys; None where all keys are read.
+
+    Args:
+      visit: Queries of a call.
+      views: Views of the layer.
+    """
+    # Keys stay in the basis in which the index's keys are.
+    in_basis = lambda view: view.aligned(visit.q, keys=False).view
+    index_views = tuple(map(in_basis, visit.index_views))
+    read_views = list(views) if index_views else list(map(in_basis, views))
+    selective = SelectiveVisit(
+      selection=self,
+      scores=visit.scores,
+      terms=visit.terms,
+      at=visit.at,
+      mask=visit.mask,
+      axis=visit.axis,
+      platform=visit.platform,
+      index_views=index_views,
+    )
+    if not selective.chooses(read_views):
+      return None
+    return selective.partial(visit.q, read_views)
 
   def scores(self, keys: Float[Array, "B S E"]) -> Float[Array, "B T S"]:
     """Index scores I(t, s) of all pairs."""
@@ -235,7 +269,7 @@ class SelectiveVisit:
     """Whether there may be more keys than a query reads."""
     shards = 1 if self.axis is None else collectives.axis_size(self.axis)
     slots = sum(view.shape[2] for view in views)
-    return self.selection.count < slots * shards
+    return self.selection.chooses(slots * shards)
 
   def partial(
     self, q: Float[Array, "B K G T H"], views: Sequence[KVView]
