@@ -157,6 +157,15 @@ def card(model: Transformer, name: str, figures: Mapping[str, Any]) -> str:
     f'tokenizer = rj.data.Tokenizer.load("{name}")',
     "```",
   ]
+  sparse = json.loads(model.source).get("sparse_attention")
+  if sparse is not None:
+    lines += [
+      "",
+      "Its attention is sparse: `sparse_attention` in config.json is "
+      f"`{json.dumps(sparse, sort_keys=True)}`. That key is ringjax's own. "
+      "transformers ignores it, and would compute dense attention, for which "
+      "the weights are not trained.",
+    ]
   if figures:
     lines += ["", "## Evaluation", "", *_tables(figures)]
   return "\n".join(lines) + "\n"

@@ -47,11 +47,11 @@ from ringjax.models.weights.weight_placement import (
   set_waiting,
   transfer_events,
 )
+from ringjax.nn.attention_layers.choosing_attention import refuse_sparse
 from ringjax.nn.attention_layers.folded_attention import (
   FoldedAttention,
   refuse_folded,
 )
-from ringjax.nn.attention_layers.choosing_attention import refuse_sparse
 from ringjax.nn.attention_layers.shared_block import SharedBlocks
 from ringjax.nn.block import Layer
 from ringjax.nn.joint_calls import JointCache

@@ -43,10 +43,10 @@ from ringjax.nn.recurrent_layers.mamba import Mamba2
 from ringjax.nn.recurrent_layers.mamba1 import Mamba1
 from ringjax.nn.recurrent_layers.rg_lru import RgLru
 from ringjax.nn.recurrent_layers.short_conv import ShortConv
-from ringjax.nn.sums.router_sums import RouterRecord
 from ringjax.nn.row_tiles import by_tile
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.streams import LowRank, ResidualGate, Streams
+from ringjax.nn.sums.router_sums import RouterRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.typing import Index
 
@@ -55,7 +55,6 @@ OneMixer = (
   Attention
   | ChannelDelta
   | Delta
-  | IndexKeys
   | Latent
   | Lightning
   | Mamba1
@@ -64,6 +63,8 @@ OneMixer = (
   | ShortConv
 )
 Mixer = OneMixer | AfterBlock | Beside
+# Parts of mixers that keep something in a cache.
+CachedMixer = OneMixer | IndexKeys
 # What a mixer keeps of a call.
 PartOfCache = LayerCache | StateCache | JointLayer
 Feedforward = Plain | Gated | Experts | DenseAndExperts | NoFeedforward
@@ -135,8 +136,8 @@ class Layer:
   streams: Streams | None = None
 
   @property
-  def mixers(self) -> tuple[OneMixer, ...]:
-    """Mixers of tokens, each of which keeps something in a cache.
+  def mixers(self) -> tuple[CachedMixer, ...]:
+    """Mixers of tokens, or parts of them, each with something in a cache.
 
     Empty for a layer that reads another layer's cache.
     """

@@ -627,7 +627,7 @@ class ContextParallel(ShardingContext):
       keys=index_keys.astype(selection.q.dtype),
       count=selection.count,
     )
-    options = dict(
+    options: dict[str, Any] = dict(
       **self.call_options(q, k.shape[2], tokens, mask, extras),
       **self._coords_of(q_at, tokens, q.shape[1] == k.shape[1]),
       return_residual=True,

@@ -94,10 +94,10 @@ class ChoiceTotals(NamedTuple):
       assert isinstance(layer_sums, LayerSums)
       assert layer_sums.choice is not None
       sums.append(layer_sums.choice)
-    joined = jax.tree.map(lambda *x: jnp.concatenate(x), *sums)
-    real = jnp.broadcast_to(tokens.seg > 0, tokens.at.seg.shape)
-    count = jnp.sum(real, dtype=jnp.int32).astype(jnp.float32)
-    return cls(*joined, count)
+    join = lambda name: jnp.concatenate([getattr(x, name) for x in sums])
+    # All layers count the same tokens.
+    count = sums[0].tokens[0]
+    return cls(join("loss"), join("recall"), join("samples"), count)
 
   def index_loss(self) -> Float[Array, ""]:
     """Sum over layers of the mean loss of an index over the tokens."""

@@ -113,7 +113,9 @@ class ExpertBalance:
     options = self.of_model(model)
     layers = sparse_layers(model)
     routing = [_sums_of(tokens, layer) for layer in layers]
-    real = jnp.broadcast_to(tokens.seg > 0, tokens.at.seg.shape)
+    # A row of coordinates may be that of all rows.
+    shape = routing[0].load.shape[1], tokens.seg.shape[1]
+    real = jnp.broadcast_to(tokens.seg > 0, shape)
     row_tokens = jnp.sum(real, 1, dtype=jnp.int32).astype(jnp.float32)
     totals = RoutingTotals(
       tuple(jax.lax.stop_gradient(jnp.sum(s.load, 1)) for s in routing),

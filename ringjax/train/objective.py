@@ -28,8 +28,8 @@ from ringjax.models.checkpoint import cast
 from ringjax.models.longspec import LaggedCache
 from ringjax.models.transformer import Transformer, tokens_of
 from ringjax.nn.linear import Head
-from ringjax.nn.sums.layer_record import LayerRecord
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
+from ringjax.nn.sums.layer_record import LayerRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.loss import IGNORE_INDEX, blockwise_cross_entropy
 from ringjax.parallel import collectives

@@ -10,7 +10,6 @@ dense attention.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import json
 from typing import Any, ClassVar
@@ -36,7 +35,7 @@ KEY = "sparse_attention"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SparseKind(abc.ABC):
+class SparseKind:
   """Way in which the layers of a model choose keys, and its sizes.
 
   Attributes:
@@ -183,9 +182,7 @@ def with_sparse_attention(
   shardings = None
   if mesh is not None:
     rules = rules or Rules()
-    shardings = {
-      path: rules.sharding(new_params[path], mesh) for path in fresh
-    }
+    shardings = {path: rules.sharding(new_params[path], mesh) for path in fresh}
   arrays = jax.jit(build, out_shardings=shardings)()
   for path in new_params:
     if path in arrays:
@@ -207,7 +204,10 @@ def with_sparse_attention(
   assert len(named) == len(leaves)
   sparse = jax.tree.unflatten(
     tree,
-    [p.replace(arrays[path]) for p, (path, _) in zip(leaves, named, strict=True)],
+    [
+      p.replace(arrays[path])
+      for p, (path, _) in zip(leaves, named, strict=True)
+    ],
   )
   sparse.origin, sparse.saved_dtype = model.origin, model.saved_dtype
   return sparse

@@ -2,7 +2,8 @@
 
 Command   python -m launch.train --config=configs/train/sparse_index.py
           --mesh=seq:1 --out=DIR
-          and then python -m benchmarks.model.sparse_training --model=DIR/model
+          and then python -m benchmarks.model.sparse_training
+          --models=small,DIR/model
 Hardware  two CPU cores that other processes shared
 Result    see docs/how/sparse_training.md
 

@@ -40,8 +40,8 @@ from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
 from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.models.grouping import kind_rows
 from ringjax.models.transformer import Transformer
-from ringjax.nn.attention_layers.folded_attention import refuse_folded
 from ringjax.nn.attention_layers.choosing_attention import refuse_sparse
+from ringjax.nn.attention_layers.folded_attention import refuse_folded
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.nn.stack import runs
 from ringjax.ops.mask import Coords

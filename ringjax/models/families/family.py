@@ -11,12 +11,12 @@ from ringjax.models.hf.names import LLAMA, TensorNames
 from ringjax.models.hf.unknown_keys import UnknownKeys
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention_layers.attention import Attention
+from ringjax.nn.attention_layers.block_attention import BlockAttention
 from ringjax.nn.attention_layers.folded_attention import (
   DualChunk,
   FoldedAttention,
   SelfExtend,
 )
-from ringjax.nn.attention_layers.block_attention import BlockAttention
 from ringjax.nn.attention_layers.indexed_attention import IndexedAttention
 from ringjax.nn.block import Feedforward, Layer, Mixer
 from ringjax.nn.feedforward import Experts, Gated, Router

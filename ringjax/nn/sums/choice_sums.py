@@ -1,4 +1,4 @@
-"""Sums over a layer's tokens of how well its choice of keys serves, for training.
+"""Sums over a layer's tokens of how well its choice of keys serves it.
 
 Guarantees: sums are over tokens that are no padding, and the same on every
 mesh. Recall is the part of the attention over all visible keys that falls on
@@ -23,11 +23,13 @@ class ChoiceSums(NamedTuple):
     loss: Loss of the index, summed over the tokens; 0 without an index.
     recall: Recall, its mean over the heads, summed over the sampled queries.
     samples: Number of sampled queries.
+    tokens: Number of tokens that are no padding.
   """
 
   loss: Float[Array, "*L"]
   recall: Float[Array, "*L"]
   samples: Float[Array, "*L"]
+  tokens: Float[Array, "*L"]
 
 
 class ChoiceRecord:
@@ -66,6 +68,9 @@ class ChoiceRecord:
     share = jnp.exp(jnp.where(real, chosen_lse - all_lse, 0))
     # Both sums round: a part above 1 is all.
     share = jnp.where(real, jnp.minimum(share, 1), 0)
+    # A row of coordinates may be that of all rows.
+    shape = sampled.shape[0], self.real.shape[1]
+    count = jnp.sum(jnp.broadcast_to(self.real, shape), dtype=jnp.float32)
     total = jnp.zeros((), jnp.float32)
     if loss is not None:
       total = jnp.sum(jnp.where(self.real, loss, 0)).astype(jnp.float32)
@@ -73,4 +78,5 @@ class ChoiceRecord:
       total,
       jnp.sum(jnp.mean(share, -1)).astype(jnp.float32),
       jnp.sum(real[..., 0], dtype=jnp.float32),
+      count,
     )

@@ -38,9 +38,7 @@ class LayerRecord:
     index_learns: bool = True,
   ):
     self.router = RouterRecord(real)
-    self.choice = ChoiceRecord(
-      real, warm_up=warm_up, index_learns=index_learns
-    )
+    self.choice = ChoiceRecord(real, warm_up=warm_up, index_learns=index_learns)
 
   @property
   def parts(self) -> tuple[RouterRecord, ChoiceRecord]:

@@ -157,12 +157,9 @@ class BlockReading:
       tiles = jnp.arange(at.pos.shape[1] // size, dtype=jnp.int32)
       count = jnp.asarray(tiles.size, jnp.int32)
       sums = fold_tiles(view, size, tiles, count, add, sums)
-      put = lambda f: jax.vmap(
-        lambda old, number, new: getattr(old.at[number], f)(new, mode="drop")
-      )
-      sizes = put("add")(sizes, number, jnp.ones_like(at.pos, dtype))
-      first = put("max")(first, number, -at.pos)
-      last = put("max")(last, number, at.pos)
+      sizes = jax.vmap(_counted)(sizes, number)
+      first = jax.vmap(_largest)(first, number, -at.pos)
+      last = jax.vmap(_largest)(last, number, at.pos)
     if visit.axis is not None:
       sums, sizes = collectives.total((sums, sizes), visit.axis)
       first, last = (collectives.largest(x, visit.axis) for x in (first, last))
@@ -195,6 +192,16 @@ class BlockReading:
 
 
 tree.register(BlockReading, (), ("count", "block"))
+
+
+def _counted(sizes: jax.Array, number: jax.Array) -> jax.Array:
+  """Sizes [C] of blocks with slots of these numbers added."""
+  return sizes.at[number].add(jnp.ones((), sizes.dtype), mode="drop")
+
+
+def _largest(values: jax.Array, number: jax.Array, new: jax.Array) -> jax.Array:
+  """Largest value [C] of each block, with those of slots."""
+  return values.at[number].max(new, mode="drop")
 
 
 def _read(
