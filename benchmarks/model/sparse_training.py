@@ -37,8 +37,8 @@ _OPTIONS = {"questions": {"facts": 8, "questions": 4}}
 def keys_of(model: rj.models.Transformer, length: int) -> int:
   """Most keys that a query of a layer reads, in the layer that reads fewest."""
   readings = [getattr(kind, "reading", None) for kind in model.kinds]
-  most = [x.most for x in readings if x is not None and x.most is not None]
-  return min([*most, length])
+  limits = [x.most for x in readings if x is not None and x.most is not None]
+  return min([*limits, length])
 
 
 def measure(

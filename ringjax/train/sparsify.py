@@ -253,8 +253,8 @@ def _stacked(
 ) -> jax.Array:
   """Slices of arrays, stacked; the array itself if that is what it is."""
   first = old[paths[0]]
-  same = len(set(paths)) == 1 and indices == tuple(range(first.shape[0]))
-  if same:
+  all_layers = tuple(range(first.shape[0]))
+  if len(set(paths)) == 1 and indices == all_layers:
     return first
   sharding = first.sharding
   if not isinstance(sharding, NamedSharding):

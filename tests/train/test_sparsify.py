@@ -116,7 +116,7 @@ def reference(model, ids, labels, count, *, warm_up):
   "warm_up", [pytest.param(True, marks=pytest.mark.long), False]
 )
 def test_gradients_are_those_of_all_pairs(warm_up):
-  """Of the losses of the model and of its indexes, in both stages."""
+  """Both losses, of the model and of its indexes, in both stages."""
   model, ids = sparse(INDEX), tokens(length=14)
   got, _ = gradient(model, batches.whole_rows(ids), index_warm_up=warm_up)
   form = lambda model: reference(
@@ -136,17 +136,19 @@ def test_gradients_are_those_of_all_pairs(warm_up):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_give_the_gradients_of_one_device(kind):
-  """Of packed documents, on stripes; recall is of other queries."""
+  """Packed documents on stripes; recall is that of other queries."""
   rows = documents()
-  want, one = gradient(sparse(kind), rows)
+  want, on_device = gradient(sparse(kind), rows)
   mesh = make_mesh(4, "auto")
   attend = ContextParallel(mesh=mesh, axis="seq", layout=Striped())
   model = rj.models.place(sparse(kind), mesh)
-  got, four = gradient(model, rows, attend)
+  got, sharded = gradient(model, rows, attend)
   for name, expected in want.items():
     np.testing.assert_allclose(got[name], expected, atol=2e-6, err_msg=name)
-  np.testing.assert_allclose(four.index_loss, one.index_loss, atol=1e-6)
-  assert 0 < four.recall_worst <= four.recall <= 1
+  np.testing.assert_allclose(
+    sharded.index_loss, on_device.index_loss, atol=1e-6
+  )
+  assert 0 < sharded.recall_worst <= sharded.recall <= 1
 
 
 @pytest.mark.long
@@ -195,9 +197,9 @@ def test_a_folder_of_a_model_whose_last_layer_is_full(kind, tmp_path):
   loaded = rj.models.load(tmp_path / "model")
   np.testing.assert_array_equal(loaded(ids), model(ids))
   # Each layer has its own weights: with room for all keys it is dense again.
-  wide = kind.replace("count=5", "count=21").replace("count=2", "count=6")
-  wide = with_sparse_attention(dense(), f"{wide},full_last=1")
-  np.testing.assert_allclose(wide(ids), dense()(ids), atol=1e-6)
+  all_keys = kind.replace("count=5", "count=21").replace("count=2", "count=6")
+  reads_all = with_sparse_attention(dense(), f"{all_keys},full_last=1")
+  np.testing.assert_allclose(reads_all(ids), dense()(ids), atol=1e-6)
 
 
 # ---------------------------------------------------------------------------
@@ -206,13 +208,13 @@ def test_a_folder_of_a_model_whose_last_layer_is_full(kind, tmp_path):
 
 
 def greedy(model, prompt, count):
-  """Likeliest tokens, by a pass over all that was said for each."""
-  said = [*map(int, prompt)]
+  """Likeliest tokens, by a pass over the whole text for each."""
+  ids = [*map(int, prompt)]
   for _ in range(count):
     row = np.zeros((1, 32), np.int32)
-    row[0, : len(said)] = said
-    said.append(int(jnp.argmax(model(row)[0, len(said) - 1])))
-  return said[len(prompt) :]
+    row[0, : len(ids)] = ids
+    ids.append(int(jnp.argmax(model(row)[0, len(ids) - 1])))
+  return ids[len(prompt) :]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -246,7 +248,7 @@ def test_a_cache_gives_what_training_computes(kind):
   ids=str,
 )
 def test_answers(kind, options):
-  """Of rows of unequal lengths, by all ways to compute them."""
+  """Rows of unequal lengths, by all ways to compute them."""
   prompts = [tokens()[0, :13], tokens()[1, :5]]
   want = [greedy(sparse(kind), prompt, 8) for prompt in prompts]
   model, options = sparse(kind), dict(options)
@@ -314,13 +316,13 @@ def test_only_the_index_learns_in_a_warm_up_and_a_run_resumes(tmp_path):
   train = functools.partial(
     recipe.train, report=lambda stage, report: reports.append(report)
   )
-  before = {
+  first_weights = {
     k: np.asarray(p.get_value()) for k, p in parameters(fresh()).items()
   }
   warm = dataclasses.replace(two_stages(), stages=two_stages().stages[:1])
-  after = parameters(train(warm, fresh(), text()).model)
-  for name, value in before.items():
-    moved = bool((np.asarray(after[name].get_value()) != value).any())
+  warmed_up = parameters(train(warm, fresh(), text()).model)
+  for name, value in first_weights.items():
+    moved = bool((np.asarray(warmed_up[name].get_value()) != value).any())
     assert moved == (".index." in name), name
   reports.clear()
   want = train(two_stages(remat="nothing"), fresh(), text())

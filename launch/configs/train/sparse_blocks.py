@@ -7,7 +7,7 @@ Command   python -m launch.train --config=configs/train/sparse_blocks.py
 Hardware  two CPU cores that other processes shared
 Result    see docs/how/sparse_training.md
 
-Each query head reads 4 blocks of 32 keys, its own among them.
+Each query head reads 8 blocks of 16 keys, its own among them.
 """
 
 from ml_collections import ConfigDict
@@ -17,9 +17,6 @@ from launch.configs.train import sparse_index
 
 def get_config() -> ConfigDict:
   config = sparse_index.get_config()
-  config.sparse = "moba:block=32,count=4"
-  config.stages = (
-    sparse_index.mixed(60, 1024, 2),
-    sparse_index.mixed(20, 2048, 4),
-  )
+  config.sparse = "moba:block=16,count=8"
+  config.stages = (sparse_index.mixed(150, 1024, 2),)
   return config

@@ -54,8 +54,8 @@ class BlockAttention(ChoosingAttention):
   def cache_shape(self, layers: int) -> LayerCacheSpec:
     shape = super().cache_shape(layers)
     assert shape.reading is not None
-    most = self.block * self.count
-    reading = dataclasses.replace(shape.reading, most=most)
+    key_limit = self.block * self.count
+    reading = dataclasses.replace(shape.reading, most=key_limit)
     return dataclasses.replace(shape, reading=reading)
 
   def build(self, rngs: nnx.Rngs, embed: int) -> BlockQuery:

@@ -1,7 +1,7 @@
 """Base of grouped-query attention whose queries choose the keys that they read.
 
-Layers whose queries see all keys before them can be made such ones: a kind is a
-subclass with sizes of its own, and a module that passes a choice to attention.
+Layers whose queries see all keys before them can be made sparse: a kind is a
+subclass with its sizes, and a module that passes a choice to attention.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Grouped-query attention whose queries read the keys that an index chooses.
 
 Guarantees: all heads of a layer read the same keys, those with the best scores
-of its index; with as many keys as there are it is plain attention. The index's
-keys are cached as keys of their own, one head of E numbers a token, rotated as
+of its index; with as many keys as there are it is plain attention. A cache has
+the index's keys beside the layer's, one head of E numbers a token, rotated as
 the layer's keys are.
 Cost: `KeyIndex`, and the products with the chosen keys. From a cache all keys
 are read, and those that are not chosen are masked.

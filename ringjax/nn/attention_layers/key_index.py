@@ -6,7 +6,7 @@ which change products only by rounding.
 Cost: a map of the queries' latent to I heads of E numbers, and one key of E
 numbers per token, which is stored after the layer's own key.
 Training: no gradient flows through a choice, nor from an index to the layer's
-input: the index learns from a loss of its own, see `choice_sums`.
+input: the index learns from `rj.index_loss`, see `choice_sums`.
 Ref:  DeepSeek-AI 2025, DeepSeek-V3.2-Exp.
 """
 

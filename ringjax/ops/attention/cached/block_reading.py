@@ -74,7 +74,7 @@ class BlockReading:
     return self
 
   def without_keys(self) -> BlockReading:
-    """Drop arrays that are passed besides: there are none."""
+    """Return the choice itself, which has no arrays."""
     return self
 
   def chooses(self, tokens: int) -> bool:
@@ -82,7 +82,7 @@ class BlockReading:
     return self.count * self.block < tokens
 
   def top_blocks(self) -> TopBlocks:
-    """The same choice where keys travel."""
+    """The selection that chooses these blocks where keys travel."""
     return TopBlocks(count=self.count, block=self.block)
 
   def partial(
@@ -149,10 +149,10 @@ class BlockReading:
         size: int = size,
       ) -> Array:
         del v
-        own = lax.dynamic_slice_in_dim(number, start, size, 1)
+        tile_blocks = lax.dynamic_slice_in_dim(number, start, size, 1)
         k = jnp.swapaxes(k, 1, 2).astype(dtype)
-        put = lambda sums, own, k: sums.at[own].add(k, mode="drop")
-        return jax.vmap(put)(sums, own, k)
+        put = lambda sums, index, k: sums.at[index].add(k, mode="drop")
+        return jax.vmap(put)(sums, tile_blocks, k)
 
       tiles = jnp.arange(at.pos.shape[1] // size, dtype=jnp.int32)
       count = jnp.asarray(tiles.size, jnp.int32)
