@@ -288,7 +288,7 @@ def _folded(r: ConfigReader, layers: Sequence[Layer]) -> tuple[Layer, ...]:
 def _sparse(r: ConfigReader, layers: Sequence[Layer]) -> tuple[Layer, ...]:
   """Let layers choose the keys that they read, if the config says so.
 
-  The key `sparse_attention` is this package's own, see `models.sparse_models`.
+  The key `sparse_attention` is this package's own, see `train.sparsify`.
 
   Raises:
     ConfigError: If no layer sees all keys before it.
