@@ -930,6 +930,13 @@ def _tuples(value: object) -> object:
 
 
 def _stage(config_entries: Mapping[str, Any]) -> recipe.Stage:
+  if not isinstance(config_entries, Mapping):
+    raise OptionError(
+      "stages",
+      f"{config_entries!r} as a stage",
+      "stages, each with its own options",
+      "pass --config.stages.0.steps=100, for instance",
+    )
   entry = dict(config_entries)
   # The sources of rows are no part of the recipe.
   entry.pop("sources", None)

@@ -29,6 +29,7 @@ from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.cached.cached_attention import ShardedDecode
 from ringjax.ops.attention.cached.code_format import stored_codes
+from ringjax.ops.attention.cached.paged import PagedView
 from ringjax.ops.attention.cached.pooled import (
   PooledView,
   SharedTiles,
@@ -41,6 +42,7 @@ from ringjax.ops.attention.cached.views import (
   tile_slots,
 )
 from ringjax.ops.attention.kernels.decode_codes_tpu import DecodeCodesTPU
+from ringjax.ops.attention.kernels.decode_pages_tpu import DecodePagesTPU
 from ringjax.ops.attention.kernels.decode_pool_tpu import DecodePoolTPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.decoder_tpu import PoolDecoderTPU
@@ -563,6 +565,64 @@ def prompts(
   queries = positive_int("queries", queries)
   dims = PoolShape(**shape)
   return _over_pages(devices, PrefillPoolTPU, dims, queries, None, cache)
+
+
+def head_pages(
+  devices: Sequence[Any],
+  *,
+  heads: int = 8,
+  groups: int = 4,
+  head_dim: int = 128,
+  pages: int = 128,
+  page: int = 32,
+  dtype: str = "bfloat16",
+) -> Built:
+  """Builds attention over the pages of single heads by `DecodePagesTPU`.
+
+  Args:
+    devices: Devices of the slice.
+    heads: Heads of keys and values of all rows.
+    groups: Query heads of each.
+    head_dim: Head dimension, H.
+    pages: Pages that each head reads.
+    page: Slots of a page.
+    dtype: Dtype of queries, keys and values.
+  """
+  mesh = _one_device_mesh(devices)
+  kernel = DecodePagesTPU(chip=chips.machine_name(devices[0].device_kind))
+  number, operand = (_operands(devices, name) for name in ("int32", dtype))
+  keys = operand(2 * heads * pages, page, head_dim)
+
+  def attend(
+    q: Shaped[Array, " ..."],
+    k: jax.Array,
+    v: jax.Array,
+    pos: jax.Array,
+    table: jax.Array,
+    last: jax.Array,
+  ) -> Partial:
+    view = PagedView(k, v, pos, None, table)
+    at = Coords(last, jnp.ones_like(last))
+    context = Context(at, view.at, Causal())
+    scores = Scores(scale=head_dim**-0.5)
+    return kernel.decode(q, view, ScoreArgs(scores, Terms(), context))
+
+  alone = jax.shard_map(
+    attend, mesh=mesh, in_specs=(P(),) * 6, out_specs=P(), check_vma=False
+  )
+  return Built(
+    function=jax.jit(alone),
+    arguments=(
+      operand(heads, 1, groups, 1, head_dim),
+      keys,
+      keys,
+      number(*keys.shape[:2]),
+      number(1, heads, pages),
+      number(1, 1),
+    ),
+    mesh=mesh,
+    facts={"what": "decode", "kernel": "DecodePagesTPU"},
+  )
 
 
 def _operands(devices: Sequence[Any], dtype: str) -> Callable[..., Any]:

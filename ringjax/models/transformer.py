@@ -73,6 +73,7 @@ from ringjax.nn.stack import Stack, keeps
 from ringjax.nn.streams import Streams
 from ringjax.nn.sums.tile_sums import TileRecord
 from ringjax.nn.tokens import Tokens
+from ringjax.nn.weights.adapter_rows import adapter_rows
 from ringjax.nn.weights.placed_layers import naming_faults
 from ringjax.ops.ancestors import MOST_DRAFTED, ancestor_matrix, tree_coords
 from ringjax.ops.mask import Coords
@@ -843,10 +844,10 @@ def forward_calls(
   inputs = []
   for call in calls:
     shape = call.tokens.shape
-    places = tokens_of(model, attend, shape, call.pos, call.seg, call.length)
-    places.adapters = call.adapters
-    cache = _begun(call.cache, attend, call.tokens, places)
-    x = attend.constrain(model.embedded(call.tokens, places))
+    with adapter_rows(call.adapters):
+      places = tokens_of(model, attend, shape, call.pos, call.seg, call.length)
+      cache = _begun(call.cache, attend, call.tokens, places)
+      x = attend.constrain(model.embedded(call.tokens, places))
     inputs.append((x, places, cache))
   if row_tile:
     xs, cache = _in_row_tiles(model, attend, inputs, row_tile)

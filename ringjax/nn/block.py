@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float
 from ringjax.kv.base import LayerCache, StateCache
 from ringjax.kv.encoder_states import EncoderStates
 from ringjax.nn.attention_layers.attention import Attention
-from ringjax.nn.attention_layers.attention_and_state import Beside
+from ringjax.nn.attention_layers.attention_and_state import AttentionAndState
 from ringjax.nn.attention_layers.cross_attention import (
   CrossAttention,
   NoCrossAttention,
@@ -24,7 +25,6 @@ from ringjax.nn.attention_layers.indexed_attention import (
   IndexKeys,
 )
 from ringjax.nn.attention_layers.latent import Latent
-from ringjax.nn.attention_layers.shared_block import AfterBlock
 from ringjax.nn.feedforward import (
   DenseAndExperts,
   Experts,
@@ -43,9 +43,10 @@ from ringjax.nn.recurrent_layers.mamba import Mamba2
 from ringjax.nn.recurrent_layers.mamba1 import Mamba1
 from ringjax.nn.recurrent_layers.rg_lru import RgLru
 from ringjax.nn.recurrent_layers.short_conv import ShortConv
+from ringjax.nn.residuals import Residual, ScaledResidual
 from ringjax.nn.row_tiles import by_tile
 from ringjax.nn.sharding_context import Attend
-from ringjax.nn.streams import LowRank, ResidualGate, Streams
+from ringjax.nn.streams import LowRank, Streams
 from ringjax.nn.sums.router_sums import RouterRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.typing import Index
@@ -62,7 +63,7 @@ OneMixer = (
   | RgLru
   | ShortConv
 )
-Mixer = OneMixer | AfterBlock | Beside
+Mixer = OneMixer | AttentionAndState
 # Parts of mixers that keep something in a cache.
 CachedMixer = OneMixer | IndexKeys
 # What a mixer keeps of a call.
@@ -70,19 +71,12 @@ PartOfCache = LayerCache | StateCache | JointLayer
 Feedforward = Plain | Gated | Experts | DenseAndExperts | NoFeedforward
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NormedResidual:
-  """Residuals that are the normed inputs of a layer's parts, not their inputs.
+@runtime_checkable
+class NumberedLayer(Protocol):
+  """A mixer whose parameters of a new model depend on its layer's number."""
 
-  A part's result is keep norm(x) + add part(norm(x)), as in MiniMax-01.
-
-  Attributes:
-    attention: Factors keep and add of attention.
-    feedforward: Factors keep and add of the feedforward.
-  """
-
-  attention: tuple[float, float] = (1.0, 1.0)
-  feedforward: tuple[float, float] = (1.0, 1.0)
+  def number_layers(self, numbers: Sequence[int]) -> None:
+    """Set the parameters of a stack of layers with these numbers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,10 +93,8 @@ class Layer:
     parallel: Whether attention and feedforward read the same input, and are
       added together; with `shared_norm` through one norm.
     shared_norm: See `parallel`.
-    residual_scale: Factor on a part's output before it is added.
-    normed_residual: Factors of residuals that are the parts' normed inputs;
-      None for residuals before the norms. Not with parallel parts, further
-      norms, `cross` or `low_rank`.
+    residuals: Sums of the stream and attention's output, and of the stream and
+      the feedforward's. Parallel parts take scaled ones of the stream itself.
     cross: Attention to an encoder's states, between attention and feedforward;
       in parallel layers it reads the same input. None for none.
     inputs: Input from a token's id, added at the end; None for none.
@@ -112,8 +104,6 @@ class Layer:
       root of 2. Not with parallel parts.
     post_norms: Kinds of the norms after attention and after the feedforward;
       None: `norm`.
-    residual_gate: Learned sum that adds a part's output; None: the plain sum.
-      Not with parallel parts.
     streams: Residual streams of which the layer computes one; `inputs` are
       then added to all but the first. None for one stream.
   """
@@ -125,15 +115,21 @@ class Layer:
   post: bool = False
   parallel: bool = False
   shared_norm: bool = False
-  residual_scale: float = 1.0
-  normed_residual: NormedResidual | None = None
+  residuals: tuple[Residual, Residual] = (ScaledResidual(), ScaledResidual())
   cross: CrossAttention | None = None
   inputs: LayerInputs | None = None
   learned_scale: bool = False
   low_rank: LowRank | None = None
   post_norms: tuple[Norm, Norm] | None = None
-  residual_gate: ResidualGate | None = None
   streams: Streams | None = None
+
+  @property
+  def output_scale(self) -> float | None:
+    """Factor of both parts' outputs in plain sums; None for other residuals."""
+    first, second = self.residuals
+    if not isinstance(first, ScaledResidual) or first != second:
+      return None
+    return first.add if first.keep == 1.0 and not first.of_norm else None
 
   @property
   def mixers(self) -> tuple[CachedMixer, ...]:
@@ -142,7 +138,7 @@ class Layer:
     Empty for a layer that reads another layer's cache.
     """
     mixer = self.attention
-    if isinstance(mixer, AfterBlock | Beside):
+    if isinstance(mixer, AttentionAndState):
       return (mixer.attention, mixer.state)
     if isinstance(mixer, IndexedAttention):
       return (mixer, mixer.index_keys)
@@ -188,14 +184,10 @@ class Block(nnx.Module):
     low_rank, streams = spec.low_rank, spec.streams
     self.low_rank = None if low_rank is None else low_rank.build(rngs, embed)
     self.streams = None if streams is None else streams.mixer(rngs, embed)
-    gate = spec.residual_gate
-    assert gate is None or not spec.parallel
-    assert spec.normed_residual is None or not (
-      spec.parallel or spec.post or spec.cross or low_rank or gate
+    assert not spec.parallel or spec.output_scale is not None
+    self.attention_residual, self.feedforward_residual = (
+      residual.build(rngs, embed) for residual in spec.residuals
     )
-    assert spec.normed_residual is None or spec.residual_scale == 1.0
-    self.attention_sum = None if gate is None else gate.build(rngs, embed)
-    self.feedforward_sum = None if gate is None else gate.build(rngs, embed)
     has_scale = spec.learned_scale
     self.scale = param(rngs, (1,), (None,), value=1.0) if has_scale else None
 
@@ -248,25 +240,25 @@ class Block(nnx.Module):
   ) -> tuple[jax.Array, Any]:
     """Run attention and feedforward."""
     spec = self.spec
-    if spec.normed_residual is not None:
-      return self._normed_parts(x, tokens, cache, attend, spec.normed_residual)
-    scaled = lambda y: _times(y, spec.residual_scale)
     # Sums and norms use the stream's dtype, products the weights'.
     stream = x.dtype
     narrow = part_dtype(self, stream)
-    normed = by_tile(lambda x: self.pre_attention(x).astype(narrow), x)
+    if spec.residuals[0].of_norm:
+      x = by_tile(self.pre_attention, x)
+      normed = x.astype(narrow)
+    else:
+      normed = by_tile(lambda x: self.pre_attention(x).astype(narrow), x)
     # Each kind of mixer has its own kind of cache.
     mix: Any = self.attention
     mixed, cache = mix(normed, tokens, cache, attend)
-    after_mixer = lambda y: scaled(self.post_attention(y.astype(stream)))
+    add_mixed = lambda x, y: self.attention_residual(
+      x, self.post_attention(y.astype(stream))
+    )
     if spec.parallel:
       h = normed if spec.shared_norm else by_tile(self.pre_feedforward, x)
       x = self.cross(x, states, attend)
     else:
-      if self.attention_sum is None:
-        x = by_tile(lambda x, y: x + after_mixer(y), x, mixed)
-      else:
-        x = self.attention_sum(x, after_mixer(mixed))
+      x = by_tile(add_mixed, x, mixed)
       if self.low_rank is not None:
         half = jnp.asarray(1 / math.sqrt(2), x.dtype)
         low_rank_residual = attend.rows(self.low_rank, normed).astype(stream)
@@ -275,51 +267,22 @@ class Block(nnx.Module):
       if isinstance(spec.feedforward, NoFeedforward):
         return x, cache
       h = by_tile(self.pre_feedforward, x)
+      if spec.residuals[1].of_norm:
+        x = h
     if not isinstance(spec.feedforward, DenseAndExperts):
       # That one has its own norms before its products.
       h = h.astype(narrow)
-    h = self._feed(h, tokens, attend)
+    feedforward: Any = self.feedforward
+    if isinstance(spec.feedforward, Experts | DenseAndExperts):
+      h = feedforward(h, attend, tokens.record_of(RouterRecord))
+    else:
+      h = feedforward(h, attend)
 
     def total(x: jax.Array, mixed: jax.Array, h: jax.Array) -> jax.Array:
       if spec.parallel:
-        x = x + after_mixer(mixed)
-      h = scaled(self.post_feedforward(h.astype(stream)))
-      return (
-        x + h if self.feedforward_sum is None else self.feedforward_sum(x, h)
+        x = add_mixed(x, mixed)
+      return self.feedforward_residual(
+        x, self.post_feedforward(h.astype(stream))
       )
 
     return attend.constrain(by_tile(total, x, mixed, h)), cache
-
-  def _feed(
-    self, h: Float[Array, "B T D"], tokens: Tokens, attend: Attend
-  ) -> jax.Array:
-    """Run the feedforward."""
-    feedforward: Any = self.feedforward
-    if isinstance(self.spec.feedforward, Experts | DenseAndExperts):
-      return feedforward(h, attend, tokens.record_of(RouterRecord))
-    return feedforward(h, attend)
-
-  def _normed_parts(
-    self,
-    x: Float[Array, "B T D"],
-    tokens: Tokens,
-    cache: PartOfCache | tuple[PartOfCache, ...],
-    attend: Attend,
-    residual: NormedResidual,
-  ) -> tuple[jax.Array, Any]:
-    """Run attention and feedforward, each added to its normed input."""
-    stream, narrow = x.dtype, part_dtype(self, x.dtype)
-    mix: Any = self.attention
-    x = self.pre_attention(x)
-    mixed, cache = mix(x.astype(narrow), tokens, cache, attend)
-    keep, add = residual.attention
-    x = attend.constrain(_times(x, keep) + _times(mixed.astype(stream), add))
-    x = self.pre_feedforward(x)
-    h = self._feed(x.astype(narrow), tokens, attend).astype(stream)
-    keep, add = residual.feedforward
-    return attend.constrain(_times(x, keep) + _times(h, add)), cache
-
-
-def _times(x: jax.Array, factor: float) -> jax.Array:
-  """x times a factor, in x's dtype."""
-  return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)

@@ -21,8 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from ringjax.kv.base import CallCache
-from ringjax.nn.block import Block, Layer
-from ringjax.nn.recurrent_layers.lightning import LightningLayer
+from ringjax.nn.block import Block, Layer, NumberedLayer
 from ringjax.nn.row_tiles import current_row_tiles
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tiled_layer import over_tiles, where_present
@@ -232,7 +231,7 @@ class Stack(nnx.Module):
     self.blocks = nnx.List([build(run) for run in self.runs])
     for run, blocks in zip(self.runs, self.blocks, strict=True):
       for position, block in enumerate(blocks):
-        if isinstance(block.attention, LightningLayer):
+        if isinstance(block.attention, NumberedLayer):
           block.attention.number_layers(
             [run.number(position, n) for n in range(run.repeats)]
           )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -136,45 +135,6 @@ class StreamMixer(nnx.Module):
     if not self.spec.scaled:
       return active
     return active * self.scale[...].astype(x.dtype)[None, None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResidualGate:
-  """A learned sum of a part's input and output: alpha x + beta y, elementwise.
-
-  beta = sigmoid(gate / temperature), and alpha^2 = 1 - beta^2, or `floor` if
-  that is larger.
-
-  Attributes:
-    temperature: Divisor of the gate.
-    floor: Smallest square of alpha.
-  """
-
-  temperature: float
-  floor: float = 1e-3
-
-  def build(self, rngs: nnx.Rngs, embed: int) -> ResidualGateLayer:
-    return ResidualGateLayer(rngs, self, embed)
-
-
-class ResidualGateLayer(nnx.Module):
-  """The module of `ResidualGate`."""
-
-  def __init__(self, rngs: nnx.Rngs, spec: ResidualGate, embed: int):
-    self.spec = spec
-    self.gate = param(rngs, (embed,), (None,), value=0.0, wide=True)
-
-  def __call__(
-    self, x: Float[Array, "B T D"], y: Float[Array, "B T D"]
-  ) -> Float[Array, "B T D"]:
-    """Add a part's output y to its input x."""
-    gate = self.gate[...].astype(jnp.float32) / self.spec.temperature
-    beta = jax.nn.sigmoid(gate)
-    square = jax.nn.sigmoid(-gate) * (1 + beta)
-    alpha = jnp.sqrt(jnp.maximum(square, jnp.float32(self.spec.floor)))
-    alpha, beta = alpha[None, None], beta[None, None]
-    total = alpha * x.astype(jnp.float32) + beta * y.astype(jnp.float32)
-    return total.astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from ringjax.kv.base import CallCache
 from ringjax.nn.tokens import Tokens
-from ringjax.nn.weights.adapted import adapter_rows, current_adapter_rows
+from ringjax.nn.weights.adapter_rows import adapter_rows
 from ringjax.ops.attention.blockwise import loop
 from ringjax.typing import Index
 
@@ -41,17 +41,16 @@ def over_tiles(
     parts: Parts of the layer's mixers in the cache.
     cache: Cache of the call, which has tiles.
   """
-  adapters = _adapters(tokens)
 
   def step(level: int, n: Index, carry: Any) -> Any:
     x, slots = carry
     tile = cache.tile(level, n)
     row_parts = _with_slots(parts, slots)
-    tile_adapters = None if adapters is None else tile.take_row(adapters)
-    with adapter_rows(tile_adapters):
+    tile_tokens = tokens.of_tile(tile.take, tile.take_row, tile.is_filled)
+    with adapter_rows(tile_tokens.adapters):
       y, new = layer(
         tile.take(x),
-        tokens.of_tile(tile.take, tile.take_row, tile.is_filled),
+        tile_tokens,
         tuple(part.of_tile(tile) for part in row_parts),
       )
     slots = tuple(
@@ -85,22 +84,16 @@ def where_present(
     parts: Parts of the layer's mixers in the cache.
     present: 1 if the call computes, else 0.
   """
-  adapters = _adapters(tokens)
 
   def step(_: Index, carry: Any) -> Any:
     x, slots = carry
-    with adapter_rows(adapters):
+    with adapter_rows(tokens.adapters):
       y, new = layer(x, tokens, _with_slots(parts, slots))
     return y.astype(x.dtype), tuple(part.slots for part in new)
 
   # A loop writes to the arrays in place, of which a branch would make copies.
   x, slots = loop(present, step, (x, tuple(part.slots for part in parts)))
   return x, _with_slots(parts, slots)
-
-
-def _adapters(tokens: Tokens) -> Int[Array, " B"] | None:
-  """Adapter of each row of a call, or None."""
-  return current_adapter_rows() if tokens.adapters is None else tokens.adapters
 
 
 def _with_slots(

@@ -14,6 +14,7 @@ from ringjax.nn.sums.choice_sums import ChoiceRecord
 from ringjax.nn.sums.layer_record import LayerRecord, LayerSums
 from ringjax.nn.sums.router_sums import RouterRecord
 from ringjax.nn.sums.tile_sums import TileRecord, TileSums
+from ringjax.nn.weights.adapter_rows import current_adapter_rows
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
 from ringjax.typing import Lengths
@@ -43,8 +44,8 @@ class Tokens:
     recorded: Sums of each run's layers, a tuple of those of its positions,
       [repeats, ...], None for a layer that records nothing; set by the stack.
     record: Record of the layer that reads these tokens.
-    adapters: Adapter of each row, int32 [B], where several calls with different
-      ones are in a program; None: that of `adapted.adapter_rows`.
+    adapters: Adapter of each row, int32 [B], that `adapter_rows` had set when
+      these tokens were made, or None.
   """
 
   def __init__(
@@ -65,7 +66,7 @@ class Tokens:
     self.recorder: Callable[[Array], LayerRecord | TileRecord] | None = None
     self.recorded: tuple[tuple[LayerSums | TileSums | None, ...], ...] = ()
     self.record: LayerRecord | TileRecord | None = None
-    self.adapters: Int[Array, " B"] | None = None
+    self.adapters: Int[Array, " B"] | None = current_adapter_rows()
     self._tables = {rope: rope.tables(pos, length) for rope in ropes}
 
   @property
@@ -112,6 +113,8 @@ class Tokens:
     tile.seg = jnp.where(is_filled, take(self.seg), 0)
     if np.ndim(self.length):
       tile.length = take_row(jnp.asarray(self.length))
+    if self.adapters is not None:
+      tile.adapters = take_row(self.adapters)
     tile._tables = {
       rope: (take(cosines), take(sines))
       for rope, (cosines, sines) in self._tables.items()

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ringjax.checks import one_of
+from ringjax.errors import OptionError
 from ringjax.parallel import collectives
 
 _log = logging.getLogger(__name__)
@@ -105,6 +106,27 @@ def first_serving(
       return KernelChoice(kernel, tuple(declined))
     declined.append((type(kernel).__name__, reason))
   return KernelChoice(fallback, tuple(declined))
+
+
+def check_serves(kernel: Any, *call: Any) -> None:
+  """Check that a kernel that was passed explicitly serves the call.
+
+  Args:
+    kernel: Kernel to ask.
+    *call: Arguments of its `decline`.
+
+  Raises:
+    OptionError: If it declines the call.
+  """
+  reason = kernel.decline(*call)
+  if reason is None:
+    return
+  raise OptionError(
+    "local",
+    f"{type(kernel).__name__}() for {reason}",
+    "a call that this kernel serves",
+    "pass local=AutoKernel(), which takes what serves each call",
+  )
 
 
 def kernel_name(kind: type) -> str:

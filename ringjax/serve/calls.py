@@ -38,7 +38,7 @@ from ringjax.models.transformer import (
   forward_layers,
 )
 from ringjax.nn.sharding_context import CachedAttention
-from ringjax.nn.weights.adapted import adapter_rows
+from ringjax.nn.weights.adapter_rows import adapter_rows
 from ringjax.ops.ancestors import ancestor_matrix
 from ringjax.ops.attention.cached.pooled import SharedTiles
 from ringjax.parallel.programs import bounded

@@ -182,14 +182,7 @@ def _reason_against_row_tiles(
 
 def _is_dense(block: Block) -> bool:
   """Whether a layer is attention to its own keys, and a dense feedforward."""
-  others = (
-    block.inputs,
-    block.low_rank,
-    block.streams,
-    block.attention_sum,
-    block.feedforward_sum,
-    block.spec.normed_residual,
-  )
+  others = block.inputs, block.low_rank, block.streams
   return (
     type(block.attention) is GroupedQuery
     and block.attention.spec.group is None

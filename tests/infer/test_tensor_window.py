@@ -149,7 +149,7 @@ def test_the_parts_of_all_ranks_are_the_model(name, tmp_path):
     ("cohere", "each head with a weight of its own"),
     ("qwen3_next", "Delta"),
     ("deepseek_v3", "Latent"),
-    ("muse_spark", "gates its residuals"),
+    ("muse_spark", "residuals that are no plain sums"),
   ],
 )
 def test_models_that_are_no_sums_are_refused_by_name(name, why, tmp_path):

@@ -226,6 +226,7 @@ def test_each_stage_may_have_sources_of_its_own(small, tmp_path, monkeypatch):
     ("--config.replay_every=0", "replay_every"),
     ("--config.packer=bestfit", "packer: got 'bestfit'; wanted one of best"),
     ("--config.stages=({'steps': 1, 'batch': 1},)", "argument: 'length'"),
+    ("--config.stages=(1,)", "stages: got 1 as a stage"),
     ("--config.start={'kind': 'lookup'}", "argument: 'back'"),
     (
       "--config.stages=({'steps': 1, 'length': 160, 'batch': 1, "

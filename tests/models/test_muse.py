@@ -102,4 +102,9 @@ def test_experts_on_shards_have_the_same_logits_and_gradients():
       seen |= {
         *jax.tree_util.keystr(path, simple=True, separator=".").split(".")
       }
-  assert seen >= {"out_norm", "latent_norm", "attention_sum", "feedforward_sum"}
+  assert seen >= {
+    "out_norm",
+    "latent_norm",
+    "attention_residual",
+    "feedforward_residual",
+  }

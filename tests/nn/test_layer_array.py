@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax.nn.weights.adapted import adapter_rows
+from ringjax.nn.weights.adapter_rows import adapter_rows
 from ringjax.nn.weights.layer_array import LayerArray
 from ringjax.train.methods.lora import with_adapters
 from tests import checkpoints

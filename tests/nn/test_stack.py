@@ -15,6 +15,7 @@ from ringjax.nn.attention_layers.attention import Attention
 from ringjax.nn.block import Layer
 from ringjax.nn.feedforward import Gated
 from ringjax.nn.linear import Norm
+from ringjax.nn.residuals import ScaledResidual
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.nn.stack import Run, Stack, runs
 from ringjax.nn.tokens import Tokens
@@ -158,6 +159,6 @@ def test_where_norms_stand():
   close(got, x + attention(norm(x)) + feed(norm(x)))
   got, attention, feed = run(parallel=True, shared_norm=True)
   close(got, x + attention(norm(x)) + feed(norm(x)))
-  got, attention, feed = run(residual_scale=0.5)
+  got, attention, feed = run(residuals=(ScaledResidual(add=0.5),) * 2)
   h = x + 0.5 * attention(norm(x))
   close(got, h + 0.5 * feed(norm(h)))

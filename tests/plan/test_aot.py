@@ -292,6 +292,8 @@ class TestCompiled:
       assert sizes == ["{1,128,128}"] * 2
       copies = [x for x in text.splitlines() if "copy-start(" in x]
       assert not any("S(5)" in x for x in copies)
+      # The chosen pages are read in place, not gathered first.
+      assert "ringjax_decode_own" in text
     # Scores of the pages of a layer, and which of them are hot.
     assert temporaries[262144] - temporaries[65536] < 2**20
 

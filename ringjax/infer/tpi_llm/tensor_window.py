@@ -951,7 +951,8 @@ class TensorWindow:
     with blocks.times.of("compute", block):
       output = _joined(
         post,
-        layer.residual_scale,
+        # Other residuals are refused by `tensor_shares`.
+        layer.output_scale or 1.0,
         arrays.get("post"),
         base,
         tuple(term for term in terms if term is not None),

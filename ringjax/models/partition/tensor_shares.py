@@ -558,10 +558,10 @@ def _check_layer(family: str, number: int, layer: Layer) -> None:
     fault = "shares its keys with others"
   elif mix.one_map or mix.value_norm is not None:
     fault = "makes its values of its keys, or norms them"
-  elif layer.residual_gate is not None or layer.post_norms is not None:
-    fault = "gates its residuals, or has norms of several kinds"
-  elif layer.normed_residual is not None:
-    fault = "adds its parts to their normed inputs"
+  elif layer.output_scale is None:
+    fault = "has residuals that are no plain sums"
+  elif layer.post_norms is not None:
+    fault = "has norms of several kinds"
   elif layer.inputs is not None or layer.learned_scale:
     fault = "reads tokens' ids, or scales its output"
   elif getattr(feed, "sparsity", 0):

@@ -7,6 +7,7 @@ Ref:  Zuo et al. 2025, Falcon-H1, arXiv 2507.22448.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 
 import jax.numpy as jnp
@@ -22,24 +23,16 @@ from ringjax.ops.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Beside:
-  """Attention in parallel with a state space model.
+class AttentionAndState(abc.ABC):
+  """A mixer of attention and a state space model, each with its own cache.
 
   Attributes:
     attention: Attention.
     state: State space model.
-    attention_in: Factor on the input of attention.
-    attention_out: Factor on its output.
-    state_in: Factor on the state space model's input.
-    state_out: Factor on its output.
   """
 
   attention: Attention
   state: Mamba2
-  attention_in: float = 1.0
-  attention_out: float = 1.0
-  state_in: float = 1.0
-  state_out: float = 1.0
 
   @property
   def ropes(self) -> tuple[Rope, ...]:
@@ -60,6 +53,27 @@ class Beside:
   def reach(self) -> int | None:
     """Number of tokens it looks back: None, all by its state."""
     return None
+
+  @abc.abstractmethod
+  def build(self, rngs: nnx.Rngs, embed: int) -> nnx.Module:
+    """Make the module for streams of `embed` numbers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Beside(AttentionAndState):
+  """Attention in parallel with a state space model.
+
+  Attributes:
+    attention_in: Factor on the input of attention.
+    attention_out: Factor on its output.
+    state_in: Factor on the state space model's input.
+    state_out: Factor on its output.
+  """
+
+  attention_in: float = 1.0
+  attention_out: float = 1.0
+  state_in: float = 1.0
+  state_out: float = 1.0
 
   def build(self, rngs: nnx.Rngs, embed: int) -> BesideLayer:
     return BesideLayer(rngs, self, embed)

@@ -22,8 +22,7 @@ from jaxtyping import Array, Bool, Float
 from ringjax.errors import InputTypeError, OptionError, ShapeError
 from ringjax.kv.state import StateShape
 from ringjax.nn.attention_layers.attention import Attention
-from ringjax.nn.attention_layers.attention_and_state import Beside
-from ringjax.nn.attention_layers.shared_block import AfterBlock
+from ringjax.nn.attention_layers.attention_and_state import AttentionAndState
 from ringjax.nn.block import Layer
 from ringjax.nn.sharding_context import CachedAttention, Extras
 from ringjax.ops.attention.cached.pooled import PooledView
@@ -52,7 +51,7 @@ def check_function(function: object, layers: tuple[Layer, ...]) -> None:
     )
   for layer in layers:
     mixer = layer.attention
-    if isinstance(mixer, AfterBlock | Beside):
+    if isinstance(mixer, AttentionAndState):
       mixer = mixer.attention
     if type(mixer) is Attention:
       refused = [

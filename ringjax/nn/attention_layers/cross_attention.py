@@ -53,7 +53,8 @@ class CrossQuery(nnx.Module):
   ):
     attention: Any = layer.attention
     n, k, h = attention.heads, attention.kv_heads, attention.head_dim
-    self.width, self.residual_scale = spec.width, layer.residual_scale
+    assert layer.output_scale is not None
+    self.width, self.output_scale = spec.width, layer.output_scale
     self.extras = Extras(
       scale=attention.logit_scale, soft_cap=attention.soft_cap
     )
@@ -86,8 +87,8 @@ class CrossQuery(nnx.Module):
     k, v = self.k_norm(self.k(phi)), self.v(phi)
     attended = attend.across(q, k, v, states.seg, self.extras)
     y = attend.rows(self.o, attended)
-    if self.residual_scale != 1.0:
-      y = y * jnp.asarray(self.residual_scale, y.dtype)
+    if self.output_scale != 1.0:
+      y = y * jnp.asarray(self.output_scale, y.dtype)
     return attend.constrain(x + y)
 
 

@@ -20,12 +20,11 @@ from jaxtyping import Array, Float, Int
 
 from ringjax.kv.base import LayerCache, StateCache
 from ringjax.nn.attention_layers.attention import Attention, GroupedQuery
+from ringjax.nn.attention_layers.attention_and_state import AttentionAndState
 from ringjax.nn.feedforward import ACTIVATIONS
 from ringjax.nn.linear import Linear, Norm
-from ringjax.nn.recurrent_layers.mamba import Mamba2
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens
-from ringjax.ops.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,40 +210,16 @@ class SharedUse:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AfterBlock:
+class AfterBlock(AttentionAndState):
   """A state space that reads its layer's input and a shared block's output.
 
   Attributes:
-    attention: Attention of the block.
-    state: State space.
     norm: Norm of the state space's input.
     use: Number of the use of blocks.
   """
 
-  attention: Attention
-  state: Mamba2
   norm: Norm
   use: int
-
-  @property
-  def ropes(self) -> tuple[Rope, ...]:
-    """Rotations that a call needs tables for."""
-    return self.attention.ropes
-
-  @property
-  def heads(self) -> int:
-    """Number of attention heads."""
-    return self.attention.heads
-
-  @property
-  def pair_flops(self) -> int:
-    """FLOPs per query and key of the attention."""
-    return self.attention.pair_flops
-
-  @property
-  def reach(self) -> int | None:
-    """Number of tokens it looks back: None, all by its state."""
-    return None
 
   def build(self, rngs: nnx.Rngs, embed: int) -> AfterBlockLayer:
     return AfterBlockLayer(rngs, self, embed)

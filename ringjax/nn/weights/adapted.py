@@ -9,42 +9,16 @@ arXiv 2311.03285.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ringjax.errors import OptionError
 from ringjax.nn.linear import Linear
-
-_ROWS: contextvars.ContextVar[Any] = contextvars.ContextVar(
-  "adapter_rows", default=None
-)
-
-
-@contextlib.contextmanager
-def adapter_rows(rows: Int[Array, " B"] | None) -> Iterator[None]:
-  """Set each row's adapter while a model is traced.
-
-  Args:
-    rows: Adapter of each row, int32 [B], 0 for none; or None without adapters.
-  """
-  token = _ROWS.set(rows)
-  try:
-    yield
-  finally:
-    _ROWS.reset(token)
-
-
-def current_adapter_rows() -> Int[Array, " B"] | None:
-  """The adapter of each row that `adapter_rows` has set, or None."""
-  return _ROWS.get()
+from ringjax.nn.weights.adapter_rows import current_adapter_rows
 
 
 class AdaptedLinear(nnx.Module):
@@ -66,7 +40,7 @@ class AdaptedLinear(nnx.Module):
     self.b = nnx.Param(b, by_index=True)
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
-    y, rows = self.base(x), _ROWS.get()
+    y, rows = self.base(x), current_adapter_rows()
     if rows is None:
       return y
     n = self.contracted

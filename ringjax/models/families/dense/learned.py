@@ -38,13 +38,31 @@ def _gpt2(r: ConfigReader) -> TransformerConfig:
     )
     for i in range(r.layers())
   ]
+  return _like_gpt2(r, "gpt2", attentions, act="gelu_new")
+
+
+def _like_gpt2(
+  r: ConfigReader,
+  name: str,
+  attention: Attention | list[Attention],
+  act: str,
+) -> TransformerConfig:
+  """GPT-2 but for its attention.
+
+  Args:
+    r: Reader of the config.
+    name: Name of the family.
+    attention: Attention of every layer, or a list with one per layer.
+    act: Default of the activation.
+  """
+  embed = r.whole("hidden_size", "n_embd")
   return model(
     r,
-    "gpt2",
-    attentions,
+    name,
+    attention,
     Plain(
       hidden=r.whole("n_inner", default=4 * embed),
-      act=r.act("activation_function", default="gelu_new"),
+      act=r.act("activation_function", default=act),
       bias=True,
     ),
     Norm(eps=r.positive("layer_norm_epsilon", default=1e-5), layer=True),
@@ -67,29 +85,15 @@ def _gpt_bigcode(r: ConfigReader) -> TransformerConfig:
   r.ignore("num_key_value_heads")
   # Precision of products: always float32 here.
   r.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
-  return model(
-    r,
-    "gpt_bigcode",
-    Attention(
-      heads=heads,
-      kv_heads=1 if r.flag("multi_query", default=True) else heads,
-      head_dim=embed // heads,
-      scale=(embed // heads) ** -0.5 if scaled else 1.0,
-      bias=True,
-      out_bias=True,
-    ),
-    Plain(
-      hidden=r.whole("n_inner", default=4 * embed),
-      act=r.act("activation_function", default="gelu_pytorch_tanh"),
-      bias=True,
-    ),
-    Norm(eps=r.positive("layer_norm_epsilon", default=1e-5), layer=True),
-    tied=True,
-    positions=LearnedPositions(
-      count=_count(r, "n_positions", "max_position_embeddings", default=1024)
-    ),
-    bound="n_positions",
+  attention = Attention(
+    heads=heads,
+    kv_heads=1 if r.flag("multi_query", default=True) else heads,
+    head_dim=embed // heads,
+    scale=(embed // heads) ** -0.5 if scaled else 1.0,
+    bias=True,
+    out_bias=True,
   )
+  return _like_gpt2(r, "gpt_bigcode", attention, act="gelu_pytorch_tanh")
 
 
 def _opt(r: ConfigReader) -> TransformerConfig:

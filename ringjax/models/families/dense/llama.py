@@ -24,6 +24,7 @@ from ringjax.nn.attention_layers.attention import Attention
 from ringjax.nn.block import Feedforward
 from ringjax.nn.feedforward import Plain
 from ringjax.nn.linear import Norm
+from ringjax.nn.residuals import ScaledResidual
 from ringjax.ops.rope import LongRope
 
 
@@ -138,8 +139,9 @@ def granite(
 
 def granite_scales(r: ConfigReader) -> dict[str, Any]:
   """Options of `model`: Granite's multipliers."""
+  factor = r.positive("residual_multiplier", default=1.0)
   return {
-    "layer": {"residual_scale": r.positive("residual_multiplier", default=1.0)},
+    "layer": {"residuals": (ScaledResidual(add=factor),) * 2},
     "embed_scale": r.positive("embedding_multiplier", default=1.0),
     "logit_scale": 1 / r.positive("logits_scaling", default=1.0),
   }

@@ -20,16 +20,15 @@ from ringjax.models.families.moe.mixtures import W_EXPERTS
 from ringjax.models.hf.config_reader import OTHER, ConfigReader
 from ringjax.models.hf.names import Fusion, TensorNames
 from ringjax.models.transformer import TransformerConfig
-from ringjax.nn.block import NormedResidual
 from ringjax.nn.feedforward import Softmax
 from ringjax.nn.recurrent_layers.lightning import Lightning
+from ringjax.nn.residuals import ScaledResidual
 
 
-def _factors(r: ConfigReader, part: str) -> tuple[float, float]:
-  """Factors of a part's normed input and of its output."""
-  return tuple(
-    r.number(f"{part}_{name}_factor", default=1.0) for name in ("alpha", "beta")
-  )
+def _residual(r: ConfigReader, part: str) -> ScaledResidual:
+  """Sum of a part's normed input and its output, with factors of the file."""
+  factor = lambda name: r.number(f"{part}_{name}_factor", default=1.0)
+  return ScaledResidual(keep=factor("alpha"), add=factor("beta"), of_norm=True)
 
 
 def _config(r: ConfigReader) -> TransformerConfig:
@@ -60,9 +59,9 @@ def _config(r: ConfigReader) -> TransformerConfig:
   for kind in kinds:
     if kind not in mixers:
       raise r.error("layer_types", kind, f"one of {', '.join(mixers)}", OTHER)
-  feedforward = _factors(r, "mlp")
+  feedforward = _residual(r, "mlp")
   residuals = {
-    kind: NormedResidual(attention=_factors(r, part), feedforward=feedforward)
+    kind: (_residual(r, part), feedforward)
     for kind, part in (
       ("linear_attention", "linear_attn"),
       ("full_attention", "full_attn"),
@@ -74,7 +73,7 @@ def _config(r: ConfigReader) -> TransformerConfig:
     [mixers[kind] for kind in kinds],
     experts(r, Softmax(renormalise=True), hidden="intermediate_size"),
     rms(r, default=1e-5),
-    layer=[{"normed_residual": residuals[kind]} for kind in kinds],
+    layer=[{"residuals": residuals[kind]} for kind in kinds],
   )
 
 

@@ -25,7 +25,7 @@ from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention_layers.attention import Attention
 from ringjax.nn.feedforward import Experts, Gated, Grouped
 from ringjax.nn.linear import Norm
-from ringjax.nn.streams import ResidualGate
+from ringjax.nn.residuals import GatedResidual
 from ringjax.ops.rope import Rope
 
 _FULL, _SLIDES = "full_attention", "sliding_attention"
@@ -150,7 +150,7 @@ def _spark(r: ConfigReader) -> TransformerConfig:
     layer={
       "post": True,
       "post_norms": (Norm(eps=post_eps, weight=False), post_norm),
-      "residual_gate": ResidualGate(temperature=temperature),
+      "residuals": (GatedResidual(temperature=temperature),) * 2,
     },
     embed_norm=plain,
     **_head(r, logit_scale),
@@ -211,8 +211,8 @@ FAMILIES = (
         "feedforward.out_of": "mlp.post_expert_proj",
       },
       leaves={
-        "attention_sum.gate": "post_attention_residual_gate.gate",
-        "feedforward_sum.gate": "post_feedforward_residual_gate.gate",
+        "attention_residual.gate": "post_attention_residual_gate.gate",
+        "feedforward_residual.gate": "post_feedforward_residual_gate.gate",
         "feedforward.correction": "mlp.gate.e_score_correction_bias",
         "feedforward.down": _FUSED[1],
       },

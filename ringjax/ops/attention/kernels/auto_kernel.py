@@ -31,6 +31,7 @@ from ringjax.ops.attention.blockwise import (
   check_positive,
 )
 from ringjax.ops.attention.cached.code_format import CodeFormat
+from ringjax.ops.attention.cached.paged import PagedView
 from ringjax.ops.attention.cached.pooled import (
   PooledView,
   SharedTiles,
@@ -47,6 +48,7 @@ from ringjax.ops.attention.cost.call_shape import CallShape
 from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.decode_codes_tpu import DecodeCodesTPU
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
+from ringjax.ops.attention.kernels.decode_pages_tpu import DecodePagesTPU
 from ringjax.ops.attention.kernels.decode_pool_tpu import DecodePoolTPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
@@ -69,7 +71,13 @@ from ringjax.parallel import chips
 KERNELS: dict[str, tuple[type, ...]] = {"tpu": (FlashTPU,), "gpu": (CuDNN,)}
 # Kernels for decode attention over a cache.
 DECODERS: dict[str, tuple[type, ...]] = {
-  "tpu": (DecodeTPU, DecodeCodesTPU, DecodePoolTPU, PrefillPoolTPU),
+  "tpu": (
+    DecodeTPU,
+    DecodeCodesTPU,
+    DecodePoolTPU,
+    PrefillPoolTPU,
+    DecodePagesTPU,
+  ),
   "gpu": (DecodeGPU,),
 }
 
@@ -231,6 +239,8 @@ def _compare_decodes(kernel: Any) -> float:
     return max(
       _compare_pools(kernel, 130, coded=coded) for coded in (False, True)
     )
+  if isinstance(kernel, DecodePagesTPU):
+    return _compare_pages(kernel)
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
   slots, used, queries = 1100, 900, 3
@@ -267,6 +277,28 @@ def _decode_error(
 
   compiled = jax.jit(results, static_argnums=0)
   return relative_error(*(compiled(f, q, keys, last) for f in (kernel, loops)))
+
+
+def _compare_pages(kernel: DecodePagesTPU) -> float:
+  """Error for two heads with pages of their own, some places without one."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+  page, places, queries = 32, 40, 3
+  table = rng.permutation(2 * places).astype(np.int32).reshape(1, 2, places)
+  table[0, 1, 3] = -1
+  table[0, 0, 30:] = -1
+  pos = rng.permutation(2 * places * page).reshape(2 * places, page)
+  used = 2 * places * page - 100
+  view = PagedView(
+    draw(2 * places, page, 128),
+    draw(2 * places, page, 128),
+    jnp.asarray(np.where(pos < used - queries, pos, -1), jnp.int32),
+    None,
+    jnp.asarray(table),
+  )
+  last = _coords_before(np.arange(used - queries, used), used)
+  q = draw(2, 1, 4, queries, 128)
+  return _decode_error(kernel, Loops("tpu"), q, view, last)
 
 
 def _compare_pools(

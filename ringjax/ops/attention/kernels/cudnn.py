@@ -38,8 +38,9 @@ from ringjax.ops.attention.blockwise import (
   Residuals,
   check_positive,
 )
-from ringjax.ops.attention.kernels import declined, hop_kinds
+from ringjax.ops.attention.kernels import hop_kinds
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
+from ringjax.ops.kernel_choice import check_serves
 from ringjax.ops.mask import Mask
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import chips
@@ -151,14 +152,14 @@ class CuDNN(LocalAlgorithm):
 
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """Fold these keys into `carry` ([B, K, G, T, ...])."""
-    declined.check(self, args.scores, x, args.terms, args.context)
+    check_serves(self, args.scores, x, args.terms, args.context)
     return hop_kinds.forward(self, self._fallback(), x, args, carry)
 
   def backward(
     self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
     """Add these keys' gradients to `carry`, the (dq, dterms) so far."""
-    declined.check(self, args.scores, x, args.terms, args.context)
+    check_serves(self, args.scores, x, args.terms, args.context)
     return hop_kinds.backward(self, self._fallback(), x, args, residuals, carry)
 
   def outputs(

@@ -43,11 +43,12 @@ from ringjax.ops.attention.cached.views import (
   KVView,
   UnrotatedView,
 )
-from ringjax.ops.attention.kernels import declined, rotated_codes, tile_ops
+from ringjax.ops.attention.kernels import rotated_codes, tile_ops
 from ringjax.ops.attention.kernels.decoder_tpu import DecoderTPU
 from ringjax.ops.attention.kernels.rotated_codes import RotatedRows, Turns
 from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import ScoreArgs, Scores, Terms
+from ringjax.ops.kernel_choice import check_serves
 from ringjax.ops.mask import Coords, distance, visible
 from ringjax.ops.rope import Rotation
 from ringjax.ops.softmax import Partial, finite_max
@@ -241,7 +242,7 @@ class DecodeCodesTPU(DecoderTPU):
     self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> Partial:
     """Attention partial of q [B, K, G, T, H] over the keys of `context.k`."""
-    declined.check(self, q, keys, args)
+    check_serves(self, q, keys, args)
     keys, rotation = _split_rotation(keys)
     assert isinstance(keys, EncodedView)
     context, slopes = args.context, args.terms.slopes

@@ -36,9 +36,10 @@ from ringjax.ops.attention.blockwise import (
   tile_lists,
 )
 from ringjax.ops.attention.cached.views import ContiguousView, KVView, tiled
-from ringjax.ops.attention.kernels import declined, tile_ops
+from ringjax.ops.attention.kernels import tile_ops
 from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import ScoreArgs, Scores
+from ringjax.ops.kernel_choice import check_serves
 from ringjax.ops.mask import Coords, distance, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives
@@ -112,7 +113,7 @@ class DecodeGPU:
     self, q: Float[Array, "B K G T H"], keys: ContiguousView, args: ScoreArgs
   ) -> Partial:
     """Attention partial of q [B, K, G, T, H] over the keys of `context.k`."""
-    declined.check(self, q, keys, args)
+    check_serves(self, q, keys, args)
     context, slopes = args.context, args.terms.slopes
     b, kv, g, t, h = q.shape
     j = keys.v.shape[4]

@@ -34,10 +34,11 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.attention.cached.pooled import PooledView
 from ringjax.ops.attention.cached.views import KVView
-from ringjax.ops.attention.kernels import declined, decoder_tpu, tile_ops
+from ringjax.ops.attention.kernels import decoder_tpu, tile_ops
 from ringjax.ops.attention.kernels.decoder_tpu import PoolDecoderTPU
 from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import ScoreArgs, Scores
+from ringjax.ops.kernel_choice import check_serves
 from ringjax.ops.mask import Coords, Mask, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives
@@ -108,10 +109,11 @@ class DecodePoolTPU(PoolDecoderTPU):
     self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> Partial:
     """Attention partial of q [B, K, G, T, H]; see `pooled.decode_pool`."""
-    declined.check(self, q, keys, args)
+    check_serves(self, q, keys, args)
     assert isinstance(keys, PooledView)
     call = _PoolCall.of(self, q, keys, args)
-    acc, m, total = call.fold_row_tiles(q, call.fold_shared_tiles(q))
+    carry = call.fold_shared_tiles(q) if shares(keys) else call.empty_sums(q)
+    acc, m, total = call.fold_row_tiles(q, carry)
     b, kv, g, t, _ = q.shape
     unflatten = lambda x: x[:, :, : g * t].reshape(b, kv, g, t, *x.shape[3:])
     m = m[..., 0] * (1 / tile_ops.LOG2_E)
@@ -214,6 +216,17 @@ class _PoolCall:
   def static(self) -> tuple[Any, ...]:
     structure = jax.tree.structure(self.args.context.mask)
     return self.args.scores, structure, self.pages_per_tile
+
+  def empty_sums(self, q: Float[Array, "B K G T H"]) -> tuple[Any, ...]:
+    """Sums of no tile, [B, K, G * T up to 8, ...]."""
+    b, kv, g, t, _ = q.shape
+    rows = _round_up(g * t, _ROWS)
+    sizes = (self.keys.shape[4], tile_ops.LANES, tile_ops.LANES)
+    sums = zip(sizes, (0.0, -jnp.inf, 0.0), strict=True)
+    return tuple(
+      collectives.full((b, kv, rows, size), value, jnp.float32, (q, self.keys))
+      for size, value in sums
+    )
 
   def fold_shared_tiles(self, q: Float[Array, "B K G T H"]) -> tuple[Any, ...]:
     """Sums of the shared tiles, [B, K, G * T up to 8, ...]."""
@@ -346,6 +359,11 @@ class _PoolCall:
     )
 
 
+def shares(keys: PooledView) -> bool:
+  """Whether rows may share tiles, by the shapes of the plan."""
+  return keys.shared is not None and keys.shared.row.shape[1] > 0
+
+
 def _per_row(x: Int[Array, "b 1"], rows: int) -> Int[Array, " B"]:
   return jnp.broadcast_to(x[:, 0], (rows,))
 
@@ -355,8 +373,9 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def _vmem(q: jax.Array, keys: PooledView, heads: int, block: int) -> int:
-  """Approximate bytes of vector memory that a step of shared tiles takes."""
-  rows = _round_up(q.shape[0] * q.shape[2] * q.shape[3], _SUBLANES)
+  """Approximate bytes of vector memory that a step takes."""
+  batch = q.shape[0] if shares(keys) else 1
+  rows = _round_up(batch * q.shape[2] * q.shape[3], _SUBLANES)
   tiles = 0 if keys.shared is None else keys.shared.cover.shape[1]
   h, j = (tile_ops.lanes(n) for n in keys.shape[3:])
   # Inputs and outputs are double-buffered for the next step.

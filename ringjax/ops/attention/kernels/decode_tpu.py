@@ -29,9 +29,10 @@ from jaxtyping import Array, Float, PyTree
 
 from ringjax.ops.attention.blockwise import pad_axis, tile_kinds
 from ringjax.ops.attention.cached.views import ContiguousView, KVView
-from ringjax.ops.attention.kernels import declined, tile_ops
+from ringjax.ops.attention.kernels import tile_ops
 from ringjax.ops.attention.kernels.decoder_tpu import DecoderTPU
 from ringjax.ops.attention.scores import ScoreArgs, Scores, Terms
+from ringjax.ops.kernel_choice import check_serves
 from ringjax.ops.mask import Coords, distance, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives
@@ -88,7 +89,7 @@ class DecodeTPU(DecoderTPU):
     self, q: Float[Array, "B K G T H"], keys: ContiguousView, args: ScoreArgs
   ) -> Partial:
     """Attention partial of q [B, K, G, T, H] over the keys of `context.k`."""
-    declined.check(self, q, keys, args)
+    check_serves(self, q, keys, args)
     context, slopes = args.context, args.terms.slopes
     # Keys and values may be padded with zeros, which are read as well.
     q = pad_axis(q, 4, keys.k.shape[4])

@@ -29,7 +29,7 @@ _SUBLANES = 16
 # Rows of a register of codes, which are int8.
 _CODE_ROWS = 32
 # Most pages of a tile, each of which is an operand or two.
-_MOST_PAGES = 16
+MOST_PAGES = 16
 # Most scores of a tile.
 _SCORES = 1 << 19
 # Vector memory that the compiler grants unless a kernel asks for more.
@@ -182,8 +182,8 @@ class PoolDecoderTPU(DecoderTPU):
     page_multiple = page_multiple if not self.interpret else 1
     if block % keys.page or keys.page % page_multiple:
       return f"pages of {keys.page} slots: no multiples of {page_multiple}"
-    if block // keys.page > _MOST_PAGES:
-      return f"{block // keys.page} pages a tile: at most {_MOST_PAGES}"
+    if block // keys.page > MOST_PAGES:
+      return f"{block // keys.page} pages a tile: at most {MOST_PAGES}"
     if args.terms.slopes is not None:
       return "ALiBi"
     if any(jnp.size(x) > 1 for x in jax.tree.leaves(args.context.mask)):

@@ -48,9 +48,10 @@ from ringjax.ops.attention.blockwise import (
   pad_operands,
   tile_kinds,
 )
-from ringjax.ops.attention.kernels import declined, tile_ops
+from ringjax.ops.attention.kernels import tile_ops
 from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
+from ringjax.ops.kernel_choice import check_serves
 from ringjax.ops.mask import Coords, Mask, distance, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import chips, collectives
@@ -131,7 +132,7 @@ class FlashTPU(LocalAlgorithm):
 
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """Fold these keys into `carry` ([B, K, G, T, ...])."""
-    declined.check(self, args.scores, x, args.terms, args.context)
+    check_serves(self, args.scores, x, args.terms, args.context)
     length = x.q.shape[3]
     qb, kb = self.blocks(length, x.k.shape[2])
     x, args = pad_operands(x, args, qb, kb)
@@ -145,7 +146,7 @@ class FlashTPU(LocalAlgorithm):
     self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
     """Add these keys' gradients to `carry`, the (dq, dterms) so far."""
-    declined.check(self, args.scores, x, args.terms, args.context)
+    check_serves(self, args.scores, x, args.terms, args.context)
     q_length, k_length = x.q.shape[3], x.k.shape[2]
     qb, kb = self.blocks(q_length, min(k_length, _span(self, x)))
     x, args = pad_operands(x, args, qb, kb)

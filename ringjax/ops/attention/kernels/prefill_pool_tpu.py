@@ -37,7 +37,6 @@ from ringjax.ops.attention.cached.pooled import PooledView, SharedTiles
 from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.attention.kernels import (
   code_tiles,
-  declined,
   decoder_tpu,
   tile_ops,
 )
@@ -45,6 +44,7 @@ from ringjax.ops.attention.kernels.code_tiles import CodeTile
 from ringjax.ops.attention.kernels.decoder_tpu import PoolDecoderTPU
 from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import ScoreArgs, Scores
+from ringjax.ops.kernel_choice import check_serves
 from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives
@@ -105,7 +105,7 @@ class PrefillPoolTPU(PoolDecoderTPU):
     self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> Partial:
     """Attention partial of q [B, K, G, T, H] over the keys of a view."""
-    declined.check(self, q, keys, args)
+    check_serves(self, q, keys, args)
     assert isinstance(keys, PooledView)
     carry, first = None, None
     if self._shares(q, keys):
