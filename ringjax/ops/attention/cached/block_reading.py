@@ -182,13 +182,13 @@ class BlockReading:
     scores = product("btkgh,bckh->bkgtc", q.astype(means.dtype), means)
     candidates = causal_candidates(visit.mask, q_at, extent, self.block)
     number = jnp.arange(blocks, dtype=jnp.int32)
-    own_block = q_at.pos[..., None] // self.block == number
+    own_block = q_at.pos[..., None] // self.block == number[None, None]
     own_block &= (q_at.seg != 0)[..., None]
     scores = ranked(scores, candidates[:, None, None])
     scores = jnp.where(own_block[:, None, None], jnp.inf, scores)
     scores, best = lax.top_k(scores, min(self.count, blocks))
     best = jnp.where(scores > -jnp.inf, best, -1)
-    return jnp.any(best[..., None] == number, -2)
+    return jnp.any(best[..., None] == number.reshape(1, 1, 1, 1, 1, -1), -2)
 
 
 tree.register(BlockReading, (), ("count", "block"))
