@@ -19,6 +19,7 @@ import jax
 
 from ringjax import hub
 from ringjax.errors import OptionError
+from ringjax.json_text import json_text
 from ringjax.models.checkpoint import save
 from ringjax.models.hf.tensors import parameters
 from ringjax.models.transformer import Transformer
@@ -162,7 +163,7 @@ def card(model: Transformer, name: str, figures: Mapping[str, Any]) -> str:
     lines += [
       "",
       "Its attention is sparse: `sparse_attention` in config.json is "
-      f"`{json.dumps(sparse, sort_keys=True)}`. That key is ringjax's own. "
+      f"`{json_text(sparse)}`. That key is ringjax's own. "
       "transformers ignores it, and would compute dense attention, for which "
       "the weights are not trained.",
     ]

@@ -69,7 +69,7 @@ class BlockQuery(GroupedQuery):
     self,
     x: Float[Array, "B T D"],
     tokens: Tokens,
-    cache: Any,
+    cache: LayerCache,
     attend: Attend,
   ) -> tuple[Float[Array, "B T _"], LayerCache]:
     """[B, T, D] and the layer's cache with this call's keys."""

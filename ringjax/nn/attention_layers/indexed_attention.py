@@ -144,7 +144,7 @@ class IndexedQuery(GroupedQuery):
     self,
     x: Float[Array, "B T D"],
     tokens: Tokens,
-    cache: Any,
+    cache: tuple[LayerCache, LayerCache],
     attend: Attend,
   ) -> tuple[Float[Array, "B T _"], tuple[LayerCache, LayerCache]]:
     """[B, T, D] and the layer's caches, of its keys and of the index's."""
