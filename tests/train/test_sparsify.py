@@ -280,7 +280,7 @@ def test_a_session_and_an_engine(kind):
   np.testing.assert_array_equal(answer.tokens[0], want)
   prompts = [ids[0, :17], ids[0, :11], ids[1, :6]]
   with Engine(
-    model, rows=2, capacity=32, longest=32, page=4, piece=8, pieces=1
+    model, rows=2, capacity=64, longest=48, page=16, piece=16, pieces=1
   ) as engine:
     handles = [
       engine.submit(Request(prompt=prompt, max_new_tokens=6))
