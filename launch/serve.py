@@ -123,8 +123,20 @@ def define(values: flags.FlagValues) -> None:
   new.path(
     "chat_template", None, "File of a Jinja template, in place of the model's."
   )
+  new.text(
+    "reasoning_parser",
+    "auto",
+    "Marks between which answers have their reasoning: gpt_oss, granite, "
+    "mistral, seed_oss, think (DeepSeek, Qwen, GLM, MiniMax); auto takes those "
+    "of the chat template, none leaves them in the text.",
+  )
   new.whole("queue", 256, "Answers that may wait; more are refused with 429.")
   new.whole("body_bytes", 8 << 20, "Bytes of a body at most.")
+  new.whole(
+    "response_bytes",
+    64 << 20,
+    "Bytes of stored responses at most, which previous_response_id may name.",
+  )
   new.number(
     "stall",
     60.0,
@@ -241,6 +253,8 @@ def run(
       admin=values.admin,
       chat_template=template,
       trusted_template=values.model is None and template is None,
+      reasoning_parser=values.reasoning_parser,
+      response_bytes=values.response_bytes,
     )
     screen.end()
   except Exception as error:

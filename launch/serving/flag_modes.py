@@ -54,6 +54,8 @@ _SERVER = frozenset(
     "model_name",
     "port",
     "queue",
+    "reasoning_parser",
+    "response_bytes",
     "stall",
   }
 )

@@ -65,7 +65,7 @@ def filled_blocks(model: Transformer, tokens: int) -> float:
   rows = tokens * chosen
   size = block_rows(rows, experts)
   blocks = -(-rows // size) + min(experts, rows)
-  p = chosen / experts
+  p = chosen / mixtures[0].routed
   if p >= 1:
     return experts * -(-tokens // size) / blocks
   # Of a binomial distribution; the factors alone exceed a float's range.
@@ -92,4 +92,4 @@ def _chosen_share(layer: Layer, tokens: int) -> float:
   mixture = _mixture(layer)
   if mixture is None:
     return 1.0
-  return 1.0 - (1.0 - mixture.chosen / mixture.experts) ** tokens
+  return 1.0 - (1.0 - mixture.chosen / mixture.routed) ** tokens

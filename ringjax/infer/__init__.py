@@ -41,6 +41,7 @@ from ringjax.infer.prefill import METHODS, Prefill, PrefillConfig
 from ringjax.infer.prompt_reading import read_context
 from ringjax.infer.repetition import evict_by_repetition
 from ringjax.infer.sampling import Greedy, Sample
+from ringjax.infer.scoring.text_scorer import TextScorer, TokenScores
 from ringjax.infer.session import GenerateReport, Session
 from ringjax.infer.stopping import Stop
 from ringjax.infer.tpi_llm import process_star as star
@@ -78,6 +79,8 @@ __all__ = [
   "Stop",
   "StoppingConfig",
   "TensorWindow",
+  "TextScorer",
+  "TokenScores",
   "TwoProcessorReading",
   "WindowReport",
   "WorkerTraffic",

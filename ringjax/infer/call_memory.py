@@ -178,7 +178,7 @@ def call_bytes(
       tiers[tier]["cache"] += n
   # Only one group at a time streams keys through the device.
   tiers[DEVICE]["cache"] += max(cache.passing_bytes for cache in caches)
-  width = _streams(model) * model.config.embed
+  width = _between_layers(model)
   width *= jax.numpy.dtype(model.dtype).itemsize
   states = [cache.batch * read * width for cache in caches]
   host_states = states[len(states) - hosted :] if hosted else []
@@ -228,17 +228,17 @@ def _work(model: Transformer, rows: int, read: int) -> int:
   """Estimated bytes of a layer's activations, `rows` rows of `read` tokens."""
   layers = model.config.layers
   size = jax.numpy.dtype(model.dtype).itemsize
-  queries = max(layer.attention.pair_flops for layer in layers) // 4
+  queries = max(layer.pair_flops for layer in layers) // 4
   width = max(layer.feedforward.width for layer in layers)
   # Four hidden states, queries, keys and values, and float32 accumulators.
-  embed = _streams(model) * model.config.embed
+  embed = _between_layers(model)
   token_bytes = size * (4 * embed + 3 * queries) + 8 * queries
   # A feedforward layer is computed in blocks of tokens.
   block_tokens = min(read, ShardingContext().block)
   return rows * int(read * token_bytes + block_tokens * size * 3 * width // 2)
 
 
-def _streams(model: Transformer) -> int:
-  """Number of hidden states of a token between layers."""
-  streams = model.config.streams
-  return 1 if streams is None else streams.count
+def _between_layers(model: Transformer) -> int:
+  """Numbers of a token between layers."""
+  streams, embed = model.config.streams, model.config.embed
+  return embed if streams is None else streams.numbers(embed)

@@ -540,7 +540,7 @@ def _ring_or_striped(
   pair, sent = 0.0, 0
   for layer in model.config.layers:
     if layer.attention.reach is None:
-      pair += layer.attention.pair_flops
+      pair += layer.pair_flops
   for kind in model.kinds:
     if isinstance(kind, StateShape):
       # Inputs of convolutions, else queries, keys and values themselves.

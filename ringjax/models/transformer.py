@@ -53,6 +53,7 @@ from ringjax.nn.attention_layers.folded_attention import (
   refuse_folded,
 )
 from ringjax.nn.attention_layers.shared_block import SharedBlocks
+from ringjax.nn.attention_layers.shared_index import IndexStream
 from ringjax.nn.block import Layer
 from ringjax.nn.joint_calls import JointCache
 from ringjax.nn.layer_inputs import LayerInputs
@@ -117,7 +118,8 @@ class TransformerConfig:
     positions: Learned vectors that are added to embeddings, or None.
     inputs: Second embedding that all layers read, or blocks whose weights
       layers share, or None.
-    streams: Residual streams that layers share, or None for one.
+    streams: Residual streams that layers share, or a stream with what layers
+      hand on of an index; None for one stream.
     logit_scale: Factor of the logits.
     logit_cap: Soft cap of the logits, cap * tanh(logits / cap), or None.
     max_positions: Context length that the model was made for, in tokens.
@@ -137,7 +139,7 @@ class TransformerConfig:
   embed_norm: Norm | None = None
   positions: LearnedPositions | None = None
   inputs: LayerInputs | SharedBlocks | None = None
-  streams: Streams | None = None
+  streams: Streams | IndexStream | None = None
   logit_scale: float = 1.0
   logit_cap: float | None = None
   max_positions: int = 2048
@@ -680,7 +682,7 @@ class Transformer(nnx.Module):
       places.inputs = functools.partial(self.inputs, tokens, x)
     return x if self.streams is None else self.streams.spread(x)
 
-  def head_input(self, x: Float[Array, "*batch D"]) -> Float[Array, "*rows D"]:
+  def head_input(self, x: Float[Array, "*batch W"]) -> Float[Array, "*rows D"]:
     """Input of the head, from the output of the last layer."""
     h = self.norm(x if self.streams is None else self.streams.merged(x))
     return h.astype(part_dtype(self.embed, h.dtype))

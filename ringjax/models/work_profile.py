@@ -30,7 +30,7 @@ def profile(model: Transformer, tokens: int) -> cost.Profile:
   token = 2.0 * (_weights(model) + streamed - idle)
   pair = 0.0
   for layer in layers:
-    pair_flops = float(layer.attention.pair_flops)
+    pair_flops = float(layer.pair_flops)
     reach = layer.attention.reach
     if reach is None:
       pair += pair_flops
@@ -93,12 +93,12 @@ def offload_shape(model: Transformer, name: str) -> OffloadShape:
     layers=L,
     embed=D,
     heads=max(getattr(layer.attention, "heads", 1) for layer in layers),
-    queries=max(1, max(layer.attention.pair_flops for layer in layers) // 4),
+    queries=max(1, max(layer.pair_flops for layer in layers) // 4),
     hidden=max(layer.feedforward.width for layer in layers),
     weights=weights / L,
     active=(weights - idle) / L,
     kv=kv / L,
-    attend=sum(layer.attention.pair_flops for layer in layers) / L,
+    attend=sum(layer.pair_flops for layer in layers) / L,
     tables=table * (1 if config.tied else 2) + beside,
     head=table,
   )

@@ -31,6 +31,7 @@ from ringjax.nn.feedforward import (
   Gated,
   NoFeedforward,
   Plain,
+  ShortcutFeedforward,
 )
 from ringjax.nn.joint_calls import JointLayer
 from ringjax.nn.layer_inputs import LayerInputs
@@ -68,7 +69,14 @@ Mixer = OneMixer | AttentionAndState
 CachedMixer = OneMixer | IndexKeys
 # What a mixer keeps of a call.
 PartOfCache = LayerCache | StateCache | JointLayer
-Feedforward = Plain | Gated | Experts | DenseAndExperts | NoFeedforward
+Feedforward = (
+  Plain
+  | Gated
+  | Experts
+  | DenseAndExperts
+  | NoFeedforward
+  | ShortcutFeedforward
+)
 
 
 @runtime_checkable
@@ -143,6 +151,11 @@ class Layer:
     if isinstance(mixer, IndexedAttention):
       return (mixer, mixer.index_keys)
     return () if getattr(mixer, "reads", False) else (mixer,)
+
+  @property
+  def pair_flops(self) -> int:
+    """FLOPs per query and key of all attention of the layer."""
+    return self.attention.pair_flops
 
   def build(self, rngs: nnx.Rngs, embed: int) -> Block:
     return Block(rngs, self, embed)

@@ -441,6 +441,8 @@ class Experts:
     scaled: Whether the router and the experts each scale their input,
       elementwise, the router also by the root of D, and each expert its
       output.
+    identities: Number of further experts of the router, after the others,
+      whose output is their input; not with `latent` nor `scale_input`.
   """
 
   experts: int
@@ -460,6 +462,12 @@ class Experts:
   latent_norm: Norm | None = None
   out_norm: Norm | None = None
   scaled: bool = False
+  identities: int = 0
+
+  @property
+  def routed(self) -> int:
+    """Number of experts that the router chooses among, with identities."""
+    return self.experts + self.identities
 
   @property
   def width(self) -> int:
@@ -503,11 +511,13 @@ class ExpertsLayer(nnx.Module):
     e, f, d = spec.experts, spec.hidden, spec.latent or embed
     self.spec = spec
     self.over: tuple[str, ...] = ()
+    assert not spec.identities or not (spec.latent or spec.scale_input)
+    routed = spec.routed
     self.router = Linear(
-      rngs, (embed,), (e,), ("embed", None), bias=spec.router_bias
+      rngs, (embed,), (routed,), ("embed", None), bias=spec.router_bias
     )
     self.correction = (
-      param(rngs, (e,), (None,), wide=True) if spec.correction else None
+      param(rngs, (routed,), (None,), wide=True) if spec.correction else None
     )
     if spec.scaled:
       scale = lambda n: param(rngs, (n,), (None,), value=1.0)
@@ -603,6 +613,14 @@ class ExpertsLayer(nnx.Module):
       mixing, chosen = spec.router(logits, w["correction"], spec.chosen)
       if spec.scaled:
         mixing = mixing * w["expert_scale"].astype(jnp.float32)[chosen]
+      routed, of_identities = chosen, None
+      if spec.identities:
+        is_identity = chosen >= spec.experts
+        of_identities = jnp.sum(
+          jnp.where(is_identity, mixing, 0), -1, keepdims=True
+        )
+        # The number of experts stands for none.
+        chosen = jnp.minimum(chosen, spec.experts)
 
       into, out_of = w["latent"]
       x = x if into is None else linear_product(x, into, 1)
@@ -634,7 +652,10 @@ class ExpertsLayer(nnx.Module):
           grouped=grouped,
         )
       y = y if out_of is None else linear_product(y, out_of, 1)
-      return y if record is None else (y, logits, chosen)
+      if of_identities is not None:
+        sums = y.astype(jnp.float32) + of_identities * x.astype(jnp.float32)
+        y = sums.astype(y.dtype)
+      return y if record is None else (y, logits, routed)
 
     if self.over and attend.mesh is not None:
       y = attend.per_expert_shard(run, weights, maps, x, self.over)
@@ -812,3 +833,37 @@ class DenseAndExpertsLayer(nnx.Module):
     sparse = self.sparse(self.pre_sparse(x).astype(narrow), attend, record)
     dense = self.post_dense(dense.astype(x.dtype))
     return dense + self.post_sparse(sparse.astype(x.dtype))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShortcutFeedforward:
+  """Two dense feedforwards, and experts whose output is added after both.
+
+  Attributes:
+    dense: Both dense feedforwards.
+    sparse: Mixture of experts.
+  """
+
+  dense: Gated
+  sparse: Experts
+
+  @property
+  def width(self) -> int:
+    """Number of intermediate numbers per token."""
+    return self.dense.width + self.sparse.width
+
+  def idle(self, embed: int) -> int:
+    """Number of weights that a token does not use."""
+    return self.sparse.idle(embed)
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> ShortcutFeedforwards:
+    return ShortcutFeedforwards(rngs, self, embed)
+
+
+class ShortcutFeedforwards(nnx.Module):
+  """The modules of `ShortcutFeedforward`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: ShortcutFeedforward, embed: int):
+    self.spec = spec
+    self.dense = nnx.List([spec.dense.build(rngs, embed) for _ in range(2)])
+    self.sparse = spec.sparse.build(rngs, embed)

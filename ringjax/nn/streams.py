@@ -40,6 +40,10 @@ class Streams:
   def build(self, rngs: nnx.Rngs, embed: int) -> StreamEnds:
     return StreamEnds(rngs, self, embed)
 
+  def numbers(self, embed: int) -> int:
+    """Numbers of a token between layers."""
+    return self.count * embed
+
   def mixer(self, rngs: nnx.Rngs, embed: int) -> StreamMixer:
     """Make one layer's mixer of the streams."""
     return StreamMixer(rngs, self, embed)

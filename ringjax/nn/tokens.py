@@ -46,6 +46,8 @@ class Tokens:
     record: Record of the layer that reads these tokens.
     adapters: Adapter of each row, int32 [B], that `adapter_rows` had set when
       these tokens were made, or None.
+    handed: Numbers [B, T, n] from the layer before, which the layer replaces by
+      those for the next one; None for models without.
   """
 
   def __init__(
@@ -67,6 +69,7 @@ class Tokens:
     self.recorded: tuple[tuple[LayerSums | TileSums | None, ...], ...] = ()
     self.record: LayerRecord | TileRecord | None = None
     self.adapters: Int[Array, " B"] | None = current_adapter_rows()
+    self.handed: Float[Array, "B T n"] | None = None
     self._tables = {rope: rope.tables(pos, length) for rope in ropes}
 
   @property
@@ -83,6 +86,12 @@ class Tokens:
       return self
     tokens = copy.copy(self)
     tokens.record = self.recorder(self.seg > 0)
+    return tokens
+
+  def handing(self, numbers: Float[Array, "B T n"]) -> Tokens:
+    """These tokens, with numbers that the layer before hands on."""
+    tokens = copy.copy(self)
+    tokens.handed = numbers
     return tokens
 
   def record_of(self, kind: type[R]) -> R | None:

@@ -105,6 +105,7 @@ from ringjax.serve.scheduler import (
   StepLimits,
   StepPlan,
 )
+from ringjax.serve.text_requests import TextRequests
 from ringjax.serve.tiling import prompt_tiles, reason_for_two_calls, row_tile
 from ringjax.serve.vattention.contiguous_rows import (
   ContiguousRows,
@@ -846,6 +847,11 @@ class Engine:
     with self._asked():
       self._check_open()
       yield self._pool
+
+  @functools.cached_property
+  def texts(self) -> TextRequests:
+    """Scores and embeddings of texts by the engine's model."""
+    return TextRequests(self)
 
   @property
   def store_link(self) -> StoreLink | None:

@@ -182,10 +182,11 @@ def _reason_against_row_tiles(
 
 def _is_dense(block: Block) -> bool:
   """Whether a layer is attention to its own keys, and a dense feedforward."""
+  if type(block) is not Block or type(block.attention) is not GroupedQuery:
+    return False
   others = block.inputs, block.low_rank, block.streams
   return (
-    type(block.attention) is GroupedQuery
-    and block.attention.spec.group is None
+    block.attention.spec.group is None
     and type(block.feedforward) in (GatedLayer, PlainLayer)
     and type(block.cross) is NoCrossAttention
     and all(part is None for part in others)

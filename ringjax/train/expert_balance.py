@@ -29,7 +29,7 @@ from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import Transformer
-from ringjax.nn.feedforward import DenseAndExperts, Experts
+from ringjax.nn.feedforward import Experts
 from ringjax.nn.sums.layer_record import LayerSums
 from ringjax.nn.sums.router_sums import RouterSums
 from ringjax.nn.tokens import Tokens
@@ -132,7 +132,7 @@ class ExpertBalance:
       )
       loss = loss + jnp.float32(options.loss) * pooled
     for layer, sums in zip(layers, routing, strict=True):
-      share = jnp.float32(layer.experts.experts / layer.experts.chosen)
+      share = jnp.float32(layer.experts.routed / layer.experts.chosen)
       if options.layer_loss:
         product = jnp.sum(sums.favoured, 1) * jnp.sum(sums.likelihood, 1)
         layer_losses = share * jnp.sum(product, -1) / jnp.square(count)
@@ -227,8 +227,7 @@ def sparse_layers(model: object) -> tuple[SparseLayers, ...]:
   groups = []
   for run_number, run in enumerate(model.stack.runs):
     for position, layer in enumerate(run.layers):
-      spec = layer.feedforward
-      spec = spec.sparse if isinstance(spec, DenseAndExperts) else spec
+      spec = getattr(layer.feedforward, "sparse", layer.feedforward)
       if isinstance(spec, Experts):
         groups.append(SparseLayers(run_number, position, spec))
   return tuple(groups)
@@ -328,7 +327,7 @@ def _check(options: ExpertBalance, model: Any) -> None:
       "leave it out",
     )
   layers = sparse_layers(model)
-  if options.loss and len({x.experts.experts for x in layers}) > 1:
+  if options.loss and len({x.experts.routed for x in layers}) > 1:
     raise OptionError(
       "expert_balance.loss",
       f"{options.loss:g} for layers of different numbers of experts",

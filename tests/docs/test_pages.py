@@ -46,6 +46,7 @@ _LONG = (
   "tutorial",
   "which_cluster",
   "window",
+  "lm_eval",
 )
 
 

@@ -58,13 +58,14 @@ VARIANTS = (
 # Families whose parts the others have too, or are tested by themselves.
 RECOMBINED = (
   "arcee", "bailing_hybrid", "bamba", "cwm", "deepseek_v2_lite", "dots1",
-  "ernie4_5",
+  "ernie4_5", "exaone",
   "exaone_moe", "falcon_h1", "falcon_mamba", "flex_olmo", "gemma4_moe",
-  "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_bigcode", "gptj",
+  "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm_moe_dsa_shared",
+  "gpt_bigcode", "gptj",
   "granitemoehybrid_dense", "granitemoeshared", "helium", "hunyuan_v1_dense",
   "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2",
-  "jamba", "lfm2", "lfm2_moe", "minimax", "minimax_m2", "ministral",
-  "mistral4", "mpt",
+  "jamba", "lfm2", "lfm2_moe", "longcat_flash", "minimax",
+  "minimax_m2", "ministral", "mistral4", "mpt",
   "muse_glimmer", "nemotron_h", "olmoe", "opt", "qwen2_moe", "qwen3_5_moe",
   "seed_oss", "solar_open", "stablelm_parallel", "vaultgemma", "youtu",
   "zamba2",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -14,9 +15,12 @@ from ringjax.errors import ConfigError, OptionError
 from ringjax.eval.entropy import attention_statistics
 from ringjax.infer.contexts.combine import APE
 from ringjax.nn import sharding_context
+from ringjax.nn.attention_layers.key_index import KeyIndex
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
+from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.sparse import top_tokens
 from ringjax.parallel.layout import Striped, Zigzag
+from ringjax.serve import Engine, Request
 from tests import checkpoints
 from tests.helpers import make_mesh, refused
 
@@ -195,16 +199,16 @@ def test_positions_that_a_cache_rotates_later(load):
 @pytest.mark.parametrize(
   ("change", "key"),
   [
-    ({"indexer_types": ["full", "shared", "full"]}, "indexer_types"),
+    ({"indexer_types": ["shared", "full", "full"]}, "indexer_types"),
+    ({"indexer_types": ["full", "other", "full"]}, "indexer_types"),
     ({"indexer_types": ["full"]}, "indexer_types"),
-    ({"indexer_types": None, "index_topk_pattern": "FSS"}, "pattern"),
-    ({"indexer_types": None, "index_topk_freq": 2}, "index_topk_freq"),
+    ({"indexer_types": None, "index_topk_pattern": "SFF"}, "pattern"),
+    ({"indexer_rope_interleave": False}, "indexer_rope_interleave"),
     ({"layer_types": ["full_attention"] * 3}, "layer_types"),
     ({"index_head_dim": 6}, "index_head_dim"),
   ],
 )
-def test_layers_that_share_a_choice_are_refused(change, key):
-  """GLM-5 may have layers that read the keys that an earlier layer chose."""
+def test_indexes_that_do_not_fit_are_refused(change, key):
   config = checkpoints.config("glm_moe_dsa")
   with pytest.raises(ConfigError, match=key):
     rj.models.read_config(config | change)
@@ -224,3 +228,96 @@ def test_layers_that_share_a_choice_are_refused(change, key):
 def test_spellings_of_an_index_in_each_layer(change):
   config = checkpoints.config("glm_moe_dsa")
   assert rj.models.read_config(config | change) == rj.models.read_config(config)
+
+
+SHARED = "glm_moe_dsa_shared"
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"indexer_types": None, "index_topk_pattern": "FSFS"},
+    {"indexer_types": None, "index_topk_pattern": ["full", "shared"] * 2},
+    {"indexer_types": None, "index_topk_freq": 2, "index_skip_topk_offset": 1},
+  ],
+)
+def test_spellings_of_layers_that_share_an_index(change):
+  config = checkpoints.config(SHARED)
+  model = rj.models.read_config(config)[0]
+  reads = [layer.attention.index.reads for layer in model.layers]
+  assert reads == [False, True, False, True]
+  assert rj.models.read_config(config | change)[0] == model
+
+
+def test_a_layer_reads_what_the_last_index_before_it_handed_on():
+  """To the bit, although weights are wider than the stream."""
+  dtype = jnp.bfloat16
+  index = KeyIndex(heads=3, dim=4, count=2, shared=True)
+  size = (2, 5, index.handed)
+  draw = lambda n, shape, dtype: jax.random.normal(
+    jax.random.key(n), (2, 5, *shape), dtype
+  )
+  parts = (
+    draw(0, (3, 4), dtype),
+    draw(1, (3,), jnp.float32),
+    draw(2, (4,), dtype),
+  )
+  place = jnp.arange(5)[None]
+  tokens = Tokens(
+    place, place, derived=True, segmented=False, ropes=(), length=5
+  )
+  writer = tokens.handing(jnp.zeros(size, dtype))
+  written = index.exchange(parts, writer, dtype)
+  reader = tokens.handing(writer.handed)
+  read = dataclasses.replace(index, reads=True).exchange((), reader, dtype)
+  for a, b, c in zip(written, read, parts, strict=True):
+    np.testing.assert_array_equal(a, b)
+    close(a, c, 0 if dtype == c.dtype else 0.02)
+  np.testing.assert_array_equal(reader.handed, writer.handed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Striped(), Zigzag()])
+def test_a_shared_choice_on_shards(layout, tmp_path):
+  expected = checkpoints.expected(SHARED)
+  mesh = make_mesh(4, "auto")
+  path = checkpoints.write(SHARED, tmp_path / "model")
+  model = rj.models.load(path, mesh=mesh, dtype=jnp.float32)
+  order = layout.padded_order(40, 4)
+  attend = ContextParallel(mesh=mesh, axis="seq", layout=layout)
+  logits = model(expected.tokens[:, order], attend=attend)
+  close(np.asarray(logits)[:, np.argsort(order)], expected.logits)
+
+
+@pytest.mark.slow
+def test_a_shared_choice_in_sessions_rows_and_an_engine(tmp_path):
+  expected = checkpoints.expected(SHARED)
+  model = rj.models.load(checkpoints.write(SHARED, tmp_path / "model"))
+  session = rj.infer.Session(model, 64, batch=2)
+  rj.infer.read_context(model, expected.prompt[:, :11], cache=session)
+  new = rj.infer.generate(
+    model, expected.prompt[:, 11:], max_new_tokens=12, cache=session
+  )
+  np.testing.assert_array_equal(new, expected.greedy[:, :12])
+  prompts = [expected.prompt[0], expected.prompt[1][:5]]
+  new = rj.infer.generate(model, prompts, max_new_tokens=8)
+  np.testing.assert_array_equal(new[0], expected.greedy[0, :8])
+  (alone,) = rj.infer.generate(model, prompts[1:], max_new_tokens=8)
+  np.testing.assert_array_equal(new[1], alone)
+  engine = Engine(model, rows=2, capacity=256, longest=64, page=16)
+  answers = [
+    engine.submit(Request(prompt=prompt, max_new_tokens=8))
+    for prompt in expected.prompt
+  ]
+  for answer, want in zip(answers, expected.greedy, strict=True):
+    np.testing.assert_array_equal(list(answer), want[:8])
+
+
+@pytest.mark.long
+def test_layers_that_share_an_index_are_not_split_into_stages(tmp_path):
+  path = checkpoints.write(SHARED, tmp_path / "model")
+  refused(
+    OptionError,
+    lambda: rj.models.load_layers(path, 0, 2),
+    "share further weights or streams",
+  )

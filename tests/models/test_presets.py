@@ -23,6 +23,7 @@ PUBLISHED = {
   # 14 million more in each layer, of the index.
   "deepseek-v3.2": 671_880,
   "ernie-4.5-0.3b": 361,
+  "exaone-3.0-7.8b": 7_818,
   "exaone-4.0-32b": 32_003,
   "falcon-7b": 6_920,
   "falcon-h1-0.5b": 521,
@@ -34,6 +35,8 @@ PUBLISHED = {
   "glm-4.5-air": 106_850,
   # 31 billion with the layer that guesses further tokens.
   "glm-4.7-flash": 29_943,
+  # Without the layer that guesses further tokens.
+  "glm-5.2": 744_000,
   "gpt-j-6b": 6_053,
   "gpt-oss-20b": 20_910,
   "gpt2-xl": 1_558,
@@ -45,6 +48,7 @@ PUBLISHED = {
   "llama-3.1-70b": 70_554,
   "llama-3.1-8b": 8_030,
   "llama-3.2-1b": 1_236,
+  "longcat-flash-560b": 560_000,
   "lwm-7b-1m": 6_738,
   "mamba-2.8b": 2_768,
   "mamba-codestral-7b": 7_285,

@@ -759,7 +759,6 @@ def test_models_health_and_metrics(engine):
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options", ["x"]),
     ({"logprobs": 21}, "logprobs", ["20"]),
     ({"logprobs": True}, "logprobs", []),
-    ({"echo": True, "logprobs": 1}, "echo", ["logprobs"]),
     ({"stop": ""}, "stop", []),
     ({"stop": [1]}, "stop", []),
     ({"stop": ["a"] * 200}, "stop", ["128"]),

@@ -186,12 +186,7 @@ def test_tags_with_anything_else_are_no_call(text):
   assert reader("Qwen Coder").read(text, True) == (text, (), "")
 
 
-def test_thoughts_that_mention_a_mark_are_thoughts():
-  call = filled(ANSWERS["Hermes"][1])
-  text = f"<think>Use <tool_call>?</think>\n{call}"
-  parts = reader("Hermes").read(text, True)
-  assert parts.content == "<think>Use <tool_call>?</think>"
-  assert [x.name for x in parts.calls] == ["weather"]
+def test_analyses_that_mention_a_mark_are_reasoning():
   harmony = (
     "<|channel|>analysis<|message|>About to=functions.now hm<|end|>"
     "<|start|>assistant<|channel|>final<|message|>Hello."

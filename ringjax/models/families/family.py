@@ -376,6 +376,7 @@ def model(
   norm: Norm,
   *,
   layer: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+  kind: type[Layer] = Layer,
   tied: bool = False,
   bound: str | None = None,
   **options: Any,
@@ -390,6 +391,7 @@ def model(
     feedforward: Feedforward of every layer, or a list with one per layer.
     norm: Norm of every layer, and the last one.
     layer: Further options of `Layer`, or a list with those of each layer.
+    kind: Class of the layers.
     tied: Whether the head is the embedding, if the file does not say.
     bound: Key of the number of learned positions, if there are any.
     **options: Other options of `TransformerConfig`.
@@ -402,7 +404,7 @@ def model(
     part if isinstance(part, list) else [part] * count
   )
   layers = [
-    Layer(attention=a, feedforward=f, norm=norm, **more)
+    kind(attention=a, feedforward=f, norm=norm, **more)
     for a, f, more in zip(
       per_layer(attention),
       per_layer(feedforward),

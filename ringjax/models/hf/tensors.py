@@ -105,9 +105,10 @@ def _outer(
         file = f"{names.positions}.{leaf.removeprefix('positions.')}"
       yield CheckpointTensor(file, form, target)
   if model.streams is not None:
-    count, embed, _ = model.streams.begin.get_value().shape
-    square = Transpose((embed,), (embed,))
+    params = parameters(model.streams)
     for leaf, name in names.streams.items():
+      count, embed, _ = params[leaf].get_value().shape
+      square = Transpose((embed,), (embed,))
       for i in range(count):
         target = ((f"streams.{leaf}", (i,)),)
         yield CheckpointTensor(name.format(i), square, target)

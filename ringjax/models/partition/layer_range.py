@@ -155,7 +155,7 @@ def _check(path: str | os.PathLike[str], config: TransformerConfig) -> None:
   if (pathlib.Path(path) / cepe.CONFIG).exists():
     fault = "a folder with an encoder beside its decoder"
   elif config.inputs is not None or config.streams is not None:
-    fault = f"{config.family}, whose layers share further weights"
+    fault = f"{config.family}, whose layers share further weights or streams"
   if fault:
     raise OptionError(
       "model",

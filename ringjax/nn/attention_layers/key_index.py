@@ -18,9 +18,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ringjax.nn.linear import LayerNorm, Linear
+from ringjax.nn.tokens import Tokens
 from ringjax.ops.rope import Rope
 from ringjax.ops.softmax import wide_dtype
 
@@ -35,6 +37,10 @@ class KeyIndex:
     count: Maximum number of keys that a query reads.
     eps: Epsilon of the norm of the keys.
     interleaved: Whether neighbouring dims are a pair, not those of halves.
+    shared: Whether layers hand on queries, weights and keys of the index, see
+      `shared_index`.
+    reads: Whether the layer has no index, but reads what the last layer before
+      it with an index handed on.
   """
 
   heads: int
@@ -42,6 +48,39 @@ class KeyIndex:
   count: int
   eps: float = 1e-6
   interleaved: bool = False
+  shared: bool = False
+  reads: bool = False
+
+  @property
+  def handed(self) -> int:
+    """Number of numbers per token that layers hand on."""
+    return self.heads * (self.dim + 1) + self.dim
+
+  def exchange(
+    self, parts: tuple[Array, ...], tokens: Tokens, dtype: DTypeLike
+  ) -> tuple[Array, ...]:
+    """Queries, weights and keys of the layer's choice.
+
+    Args:
+      parts: Queries, weights and keys that the layer's index computed; empty
+        for a layer without an index.
+      tokens: Tokens of the layer, which get what it hands on.
+      dtype: Dtype of queries and keys.
+    """
+    if not self.shared:
+      return parts
+    handed = tokens.handed
+    assert handed is not None
+    if not self.reads:
+      queries, weights, keys = parts
+      flat = queries.reshape(*queries.shape[:2], -1), weights, keys
+      handed = jnp.concatenate([x.astype(handed.dtype) for x in flat], -1)
+      tokens.handed = handed
+    ends = self.heads * self.dim, self.heads * (self.dim + 1)
+    queries, weights, keys = jnp.split(handed, ends, -1)
+    queries = queries.reshape(*queries.shape[:2], self.heads, self.dim)
+    weights = weights.astype(wide_dtype(dtype))
+    return queries.astype(dtype), weights, keys.astype(dtype)
 
   def build(
     self, rngs: nnx.Rngs, embed: int, query: int, rope: Rope | None

@@ -58,6 +58,7 @@ class Latent:
     index: Chooses the keys that are read; None: all.
     temperature: Scaling of the queries by position, or None.
     gated: Whether a sigmoid of the layer's input multiplies each head's output.
+    latent_scale: Factor on the normed latents of keys and values.
   """
 
   heads: int
@@ -74,6 +75,7 @@ class Latent:
   index: KeyIndex | None = None
   temperature: Temperature | None = None
   gated: bool = False
+  latent_scale: float = 1.0
 
   @property
   def ropes(self) -> tuple[Rope, ...]:
@@ -175,7 +177,7 @@ class LatentLayer(nnx.Module):
     key_index = spec.index
     self.index = (
       None
-      if key_index is None
+      if key_index is None or key_index.reads
       else key_index.build(rngs, embed, size or embed, spec.rope)
     )
 
@@ -194,8 +196,11 @@ class LatentLayer(nnx.Module):
     q_plain, q_turned = q[..., : spec.plain], q[..., spec.plain :]
     unrotated, q_turned = q_turned, tokens.rotate(spec.rope, q_turned)
     latent = self.kv_norm(latent_and_shared[..., : spec.latent])
+    if spec.latent_scale != 1.0:
+      latent = latent * jnp.asarray(spec.latent_scale, latent.dtype)
     parts = [latent, latent_and_shared[..., spec.latent :]]
     if spec.index is not None:
+      index = spec.index.exchange(index, tokens, x.dtype)
       parts.append(index[2])
     row = jnp.concatenate(parts, -1)[:, None]
     rotation = tokens.rotation(spec.row_rope, first=spec.latent)

@@ -163,7 +163,8 @@ def mix_sharded(
       closes over no arrays.
     weights: Weights of the shard's experts, [E / R, ...] each.
     x: Tokens of the shard, [T, D].
-    experts: Experts of each token, int32 [T, k], different ones.
+    experts: Experts of each token, int32 [T, k], different ones, or E for
+      none.
     mixing: Weights of the experts' outputs, float32 [T, k].
     count: Number of all experts, E.
     shards: Axes of experts and tokens.

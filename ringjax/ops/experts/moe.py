@@ -46,7 +46,7 @@ def mix(
   Args:
     f: Function (expert int32 [], rows [n, D]) -> [n, D], row by row.
     x: Tokens, [T, D].
-    experts: Experts of each token, int32 [T, k].
+    experts: Experts of each token, int32 [T, k]; E for none.
     weights: Weights of the experts, float32 [T, k].
     count: Number of experts, E.
     scale_input: Whether the weights multiply the inputs of f, not its outputs.
@@ -86,7 +86,8 @@ def mix(
   # it, all experts' weights included, and would be kept for each block.
   step = jax.checkpoint(body, prevent_cse=False)
   _, outputs = lax.scan(step, None, (rows_of.expert, rows_of.row))
-  outputs = outputs.reshape(rows_of.row.size, -1)[rows_of.slot]
+  outputs = outputs.reshape(rows_of.row.size, -1)
+  outputs = outputs.at[rows_of.slot].get(mode="fill", fill_value=0)
   outputs = outputs.reshape(tokens, chosen, -1).astype(jnp.float32)
   if not scale_input:
     outputs = outputs * weights[..., None].astype(jnp.float32)

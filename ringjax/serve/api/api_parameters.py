@@ -19,6 +19,7 @@ from ringjax.checks import integer, number
 from ringjax.data.text.chat import ROLES
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.infer.sampling import PARAMETERS
+from ringjax.infer.scoring.text_scorer import POOLINGS
 from ringjax.json_text import Json, json_text
 from ringjax.serve.row_sampler import BIASES, TOP
 
@@ -428,6 +429,22 @@ def _metadata(name: str, value: Json) -> dict[str, str]:
   return value
 
 
+# Further output that a response may be asked for. Reasoning is sent whole, and
+# clients send it back, so nothing has to be encrypted for that.
+_INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
+
+
+def _include(name: str, value: Json) -> list[str]:
+  if not isinstance(value, list) or not all(x in _INCLUDED for x in value):
+    raise OptionError(
+      name,
+      json_text(value)[:80],
+      f"a list of {', '.join(_INCLUDED)}",
+      "leave others out",
+    )
+  return value
+
+
 _BOTH: dict[str, Parser] = {
   "model": text,
   "max_tokens": _whole(1),
@@ -479,6 +496,8 @@ COMPLETION: dict[str, Parser] = {
   **_UNUSED,
   **_UNUSED_COMPLETION,
   "prompt": _anything,
+  # 0 with echo: the prompt alone.
+  "max_tokens": _whole(0),
   "best_of": _whole(1),
   "logprobs": _count,
   "echo": flag,
@@ -507,6 +526,59 @@ TOKENIZE: dict[str, Parser] = {
   "return_token_strs": flag,
   "add_generation_prompt": flag,
   "chat_template_kwargs": _variables,
+}
+RESPONSE: dict[str, Parser] = {
+  **{
+    name: _BOTH[name]
+    for name in (
+      "model",
+      "temperature",
+      "top_p",
+      "stream",
+      "stream_options",
+      "seed",
+      "top_k",
+      "min_p",
+      "repetition_penalty",
+      "presence_penalty",
+      "frequency_penalty",
+    )
+  },
+  **{
+    name: _UNUSED[name]
+    for name in (
+      "user",
+      "safety_identifier",
+      "prompt_cache_key",
+      "service_tier",
+    )
+  },
+  # Checked by the chat that answers.
+  "logit_bias": _anything,
+  "chat_template_kwargs": _anything,
+  "input": _anything,
+  "tools": _anything,
+  "tool_choice": _anything,
+  "reasoning": _anything,
+  "text": _anything,
+  "instructions": text,
+  "previous_response_id": text,
+  "max_output_tokens": _whole(1),
+  "parallel_tool_calls": flag,
+  "store": flag,
+  "metadata": _metadata,
+  "top_logprobs": _whole(0, TOP),
+  "include": _include,
+  "background": _only(False),
+  "truncation": _only("disabled"),
+}
+EMBEDDING: dict[str, Parser] = {
+  "model": text,
+  "input": _anything,
+  "encoding_format": _choice("float", "base64"),
+  "dimensions": _whole(1),
+  "pooling": _choice(*POOLINGS),
+  "user": _nothing(text),
 }
 DETOKENIZE: dict[str, Parser] = {"model": text, "tokens": _anything}
 _SILENT = frozenset({*_UNUSED, *_UNUSED_COMPLETION, *_UNUSED_CHAT})
@@ -674,6 +746,7 @@ _OF_ROLE = {
   "assistant": (
     "tool_calls",
     "reasoning_content",
+    "reasoning",
     "refusal",
     "audio",
     "annotations",
@@ -694,9 +767,12 @@ def _message(name: str, given: Json, calls: bool) -> dict[str, Any]:
       raise OptionError(
         f"{name}.{key}", "a value", "null: it is not supported", "leave it out"
       )
-  for key in ("tool_call_id", "name", "reasoning_content"):
+  for key in ("tool_call_id", "name", "reasoning_content", "reasoning"):
     if key in parsed:
       text(f"{name}.{key}", parsed[key])
+  # Templates know the older one of the two names.
+  if reasoning := parsed.pop("reasoning", ""):
+    parsed.setdefault("reasoning_content", reasoning)
   content = parsed.get("content")
   if isinstance(content, list) and all(
     isinstance(part, dict)

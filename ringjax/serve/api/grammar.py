@@ -38,7 +38,11 @@ class GrammarCompiler:
     self._known = None
 
   def mask(
-    self, schema: dict[str, Any] | None, regex: str | None, answers: int
+    self,
+    schema: dict[str, Any] | None,
+    regex: str | None,
+    answers: int,
+    within: Callable[[str], str] = lambda grammar: grammar,
   ) -> Callable[[np.ndarray], Any] | None:
     """Make the mask of a request, or None if it has no grammar.
 
@@ -46,6 +50,8 @@ class GrammarCompiler:
       schema: JSON schema, or None.
       regex: Regular expression, or None.
       answers: Number of answers of the request.
+      within: Function of the grammar that returns that of the whole answer, of
+        which it is a part.
 
     Raises:
       OptionError: If llguidance is missing or refuses the grammar.
@@ -62,7 +68,7 @@ class GrammarCompiler:
       )
     except ValueError as error:
       raise _bad(name, error) from None
-    return self.compile(grammar, answers, name)
+    return self.compile(within(grammar), answers, name)
 
   def compile(
     self, grammar: str, answers: int, name: str = "grammar"

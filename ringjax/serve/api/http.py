@@ -40,7 +40,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
 from ringjax.checks import number, positive_int
-from ringjax.errors import OptionError, PromptError, RingjaxError, message
+from ringjax.errors import (
+  NotFiniteLogitsError,
+  OptionError,
+  PromptError,
+  RingjaxError,
+  message,
+)
+from ringjax.infer.scoring.text_scorer import TokenScores
 from ringjax.json_text import json_text
 from ringjax.serve.api.api_parameters import (
   ApiError,
@@ -48,13 +55,20 @@ from ringjax.serve.api.api_parameters import (
   parse_json,
   refused,
 )
+from ringjax.serve.api.embeddings import EmbeddingCall, embedding_call
 from ringjax.serve.api.fair_threads import FairThreads
 from ringjax.serve.api.openai_api import (
   AnswerStream,
   ApiCall,
   ApiModel,
   rejected,
-  usage,
+)
+from ringjax.serve.api.responses import (
+  ResponseCall,
+  ResponseStore,
+  ResponseStream,
+  ended_response,
+  response_call,
 )
 from ringjax.serve.api.server_metrics import CONTENT_TYPE, Figure, ServerMetrics
 from ringjax.serve.request import (
@@ -65,15 +79,19 @@ from ringjax.serve.request import (
   Request,
 )
 from ringjax.serve.tenants import TenantShares
+from ringjax.serve.text_requests import TextRequests
 
 _LOG = logging.getLogger("ringjax.serve")
-_MODEL = "/v1/models/"
+_MODEL, _RESPONSE = "/v1/models/", "/v1/responses/"
 _PATHS = {
   "/v1/completions": "POST",
   "/v1/chat/completions": "POST",
+  "/v1/responses": "POST",
+  "/v1/embeddings": "POST",
   "/v1/models": "GET",
   "/tokenize": "POST",
   "/detokenize": "POST",
+  "/tokenizer_info": "GET",
   "/metrics": "GET",
   "/version": "GET",
   "/health": "GET",
@@ -111,6 +129,11 @@ class Served(Answers, Protocol):
   @property
   def rows(self) -> int:
     """Number of answers that are computed at the same time."""
+    ...
+
+  @property
+  def texts(self) -> TextRequests | None:
+    """Scores and embeddings of texts; None where there is no model."""
     ...
 
   @property
@@ -175,6 +198,8 @@ class OpenAIApp:
     stall: int | float = 60.0,
     chat_template: str | None = None,
     trusted_template: bool = False,
+    reasoning_parser: str = "auto",
+    response_bytes: int = 64 << 20,
   ):
     """Make the application of an engine.
 
@@ -191,6 +216,11 @@ class OpenAIApp:
       chat_template: Jinja source in place of the tokenizer's, or None.
       trusted_template: Whether the template is trusted, see
         `ringjax.data.ChatTemplate`.
+      reasoning_parser: Name of the format of reasoning in chats' answers, one
+        of `reasoning.FORMATS`; "auto" for that which the chat template shows,
+        "none" to leave it in the text.
+      response_bytes: Maximum bytes of the responses that are stored, for
+        clients that follow one of them.
 
     Raises:
       OptionError: If a value is out of range.
@@ -213,6 +243,7 @@ class OpenAIApp:
       adapters=engine.adapters,
       chat_template=chat_template,
       trusted_template=trusted_template,
+      reasoning_parser=reasoning_parser,
     )
     # Look up digests, as a comparison of keys would leak time.
     self._keys = None
@@ -228,10 +259,15 @@ class OpenAIApp:
     # The number of rows of a cluster changes, so read it each time.
     self._shares = TenantShares(len(tenants), lambda: engine.rows + queue)
     self._body_bytes = positive_int("body_bytes", body_bytes)
+    self._responses = ResponseStore(
+      positive_int("response_bytes", response_bytes)
+    )
     self._stall = number("stall", stall, above=0.0)
     self._short = FairThreads(_SHORT_THREADS, "ringjax short bodies")
     self._long = FairThreads(_LONG_THREADS, "ringjax long bodies")
     self._pool = ThreadPoolExecutor(_ENGINE_THREADS, "ringjax http")
+    # One call of texts is read at a time.
+    self._readers = ThreadPoolExecutor(1, "ringjax texts")
     self._ended = False
     # HTTP requests that have not been submitted yet.
     self._preparing: set[asyncio.Task[Any]] = set()
@@ -267,6 +303,7 @@ class OpenAIApp:
     self._short.close()
     self._long.close()
     self._pool.shutdown(wait=False)
+    self._readers.shutdown(wait=False, cancel_futures=True)
 
   async def end(self, grace: int | float) -> None:
     """Cancels requests in flight after `grace` seconds.
@@ -324,13 +361,16 @@ class OpenAIApp:
     finally:
       await client.close()
       route = path if path in _PATHS else "other"
-      route = f"{_MODEL}{{id}}" if path.startswith(_MODEL) else route
+      for prefix in (_MODEL, _RESPONSE):
+        route = f"{prefix}{{id}}" if path.startswith(prefix) else route
       self.metrics.answered(route, client.status, client.tenant)
 
   async def _route(self, scope: Any, path: str, client: _Client) -> None:
     method = _PATHS.get(path)
-    if path.startswith(_MODEL):
+    if path.startswith((_MODEL, _RESPONSE)):
       method = "GET"
+    if path.startswith(_RESPONSE) and scope["method"] == "DELETE":
+      method = "DELETE"
     if method is None:
       raise ApiError(
         404,
@@ -360,6 +400,15 @@ class OpenAIApp:
       await client.json(200, self._model.models())
     elif path.startswith(_MODEL):
       await client.json(200, self._model.model(path.removeprefix(_MODEL)))
+    elif path.startswith(_RESPONSE):
+      response_id = path.removeprefix(_RESPONSE)
+      if method == "DELETE":
+        body = self._responses.delete(client.tenant, response_id)
+      else:
+        body = self._responses.get(client.tenant, response_id).body
+      await client.json(200, body)
+    elif path == "/tokenizer_info":
+      await client.json(200, self._model.tokenizer_info())
     elif path == "/version":
       await client.json(200, {"version": _version()})
     elif path == "/metrics":
@@ -396,12 +445,23 @@ class OpenAIApp:
       self._preparing.discard(task)
     if isinstance(parsed, ApiCall):
       await self._answer(parsed, client, place)
+    elif isinstance(parsed, ResponseCall):
+      await self._answer(parsed.call, client, place, parsed)
+    elif isinstance(parsed, EmbeddingCall):
+      embed = functools.partial(
+        self._texts("input").embeddings,
+        parsed.texts,
+        pooling=parsed.pooling,
+        adapter=parsed.adapter,
+      )
+      embeddings = await self._reading(embed, client)
+      await client.json(200, parsed.body(embeddings))
     else:
       await client.json(200, parsed)
 
   def _made(
     self, path: str, data: bytes, client: _Client
-  ) -> ApiCall | dict[str, Any]:
+  ) -> ApiCall | EmbeddingCall | ResponseCall | dict[str, Any]:
     """Parse a body to a call, or to the answer if it needs no engine."""
     if client.gone:
       raise ClientGone
@@ -410,8 +470,13 @@ class OpenAIApp:
       return model.tokenize(body)
     if path == "/detokenize":
       return model.detokenize(body)
+    if path == "/v1/embeddings":
+      return embedding_call(model, body, self._texts("input").width)
+    salt = f"tenant:{client.tenant}" if client.tenant else ""
+    if path == "/v1/responses":
+      return response_call(model, body, client.tenant, salt, self._responses)
     make = model.chat if "chat" in path else model.completion
-    return make(body, f"tenant:{client.tenant}" if client.tenant else "")
+    return make(body, salt)
 
   def _tenant(self, headers: Mapping[bytes, bytes]) -> str:
     """Tenant of a request; "" if the server has no keys.
@@ -484,6 +549,54 @@ class OpenAIApp:
   # Answers
   # -------------------------------------------------------------------------
 
+  def _texts(self, param: str) -> TextRequests:
+    """Reader of texts that are not continued.
+
+    Raises:
+      ApiError: If the backend has none.
+    """
+    if self.engine.texts is None:
+      raise refused(
+        param,
+        "a text to score or to embed, on the router of a cluster",
+        "a server that has the model",
+        "send it to a server that runs alone",
+        code="unsupported_parameter",
+      )
+    return self.engine.texts
+
+  async def _reading(self, read: Callable[..., Any], client: _Client) -> Any:
+    """Result of reading texts, one call after another, while a client is there.
+
+    Raises:
+      ApiError: If a text can't be read, or the application is closed.
+      ClientGone: If the client has disconnected.
+    """
+
+    def on_batch(_: int) -> None:
+      if client.gone:
+        raise ClientGone
+      if self._ended:
+        raise _unavailable()
+
+    loop = asyncio.get_running_loop()
+    try:
+      return await loop.run_in_executor(
+        self._readers, functools.partial(read, on_batch=on_batch)
+      )
+    except NotFiniteLogitsError as error:
+      raise ApiError(
+        500, f"the text could not be read: {error}", kind="server_error"
+      ) from None
+    except RingjaxError as error:
+      if not self.engine.open:
+        raise _unavailable() from None
+      raise from_error(error) from None
+    except RuntimeError:
+      if self._ended:
+        raise _unavailable() from None
+      raise
+
   @contextlib.contextmanager
   def _place(self, client: _Client) -> Iterator[_Place]:
     """Hold a place in the queue from before the body is read until the end."""
@@ -495,9 +608,20 @@ class OpenAIApp:
       self._shares.give(client.tenant, place.count)
 
   async def _answer(
-    self, call: ApiCall, client: _Client, place: _Place
+    self,
+    call: ApiCall,
+    client: _Client,
+    place: _Place,
+    response: ResponseCall | None = None,
   ) -> None:
-    """Submit the requests of a call and send the answers."""
+    """Submit the requests of a call and send the answers.
+
+    Args:
+      call: The call.
+      client: Client that made it.
+      place: Place of the call in the queue.
+      response: Response whose chat the call is, or None.
+    """
     max_answers = self._shares.limit()
     if call.answers > max_answers:
       raise refused(
@@ -517,13 +641,33 @@ class OpenAIApp:
     place.take(call.answers - place.count)
     handles: list[Handle] = []
     try:
-      await self._submit(call, handles, client)
+      scores: list[TokenScores] = []
+      if call.prompt_top is not None:
+        read = functools.partial(
+          self._texts("echo").scores,
+          [request.prompt for request in call.requests],
+          top=call.prompt_top,
+          adapter=call.requests[0].adapter,
+        )
+        scores = await self._reading(read, client)
+      if call.continues:
+        await self._submit(call, handles, client)
+      else:
+        handles += [_echoed(self.engine, request) for request in call.requests]
+      if call.stream and response is not None:
+        await self._stream_response(response, handles, client)
+        return
       if call.stream:
-        await self._stream(call, handles, client)
+        await self._stream(call, handles, client, scores)
         return
       while not all(handle.done for handle in handles):
         await client.wait()
-      await client.json(200, self._model.complete_body(call, handles))
+      if response is not None:
+        ended = ended_response(self._model, response, handles)
+        self._keep(response, ended, client)
+        await client.json(200, ended.body)
+        return
+      await client.json(200, self._model.complete_body(call, handles, scores))
     finally:
       self._answering.difference_update(handles)
       self.metrics.ended(handles, client.tenant)
@@ -583,15 +727,18 @@ class OpenAIApp:
       self.engine.cancel(handle)
 
   async def _stream(
-    self, call: ApiCall, handles: list[Handle], client: _Client
+    self,
+    call: ApiCall,
+    handles: list[Handle],
+    client: _Client,
+    scores: Sequence[TokenScores],
   ) -> None:
     """Sends parts of answers as they grow."""
-    answers = []
-    for handle, echo in zip(handles, call.echoes, strict=True):
-      for answer in handle.answers:
-        answers.append(
-          AnswerStream(self._model.tokenizer, answer, len(answers), call, echo)
-        )
+    answers: list[AnswerStream] = []
+    for n, handle in enumerate(handles):
+      answers += self._model.streams(
+        call, handle, handle.answers, n, len(answers), scores
+      )
     await client.begin(200, _EVENTS)
     while True:
       for stream in answers:
@@ -605,9 +752,44 @@ class OpenAIApp:
         break
       await client.wait()
     if call.usage:
-      last = self._model.chunk(call, []) | {"usage": usage(handles)}
+      last = self._model.chunk(call, []) | {
+        "usage": self._model.usage(call, handles)
+      }
       await client.event(last)
     await client.finish(_DONE)
+
+  async def _stream_response(
+    self, response: ResponseCall, handles: Sequence[Handle], client: _Client
+  ) -> None:
+    """Sends the events of a response as its answer grows."""
+    stream = ResponseStream(self._model, response, handles[0])
+    await client.begin(200, _EVENTS)
+    while True:
+      events = stream.take()
+      if stream.ended:
+        # Stored before the client hears of it, who may follow it at once.
+        self._keep(response, stream, client)
+      for event in events:
+        await client.event(event, event["type"])
+      if stream.ended:
+        break
+      await client.wait()
+    await client.finish()
+
+  def _keep(
+    self, response: ResponseCall, stream: ResponseStream, client: _Client
+  ) -> None:
+    """Stores a response that has ended, if its body asks for that."""
+    if response.stores:
+      self._responses.add(client.tenant, stream.body, stream.messages)
+
+
+def _echoed(engine: Served, request: Request) -> Handle:
+  """Handle of a request whose answers are empty and have ended."""
+  handle = Handle(engine, request, 0.0)
+  for answer in handle.answers:
+    answer.finish = "length"
+  return handle
 
 
 def _version() -> str:
@@ -779,9 +961,10 @@ class _Client:
       {"type": "http.response.start", "status": status, "headers": pairs}
     )
 
-  async def event(self, body: Any) -> None:
-    """Sends an event of a stream."""
-    data = b"data: " + json_text(body).encode() + b"\n\n"
+  async def event(self, body: Any, name: str = "") -> None:
+    """Sends an event of a stream, with a name or without."""
+    head = f"event: {name}\n" if name else ""
+    data = f"{head}data: {json_text(body)}\n\n".encode()
     await self._send(
       {"type": "http.response.body", "body": data, "more_body": True}
     )

@@ -20,16 +20,17 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Int, PyTree
 
 from ringjax.data import ChatTemplate, Stream
-from ringjax.data.text.special_tokens import Specials
+from ringjax.data.text.special_tokens import Specials, TokenIds
 from ringjax.data.text.tokenizer import AnyTokenizer
 from ringjax.errors import OptionError, PeerError, RingjaxError, message
+from ringjax.infer.scoring.text_scorer import TokenScores
 from ringjax.infer.stopping import Stop
 from ringjax.serve.api.api_parameters import (
   CHAT,
@@ -49,6 +50,11 @@ from ringjax.serve.api.api_parameters import (
   utf8,
 )
 from ringjax.serve.api.grammar import GrammarCompiler
+from ringjax.serve.api.reasoning import (
+  ReasoningReader,
+  Thoughts,
+  reasoning_format,
+)
 from ringjax.serve.api.tool_calls import (
   ToolAnswer,
   ToolReader,
@@ -66,6 +72,10 @@ _TEMPERATURE = 1.0
 _FINISH = {"stop": "stop", "length": "length"}
 # Log-probability of a masked token in OpenAI's API: JSON has no infinity.
 _NEVER = -9999.0
+# Special tokens that /tokenizer_info names.
+_NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+# Number of last tokens of a prompt that contain a mark of reasoning.
+_MARK_TOKENS = 64
 # Assumed characters of the longest token of a tokenizer without bytes: a word
 # may be a token that stands for all unknown ones.
 _LONG_TOKEN = 256
@@ -101,7 +111,11 @@ class ApiCall:
     logprobs: Number of alternatives that each token comes with, or None.
     stop_ids: Token ids that the body asks to stop at.
     echoes: Text before the answers of each prompt.
+    prompt_top: Number of alternatives that each token of an echoed prompt comes
+      with, or None for no log-probabilities of prompts.
+    continues: Whether prompts are continued, not only echoed.
     tools: Reader of calls of tools, or None where none may be called.
+    reasoning: Reader of the answers' reasoning, or None.
     id: Id of the answer.
     created: Time of the call, seconds since 1970.
   """
@@ -115,7 +129,10 @@ class ApiCall:
   logprobs: int | None
   stop_ids: tuple[int, ...]
   echoes: tuple[str, ...]
+  prompt_top: int | None
+  continues: bool
   tools: ToolReader | None
+  reasoning: ReasoningReader | None
   id: str
   created: int
 
@@ -138,6 +155,7 @@ class ApiModel:
     adapters: Names by which clients call it with an adapter.
     tokenizer: Tokenizer of its texts.
     created: Time when it was first served, seconds since 1970.
+    longest: Maximum number of tokens of a prompt and its answer together.
   """
 
   def __init__(
@@ -151,6 +169,7 @@ class ApiModel:
     adapters: Sequence[str] = (),
     chat_template: str | None = None,
     trusted_template: bool = False,
+    reasoning_parser: str = "auto",
   ):
     """Make the API of a model.
 
@@ -164,9 +183,12 @@ class ApiModel:
       chat_template: Jinja source in place of the tokenizer's, or None.
       trusted_template: Whether the template is trusted, see
         `ringjax.data.ChatTemplate`.
+      reasoning_parser: Name of the format of reasoning in answers, "auto" for
+        that which the chat template shows, or "none".
 
     Raises:
-      OptionError: If an adapter has the name of the model.
+      OptionError: If an adapter has the name of the model, or no format of
+        reasoning has the name.
       TemplateError: If the template is invalid.
     """
     if name in adapters:
@@ -179,7 +201,7 @@ class ApiModel:
     self.name, self.tokenizer = name, tokenizer
     self.adapters = tuple(adapters)
     self.created = int(time.time())
-    self._vocab, self._longest, self._most = vocab, longest, most_answers
+    self._vocab, self.longest, self._most = vocab, longest, most_answers
     self._template = None
     if chat_template is not None:
       self._template = ChatTemplate(
@@ -187,6 +209,8 @@ class ApiModel:
       )
     elif tokenizer.chat_template is not None:
       self._template = ChatTemplate.of(tokenizer, trusted=trusted_template)
+    source = "" if self._template is None else self._template.source
+    self._reasoning = reasoning_format(reasoning_parser, source)
     self._eos = tuple(i for i in tokenizer.eos_ids if i < vocab)
     self._grammars = GrammarCompiler(tokenizer, vocab)
     # No text of more characters has as few tokens.
@@ -207,22 +231,27 @@ class ApiModel:
       raise refused("prompt", "no prompt", "a prompt", "pass prompt")
     n, best = params.get("n", 1), params.get("best_of")
     wanted, echo = params.get("logprobs"), params.get("echo", False)
-    if echo and wanted is not None:
+    new = params.get("max_tokens", _DEFAULT_NEW)
+    if new == 0 and not echo:
       raise refused(
-        "echo",
-        "true, with logprobs",
-        "one of them: prompts have no log-probabilities",
-        "leave one out",
+        "max_tokens",
+        "0, without echo",
+        "at least 1, or the prompt alone with echo",
+        "ask for tokens, or pass echo: true",
       )
     answers_each = params.get("beams") or best or n
-    prompts = self._prompts(params["prompt"], answers_each)
+    prompts = params["prompt"]
+    if isinstance(prompts, list) and prompts and type(prompts[0]) is not int:
+      self._check_answers("prompt", answers_each, len(prompts))
+    prompts = self.texts("prompt", prompts, self._most)
     return self._call(
       params,
-      [self._encoded("prompt", x) for x in prompts],
+      [self.encoded("prompt", x) for x in prompts],
       salt,
-      new=params.get("max_tokens", _DEFAULT_NEW),
+      new=new,
       logprobs=wanted,
       best_of=best,
+      prompt_top=wanted if echo else None,
       echoes=[self._shown(x) if echo else "" for x in prompts],
     )
 
@@ -250,10 +279,17 @@ class ApiModel:
     prompt = self._rendered(params)
     new = params.get("max_completion_tokens", params.get("max_tokens"))
     if new is None:
-      new = max(1, self._longest - prompt.size)
+      new = max(1, self.longest - prompt.size)
     wanted = params.get("top_logprobs", 0) if params.get("logprobs") else None
     return self._call(
-      params, [prompt], salt, new=new, logprobs=wanted, chat=True, tools=tools
+      params,
+      [prompt],
+      salt,
+      new=new,
+      logprobs=wanted,
+      chat=True,
+      tools=tools,
+      reasoning=self._thinking(prompt, tools),
     )
 
   def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -263,7 +299,7 @@ class ApiModel:
       ApiError: If a parameter is unknown, of a wrong type or out of range.
     """
     params = checked(body, TOKENIZE)
-    self._adapter(params)
+    self.adapter(params)
     if ("prompt" in params) == ("messages" in params):
       raise refused(
         "prompt", "both or none of prompt and messages", "one", "pass one"
@@ -273,9 +309,14 @@ class ApiModel:
       ids = self._rendered(params, opens=opens, whole=True)
     else:
       bos = params.get("add_special_tokens", True) and self.tokenizer.adds_bos
+      special = None
+      if params["prompt"] in self._named_specials().values():
+        special = self.tokenizer.specials.by_text.get(params["prompt"])
       try:
         utf8("prompt", params["prompt"])
         ids = self.tokenizer.encode(params["prompt"], bos=bos)
+        # Clients ask for the ids of /tokenizer_info's texts.
+        ids = ids if special is None else np.array([special.id], np.int32)
       except RingjaxError as error:
         raise ApiError(400, str(error), param="prompt") from None
     tokens = ids.tolist()
@@ -284,10 +325,26 @@ class ApiModel:
       names = [self.tokenizer.window([i]) for i in tokens]
     return {
       "count": len(tokens),
-      "max_model_len": self._longest,
+      "max_model_len": self.longest,
       "tokens": tokens,
       "token_strs": names,
     }
+
+  def tokenizer_info(self) -> dict[str, Any]:
+    """Answer /tokenizer_info: special tokens by name, and the chat template."""
+    source = None if self._template is None else self._template.source
+    return {
+      "tokenizer_class": "PreTrainedTokenizerFast",
+      "model_max_length": self.longest,
+      "add_bos_token": self.tokenizer.adds_bos,
+      "chat_template": source,
+      **self._named_specials(),
+    }
+
+  def _named_specials(self) -> dict[str, str]:
+    """Texts of the special tokens of /tokenizer_info, by their names."""
+    texts = {name: self.tokenizer.special_names.get(name) for name in _NAMED}
+    return {name: x for name, x in texts.items() if isinstance(x, str)}
 
   def detokenize(self, body: dict[str, Any]) -> dict[str, Any]:
     """Answer a body of /detokenize: the text of ids, with special tokens.
@@ -296,7 +353,7 @@ class ApiModel:
       ApiError: If a parameter is unknown, of a wrong type or out of range.
     """
     params = checked(body, DETOKENIZE)
-    self._adapter(params)
+    self.adapter(params)
     tokens: Any = params.get("tokens")
     if tokens != [] and not is_ids(tokens):
       raise refused("tokens", kind_of(tokens), "a list of token ids", "pass it")
@@ -308,7 +365,7 @@ class ApiModel:
     self, body: dict[str, Any], known: Mapping[str, Parser]
   ) -> dict[str, Any]:
     params = checked(body, known)
-    self._adapter(params)
+    self.adapter(params)
     if params.get("best_of") == 1 == params.get("n", 1):
       del params["best_of"]
     for name in ("best_of", "beams"):
@@ -325,7 +382,7 @@ class ApiModel:
       )
     return params
 
-  def _adapter(self, given: Mapping[str, Any]) -> str:
+  def adapter(self, given: Mapping[str, Any]) -> str:
     """Adapter that a body asks for by the model's name; "" for none."""
     name = given.get("model", self.name)
     self.check_name(name)
@@ -376,6 +433,20 @@ class ApiModel:
       parallel=params.get("parallel_tool_calls", True),
     )
 
+  def _thinking(
+    self, prompt: np.ndarray, tools: ToolReader | None
+  ) -> ReasoningReader | None:
+    """Reader of the reasoning in the answers to a chat, or None.
+
+    Calls in channels are read together with the reasoning, by `tools`.
+    """
+    if self._reasoning is None:
+      return None
+    if tools is not None and tools.form is not None and tools.form.channels:
+      return None
+    end = self.tokenizer.decode(prompt[-_MARK_TOKENS:], special=True)
+    return ReasoningReader.of_prompt(self._reasoning, end)
+
   def _rendered(
     self, given: dict[str, Any], *, opens: bool = True, whole: bool = False
   ) -> np.ndarray:
@@ -409,7 +480,7 @@ class ApiModel:
       variables["tools"] = given["tools"]
     if "reasoning_effort" in given:
       variables.setdefault("reasoning_effort", given["reasoning_effort"])
-    tokenizer = _Encoder(self.tokenizer, None if whole else self._longest)
+    tokenizer = _Encoder(self.tokenizer, None if whole else self.longest)
     try:
       return template.tokens(
         messages, tokenizer, add_generation_prompt=opens, **variables
@@ -427,22 +498,24 @@ class ApiModel:
     logprobs: int | None,
     best_of: int | None = None,
     echoes: Sequence[str] = (),
+    prompt_top: int | None = None,
     chat: bool = False,
     tools: ToolReader | None = None,
+    reasoning: ReasoningReader | None = None,
   ) -> ApiCall:
     check_search(given)
     n, beams = given.get("n", 1), given.get("beams")
     answers_each = beams or best_of or n
     self._check_answers("n", answers_each, len(prompts))
     longest = max(prompt.size for prompt in prompts)
-    if longest + new > self._longest:
+    if longest + new > self.longest:
       # A prompt above the limit was encoded only in part.
-      over = longest > self._longest
-      read = f"over {self._longest:,}" if over else f"{longest:,}"
+      over = longest > self.longest
+      read = f"over {self.longest:,}" if over else f"{longest:,}"
       raise refused(
         "messages" if chat else "prompt",
         f"{read} tokens and {min(new, 10**30):,} new ones",
-        f"{self._longest:,} together at most",
+        f"{self.longest:,} together at most",
         "shorten it or ask for fewer",
         code="context_length_exceeded",
       )
@@ -487,12 +560,12 @@ class ApiModel:
         strings=given.get("stop", ()),
         included=given.get("include_stop_str_in_output", False),
         special=not given.get("skip_special_tokens", True)
-        or self._shows_specials(tools),
+        or self._shows_specials(tools, reasoning),
       )
       requests = tuple(
         Request(
           prompt=prompt,
-          max_new_tokens=new,
+          max_new_tokens=max(1, new),
           sampling=sampling,
           stop=stop,
           n=n,
@@ -501,8 +574,10 @@ class ApiModel:
           length_penalty=given.get("length_penalty", 1.0),
           logprobs=logprobs,
           salt=salt,
-          adapter=self._adapter(given),
-          mask=self._grammars.mask(schema, regex, answers_each),
+          adapter=self.adapter(given),
+          mask=self._grammars.mask(
+            schema, regex, answers_each, self._around(reasoning)
+          ),
         )
         for prompt in prompts
       )
@@ -518,15 +593,29 @@ class ApiModel:
       logprobs=logprobs,
       stop_ids=stop_ids,
       echoes=tuple(echoes) or ("",) * len(prompts),
+      prompt_top=prompt_top,
+      continues=new > 0,
       tools=tools,
+      reasoning=reasoning,
       id=("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
       created=int(time.time()),
     )
 
-  def _shows_specials(self, tools: ToolReader | None) -> bool:
-    """Whether a mark of calls is a special token, which texts leave out."""
+  def _shows_specials(
+    self, tools: ToolReader | None, reasoning: ReasoningReader | None
+  ) -> bool:
+    """Whether a mark is a special token, which texts leave out."""
     marks = () if tools is None or tools.form is None else tools.form.marks
+    marks += () if reasoning is None else reasoning.form.marks
     return any(mark in self.tokenizer.specials.by_text for mark in marks)
+
+  def _around(self, reasoning: ReasoningReader | None) -> Callable[[str], str]:
+    """Function that adds reasoning before the answers of a grammar."""
+    if reasoning is None:
+      return lambda grammar: grammar
+    by_text = self.tokenizer.specials.by_text
+    specials = {text: token.id for text, token in by_text.items()}
+    return lambda grammar: reasoning.grammar(grammar, specials)
 
   def _check_answers(self, param: str, each: int, prompts: int) -> None:
     if each * prompts > self._most:
@@ -537,27 +626,44 @@ class ApiModel:
         "ask for fewer",
       )
 
-  def _prompts(self, given: PyTree, each: int) -> list[str | list[int]]:
-    """Prompts of a body, texts or ids."""
+  def texts(
+    self, param: str, given: PyTree, most: int
+  ) -> list[str | list[int]]:
+    """Parse a text or several, each as characters or as token ids.
+
+    Args:
+      param: Name of the parameter.
+      given: Value of the parameter.
+      most: Maximum number of texts.
+
+    Raises:
+      ApiError: If it is something else, or there are more texts.
+    """
     if isinstance(given, str):
       return [given]
     if isinstance(given, list) and given:
       if type(given[0]) is int:
         # Check the length before the checks of each id.
-        self._check_length("prompt", len(given), self._longest, "ids")
+        self._check_length(param, len(given), self.longest, "ids")
         if is_ids(given):
           return [given]
+      elif len(given) > most:
+        raise refused(
+          param,
+          f"{len(given)} texts",
+          f"at most {most}",
+          "send fewer at a time",
+        )
       else:
-        self._check_answers("prompt", each, len(given))
         if all(isinstance(x, str) for x in given):
           return given
         for prompt in given:
           if isinstance(prompt, list):
-            self._check_length("prompt", len(prompt), self._longest, "ids")
+            self._check_length(param, len(prompt), self.longest, "ids")
         if all(map(is_ids, given)):
           return given
     raise refused(
-      "prompt",
+      param,
       kind_of(given),
       "a string, a list of token ids, or a list of either, none empty",
       "pass one of them",
@@ -578,7 +684,7 @@ class ApiModel:
       raise refused(
         param,
         f"{size:,} {unit}",
-        f"{self._longest:,} tokens at most",
+        f"{self.longest:,} tokens at most",
         "shorten it",
         code="context_length_exceeded",
       )
@@ -594,13 +700,16 @@ class ApiModel:
         "encode the text with this model's tokenizer",
       )
 
-  def _encoded(self, name: str, prompt: str | list[int]) -> np.ndarray:
+  def encoded(
+    self, name: str, prompt: str | list[int]
+  ) -> Int[np.ndarray, " T"]:
+    """Token ids of a text of the parameter `name`, int32 [T]; checks ids."""
     if isinstance(prompt, str):
       self._check_length(name, len(prompt), self._most_chars)
       try:
         utf8(name, prompt)
         ids = self.tokenizer.encode(
-          prompt, bos=self.tokenizer.adds_bos, enough=self._longest
+          prompt, bos=self.tokenizer.adds_bos, enough=self.longest
         )
       except RingjaxError as error:
         raise ApiError(400, str(error), param=name) from None
@@ -638,23 +747,60 @@ class ApiModel:
       "owned_by": "ringjax",
       "root": self.name,
       "parent": None if name == self.name else self.name,
-      "max_model_len": self._longest,
+      "max_model_len": self.longest,
     }
 
+  def streams(
+    self,
+    call: ApiCall,
+    handle: Handle,
+    answers: Sequence[Answer],
+    number: int,
+    first: int,
+    scores: Sequence[TokenScores],
+  ) -> list[AnswerStream]:
+    """Streams of the answers to one prompt of a call.
+
+    Args:
+      call: The call.
+      handle: Handle of the prompt's request.
+      answers: Answers of it to stream.
+      number: Number of the prompt.
+      first: Index of the first of these choices.
+      scores: Log-probabilities of all prompts, or ().
+    """
+    echo = Echo(call.echoes[number], handle.request.prompt, None)
+    if scores:
+      echo = echo._replace(scores=scores[number])
+    return [
+      AnswerStream(self.tokenizer, answer, first + n, call, echo)
+      for n, answer in enumerate(answers)
+    ]
+
   def complete_body(
-    self, call: ApiCall, handles: Sequence[Handle]
+    self,
+    call: ApiCall,
+    handles: Sequence[Handle],
+    scores: Sequence[TokenScores] = (),
   ) -> dict[str, Any]:
     """Body of an answer that is complete.
+
+    Args:
+      call: The call.
+      handles: Handles of its requests.
+      scores: Log-probabilities of the prompts' tokens, if they are echoed.
 
     Raises:
       ApiError: If an answer could not be computed.
     """
     choices = []
-    for handle, echo in zip(handles, call.echoes, strict=True):
+    for number, handle in enumerate(handles):
       for answer in handle.answers:
         check_answer(answer)
-      for answer in handle.result().answers:
-        shown = AnswerStream(self.tokenizer, answer, len(choices), call, echo)
+      answers = handle.result().answers
+      for shown in self.streams(
+        call, handle, answers, number, len(choices), scores
+      ):
         part = shown.take()
         choice: dict[str, Any] = {
           "index": shown.index,
@@ -667,8 +813,7 @@ class ApiModel:
             "content": part.text,
             "refusal": None,
           }
-          if part.reasoning:
-            choice["message"]["reasoning_content"] = part.reasoning
+          choice["message"] |= _reasoning_members(part.reasoning)
           if part.calls:
             choice["message"] |= {
               "content": part.text or None,
@@ -680,8 +825,28 @@ class ApiModel:
     kind = "chat.completion" if call.chat else "text_completion"
     return self._head(call, kind) | {
       "choices": choices,
-      "usage": usage(handles),
+      "usage": self.usage(call, handles),
     }
+
+  def usage(self, call: ApiCall, handles: Sequence[Handle]) -> dict[str, Any]:
+    """Usage object of a call whose answers have ended."""
+    if call.reasoning is None:
+      return usage(handles)
+    answers = [answer for handle in handles for answer in handle.answers]
+    thought = sum(self.reasoning_tokens(call, answer) for answer in answers)
+    return usage(handles, thought)
+
+  def reasoning_tokens(self, call: ApiCall, answer: Answer) -> int:
+    """Number of tokens of an answer before its content."""
+    if call.reasoning is None:
+      return 0
+    end = call.reasoning.read(answer.text, True).end
+    stream, chars = Stream(self.tokenizer, special=call.stops.special), 0
+    for count, token in enumerate(answer.tokens):
+      if chars >= end:
+        return count
+      chars += len(stream.feed(token))
+    return len(answer.tokens) if end else 0
 
   def chunk(
     self, call: ApiCall, choices: list[dict[str, Any]]
@@ -727,6 +892,13 @@ def _longest_token(tokenizer: AnyTokenizer) -> int:
   )
 
 
+def _reasoning_members(reasoning: str) -> dict[str, str]:
+  """Members of a message or a delta, by the two names that clients know."""
+  if not reasoning:
+    return {}
+  return {"reasoning_content": reasoning, "reasoning": reasoning}
+
+
 def check_answer(answer: Answer) -> None:
   """Raises ApiError if an answer ended before it was complete."""
   if isinstance(answer.error, RejectedError):
@@ -748,20 +920,32 @@ def check_answer(answer: Answer) -> None:
     )
 
 
-def usage(handles: Sequence[Handle]) -> dict[str, Any]:
-  """Usage object: numbers of prompt and answer tokens."""
+def usage(
+  handles: Sequence[Handle], reasoning_tokens: int | None = None
+) -> dict[str, Any]:
+  """Usage object: numbers of prompt and answer tokens.
+
+  Args:
+    handles: Handles of a call.
+    reasoning_tokens: Number of the answers' tokens that are reasoning, if it is
+      read.
+  """
   read = sum(len(h.request.prompt) for h in handles)
   generated = sum(len(a.tokens) for h in handles for a in h.answers)
   details = {"cached_tokens": sum(h.cached_tokens for h in handles)}
   kept_counts = [h.kept_tokens for h in handles if h.kept_tokens is not None]
   if kept_counts:
     details["kept_tokens"] = sum(kept_counts)
-  return {
+  counts = {
     "prompt_tokens": read,
     "completion_tokens": generated,
     "total_tokens": read + generated,
     "prompt_tokens_details": details,
   }
+  if reasoning_tokens is not None:
+    thought = {"reasoning_tokens": reasoning_tokens}
+    counts["completion_tokens_details"] = thought
+  return counts
 
 
 class AnswerPart(NamedTuple):
@@ -772,7 +956,7 @@ class AnswerPart(NamedTuple):
     logprobs: Log-probabilities of its tokens, or None.
     finish: Finish reason of the answer, or None.
     calls: Calls of tools, as members of a message; only of the last part.
-    reasoning: Text in which the model thinks; only of the last part.
+    reasoning: Text in which the model thinks.
   """
 
   text: str
@@ -780,6 +964,20 @@ class AnswerPart(NamedTuple):
   finish: str | None
   calls: tuple[dict[str, Any], ...] = ()
   reasoning: str = ""
+
+
+class Echo(NamedTuple):
+  """Prompt of an answer, as it comes before the answer's text.
+
+  Fields:
+    text: Text of the prompt, or "" if it is not echoed.
+    prompt: Token ids of the prompt, int32 [T].
+    scores: Log-probabilities of its tokens, or None.
+  """
+
+  text: str
+  prompt: TokenIds
+  scores: TokenScores | None
 
 
 class AnswerStream:
@@ -797,12 +995,12 @@ class AnswerStream:
     answer: Answer,
     index: int,
     call: ApiCall,
-    echo: str = "",
+    echo: Echo,
   ):
     self.index, self.answer = index, answer
     self.begun = self.ended = False
     self._tokenizer, self._call, self._echo = tokenizer, call, echo
-    self._sent = self._entries = self._new = 0
+    self._sent = self._sent_reasoning = self._entries = self._new = 0
     self._decoder = Stream(tokenizer, special=call.stops.special)
     self._offsets: list[int] = []
     self._chars = 0
@@ -825,26 +1023,43 @@ class AnswerStream:
     finish = answer.finish
     check_answer(answer)
     text = answer.text
-    parts = ToolAnswer(text)
-    if self._call.tools is not None:
-      parts = self._call.tools.read(text, finish is not None)
+    parts = self._parts(text, finish is not None)
     new = parts.content[self._sent :]
     self._sent = len(parts.content)
+    reasoning = parts.reasoning[self._sent_reasoning :]
+    self._sent_reasoning = len(parts.reasoning)
     logprobs = None
     if self._call.logprobs is not None:
       logprobs = self._logprobs(len(text), finish is not None)
     if not self.begun:
-      new = self._echo + new
+      new = self._echo.text + new
+      if logprobs is not None and self._echo.scores is not None:
+        of_prompt = self._prompt_logprobs(self._echo.scores)
+        logprobs = {
+          name: values if values is None else of_prompt[name] + values
+          for name, values in logprobs.items()
+        }
     self.begun, self.ended = True, finish is not None
     reason = finish and _FINISH[finish]
     calls = tuple(call_bodies(parts.calls))
     if calls and reason == "stop":
       reason = "tool_calls"
-    return AnswerPart(new, logprobs, reason, calls, parts.reasoning)
+    return AnswerPart(new, logprobs, reason, calls, reasoning)
+
+  def _parts(self, text: str, ended: bool) -> ToolAnswer:
+    """Content, calls and reasoning of the text so far."""
+    thoughts = Thoughts("", text)
+    if self._call.reasoning is not None:
+      thoughts = self._call.reasoning.read(text, ended)
+    if self._call.tools is None:
+      return ToolAnswer(thoughts.content, (), thoughts.reasoning)
+    parts = self._call.tools.read(thoughts.content, ended)
+    return parts._replace(reasoning=thoughts.reasoning or parts.reasoning)
 
   def choice(self, first: bool, part: AnswerPart) -> dict[str, Any] | None:
     """A part as a choice of a stream, or None if it is empty."""
-    new = part.text or part.finish or (part.logprobs and self._new)
+    new = part.text or part.reasoning or part.finish
+    new = new or (part.logprobs and self._new)
     if not new and not first:
       return None
     body: dict[str, Any] = {"index": self.index}
@@ -852,8 +1067,7 @@ class AnswerStream:
       delta: dict[str, Any] = {}
       if part.text or first:
         delta["content"] = part.text
-      if part.reasoning:
-        delta["reasoning_content"] = part.reasoning
+      delta |= _reasoning_members(part.reasoning)
       if part.calls:
         delta["tool_calls"] = [
           {"index": n, **call} for n, call in enumerate(part.calls)
@@ -871,8 +1085,10 @@ class AnswerStream:
       self._offsets.append(self._chars)
       self._chars += len(self._decoder.feed(token.token))
     upto = len(tokens)
-    if ended and isinstance(answer.stopped, int):
-      # The stop id is not part of the text unless the body asks for it.
+    if ended and isinstance(answer.stopped, int) and self._echo.scores is None:
+      # The stop id is not part of the text unless the body asks for it. With
+      # the prompt's tokens all tokens are wanted: evaluations leave the last
+      # one out by its place.
       upto -= not self._call.stops.included
     cut = not ended or isinstance(answer.stopped, str)
     while cut and upto and self._offsets[upto - 1] >= shown:
@@ -899,7 +1115,30 @@ class AnswerStream:
       ]
       if num_logprobs
       else None,
-      "text_offset": [len(self._echo) + at for _, at in entries],
+      "text_offset": [len(self._echo.text) + at for _, at in entries],
+    }
+
+  def _prompt_logprobs(self, scores: TokenScores) -> dict[str, list[Any]]:
+    """Log-probabilities of the prompt; its first token has none."""
+    tokens = np.asarray(self._echo.prompt).tolist()
+    decoder, offsets, chars = Stream(self._tokenizer), [], 0
+    for token in tokens:
+      offsets.append(chars)
+      chars += len(decoder.feed(token))
+    tops = zip(scores.top_ids, scores.top_logprobs, strict=True)
+    likely = [
+      {
+        self._name(int(i)): max(float(x), _NEVER)
+        for i, x in zip(ids, values, strict=True)
+      }
+      for ids, values in tops
+    ]
+    logprobs = [max(float(x), _NEVER) for x in scores.logprobs]
+    return {
+      "tokens": [self._name(token) for token in tokens],
+      "token_logprobs": [None, *logprobs],
+      "top_logprobs": [None, *likely],
+      "text_offset": offsets,
     }
 
   def _bytes(self, token: int) -> bytes:

@@ -270,6 +270,8 @@ class _Channel(NamedTuple):
 
 
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+# Texts with which an answer in channels begins.
+CHANNEL_MARKS = ("<|channel|>", "<|start|>", *_MESSAGE_ENDS)
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
 
@@ -299,7 +301,7 @@ def _read_channels(text: str, tools: Tools) -> list[ToolCall] | None:
   return _all_calls(values, tools)
 
 
-def _channel_texts(text: str, *, calls: bool) -> ToolAnswer:
+def channel_texts(text: str, *, calls: bool = False) -> ToolAnswer:
   """Shown text and reasoning of channels.
 
   Args:
@@ -395,7 +397,7 @@ class ToolReader:
     """Parts of an answer's text so far.
 
     Args:
-      text: The text.
+      text: The text, without reasoning before it.
       ended: Whether it is all of the text.
     """
     form = self.form
@@ -406,13 +408,9 @@ class ToolReader:
       return ToolAnswer(text if ended else "")
     if form.channels and text:
       return self._read_channels(text, ended)
-    # Thoughts may mention the marks.
-    thought = text.rfind("</think>") + 1
-    if not thought and "<think>" in text:
-      return ToolAnswer(text if ended else _certain(text, form.marks))
-    start = _first_mark(text, form.marks, thought)
+    start = _first_mark(text, form.marks)
     if start is None:
-      return ToolAnswer(text if ended else _certain(text, form.marks))
+      return ToolAnswer(text if ended else certain(text, form.marks))
     content = text[:start].rstrip()
     if not ended:
       return ToolAnswer(content)
@@ -427,7 +425,7 @@ class ToolReader:
       return ToolAnswer(text)
     assert self.form is not None
     calls = self.form.read(text, self.tools)
-    parts = _channel_texts(text, calls=calls is not None)
+    parts = channel_texts(text, calls=calls is not None)
     return (
       parts
       if calls is None
@@ -441,15 +439,15 @@ class ToolReader:
     return ToolAnswer(content, tuple(kept), reasoning)
 
 
-def _first_mark(text: str, marks: Sequence[str], begin: int) -> int | None:
-  """Place of the first mark in a text, from some place on."""
-  places = [text.find(mark, begin) for mark in marks if mark != "{"]
+def _first_mark(text: str, marks: Sequence[str]) -> int | None:
+  """Place of the first mark in a text."""
+  places = [text.find(mark) for mark in marks if mark != "{"]
   if "{" in marks and text.lstrip().startswith("{"):
     places.append(0)
   return min((place for place in places if place >= 0), default=None)
 
 
-def _certain(text: str, marks: Sequence[str]) -> str:
+def certain(text: str, marks: Sequence[str]) -> str:
   """Text without an end that may be the start of a mark."""
   uncertain = 0
   for mark in marks:

@@ -230,6 +230,10 @@ class ClusterRouter:
     return ()
 
   @property
+  def texts(self) -> None:
+    """Always None: a router has no model that could read texts."""
+
+  @property
   def open(self) -> bool:
     """Whether the router takes requests."""
     return not self._closed

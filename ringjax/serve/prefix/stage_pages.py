@@ -112,7 +112,7 @@ def check_pages(config: TransformerConfig, kind: CacheConfig) -> None:
   if config.inputs is not None or config.streams is not None:
     raise ConfigError(
       "model",
-      f"{config.family}, whose layers share further weights",
+      f"{config.family}, whose layers share further weights or streams",
       "layers that need the output of the layer before alone",
       "start one process, without stages",
     )

@@ -1,6 +1,6 @@
 """Decoders with RMSNorm that differ from Llama in a detail or two, since 2024.
 
-Seed-OSS, ERNIE 4.5, EXAONE 4, Arcee, Helium, HunYuan, Apertus, Ministral,
+Seed-OSS, ERNIE 4.5, EXAONE 3 and 4, Arcee, Helium, HunYuan, Apertus, Ministral,
 nanochat, CWM, InternLM 3, IQuest-Coder and HyperCLOVA X.
 """
 
@@ -25,7 +25,7 @@ from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import LLAMA, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention_layers.attention import Attention, Temperature
-from ringjax.nn.feedforward import Plain
+from ringjax.nn.feedforward import Gated, Plain
 from ringjax.nn.linear import Norm
 
 
@@ -87,6 +87,20 @@ def _exaone4(r: ConfigReader) -> TransformerConfig:
   attentions = exaone_attentions(r, norm)
   layer = {"pre": False, "post": True}
   return model(r, "exaone4", attentions, gated(r), norm, layer=layer)
+
+
+def _exaone(r: ConfigReader) -> TransformerConfig:
+  """EXAONE 3 and 3.5: Llama with keys and tensors of other names."""
+  r.ignore("embed_dropout")
+  count = r.whole("num_layers", "num_hidden_layers", default=32, most=1000)
+  width = r.whole("hidden_size", default=2048)
+  feedforward = Gated(
+    hidden=r.whole("intermediate_size", default=4 * width),
+    act=r.act("activation_function", "hidden_act", default="silu"),
+  )
+  norm = Norm(eps=r.positive("layer_norm_epsilon", default=1e-5))
+  attend = [attention(r, r.rope())] * count
+  return model(r, "exaone", attend, feedforward, norm, tied=True)
 
 
 def _cwm(r: ConfigReader) -> TransformerConfig:
@@ -245,6 +259,27 @@ FAMILIES = (
     name="exaone4",
     config=_exaone4,
     names=lambda config: TensorNames(parts=_BEHIND),
+  ),
+  Family(
+    name="exaone",
+    config=_exaone,
+    names=lambda config: TensorNames(
+      parts={
+        **{
+          f"attention.{part}": f"attn.attention.{part}_proj" for part in "qkv"
+        },
+        "attention.o": "attn.attention.out_proj",
+        "feedforward.gate": "mlp.c_fc_0",
+        "feedforward.up": "mlp.c_fc_1",
+        "feedforward.down": "mlp.c_proj",
+        "pre_attention": "ln_1",
+        "pre_feedforward": "ln_2",
+      },
+      layer="transformer.h.{}.",
+      embed="transformer.wte",
+      norm="transformer.ln_f",
+      buffers=("rotary.inv_freq", "rotary_emb.inv_freq"),
+    ),
   ),
   Family(name="cwm", config=_cwm),
   Family(name="internlm3", config=_internlm3),

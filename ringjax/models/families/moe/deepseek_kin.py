@@ -30,10 +30,14 @@ from ringjax.models.families.moe.deepseek import (
   unread,
 )
 from ringjax.models.families.moe.mixtures import QWEN_EXPERTS, shared_names
-from ringjax.models.hf.config_reader import OTHER, ConfigReader
+from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention_layers.attention import Temperature
+from ringjax.nn.attention_layers.shared_index import (
+  IndexSharingLayer,
+  IndexStream,
+)
 from ringjax.nn.feedforward import Experts, Gated, Grouped
 
 
@@ -101,8 +105,8 @@ def _glm4_moe_lite(r: ConfigReader) -> TransformerConfig:
   return model(r, "glm4_moe_lite", attend, layers, rms(r, default=1e-5))
 
 
-def _refuse_shared_indexes(r: ConfigReader) -> None:
-  """Refuse layers that read the keys that an earlier layer's index chose."""
+def index_types(r: ConfigReader) -> list[str]:
+  """Kind of each layer's index: "full", or "shared" for the last one before."""
   count = r.layers()
   freq = r.whole("index_topk_freq", default=1, least=0)
   offset = r.whole("index_skip_topk_offset", default=2, least=0)
@@ -120,20 +124,54 @@ def _refuse_shared_indexes(r: ConfigReader) -> None:
   if r.has("indexer_types"):
     key = "indexer_types"
   types = r.value("indexer_types", default=types)
-  if types != ["full"] * count:
-    want = f"an index in each of {count} layers (full)"
-    raise r.error(key, types, want, OTHER)
+  if (
+    not isinstance(types, list)
+    or len(types) != count
+    or not all(x in ("full", "shared") for x in types)
+    or types[0] != "full"
+  ):
+    want = f"{count} names, each full or shared, the first one full"
+    raise r.error(key, types, want)
+  return types
 
 
 def _glm_moe_dsa(r: ConfigReader) -> TransformerConfig:
-  """GLM-5: DeepSeek-V3.2 whose index rotates neighbouring dims, too."""
+  """GLM-5: DeepSeek-V3.2 whose index rotates neighbouring dims, too.
+
+  From GLM-5.2 on some layers read the keys that an earlier layer's index chose.
+  """
+  # Of published files; transformers has these properties in its code.
+  r.only("rope_interleave", True)
+  r.only("indexer_rope_interleave", True)
+  r.only("moe_router_dtype", "float32")
+  # Of layers that only predict further tokens.
+  r.ignore("index_share_for_mtp_iteration")
   attend = latent(r, interleaved=True, query_latent=2048)
   attend = indexed(r, attend, heads=32, interleaved=True)
-  _refuse_shared_indexes(r)
+  types = index_types(r)
   # An older name, which counts.
   sparse = _chosen(r, scale=2.5, older="num_experts")
   layers = feedforwards(r, sparse, first=3)
-  return model(r, "glm_moe_dsa", attend, layers, rms(r, default=1e-5))
+  norm = rms(r, default=1e-5)
+  if "shared" not in types:
+    return model(r, "glm_moe_dsa", attend, layers, norm)
+  assert attend.index is not None
+  index = dataclasses.replace(attend.index, shared=True)
+  attentions = [
+    dataclasses.replace(
+      attend, index=dataclasses.replace(index, reads=kind == "shared")
+    )
+    for kind in types
+  ]
+  return model(
+    r,
+    "glm_moe_dsa",
+    attentions,
+    layers,
+    norm,
+    kind=IndexSharingLayer,
+    streams=IndexStream(index=index),
+  )
 
 
 def _mistral4(r: ConfigReader) -> TransformerConfig:

@@ -1,0 +1,1 @@
+"""Texts that are read and not continued."""
