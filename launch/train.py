@@ -82,6 +82,7 @@ from ringjax.train.methods.draft_training import DraftTraining
 from ringjax.train.methods.encoder_training import ContextSplit
 from ringjax.train.methods.induction import INITIALISATIONS, CrossInductionHeads
 from ringjax.train.methods.lora import Lora
+from ringjax.train.sparsify import sparse_config, sparse_kind
 from ringjax.train.step import Objective
 
 NAME = "train"
@@ -270,6 +271,9 @@ class _TrainingRun:
       checkpoints.claim()
       if model is None and checkpoints.holds():
         shape = _with_links(base or _shape(config), links)
+        if config.sparse:
+          shape = preset(shape) if isinstance(shape, str) else shape
+          shape = sparse_config(text_config(shape)[0], config.sparse)
         model = rj.models.abstract(shape, dtype="float32", **sharding)
       elif model is None:
         model = self._model(config, folder, links, sharding)
@@ -404,6 +408,10 @@ class _TrainingRun:
       model = rj.models.create(_shape(config), seed=config.seed, **sharding)
       if start is not None and not starts_encoder:
         model = start.apply(model)
+    if config.sparse:
+      model = rj.train.with_sparse_attention(
+        model, config.sparse, seed=config.seed, rules=sharding["rules"]
+      )
     new = 0 if links is None else links.first + links.count
     if (extra_tokens := new - model.config.vocab) > 0:
       # Random embeddings: link tokens differ from the first step on.
@@ -451,9 +459,11 @@ class _TrainingRun:
       metrics.step - 1, train_recipe.total
     )
     experts = {} if metrics.experts is None else metrics.experts._asdict()
+    choice = {} if metrics.choice is None else metrics.choice._asdict()
     row = {
       **dataclasses.asdict(metrics),
       **{f"experts_{name}": value for name, value in experts.items()},
+      **choice,
       "stage": stage,
       "learning_rate": rate,
       "tokens_per_s": metrics.tokens_per_s,
@@ -465,7 +475,7 @@ class _TrainingRun:
     row = {
       k: None if isinstance(v, float) and not math.isfinite(v) else v
       for k, v in row.items()
-      if k not in ("first", "objective", "experts")
+      if k not in ("first", "objective", "experts", "choice")
     }
     assert self._log is not None
     # Flushed at once: a kill loses no line.
@@ -490,6 +500,11 @@ class _TrainingRun:
       )
       + (f"  {console.nbytes(peak_bytes)}" if peak_bytes else "")
       + (f"  {metrics.skipped} not finite" if metrics.skipped else "")
+      + (
+        f"  index {choice['index_loss']:.4f}  recall {choice['recall']:.4f}"
+        if choice
+        else ""
+      )
     )
     self.screen.at(_tokens(train_recipe, metrics.step))
 
@@ -534,6 +549,18 @@ def recipe_of(
       "an encoder, whose start it is",
       "set --config.cepe.width, for instance, or another start",
     )
+  if config.sparse:
+    sparse_kind(config.sparse)
+    others = [name for name in ("cepe", "draft") if len(config[name])]
+    if config.lora.get("rank") and sparse_kind(config.sparse).adds_weights:
+      others.append("lora")
+    if others:
+      raise OptionError(
+        "sparse",
+        f"{config.sparse} with {others[0]}, which freezes the new weights",
+        "a training of all parameters",
+        "make the model sparse in a run of its own",
+      )
   _build(rj.models.Rules, config.rules, "rules")
   one_of("packer", config.packer, _PACKERS)
   recipe.dtype_of(config.save_dtype)
@@ -739,6 +766,10 @@ def default_config() -> ConfigDict:
     links: Number of link tokens after each document of a prompt, and the
       largest number of documents (KVLink); each 0 for none. They are new ids,
       whose embeddings are trained even with adapters.
+    sparse: Sparse attention that a dense model gets before its training, such
+      as index:heads=4,dim=32,count=256; empty for none. A stage with
+      index_warm_up=True trains the indexes alone.
+    index_loss: Factor of the loss of indexes of keys.
     packer: Packing of documents into rows: best_fit or cut.
     keep: Number of newest checkpoints to keep.
     save_dtype: Dtype of the weights in `model`: float32, bfloat16 or float16;
@@ -768,6 +799,8 @@ def default_config() -> ConfigDict:
       "draft": {},
       "draft_training": {},
       "links": {"each": 0, "documents": 8},
+      "sparse": "",
+      "index_loss": 1.0,
       "sources": ({"kind": "library", "weight": 1.0},),
       "packer": "best_fit",
       "held_out": {},
@@ -993,6 +1026,10 @@ def _identity(
     identity["expert_balance"] = balance
   if entries["links"]["each"]:
     identity["links"] = entries["links"]
+  if entries["sparse"]:
+    identity["sparse"] = entries["sparse"]
+  if entries["index_loss"] != 1.0:
+    identity["index_loss"] = entries["index_loss"]
   if model is not None:
     identity["weights"] = _fingerprint(model)
   return identity
@@ -1017,7 +1054,16 @@ def _with_changed_fields(
   except (OSError, ValueError):
     return error
   current = ConfigDict(_config_record(config, folder))
-  names = (*_DECISIVE, "links", "model", "start", "init_from", "tokenizer")
+  names = (
+    *_DECISIVE,
+    "links",
+    "sparse",
+    "index_loss",
+    "model",
+    "start",
+    "init_from",
+    "tokenizer",
+  )
   changed = config_fields.changes(previous, current, names)
   if not changed:
     return error

@@ -31,7 +31,7 @@ from ringjax.kv.offload.chosen_tiered import page_fetches
 from ringjax.kv.offload.hot_pages import PageFetches
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention, Extras
-from ringjax.nn.tile_sums import PageRecord
+from ringjax.nn.sums.tile_sums import PageRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.blockwise import product
 from ringjax.ops.attention.cached.views import KVView, StreamedView

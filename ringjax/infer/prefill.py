@@ -33,8 +33,8 @@ from ringjax.nn.sharding_context import (
   ContextParallel,
   ShardingContext,
 )
+from ringjax.nn.sums.tile_sums import TileRecord
 from ringjax.nn.tile_context import CachedTiles, TileParallel
-from ringjax.nn.tile_sums import TileRecord
 from ringjax.ops.attention.dense import Dense as DenseLocal
 from ringjax.ops.attention.strategies.chain import Chain
 from ringjax.ops.attention.strategies.gather import Gather

@@ -19,6 +19,7 @@ import jax
 
 from ringjax import hub
 from ringjax.errors import OptionError
+from ringjax.json_text import json_text
 from ringjax.models.checkpoint import save
 from ringjax.models.hf.tensors import parameters
 from ringjax.models.transformer import Transformer
@@ -157,6 +158,15 @@ def card(model: Transformer, name: str, figures: Mapping[str, Any]) -> str:
     f'tokenizer = rj.data.Tokenizer.load("{name}")',
     "```",
   ]
+  sparse = json.loads(model.source).get("sparse_attention")
+  if sparse is not None:
+    lines += [
+      "",
+      "Its attention is sparse: `sparse_attention` in config.json is "
+      f"`{json_text(sparse)}`. That key is ringjax's own. "
+      "transformers ignores it, and would compute dense attention, for which "
+      "the weights are not trained.",
+    ]
   if figures:
     lines += ["", "## Evaluation", "", *_tables(figures)]
   return "\n".join(lines) + "\n"

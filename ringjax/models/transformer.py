@@ -31,6 +31,7 @@ from ringjax.errors import (
 from ringjax.kv.base import CallCache, CallCoords, NoCache
 from ringjax.kv.cache_kind import CacheConfig, cache_kind
 from ringjax.kv.cache_specs import cache_spec
+from ringjax.kv.codecs import Allocated, PerHead
 from ringjax.kv.codecs.calibration import Calibrated
 from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
@@ -46,6 +47,7 @@ from ringjax.models.weights.weight_placement import (
   set_waiting,
   transfer_events,
 )
+from ringjax.nn.attention_layers.choosing_attention import refuse_sparse
 from ringjax.nn.attention_layers.folded_attention import (
   FoldedAttention,
   refuse_folded,
@@ -70,7 +72,7 @@ from ringjax.nn.sharding_context import (
 )
 from ringjax.nn.stack import Stack, keeps
 from ringjax.nn.streams import HyperStreams, Streams
-from ringjax.nn.tile_sums import PageRecord, TileRecord
+from ringjax.nn.sums.tile_sums import PageRecord, TileRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.adapter_rows import adapter_rows
 from ringjax.nn.weights.placed_layers import naming_faults
@@ -567,6 +569,12 @@ class Transformer(nnx.Module):
       )
     tiers = None
     if placement is not None:
+      refuse_sparse(
+        self.config.layers,
+        "placement",
+        f"{placement}",
+        "leave it out: all keys are on the devices",
+      )
       if not all(map(keeps, self.config.layers)):
         raise OptionError(
           "placement",
@@ -607,6 +615,19 @@ class Transformer(nnx.Module):
         "kind",
         str(resolved),
         "use a kind that keeps all keys, rotated: dense, int8 or int4",
+      )
+    if (
+      resolved.policy is not None
+      or resolved.evicting
+      or resolved.tier.device is not None
+      or isinstance(resolved.codec, Calibrated | PerHead | Allocated)
+    ):
+      refuse_sparse(
+        self.config.layers,
+        "kind",
+        str(resolved),
+        "use a kind that keeps all keys on the devices, in one codec: dense, "
+        "bfloat16, int8 or int4",
       )
     return resolved.for_model(lambda path: load_measured(path, self))
 

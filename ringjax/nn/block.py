@@ -25,6 +25,10 @@ from ringjax.nn.attention_layers.cross_attention import (
   CrossAttention,
   NoCrossAttention,
 )
+from ringjax.nn.attention_layers.indexed_attention import (
+  IndexedAttention,
+  IndexKeys,
+)
 from ringjax.nn.attention_layers.latent import Latent
 from ringjax.nn.feedforward import (
   DenseAndExperts,
@@ -46,10 +50,10 @@ from ringjax.nn.recurrent_layers.mamba1 import Mamba1
 from ringjax.nn.recurrent_layers.rg_lru import RgLru
 from ringjax.nn.recurrent_layers.short_conv import ShortConv
 from ringjax.nn.residuals import Residual, ScaledResidual
-from ringjax.nn.router_sums import RouterRecord
 from ringjax.nn.row_tiles import by_tile
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.streams import LowRank, Streams
+from ringjax.nn.sums.router_sums import RouterRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.typing import Index
 
@@ -66,6 +70,8 @@ OneMixer = (
   | ShortConv
 )
 Mixer = OneMixer | AttentionAndState | CompressedAttention
+# Parts of mixers that keep something in a cache.
+CachedMixer = OneMixer | IndexKeys | NearKeys | Compression
 # What a mixer keeps of a call.
 PartOfCache = LayerCache | StateCache | JointLayer
 Feedforward = (
@@ -139,8 +145,8 @@ class Layer:
     return first.add if first.keep == 1.0 and not first.of_norm else None
 
   @property
-  def mixers(self) -> tuple[OneMixer | NearKeys | Compression, ...]:
-    """Mixers of tokens, each of which keeps something in a cache.
+  def mixers(self) -> tuple[CachedMixer, ...]:
+    """Mixers of tokens, or parts of them, each with something in a cache.
 
     Empty for a layer that reads another layer's cache.
     """
@@ -149,6 +155,8 @@ class Layer:
       return (mixer.attention, mixer.state)
     if isinstance(mixer, CompressedAttention):
       return mixer.parts
+    if isinstance(mixer, IndexedAttention):
+      return (mixer, mixer.index_keys)
     return () if getattr(mixer, "reads", False) else (mixer,)
 
   @property

@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int, PyTree
 from ringjax.errors import MeshError
 from ringjax.nn.linear import Linear, Norm, linear_product, part_dtype
 from ringjax.nn.param import param
-from ringjax.nn.router_sums import RouterRecord
 from ringjax.nn.row_tiles import by_tile, current_row_tiles
 from ringjax.nn.sharding_context import Attend
+from ringjax.nn.sums.router_sums import RouterRecord
 from ringjax.nn.weights.expert_maps import expert_maps
 from ringjax.nn.weights.layer_array import LayerArray, entry_of
 from ringjax.ops.experts.expert_shards import ExpertShards, mix_sharded

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ringjax.errors import MeshError, OptionError
 from ringjax.kv.base import KV, LayerCache
+from ringjax.nn.sums.choice_sums import ChoiceRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.layer_array import LayerArray
 from ringjax.ops.ancestors import Ancestors
@@ -29,6 +30,7 @@ from ringjax.ops.attention.api import (
   dot_product_attention,
   latent_attention,
 )
+from ringjax.ops.attention.cached.block_reading import BlockReading
 from ringjax.ops.attention.cached.cached_attention import ShardedDecode
 from ringjax.ops.attention.cached.selection import (
   KeySelection,
@@ -38,6 +40,8 @@ from ringjax.ops.attention.cached.views import ApartView, KVView
 from ringjax.ops.attention.cost.select import Auto
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.scores import Scores, Terms
+from ringjax.ops.attention.sparse.given import GivenBlocks
+from ringjax.ops.attention.sparse.index_loss import index_loss
 from ringjax.ops.attention.sparse.sparse_api import (
   sparse_attention,
   sparse_latent_attention,
@@ -59,6 +63,8 @@ _BATCH_AXES = ("replica", "data")
 _HEADS = "model"
 # Most numbers of queries that are projected to rows on a device at once.
 _ROW_QUERIES = 1 << 29
+# Queries of a shard at which the recall of a choice is measured.
+_SAMPLES = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +87,7 @@ class Extras:
   soft_cap: float | None = None
   sinks: Float[Array, " N"] | None = None
   slopes: Float[Array, " N"] | None = None
-  selection: KeySelection | None = None
+  selection: KeySelection | BlockReading | None = None
   up: Float[Array, "C N Y"] | None = None
   residual: bool = False
 
@@ -511,11 +517,33 @@ class ContextParallel(ShardingContext):
   ) -> Any:
     """[B, T, N, J] from queries [B, T, N, H]; see `Extras.residual`."""
     assert cache.fresh is not None
-    k, v, _ = cache.fresh
-    if extras.selection is not None:
-      shards = 1 if self.around is None else collectives.axis_size(self.around)
-      if extras.selection.count < k.shape[2] * shards:
-        return self._selective(q, tokens, cache.fresh, mask, extras)
+    fresh = cache.fresh
+    if extras.selection is None:
+      return self._dense(q, tokens, fresh, mask, extras)
+    record = tokens.record_of(ChoiceRecord)
+    if record is not None:
+      return self._recorded(q, tokens, fresh, mask, extras, record)
+    if self._chooses(extras, fresh):
+      return self._selective(q, tokens, fresh, mask, extras)[0]
+    return self._dense(q, tokens, fresh, mask, extras)
+
+  def _chooses(self, extras: Extras, fresh: KV) -> bool:
+    """Whether there may be more keys than a query reads."""
+    shards = 1 if self.around is None else collectives.axis_size(self.around)
+    selection = extras.selection
+    assert selection is not None
+    return selection.chooses(fresh.k.shape[2] * shards)
+
+  def _dense(
+    self,
+    q: Float[Array, "B T N H"],
+    tokens: Tokens,
+    fresh: KV,
+    mask: Mask,
+    extras: Extras,
+  ) -> Any:
+    """Attention to all visible keys; see `Extras.residual`."""
+    k, v, _ = fresh
     return _attention(
       extras.up,
       q,
@@ -557,45 +585,216 @@ class ContextParallel(ShardingContext):
     fresh: KV,
     mask: Mask,
     extras: Extras,
-  ) -> jax.Array:
-    """[B, T, N, J] from queries that read the rows they choose.
+  ) -> tuple[Float[Array, "B T N J"], Float[Array, "B T N"], GivenBlocks]:
+    """Attention to the keys, or rows of latents, that an index chooses.
 
-    Rows and the index's keys go around the ring of shards, in long contexts
-    several times, each time for some queries.
+    Keys and the index's keys go around the ring of shards; rows in long
+    contexts several times, each time for some queries.
+
+    Returns:
+      The output, its log-sum-exp and the choice.
     """
     selection, up = extras.selection, extras.up
+    if isinstance(selection, BlockReading):
+      return self._blocks(q, tokens, fresh, mask, extras, selection)
     assert selection is not None and selection.keys is not None
-    assert up is not None, "only rows of latent attention have an index"
-    index_keys, at = selection.keys.astype(selection.q.dtype), tokens.at
-    rows = fresh.k[:, 0]
+    at = tokens.at
     broadcast = lambda x: jnp.broadcast_to(x, q.shape[:2])
     inputs = q, selection.without_keys(), Coords(*map(broadcast, at))
-    numbers = math.prod(q.shape[:3]) * (rows.shape[2] + q.shape[3])
-    parts = -(-numbers // (self.size * self.model_size * _ROW_QUERIES))
+    parts = 1
+    if up is not None:
+      numbers = math.prod(q.shape[:3]) * (fresh.k.shape[3] + q.shape[3])
+      parts = -(-numbers // (self.size * self.model_size * _ROW_QUERIES))
 
-    def attend_chunk(chunk: PyTree) -> jax.Array:
-      q, selection, q_at = chunk
-      derived = tokens.derived and q.shape[1] == rows.shape[1]
-      return sparse_latent_attention(
-        q,
-        rows,
-        up,
-        TopTokens(
-          q=selection.q,
-          weights=selection.weights,
-          keys=index_keys,
-          count=selection.count,
-        ),
-        **self.call_options(q, 1, tokens, mask, extras),
-        q_positions=None if derived else q_at.pos,
-        kv_positions=None if derived else at.pos,
-        q_segment_ids=q_at.seg if tokens.segmented else None,
-        kv_segment_ids=at.seg if tokens.segmented else None,
+    def attend_chunk(chunk: PyTree) -> Any:
+      q, chunk_selection, q_at = chunk
+      return self._chosen(
+        q, chunk_selection, selection.keys, q_at, tokens, fresh, mask, extras
       )
 
     # Otherwise the backward pass would keep the projected queries of all parts.
     run = attend_chunk if parts == 1 else jax.checkpoint(attend_chunk)
     return by_chunks(run, inputs, parts, self.size)
+
+  def _chosen(
+    self,
+    q: Float[Array, "B t N H"],
+    selection: KeySelection,
+    index_keys: Float[Array, "B S E"],
+    q_at: Coords,
+    tokens: Tokens,
+    fresh: KV,
+    mask: Mask,
+    extras: Extras,
+  ) -> tuple[Float[Array, "B t N J"], Float[Array, "B t N"], GivenBlocks]:
+    """`_selective` of some queries, at coordinates [B, t]."""
+    k = jnp.swapaxes(fresh.k, 1, 2)
+    chooser = TopTokens(
+      q=selection.q,
+      weights=selection.weights,
+      keys=index_keys.astype(selection.q.dtype),
+      count=selection.count,
+    )
+    options: dict[str, Any] = dict(
+      **self.call_options(q, k.shape[2], tokens, mask, extras),
+      **self._coords_of(q_at, tokens, q.shape[1] == k.shape[1]),
+      return_residual=True,
+      return_selection=True,
+    )
+    if extras.up is not None:
+      return sparse_latent_attention(
+        q, k[:, :, 0], extras.up, chooser, **options
+      )
+    v = jnp.swapaxes(fresh.v, 1, 2)
+    return sparse_attention(q, k, v, chooser, **options)
+
+  def _blocks(
+    self,
+    q: Float[Array, "B T N H"],
+    tokens: Tokens,
+    fresh: KV,
+    mask: Mask,
+    extras: Extras,
+    reading: BlockReading,
+  ) -> tuple[Float[Array, "B T N J"], Float[Array, "B T N"], GivenBlocks]:
+    """`_selective` of blocks, which are of the tokens of a row."""
+    if not tokens.derived and not tokens.segmented:
+      raise OptionError(
+        "positions",
+        "positions for layers that choose blocks of them",
+        "those of the layout, or segment_ids of packed documents",
+        "leave positions out",
+      )
+    return sparse_attention(
+      q,
+      jnp.swapaxes(fresh.k, 1, 2),
+      jnp.swapaxes(fresh.v, 1, 2),
+      reading.top_blocks(),
+      **self.call_options(q, fresh.k.shape[1], tokens, mask, extras),
+      q_segment_ids=tokens.at.seg if tokens.segmented else None,
+      return_residual=True,
+      return_selection=True,
+    )
+
+  def _coords_of(
+    self, q_at: Coords, tokens: Tokens, every_query: bool
+  ) -> dict[str, Any]:
+    """Options of a call: coordinates of queries and of all keys."""
+    derived = tokens.derived and every_query
+    at = tokens.at
+    return dict(
+      q_positions=None if derived else q_at.pos,
+      kv_positions=None if derived else at.pos,
+      q_segment_ids=q_at.seg if tokens.segmented else None,
+      kv_segment_ids=at.seg if tokens.segmented else None,
+    )
+
+  def _recorded(
+    self,
+    q: Float[Array, "B T N H"],
+    tokens: Tokens,
+    fresh: KV,
+    mask: Mask,
+    extras: Extras,
+    record: ChoiceRecord,
+  ) -> Float[Array, "B T N J"]:
+    """Attention of a layer that chooses keys: its recall, and an index's loss.
+
+    Queries read all keys while the index warms up, else the chosen ones.
+    """
+    selection = extras.selection
+    assert selection is not None
+    k = jnp.swapaxes(fresh.k, 1, 2)
+    chosen = None
+    chooses = self._chooses(extras, fresh)
+    if chooses and not record.warm_up:
+      out, lse, chosen = self._selective(q, tokens, fresh, mask, extras)
+    else:
+      residual = dataclasses.replace(extras, residual=True)
+      out, lse = self._dense(q, tokens, fresh, mask, residual)
+    at = Coords(*(jnp.broadcast_to(x, q.shape[:2]) for x in tokens.at))
+    loss = None
+    if record.index_learns and isinstance(selection, KeySelection):
+      assert selection.keys is not None
+      options = self.call_options(q, k.shape[2], tokens, mask, extras)
+      del options["sinks"]
+      options |= self._coords_of(at, tokens, True)
+      loss = index_loss(
+        q,
+        k[:, :, 0] if extras.up is not None else k,
+        TopTokens(
+          q=selection.q,
+          weights=selection.weights,
+          keys=selection.keys.astype(selection.q.dtype),
+          count=min(selection.count, k.shape[1]),
+        ),
+        lse,
+        chosen=chosen,
+        up=extras.up,
+        **options,
+      )
+    # What follows has no gradient.
+    q, fresh, selection, lse, up, sinks = lax.stop_gradient(
+      (q, fresh, selection, lse, extras.up, extras.sinks)
+    )
+    extras = dataclasses.replace(
+      extras, selection=selection, up=up, sinks=sinks
+    )
+    sample = lambda x: self._sampled(x)
+    sampled_at = Coords(*map(sample, at))
+    sampled_q, sampled_lse = sample(q), sample(lse)
+    chosen_lse = all_lse = sampled_lse
+    if chosen is not None:
+      all_lse = self._dense_lse(
+        sampled_q, sampled_at, tokens, fresh, mask, extras
+      )
+    elif chooses:
+      # In a warm-up, which only an index has.
+      assert isinstance(selection, KeySelection) and selection.keys is not None
+      _, chosen_lse, _ = self._chosen(
+        sampled_q,
+        jax.tree.map(sample, selection.without_keys()),
+        selection.keys,
+        sampled_at,
+        tokens,
+        fresh,
+        mask,
+        extras,
+      )
+    record.add(loss, chosen_lse, all_lse, sampled_at.seg > 0)
+    return out
+
+  def _sampled(self, x: Shaped[Array, "B T *d"]) -> Shaped[Array, "B M *d"]:
+    """Some tokens of each shard, at equal distances, the last one included."""
+    b, t, *dims = x.shape
+    length = t // self.size
+    stride = max(1, length // _SAMPLES)
+    while length % stride:
+      stride -= 1
+    x = x.reshape(b, self.size, length // stride, stride, *dims)
+    return x[:, :, :, -1].reshape(b, t // stride, *dims)
+
+  def _dense_lse(
+    self,
+    q: Float[Array, "B M N H"],
+    q_at: Coords,
+    tokens: Tokens,
+    fresh: KV,
+    mask: Mask,
+    extras: Extras,
+  ) -> Float[Array, "B M N"]:
+    """Log-sum-exp of some queries over all visible keys."""
+    k = jnp.swapaxes(fresh.k, 1, 2)
+    return _attention(
+      extras.up,
+      q,
+      k,
+      jnp.swapaxes(fresh.v, 1, 2),
+      **self.call_options(q, k.shape[2], tokens, mask, extras),
+      **self._coords_of(q_at, tokens, False),
+      strategy=self.strategy,
+      return_residual=True,
+    )[1]
 
   def across(
     self,
@@ -795,6 +994,8 @@ class CachedAttention(ShardingContext):
     """[B, T, N, J] from queries [B, T, N, H]; see `Extras.residual`."""
     draft_coords = tokens.tree
     views = cache.views(apart=draft_coords is not None)
+    selection = extras.selection
+    assert selection is None or len(selection.views) in (0, len(views))
     if extras.residual and any(map(_reads_otherwise, views)):
       raise OptionError(
         "cache",

@@ -18,7 +18,7 @@ from ringjax.nn.sharding_context import (
   ContextParallel,
   Extras,
 )
-from ringjax.nn.tile_sums import TileOwners, TileRecord
+from ringjax.nn.sums.tile_sums import TileOwners, TileRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel

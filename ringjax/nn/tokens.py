@@ -10,17 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ringjax.nn.router_sums import RouterRecord, RouterSums
-from ringjax.nn.tile_sums import PageRecord, PageSums, TileRecord, TileSums
+from ringjax.nn.sums.choice_sums import ChoiceRecord
+from ringjax.nn.sums.layer_record import LayerRecord, LayerSums
+from ringjax.nn.sums.router_sums import RouterRecord
+from ringjax.nn.sums.tile_sums import PageRecord, PageSums, TileRecord, TileSums
 from ringjax.nn.weights.adapter_rows import current_adapter_rows
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
 from ringjax.typing import Lengths
 
-R = TypeVar("R", RouterRecord, TileRecord, PageRecord)
+R = TypeVar("R", RouterRecord, ChoiceRecord, TileRecord, PageRecord)
 # What a layer records, and its sums.
-Record = RouterRecord | TileRecord | PageRecord
-Sums = RouterSums | TileSums | PageSums
+Record = LayerRecord | TileRecord | PageRecord
+Sums = LayerSums | TileSums | PageSums
 
 
 class Tokens:
@@ -42,8 +44,8 @@ class Tokens:
       embeddings.
     tree: Coordinates [B, T] of drafted tokens among themselves, or None; see
       `ops.ancestors`.
-    recorder: Class of the records that layers fill, or None; set before the
-      layers run.
+    recorder: Function from the tokens that are no padding to the record that a
+      layer fills, or None; set before the layers run.
     recorded: Sums of each run's layers, a tuple of those of its positions,
       [repeats, ...], None for a layer that records nothing; set by the stack.
     record: Record of the layer that reads these tokens.
@@ -69,7 +71,7 @@ class Tokens:
     self.length = length
     self.inputs: Callable[[Any], Any] | None = None
     self.ids: Int[Array, "B T"] | None = None
-    self.recorder: type[Record] | None = None
+    self.recorder: Callable[[Array], Record] | None = None
     self.recorded: tuple[tuple[Sums | None, ...], ...] = ()
     self.record: Record | None = None
     self.adapters: Int[Array, " B"] | None = current_adapter_rows()
@@ -99,8 +101,10 @@ class Tokens:
     return tokens
 
   def record_of(self, kind: type[R]) -> R | None:
-    """The layer's record if it is of this class."""
-    return self.record if isinstance(self.record, kind) else None
+    """The layer's record of this class, or None."""
+    record: Any = self.record
+    parts = record.parts if isinstance(record, LayerRecord) else (record,)
+    return next((part for part in parts if isinstance(part, kind)), None)
 
   def of_tile(
     self,

@@ -9,6 +9,7 @@ from ringjax.train.methods.lora import Lora
 from ringjax.train.methods.peft_folder import load_adapter, save_adapter
 from ringjax.train.methods.predictor_training import train_predictors
 from ringjax.train.recipe import Mixture, Optimizer, Recipe, Stage, train
+from ringjax.train.sparsify import with_sparse_attention
 from ringjax.train.step import Objective
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
   "save_adapter",
   "train",
   "train_predictors",
+  "with_sparse_attention",
 ]

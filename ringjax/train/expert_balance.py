@@ -30,7 +30,8 @@ from ringjax.errors import OptionError
 from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import Transformer
 from ringjax.nn.feedforward import Experts
-from ringjax.nn.router_sums import RouterSums
+from ringjax.nn.sums.layer_record import LayerSums
+from ringjax.nn.sums.router_sums import RouterSums
 from ringjax.nn.tokens import Tokens
 
 # Families whose class in transformers has the first key and ignores it.
@@ -112,7 +113,9 @@ class ExpertBalance:
     options = self.of_model(model)
     layers = sparse_layers(model)
     routing = [_sums_of(tokens, layer) for layer in layers]
-    real = jnp.broadcast_to(tokens.seg > 0, tokens.at.seg.shape)
+    # A row of coordinates may be that of all rows.
+    shape = routing[0].load.shape[1], tokens.seg.shape[1]
+    real = jnp.broadcast_to(tokens.seg > 0, shape)
     row_tokens = jnp.sum(real, 1, dtype=jnp.int32).astype(jnp.float32)
     totals = RoutingTotals(
       tuple(jax.lax.stop_gradient(jnp.sum(s.load, 1)) for s in routing),
@@ -354,8 +357,8 @@ def _correction(model: Transformer, layer: SparseLayers) -> Any:
 
 def _sums_of(tokens: Tokens, layer: SparseLayers) -> RouterSums:
   sums = tokens.recorded[layer.run][layer.position]
-  assert isinstance(sums, RouterSums)
-  return sums
+  assert isinstance(sums, LayerSums) and sums.router is not None
+  return sums.router
 
 
 def _pooled(

@@ -43,6 +43,7 @@ from ringjax.nn.weights.placed_layers import raise_fault
 from ringjax.ops.loss import IGNORE_INDEX
 from ringjax.parallel import memory
 from ringjax.train.checkpoints.checkpoint import Checkpoints
+from ringjax.train.choice_training import ChoiceStatistics
 from ringjax.train.expert_balance import RouterStatistics
 from ringjax.train.step import StepMetrics, TrainState
 
@@ -125,6 +126,8 @@ class TrainingReport:
     held_out: Loss of held-out data after the last of the steps, nats a token;
       None if it was not computed.
     experts: Statistics of the last step's routing; None without experts.
+    choice: Statistics of the keys that layers chose in the last step; None if
+      all read all.
   """
 
   step: int
@@ -138,6 +141,7 @@ class TrainingReport:
   first: bool
   held_out: float | None = None
   experts: RouterStatistics | None = None
+  choice: ChoiceStatistics | None = None
 
   @property
   def tokens_per_s(self) -> float:
@@ -396,6 +400,7 @@ class _Metrics:
       seconds=end - self.start,
       first=self._first,
       experts=last.experts,
+      choice=last.choice,
     )
     self.start, self._first = end, False
     self._steps, self.tokens = [], 0

@@ -10,6 +10,7 @@ no shard holds more of the sequence than its own part.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -27,12 +28,17 @@ from ringjax.models.checkpoint import cast
 from ringjax.models.longspec import LaggedCache
 from ringjax.models.transformer import Transformer, tokens_of
 from ringjax.nn.linear import Head
-from ringjax.nn.router_sums import RouterRecord
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
+from ringjax.nn.sums.layer_record import LayerRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.loss import IGNORE_INDEX, blockwise_cross_entropy
 from ringjax.parallel import collectives
 from ringjax.train.batch import Batch
+from ringjax.train.choice_training import (
+  ChoiceTotals,
+  choosing_layers,
+  has_indexes,
+)
 from ringjax.train.expert_balance import (
   ExpertBalance,
   RoutingTotals,
@@ -53,6 +59,7 @@ class LossSums(NamedTuple):
     weight: Sum of the labels' weights.
     wrong: Number of labels outside of the vocabulary, whose losses are NaN.
     routing: Sums of the routing in layers with experts; None without any.
+    choice: Sums of the choices in layers that choose keys; None without any.
   """
 
   loss: jax.Array
@@ -60,6 +67,7 @@ class LossSums(NamedTuple):
   weight: jax.Array
   wrong: jax.Array
   routing: RoutingTotals | None = None
+  choice: ChoiceTotals | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +83,9 @@ class Objective:
     top: Number of the teacher's likeliest tokens that the divergence sums over.
     expert_balance: Losses and bias updates that balance the experts of a
       mixture.
+    index_loss: Factor of the sum over layers of the mean over tokens of
+      `rj.index_loss`, from which only indexes learn; 0: they do not learn.
+    index_warm_up: Whether queries read all keys, and only indexes learn.
   """
 
   z_loss: float = 0.0
@@ -83,8 +94,18 @@ class Objective:
   distil: float = 0.0
   top: int = 50
   expert_balance: ExpertBalance = ExpertBalance()
+  index_loss: float = 1.0
+  index_warm_up: bool = False
 
   def __post_init__(self) -> None:
+    number("index_loss", self.index_loss, least=0)
+    if self.index_warm_up and not self.index_loss:
+      raise OptionError(
+        "index_loss",
+        "0 with index_warm_up, in which only indexes learn",
+        "a number above 0",
+        "leave index_loss out",
+      )
     number("distil", self.distil, least=0)
     positive_int("top", self.top)
 
@@ -110,8 +131,23 @@ class Objective:
         "compute the loss outside of the shard_map, with mesh= and axis=",
       )
     places = _places(model, batch, attend)
-    if has_routers(model) and not manual:
-      places.recorder = RouterRecord
+    chooses = choosing_layers(model)
+    if self.index_warm_up and (manual or not has_indexes(model)):
+      raise OptionError(
+        "index_warm_up",
+        f"a shard_map over {sorted(manual)}"
+        if manual
+        else f"a {model.config.family} whose layers have no index",
+        "layers with an index, whose loss is of the tokens of all shards",
+        "pass the whole batch with mesh= and axis=, or add an index with "
+        "rj.train.with_sparse_attention",
+      )
+    if (has_routers(model) or chooses) and not manual:
+      places.recorder = functools.partial(
+        LayerRecord,
+        warm_up=self.index_warm_up,
+        index_learns=self.index_loss > 0,
+      )
     h = _hidden(model, batch, attend, places)
     summed_loss = lambda z: jnp.sum(
       _head_losses(model, batch, h, attend, self.block, z)
@@ -122,11 +158,18 @@ class Objective:
     if self.distil:
       divergence = jnp.sum(_divergences(model, batch, h, attend, self.top))
       loss = loss + jnp.float32(self.distil) * divergence
-    routing, weight = None, jnp.sum(_weights(batch))
-    if places.recorder is not None:
+    routing, choice, weight = None, None, jnp.sum(_weights(batch))
+    # The step divides by the weight.
+    if places.recorder is not None and has_routers(model):
       balance_loss, routing = balance.total(model, places)
-      # The step divides by the weight.
       loss = loss + balance_loss * weight
+    if places.recorder is not None and chooses:
+      choice = ChoiceTotals.of(model, places)
+      if self.index_warm_up:
+        loss = jax.lax.stop_gradient(loss)
+      factor = jnp.float32(self.index_loss)
+      loss = loss + factor * choice.index_loss() * weight
+      choice = jax.lax.stop_gradient(choice)
     labels, vocab = batch.labels, model.config.vocab
     in_vocab = (labels >= 0) & (labels < vocab)
     wrong = ~in_vocab & (labels != IGNORE_INDEX)
@@ -136,6 +179,7 @@ class Objective:
       weight,
       jnp.sum(wrong.astype(jnp.float32)),
       routing,
+      choice,
     )
 
 

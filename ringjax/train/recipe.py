@@ -41,6 +41,7 @@ from ringjax.train import loop, memory_needs, remat
 from ringjax.train import step as steps
 from ringjax.train.batch import Batch
 from ringjax.train.checkpoints.checkpoint import Checkpoints
+from ringjax.train.choice_training import choosing_layers, has_indexes
 from ringjax.train.expert_balance import refuse_frozen
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.methods.draft_training import DraftTraining
@@ -216,6 +217,8 @@ class Stage:
     segments: One of `SEGMENTS`. "same": a token sees its own document;
       "separate": documents do not see each other, and questions and link tokens
       see them all, as `rj.SeparateDocuments` says.
+    index_warm_up: Whether queries read all keys and only the indexes of keys
+      learn, as in the first stage of DeepSeek-V3.2.
   """
 
   steps: int
@@ -225,6 +228,7 @@ class Stage:
   rope_scaling: RopeScaling | None = None
   context: ContextSplit | None = None
   segments: str = "same"
+  index_warm_up: bool = False
 
   def __post_init__(self) -> None:
     for name in ("steps", "length", "batch", "accumulate"):
@@ -388,6 +392,12 @@ class Recipe:
     if self.draft is not None:
       return self.draft
     return EncoderTraining() if self.cepe else self.lora
+
+  def objective_of(self, stage: Stage) -> steps.Objective:
+    """The loss of a stage."""
+    return dataclasses.replace(
+      self.objective, index_warm_up=stage.index_warm_up
+    )
 
   @property
   def total(self) -> int:
@@ -563,7 +573,9 @@ def train(
         None if adapter is None else base,
         rows,
         steps=end,
-        step=steps.make_step(optimizer, stage_attend, recipe.objective, method),
+        step=steps.make_step(
+          optimizer, stage_attend, recipe.objective_of(stage), method
+        ),
         place=lambda rows, stage=stage: batches.place(
           stage.rows(recipe.placed(rows, attend), recipe),
           attend,
@@ -646,6 +658,7 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
       "one with an encoder, for cepe=True or a stage with a context",
       "make one with rj.models.cepe.with_encoder(model)",
     )
+  _check_choices(recipe, model)
   separate = any(stage.segments == "separate" for stage in recipe.stages)
   if separate and recurrent:
     raise OptionError(
@@ -662,6 +675,48 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
       _check_chunks(stage, recipe, encoder, attend)
     if stage.rope_scaling is not None:
       form = extend_context(form, stage.rope_scaling)
+
+
+def _check_choices(recipe: Recipe, model: Transformer) -> None:
+  """Refuses what models whose layers choose keys are not trained with."""
+  warm_up = any(stage.index_warm_up for stage in recipe.stages)
+  if warm_up and not has_indexes(model):
+    raise OptionError(
+      "index_warm_up",
+      f"a stage of it for a {model.config.family} whose layers have no index",
+      "layers with an index of keys",
+      "add one with rj.train.with_sparse_attention, or leave it out",
+    )
+  if warm_up and recipe.adapter is not None:
+    raise OptionError(
+      "index_warm_up",
+      f"it with {type(recipe.adapter).__name__}, which freezes the index",
+      "a training of all parameters",
+      "train the index first, in a run of its own",
+    )
+  if not choosing_layers(model):
+    return
+  if recipe.layout == "documents":
+    raise OptionError(
+      "layout",
+      "'documents' for a model whose layers choose keys",
+      "a layout that does not look at documents",
+      "pass layout='striped'",
+    )
+  if recipe.strategy not in ("auto", "ring"):
+    raise OptionError(
+      "strategy",
+      f"{recipe.strategy!r} for a model whose layers choose keys",
+      "'ring', which brings the chosen keys to their queries",
+      "leave strategy out",
+    )
+  if any(stage.segments == "separate" for stage in recipe.stages):
+    raise OptionError(
+      "segments",
+      "'separate' for a model whose layers choose keys",
+      "'same', in which a token sees its own document",
+      "leave segments out",
+    )
 
 
 def _check_chunks(

@@ -10,6 +10,7 @@ activations, and with several micro-batches one more copy of the gradients.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -20,12 +21,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
+from ringjax.errors import OptionError
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.coded_weights import refuse_codes
 from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.parallel.mesh import with_shardings
 from ringjax.train.batch import Batch
+from ringjax.train.choice_training import ChoiceStatistics, of_indexes
 from ringjax.train.expert_balance import (
   RouterStatistics,
   refuse_frozen,
@@ -65,6 +68,7 @@ class StepMetrics(NamedTuple):
     skipped: Steps in a row that changed nothing.
     wrong: Number of labels outside of the vocabulary; the loss is then NaN.
     experts: Statistics of the routing; None for a model without experts.
+    choice: Statistics of the keys that layers choose; None if all read all.
   """
 
   loss: jax.Array
@@ -75,6 +79,7 @@ class StepMetrics(NamedTuple):
   skipped: jax.Array
   wrong: jax.Array | float = 0.0
   experts: RouterStatistics | None = None
+  choice: ChoiceStatistics | None = None
 
 
 @runtime_checkable
@@ -204,6 +209,17 @@ def make_step(
   """
   method = AllParameters() if method is None else method
   all_trained = isinstance(method, AllParameters)
+  warm_up = objective.index_warm_up
+  if not all_trained:
+    if warm_up:
+      raise OptionError(
+        "index_warm_up",
+        f"it with {type(method).__name__}, which freezes the index",
+        "a training of all parameters",
+        "train the index first, in a run of its own",
+      )
+    # The index is frozen, too: its loss would be computed for nothing.
+    objective = dataclasses.replace(objective, index_loss=0.0)
   refuse_frozen(objective.expert_balance, None if all_trained else method)
 
   def loss(
@@ -249,12 +265,14 @@ def make_step(
     # Optimizers mix dtypes, which the caller's configuration may forbid.
     with jax.numpy_dtype_promotion("standard"):
       updates, moments = optimizer.update(grads, state.optimizer, state.params)
+      if warm_up:
+        # Weight decay is an update without a gradient.
+        updates = of_indexes(updates)
       params = optax.apply_updates(state.params, updates)
-    if objective.expert_balance.bias_rate and sums.routing is not None:
+    rate = 0.0 if warm_up else objective.expert_balance.bias_rate
+    if rate and sums.routing is not None:
       model: Any = params
-      params = with_updated_biases(
-        model, sums.routing, objective.expert_balance.bias_rate
-      )
+      params = with_updated_biases(model, sums.routing, rate)
     if_finite = lambda new, old: jax.tree.map(
       lambda a, b: jnp.where(is_finite, a, b), new, old
     )
@@ -274,6 +292,7 @@ def make_step(
       skipped=skipped.astype(jnp.float32),
       wrong=sums.wrong,
       experts=None if sums.routing is None else sums.routing.statistics(),
+      choice=None if sums.choice is None else sums.choice.statistics(),
     )
     return new_state, metrics
 

@@ -40,6 +40,7 @@ from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
 from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.models.grouping import kind_rows
 from ringjax.models.transformer import Transformer
+from ringjax.nn.attention_layers.choosing_attention import refuse_sparse
 from ringjax.nn.attention_layers.folded_attention import refuse_folded
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.nn.stack import runs
@@ -151,6 +152,12 @@ class ContextLibrary:
     """
     positive_int("rows", rows)
     refuse_folded(
+      model.config.layers,
+      "model",
+      "contexts that are encoded apart",
+      "read them as one prompt",
+    )
+    refuse_sparse(
       model.config.layers,
       "model",
       "contexts that are encoded apart",

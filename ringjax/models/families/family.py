@@ -11,11 +11,13 @@ from ringjax.models.hf.names import LLAMA, TensorNames
 from ringjax.models.hf.unknown_keys import UnknownKeys
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention_layers.attention import Attention
+from ringjax.nn.attention_layers.block_attention import BlockAttention
 from ringjax.nn.attention_layers.folded_attention import (
   DualChunk,
   FoldedAttention,
   SelfExtend,
 )
+from ringjax.nn.attention_layers.indexed_attention import IndexedAttention
 from ringjax.nn.block import Feedforward, Layer, Mixer
 from ringjax.nn.feedforward import Experts, Gated, Router
 from ringjax.nn.linear import Norm
@@ -283,6 +285,57 @@ def _folded(r: ConfigReader, layers: Sequence[Layer]) -> tuple[Layer, ...]:
   return tuple(folded)
 
 
+def _sparse(r: ConfigReader, layers: Sequence[Layer]) -> tuple[Layer, ...]:
+  """Let layers choose the keys that they read, if the config says so.
+
+  The key `sparse_attention` is this package's own, see `train.sparsify`.
+
+  Raises:
+    ConfigError: If no layer sees all keys before it.
+    OptionError: If such a layer cannot choose its keys.
+  """
+  entry = r.value("sparse_attention", default=None)
+  if entry is None:
+    return tuple(layers)
+  part = r.part("sparse_attention", entry, closed=True)
+  kinds = {"index": _indexed, "moba": _of_blocks}
+  kind = part.text("type")
+  if kind not in kinds:
+    raise part.error("type", kind, f"one of {', '.join(kinds)}")
+  make_sparse = kinds[kind](part)
+  full_last = part.whole("full_last", least=0, default=0)
+  part.finish()
+  attends = [
+    n
+    for n, layer in enumerate(layers)
+    if getattr(layer.attention, "reach", 0) is None
+    and isinstance(layer.attention, Attention)
+  ]
+  chosen = attends[: max(0, len(attends) - full_last)]
+  if not chosen:
+    raise r.error(
+      "sparse_attention", entry, "a model with more layers that see all keys"
+    )
+  return tuple(
+    dataclasses.replace(layer, attention=make_sparse(layer.attention))
+    if n in chosen
+    else layer
+    for n, layer in enumerate(layers)
+  )
+
+
+def _indexed(part: ConfigReader) -> Callable[[Mixer], Mixer]:
+  """Read the sizes of an index that each layer gets."""
+  sizes = {name: part.whole(name) for name in ("heads", "dim", "count")}
+  return lambda attention: IndexedAttention.of(attention, **sizes)
+
+
+def _of_blocks(part: ConfigReader) -> Callable[[Mixer], Mixer]:
+  """Read the sizes of the blocks that each query chooses."""
+  sizes = {name: part.whole(name) for name in ("block", "count")}
+  return lambda attention: BlockAttention.of(attention, **sizes)
+
+
 def _context(r: ConfigReader) -> tuple[int, str | None]:
   """The longest context that is computed as trained, and its key.
 
@@ -368,7 +421,7 @@ def model(
     family=family,
     vocab=r.whole("vocab_size"),
     embed=r.whole("hidden_size", "n_embed", "d_model", "n_embd"),
-    layers=_folded(r, layers),
+    layers=_sparse(r, _folded(r, layers)),
     norm=norm,
     tied=r.flag("tie_word_embeddings", default=tied),
     max_positions=max_positions,

@@ -168,6 +168,13 @@ def _form(
   return Reshape(shape, shape)
 
 
+def sparse_name(part: str) -> str:
+  """Name of a part that `sparse_attention` adds to attention of any family."""
+  prefix, _, name = part.partition(".")
+  assert prefix == "attention", f"a part without a name: {part}"
+  return f"sparse_attention.{name}"
+
+
 def _part(block: Any, path: str) -> Any:
   """A module in a block by its path, or None."""
   for name in path.split("."):
@@ -227,4 +234,5 @@ def _layer(
         name = names.experts[path].format(expert)
         yield tensor(name, expert_form, [path], expert)
     else:
-      yield tensor(f"{names.parts[part]}.{leaf}", form(path), [path])
+      name = names.parts.get(part) or sparse_name(part)
+      yield tensor(f"{name}.{leaf}", form(path), [path])

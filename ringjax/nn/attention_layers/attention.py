@@ -20,6 +20,8 @@ from ringjax.nn.param import param
 from ringjax.nn.row_tiles import by_tile
 from ringjax.nn.sharding_context import Attend, Extras
 from ringjax.nn.tokens import Tokens
+from ringjax.ops.attention.cached.block_reading import BlockReading
+from ringjax.ops.attention.cached.selection import KeySelection
 from ringjax.ops.attention.scores import Scores
 from ringjax.ops.mask import Causal, Mask
 from ringjax.ops.rope import Rope
@@ -253,8 +255,12 @@ class GroupedQuery(nnx.Module):
     tokens: Tokens,
     cache: LayerCache,
     attend: Attend,
+    selection: KeySelection | BlockReading | None = None,
   ) -> tuple[Float[Array, "B T N J"], LayerCache]:
-    """Attention to the keys of a cache and of the call, and the new cache."""
+    """Attention to the keys of a cache and of the call, and the new cache.
+
+    With a `selection` to those of them that it chooses.
+    """
     spec = self.spec
     v = self.v_norm(v)
     if spec.value_scale != 1.0:
@@ -277,7 +283,7 @@ class GroupedQuery(nnx.Module):
       tokens.rotation(spec.rope, after=self.k_norm if norm_late else None),
     )
     cache = cache.observe(lambda: q, lambda: unrotated_q)
-    return self._seen(q, tokens, cache, attend), cache
+    return self._seen(q, tokens, cache, attend, selection), cache
 
   def _maps(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
     """Project to queries, keys and values."""
@@ -290,6 +296,7 @@ class GroupedQuery(nnx.Module):
     tokens: Tokens,
     cache: LayerCache,
     attend: Attend,
+    selection: KeySelection | BlockReading | None = None,
   ) -> Float[Array, "B T N J"]:
     """Attention of queries to the keys that a cache now has."""
     spec = self.spec
@@ -300,6 +307,7 @@ class GroupedQuery(nnx.Module):
       slopes=(
         None if spec.alibi is None else jnp.asarray(spec.alibi, jnp.float32)
       ),
+      selection=selection,
     )
     return self.out_norm(attend(q, tokens, cache, spec.mask, extras))
 

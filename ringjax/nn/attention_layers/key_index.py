@@ -5,8 +5,8 @@ optimisations for speed, a Hadamard rotation of both sides and 8-bit numbers,
 which change products only by rounding.
 Cost: a map of the queries' latent to I heads of E numbers, and one key of E
 numbers per token, which is stored after the layer's own key.
-Training: no gradient flows through a choice, so the index's weights are not
-trained.
+Training: no gradient flows through a choice, nor from an index to the layer's
+input: the index learns from `rj.index_loss`, see `choice_sums`.
 Ref:  DeepSeek-AI 2025, DeepSeek-V3.2-Exp.
 """
 
@@ -120,14 +120,15 @@ class KeyIndexLayer(nnx.Module):
   ) -> tuple[Float[Array, "B T I E"], Float[Array, "B T I"]]:
     """Queries before their rotation, and the weights of their scores."""
     spec = self.spec
+    x, latent = lax.stop_gradient((x, latent))
     weights = self.weights(x.astype(jnp.float32)).astype(wide_dtype(x.dtype))
     scale = (spec.heads * spec.dim) ** -0.5
     q = self._paired(self.q(latent))
-    return lax.stop_gradient((q, weights * jnp.asarray(scale, weights.dtype)))
+    return q, weights * jnp.asarray(scale, weights.dtype)
 
   def keys(self, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
     """Keys before their rotation."""
-    return lax.stop_gradient(self._paired(self.k_norm(self.k(x))))
+    return self._paired(self.k_norm(self.k(lax.stop_gradient(x))))
 
   def _paired(self, x: jax.Array) -> jax.Array:
     """Interleave the two halves of the rotated dims.

@@ -26,8 +26,8 @@ from ringjax.nn.attention_layers.latent import Latent
 from ringjax.nn.block import Block, Layer, PartOfCache
 from ringjax.nn.feedforward import ShortcutFeedforward, ShortcutFeedforwards
 from ringjax.nn.linear import part_dtype
-from ringjax.nn.router_sums import RouterRecord
 from ringjax.nn.sharding_context import Attend
+from ringjax.nn.sums.router_sums import RouterRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.typing import Index
 

@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, PyTree
 from ringjax.errors import OptionError
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Local, cut_coords
+from ringjax.ops.attention.cached.block_reading import BlockReading
 from ringjax.ops.attention.cached.paged import (
   heads_as_examples,
   read_by_query,
@@ -37,7 +38,6 @@ from ringjax.ops.attention.cached.paged import (
 from ringjax.ops.attention.cached.per_head import PerHeadView
 from ringjax.ops.attention.cached.selection import (
   KeySelection,
-  SelectiveVisit,
   by_chunks,
 )
 from ringjax.ops.attention.cached.views import (
@@ -107,13 +107,18 @@ class ShardedDecode:
     terms: Terms,
     q_at: Coords,
     mask: Mask,
-    selection: KeySelection | None = None,
+    selection: KeySelection | BlockReading | None = None,
   ) -> Any:
     """Attend: [B, K, G, T, J] in q's dtype from queries [B, K, G, T, H].
 
-    With a `selection` they read the keys of one head that it chooses.
+    With a `selection` they read the keys that it chooses, the same for all
+    heads.
     """
     views = tuple(views)
+    number_of_views = len(views)
+    if selection is not None:
+      views = (*views, *selection.views)
+      selection = selection.without_keys()
     manual = set() if self.mesh is None else {*self.mesh.axis_names}
     # An array that occurs twice stays one array inside: kernels read it once.
     leaves, structure = jax.tree.flatten(views)
@@ -136,8 +141,13 @@ class ShardedDecode:
     if not manual:
       terms_without_sinks = terms._replace(sinks=None)
       partial = visit(
-        q=q, at=q_at, terms=terms_without_sinks, mask=mask, selection=selection
-      ).over(views)
+        q=q,
+        at=q_at,
+        terms=terms_without_sinks,
+        mask=mask,
+        selection=selection,
+        index_views=views[number_of_views:],
+      ).over(views[:number_of_views])
       return _finish(partial, q, terms, self.residual)
     head_specs = (heads, ()) if q.shape[1] > 1 else ((), heads)
     query_axes = self.query_axes
@@ -150,8 +160,14 @@ class ShardedDecode:
     varying_axes = frozenset(
       {*collectives.names(self.axis), *batch, *heads, *query_axes}
     )
+    # An index has one head, which is not sharded.
+    sharded_heads = [head_specs[0]] * number_of_views
+    sharded_heads += [()] * (len(views) - number_of_views)
     specs = jax.tree.leaves(
-      tuple(view.specs(batch, head_specs[0], self.axis) for view in views),
+      tuple(
+        view.specs(batch, view_heads, self.axis)
+        for view, view_heads in zip(views, sharded_heads, strict=True)
+      ),
       is_leaf=lambda x: isinstance(x, P),
     )
 
@@ -161,7 +177,7 @@ class ShardedDecode:
       q_at: Coords,
       terms: Terms,
       mask: Mask,
-      selection: KeySelection | None,
+      selection: KeySelection | BlockReading | None,
     ) -> Any:
       sinks = Terms(sinks=terms.sinks)
       q, arrays, q_at, slopes, mask, selection = collectives.vary(
@@ -179,6 +195,7 @@ class ShardedDecode:
         q, q_at, selection = jax.tree.map(
           lambda x: x[:rows], (q, q_at, selection)
         )
+      local_views = rebuild(arrays)
       local_visit = visit(
         q=q,
         at=Coords(*q_at),
@@ -188,8 +205,9 @@ class ShardedDecode:
         scatter=q_axis if self.sharded or self.masters else None,
         spare=spare,
         selection=selection,
+        index_views=local_views[number_of_views:],
       )
-      partial = local_visit.over(rebuild(arrays))
+      partial = local_visit.over(local_views[:number_of_views])
       return _finish(partial, q, sinks, self.residual)
 
     def per_example(x: jax.Array) -> P:
@@ -250,6 +268,7 @@ class CacheVisit:
       the result; None: it keeps all.
     spare: Number of empty rows to add after the cache's rows.
     selection: Choice of the keys that are read; None: all.
+    index_views: Views of the selection's index, see `SelectiveVisit`.
     platform: Platform of the device.
   """
 
@@ -265,7 +284,8 @@ class CacheVisit:
   head_axes: tuple[str, ...] = ()
   scatter: int | None = None
   spare: int = 0
-  selection: KeySelection | None = None
+  selection: KeySelection | BlockReading | None = None
+  index_views: tuple[KVView, ...] = ()
   platform: str = "cpu"
 
   def over(self, views: Sequence[KVView]) -> Partial:
@@ -287,19 +307,9 @@ class CacheVisit:
   def on_shard(self, views: Sequence[KVView]) -> Partial:
     """Partial of this shard's keys."""
     if self.selection is not None:
-      # Keys stay in the basis in which the index's keys are.
-      in_call_basis = [view.aligned(self.q, keys=False).view for view in views]
-      visit = SelectiveVisit(
-        selection=self.selection,
-        scores=self.scores,
-        terms=self.terms,
-        at=self.at,
-        mask=self.mask,
-        axis=self.axis,
-        platform=self.platform,
-      )
-      if visit.chooses(in_call_basis):
-        return visit.partial(self.q, in_call_basis)
+      partial = self.selection.partial(self, views)
+      if partial is not None:
+        return partial
     return functools.reduce(merge, map(self._of_view, views))
 
   def _of_view(self, view: KVView) -> Partial:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,9 @@ from ringjax.parallel import collectives
 from ringjax.parallel.call_sharding import MeshAxes
 from ringjax.typing import Index
 
+if TYPE_CHECKING:
+  from ringjax.ops.attention.cached.cached_attention import CacheVisit
+
 # Most scores of pairs that are in memory at once, for more than a few queries.
 _SCORES = 1 << 24
 # Most rows of a product with a tile of keys.
@@ -72,6 +75,8 @@ class KeySelection:
     count: Most keys that a query reads.
     first: Offset in a stored key at which the index's key begins.
     keys: Index keys of the call's own tokens, where keys travel; else None.
+    views: Views of the index's keys, slot by slot those of the layer's views,
+      where these do not hold them; else ().
   """
 
   q: Float[Array, "B T I E"]
@@ -79,6 +84,7 @@ class KeySelection:
   count: int
   first: int
   keys: Float[Array, "B S E"] | None = None
+  views: tuple[KVView, ...] = ()
 
   def specs(self, batch: MeshAxes, tokens: MeshAxes) -> KeySelection:
     """Return the same tree of PartitionSpecs for these mesh axes."""
@@ -86,8 +92,39 @@ class KeySelection:
     return tree.with_leaves(self, q=tokens_spec, weights=tokens_spec)
 
   def without_keys(self) -> KeySelection:
-    """Drop `keys`, for keys that are in a cache."""
-    return dataclasses.replace(self, keys=None)
+    """Drop `keys` and `views`, for keys that are passed besides."""
+    return dataclasses.replace(self, keys=None, views=())
+
+  def chooses(self, tokens: int) -> bool:
+    """Whether a query may read fewer than `tokens` keys."""
+    return self.count < tokens
+
+  def partial(
+    self, visit: CacheVisit, views: Sequence[KVView]
+  ) -> Partial | None:
+    """Partial of this shard's keys; None where all keys are read.
+
+    Args:
+      visit: Queries of a call.
+      views: Views of the layer.
+    """
+    # Keys stay in the basis in which the index's keys are.
+    in_basis = lambda view: view.aligned(visit.q, keys=False).view
+    index_views = tuple(map(in_basis, visit.index_views))
+    read_views = list(views) if index_views else list(map(in_basis, views))
+    selective = SelectiveVisit(
+      selection=self,
+      scores=visit.scores,
+      terms=visit.terms,
+      at=visit.at,
+      mask=visit.mask,
+      axis=visit.axis,
+      platform=visit.platform,
+      index_views=index_views,
+    )
+    if not selective.chooses(read_views):
+      return None
+    return selective.partial(visit.q, read_views)
 
   def scores(self, keys: Float[Array, "B S E"]) -> Float[Array, "B T S"]:
     """Index scores I(t, s) of all pairs."""
@@ -97,7 +134,9 @@ class KeySelection:
     return product("btis,bti->bts", jnp.maximum(dots, 0), weights)
 
 
-tree.register(KeySelection, ("q", "weights", "keys"), ("count", "first"))
+tree.register(
+  KeySelection, ("q", "weights", "keys", "views"), ("count", "first")
+)
 
 
 class _Last(NamedTuple):
@@ -213,6 +252,8 @@ class SelectiveVisit:
     mask: Visible pairs, for views without a mask.
     axis: Manual axis that shards the keys, or None.
     platform: Platform of the device.
+    index_views: Views of the index's keys, for each view one; (): the views
+      hold them.
   """
 
   selection: KeySelection
@@ -222,12 +263,13 @@ class SelectiveVisit:
   mask: Mask
   axis: str | None
   platform: str
+  index_views: tuple[KVView, ...] = ()
 
   def chooses(self, views: Sequence[KVView]) -> bool:
     """Whether there may be more keys than a query reads."""
     shards = 1 if self.axis is None else collectives.axis_size(self.axis)
     slots = sum(view.shape[2] for view in views)
-    return self.selection.count < slots * shards
+    return self.selection.chooses(slots * shards)
 
   def partial(
     self, q: Float[Array, "B K G T H"], views: Sequence[KVView]
@@ -271,8 +313,10 @@ class SelectiveVisit:
     q, selection, coords = operands
     q = jnp.moveaxis(q, 1, 3)
     scored = [
-      self._scored(view, q, selection, at)
-      for view, at in zip(views, coords, strict=True)
+      self._scored(view, keys, q, selection, at)
+      for view, keys, at in zip(
+        views, self.index_views or views, coords, strict=True
+      )
     ]
     concat = lambda xs: jnp.concatenate([*xs], -1)
     place = lambda x: jnp.broadcast_to(x, (q.shape[0], x.shape[1]))
@@ -283,7 +327,9 @@ class SelectiveVisit:
       count,
     )
     last = keys.last(count, self.axis)
-    plain_view = _gatherable_view(views, count)
+    plain_view = None
+    if not self.index_views:
+      plain_view = _gatherable_view(views, count)
     if plain_view is not None:
       context = Context(coords[0], scored[0][1], plain_view.mask or self.mask)
       return self._of_chosen(plain_view, q, keys, last, context)
@@ -294,7 +340,12 @@ class SelectiveVisit:
       allow = last.reads(view_scores, k_at.pos[:, None])[:, None, None]
       context = Context(q_at, view.at, view.mask or self.mask, allow)
       args = ScoreArgs(self.scores, self.terms, context)
-      partials.append(decode_attention(q, view, args, self.platform))
+      if not self.index_views:
+        partials.append(decode_attention(q, view, args, self.platform))
+        continue
+      aligned, aligned_q, restore_basis, _ = view.aligned(q)
+      partial = decode_attention(aligned_q, aligned, args, self.platform)
+      partials.append(partial._replace(acc=restore_basis(partial.acc)))
     return functools.reduce(merge, partials)
 
   def _of_chosen(
@@ -333,11 +384,15 @@ class SelectiveVisit:
   def _scored(
     self,
     view: KVView,
-    q: Float[Array, "B 1 G t H"],
+    keys: KVView,
+    q: Float[Array, "B K G t H"],
     selection: KeySelection,
     q_at: Coords,
   ) -> tuple[Float[Array, "B t S"], Coords]:
-    """Scores of a view's keys, in whole tiles, and their coordinates."""
+    """Scores of a view's keys, in whole tiles, and their coordinates.
+
+    `keys` is the view that holds the index's keys.
+    """
     block = tile_slots(view, self.platform)
     mask, k_at = view.mask or self.mask, tiled(view.at, block)
     b, rows, _, dims = selection.q.shape
@@ -354,10 +409,10 @@ class SelectiveVisit:
 
     dtype = wide_dtype(selection.q.dtype)
     empty = collectives.zeros(
-      (b, rows, k_at.pos.shape[1]), dtype, (selection, view)
+      (b, rows, k_at.pos.shape[1]), dtype, (selection, keys)
     )
     scores = fold_tiles(
-      view, block, lists.masked[0], lists.masked_count[0], step, empty
+      keys, block, lists.masked[0], lists.masked_count[0], step, empty
     )
     expand = lambda at, axis: Coords(*(jnp.expand_dims(x, axis) for x in at))
     allowed = visible(mask, expand(q_at, 2), expand(k_at, 1))

@@ -1,0 +1,1 @@
+"""Sums over a layer's tokens that training and reports read."""
