@@ -858,6 +858,8 @@ class ContextParallel(ShardingContext):
     )
     selection = extras.selection
     shards = 1 if self.around is None else collectives.axis_size(self.around)
+    # Layers that choose blocks read keys of their own tokens alone.
+    assert not isinstance(selection, BlockReading)
     if selection is not None and selection.count < k.shape[1] * shards:
       assert selection.keys is not None
       choice = TopTokens(

@@ -559,8 +559,8 @@ class OpenAIApp:
     if self.engine.texts is None:
       raise refused(
         param,
-        "a text to score or to embed, on the router of a cluster",
-        "a server that has the model",
+        "a text to score or to embed, on a router or several processes",
+        "a server of one process that has the model",
         "send it to a server that runs alone",
         code="unsupported_parameter",
       )

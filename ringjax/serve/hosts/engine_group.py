@@ -161,6 +161,11 @@ class EngineGroup:
     return self.engine.adapters
 
   @property
+  def texts(self) -> None:
+    """Always None: only steps are calls that all processes make."""
+    return None
+
+  @property
   def open(self) -> bool:
     """Whether requests are taken."""
     return not self._closed and self.failure is None
