@@ -307,6 +307,57 @@ def test_a_dead_process_is_replaced_and_cannot_commit(root, monkeypatch):
   assert threading.active_count() < 200
 
 
+def test_a_dead_process_removes_nothing_of_the_next_one(root, monkeypatch):
+  monkeypatch.setattr(object_lease, "LEASE_S", 0.2)
+  monkeypatch.setattr(object_lease, "_POLL_S", 0.05)
+  dead = Checkpoints(root)
+  dead.save(1, saver.state(1))
+  dead.wait()
+  time.sleep(0.3)
+  with Checkpoints(root) as c:
+    c.claim()
+    check_sizes, tried = c._steps._check_sizes, []
+
+    def check(manifest):
+      check_sizes(manifest)
+      if manifest.step == 2 and not tried:
+        tried.append(manifest)
+        # All objects of step 2 are written, its manifest is not.
+        for change in (
+          lambda: dead.save(3, saver.state(3)),
+          lambda: dead.delete(1),
+          dead._steps.clean_up,
+        ):
+          with pytest.raises(OSError, match="another process writes"):
+            change()
+            dead.wait()
+
+    monkeypatch.setattr(c._steps, "_check_sizes", check)
+    c.save(2, saver.state(2))
+    c.wait()
+    assert tried and c.steps() == [1, 2]
+    same(c.restore(like=saver.state(0))[0], saver.state(2))
+  dead.close()
+
+
+def test_a_refreshment_under_way_does_not_outlive_the_lease(root, monkeypatch):
+  monkeypatch.setattr(object_lease, "REFRESH_S", 0.01)
+  refreshes = threading.Event()
+
+  def fault(number, name, address):
+    if name == "pipe_file" and threading.current_thread().name == "lease":
+      refreshes.set()
+      time.sleep(0.2)
+
+  lease = object_lease.ObjectLease(paths.as_path(root) / "writer")
+  lease.acquire()
+  with object_servers.with_faults(fault):
+    assert refreshes.wait(10)
+    lease.release()
+    time.sleep(0.3)
+  assert names(root) == []
+
+
 # ---------------------------------------------------------------------------
 # Damage
 # ---------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class ObjectLease:
     self._place = place
     self._token = secrets.token_hex(8).encode()
     self._ended: threading.Event | None = None
+    self._refreshes: threading.Thread | None = None
 
   @property
   def active(self) -> bool:
@@ -65,9 +66,10 @@ class ObjectLease:
           raise self._refused()
       time.sleep(min(_POLL_S, max(0, end - time.monotonic())) + 0.01)
     self._ended = threading.Event()
-    threading.Thread(
+    self._refreshes = threading.Thread(
       target=self._refresh, args=(self._ended,), name="lease", daemon=True
-    ).start()
+    )
+    self._refreshes.start()
 
   def check(self) -> None:
     """Checks that no other process has taken the lease.
@@ -81,10 +83,13 @@ class ObjectLease:
 
   def release(self) -> None:
     """Gives the lease back, if this process still has it."""
-    if self._ended is None:
+    if self._ended is None or self._refreshes is None:
       return
     self._ended.set()
-    self._ended = None
+    # A refreshment that is under way would create the object again, or take
+    # the place of the next process.
+    self._refreshes.join()
+    self._ended = self._refreshes = None
     # Without an answer the lease ends by itself.
     with contextlib.suppress(OSError):
       if self._is_own():

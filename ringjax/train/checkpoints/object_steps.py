@@ -139,12 +139,21 @@ class ObjectSteps:
     self._remove_data(manifest.step, keep=ObjectPath(draft).name)
 
   def delete(self, step: int) -> None:
-    """Deletes a step, which does not exist once its manifest is deleted."""
+    """Deletes a step, which does not exist once its manifest is deleted.
+
+    Raises:
+      BlockingIOError: If another process has taken the lease.
+    """
+    self._lease.check()
     self._manifest(step).unlink(missing_ok=True)
     self._remove_data(step)
 
   def clean_up(self) -> None:
-    """Removes objects that belong to no step."""
+    """Removes objects that belong to no step.
+
+    Raises:
+      BlockingIOError: If another process has taken the lease.
+    """
     folders = set(self._data().store.names(str(self._data())))
     for step in self.steps():
       try:
@@ -152,18 +161,24 @@ class ObjectSteps:
       except (CheckpointCorruptError, CheckpointFormatError):
         # A damaged manifest may be brought back, and needs its data.
         folders -= {name for name in folders if _step_of(name) == str(step)}
-    for name in folders:
-      self._remove(self._data(name))
+    self._remove(folders)
 
   def _remove_data(self, step: int, keep: str = "") -> None:
     """Removes the data of a step's number, but that in one folder."""
-    for name in self._data().store.names(str(self._data())):
-      if _step_of(name) == str(step) and name != keep:
-        self._remove(self._data(name))
+    names = self._data().store.names(str(self._data()))
+    self._remove(x for x in names if _step_of(x) == str(step) and x != keep)
 
-  def _remove(self, folder: ObjectPath) -> None:
-    for address in folder.store.find(str(folder)):
-      folder.store.delete(address)
+  def _remove(self, names: Iterable[str]) -> None:
+    """Removes folders of data that have been listed."""
+    names = list(names)
+    if names:
+      # After the listing: a process that takes the lease has folders of other
+      # names, which must not be among these.
+      self._lease.check()
+    for name in names:
+      folder = self._data(name)
+      for address in folder.store.find(str(folder)):
+        folder.store.delete(address)
 
   # -------------------------------------------------------------------------
   # Reading
