@@ -202,7 +202,7 @@ class ObjectStore:
     """
     with contextlib.suppress(FileNotFoundError):
       info = self._call("look at", address, lambda: self._files.info(address))
-      if info["type"] == "file":
+      if _is_object(info):
         return _facts(info)
     return None
 
@@ -222,7 +222,7 @@ class ObjectStore:
     by_address = {
       f"{scheme}://{name.lstrip('/')}": _facts(info)
       for name, info in sorted(infos.items())
-      if info["type"] == "file"
+      if _is_object(info)
     }
     return {k: x for k, x in by_address.items() if k.startswith(f"{folder}/")}
 
@@ -237,12 +237,10 @@ class ObjectStore:
       infos = self._call(
         "list", address, lambda: self._files.ls(address, detail=True)
       )
-    own_name = address.rstrip("/").rpartition("/")[2]
-    names = {info["name"].rstrip("/").rpartition("/")[2] for info in infos}
     # Some storages list the folder, or an object of that name, itself.
-    if len(infos) == 1 and names == {own_name} and self.facts(address):
-      return []
-    return sorted(names)
+    own_key = address.partition("://")[2].strip("/")
+    keys = {info["name"].strip("/") for info in infos} - {own_key}
+    return sorted(key.rpartition("/")[2] for key in keys)
 
   def delete(self, address: str) -> None:
     """Deletes an object, if it exists.
@@ -377,6 +375,14 @@ def check_scheme(argument: str, address: str) -> None:
         f"{package}, which reads and writes {name}://",
         f"pip install 'ringjax[{scheme.extra or 'gcs'}]'",
       )
+
+
+def _is_object(info: Mapping[str, Any]) -> bool:
+  """False for folders, and for the objects that stand for empty ones.
+
+  Names of these, which consoles create, end in "/".
+  """
+  return info["type"] == "file" and not info["name"].endswith("/")
 
 
 def _facts(info: Mapping[str, Any]) -> ObjectFacts:

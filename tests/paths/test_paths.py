@@ -270,6 +270,33 @@ def test_a_denied_request_is_not_repeated(error):
   assert len(faulty.requests) == 2
 
 
+class _Console:
+  """A storage with a folder in which a console has made two empty ones."""
+
+  def _infos(self, *names):
+    return [{"name": name, "type": "file", "size": 0} for name in names]
+
+  def ls(self, path, detail=True):
+    folder = {"name": "b/run/a", "type": "directory", "size": 0}
+    return [*self._infos("b/run/", "b/run/run"), folder]
+
+  def find(self, path, *, detail):
+    infos = self._infos("b/run/", "b/run/a/", "b/run/run")
+    return {info["name"]: info for info in infos}
+
+  def info(self, path):
+    # As gcsfs does for the address without the last "/".
+    return self._infos("b/run/")[0]
+
+
+def test_objects_that_stand_for_folders_are_no_files(monkeypatch):
+  folder = paths.as_path("memory://b/run")
+  monkeypatch.setattr(folder.store, "_files", _Console())
+  assert [p.name for p in folder.iterdir()] == ["a", "run"]
+  assert [str(p) for p in folder.rglob("*")] == ["memory://b/run/run"]
+  assert folder.is_dir() and not folder.is_file()
+
+
 def test_an_object_that_vanishes_is_named():
   file = paths.as_path("memory://faults/object")
   file.write_bytes(b"12345678")
