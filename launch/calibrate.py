@@ -40,6 +40,7 @@ from launch.shared import answering, common, console
 from launch.shared.flag_helpers import FlagHelper, model_folder
 from launch.shared.group import Group
 from ringjax import hub, option_text
+from ringjax.checks import is_address
 from ringjax.data import Tokenizer
 from ringjax.data.batches import texts
 from ringjax.data.tasks import documents
@@ -197,13 +198,17 @@ def _calibrate(
   """Measures the model and writes the file that the flags ask for."""
   _refuse_unused(values)
   if values.out is None and (
-    values.model is None or hub.hub_name(values.model) is not None
+    values.model is None
+    or is_address(values.model)
+    or hub.hub_name(values.model) is not None
   ):
+    got = "no value, without --model"
+    if values.model is not None:
+      place = "an object storage" if is_address(values.model) else "the hub"
+      got = f"no value, with {values.model} of {place}"
     raise OptionError(
       "--out",
-      "no value, without --model"
-      if values.model is None
-      else f"no value, with {values.model} of the hub",
+      got,
       "a folder for the calibration",
       "pass --out=DIR",
     )

@@ -48,6 +48,7 @@ from ringjax import fetched_models
 from ringjax.data import ChatTemplate, Tokenizer
 from ringjax.errors import OptionError, PromptError, TemplateError
 from ringjax.kv import kind_text
+from ringjax.paths import as_path
 
 NAME = "chat"
 _MODEL = "smollm2-135m"
@@ -142,7 +143,7 @@ class _Chat:
     """Loads the model and creates the cache."""
     values, screen = self._values, self._screen
     path = fetched_models.resolve(values.model or _MODEL, "--model")
-    folder = pathlib.Path(path)
+    folder = as_path(path)
     mesh = common.mesh(values.mesh)
     messages = None if values.load is None else read_messages(values.load)
     self.doing = "reading the tokenizer"

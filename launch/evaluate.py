@@ -49,7 +49,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
@@ -74,7 +73,7 @@ from ringjax.data.tasks import documents
 from ringjax.data.tasks.filler import Lines
 from ringjax.data.tasks.link_tokens import LINKS
 from ringjax.data.tasks.needle import TASKS, Task
-from ringjax.errors import OptionError
+from ringjax.errors import OptionError, StorageError
 from ringjax.eval import (
   RANDOM_FAMILIES,
   Cell,
@@ -105,6 +104,7 @@ from ringjax.kv import KINDS, kind_text
 from ringjax.models import small, tiny
 from ringjax.models.cepe import CepeTransformer
 from ringjax.models.fingerprint import fingerprint
+from ringjax.paths import as_path
 
 NAME = "evaluate"
 # Characters of a text that are encoded to estimate its number of tokens.
@@ -410,15 +410,19 @@ class _Evaluation:
     Several processes need not share a file system, so they compute all cells.
     """
     path = self._values.out
-    if path is None or not os.path.isfile(path) or jax.process_count() > 1:
+    if path is None or jax.process_count() > 1:
+      return []
+    place = as_path(path, "--out")
+    if not place.is_file():
       return []
     try:
-      with open(path, encoding="utf-8") as file:
-        previous = json.load(file)
+      previous = json.loads(place.read_text("utf-8"))
       if any(previous[name] != x for name, x in settings.items()):
         return []
       cells = [Cell.from_record(record) for record in previous["cells"]]
       return [cell for cell in cells if cell.key in keys]
+    except StorageError:
+      raise
     # The file has other contents: it is replaced.
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
       return []
@@ -755,7 +759,7 @@ class _Evaluation:
     corpus = self._texts()
     model, tokenizer, reading = self._load(small)
     links, folder = None, model_folder(values, small.path)
-    if os.path.exists(os.path.join(folder, LINKS)):
+    if (folder / LINKS).exists():
       links = LinkTokens.load(folder, vocab=model.config.vocab)
     bos_ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     ways = context_ways(

@@ -26,7 +26,7 @@ from launch.shared import (
 )
 from launch.shared.flag_helpers import FlagHelper, flag_name, option_values
 from ringjax import fetched_models, option_text
-from ringjax.checks import positive_int
+from ringjax.checks import local_path, positive_int
 from ringjax.data import Tokenizer, fingerprint
 from ringjax.errors import OptionError
 from ringjax.infer import GenerateConfig, Sample, speculate
@@ -197,6 +197,7 @@ def checked_drafter(text: str) -> speculate.Drafter:
     common.check_files_of(kind)
   if _has_folder(drafter) or isinstance(drafter, speculate.LongSpec):
     assert isinstance(drafter.model, str)
+    local_path("--speculate", drafter.model)
     missing = None if drafter.model else repr(text)
     if not missing and not os.path.exists(
       fetched_models.resolve(drafter.model, "--speculate")

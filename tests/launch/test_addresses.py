@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from launch import convert, evaluate, generate, serve, tokenize, train
+from launch import (
+  calibrate,
+  convert,
+  evaluate,
+  generate,
+  serve,
+  tokenize,
+  train,
+)
 from launch.shared import common
 from ringjax import paths
 from ringjax.data import Corpus
@@ -61,6 +69,17 @@ def test_texts_become_a_corpus(bucket):
 def test_flags_that_take_no_address_say_so(module, flag, bucket):
   with pytest.raises(Exception, match="copy the files"):
     common.parse(module.NAME, module.define, [f"--{flag}={bucket}/x"])
+
+
+def test_a_draft_model_takes_no_address():
+  draft = "--speculate=model:model=memory://b/m"
+  status, _, err = script(generate, draft, "--prompt=a")
+  assert status == 2 and "copy the files" in err
+
+
+def test_a_calibration_of_a_model_at_an_address_needs_a_folder(bucket):
+  status, _, err = script(calibrate, f"--model={bucket}/m")
+  assert status == 2 and "of an object storage" in err and "--out" in err
 
 
 def test_an_output_is_tried_before_anything_is_computed(bucket):
@@ -120,6 +139,15 @@ def test_a_training_is_stopped_and_resumed(bucket, tmp_path, monkeypatch):
 @pytest.mark.long
 def test_a_model_at_an_address_answers(bucket):
   rj.models.save(rj.models.load(tiny.path()), f"{bucket}/m")
+  # What a killed evaluation has measured counts.
+  needle = (
+    "needle", f"--model={bucket}/m", f"--out={bucket}/needle.json", "--task=passkey",
+    "--lengths=128", "--trials=1",
+  )  # fmt: skip
+  status, _, err = script(evaluate, *needle, "--depths=0.5")
+  assert status == 0, err
+  status, _, err = script(evaluate, *needle, "--depths=0.5,1")
+  assert status == 0 and "1 of 2 cells already" in err
   text = paths.as_path(bucket) / "prompt.txt"
   text.write_text("def read(path):")
   status, out, err = script(
