@@ -16,7 +16,7 @@ import secrets
 
 from ringjax.errors import OptionError
 from ringjax.models.hf.safe_files import CONFIG, INDEX, SUFFIX, shown
-from ringjax.paths import ObjectPath, check_writable
+from ringjax.paths import ObjectPath, check_writable, upload_folder
 
 
 class ObjectFolder:
@@ -82,12 +82,7 @@ class ObjectFolder:
       others: Folder with the files next to the weights.
       index: Text of the index; None for weights of one file in a new folder.
     """
-    for file in sorted(others.rglob("*")):
-      name = file.relative_to(others).as_posix()
-      # Files that exist stay.
-      if file.is_file() and name not in self._names:
-        target = self._place / name
-        target.store.upload(str(target), str(file))
+    upload_folder(others, self._place)
     if index is not None:
       (self._place / INDEX).write_text(index)
     if self.replaces:

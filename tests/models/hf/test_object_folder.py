@@ -205,6 +205,16 @@ def test_a_killed_save_leaves_no_model_or_the_old_one(bucket, shard_bytes):
   assert outcomes == sorted(outcomes) and outcomes[-1] and not outcomes[0]
 
 
+def test_files_that_belong_to_the_weights_are_replaced_with_them(bucket):
+  place = bucket / "beside"
+  for number in (1, 2):
+    text = f"encoder of decoder {number}"
+    beside = lambda folder, text=text: (folder / "e.txt").write_text(text)
+    arrays = list(tensors(number).items())
+    save.write(place, {}, arrays, overwrite=True, beside=beside)
+    assert (place / "e.txt").read_text() == text
+
+
 def test_another_model_is_not_replaced(bucket):
   write(bucket / "taken", 0)
   with pytest.raises(OptionError, match=r"of another config\.json"):
