@@ -2,7 +2,7 @@
 
 Guarantees: an object that is written appears with all its bytes or not at all,
 and takes the place of an older one in one step. A request that the storage
-does not serve for a while (status 408, 429 or 5xx, a connection that is reset
+does not serve for a while (status 408, 409, 429 or 5xx, a connection that is reset
 or times out) is repeated with growing pauses, `Scheme.attempts` times in all;
 then, and for any other fault, an error names the object. Listings and sizes
 are never cached.
@@ -32,7 +32,8 @@ from ringjax.errors import OptionError, StorageError
 _T = TypeVar("_T")
 # Seconds before the second attempt; each later pause is twice as long.
 FIRST_PAUSE_S = 0.5
-_BUSY_STATUS = {"408", "429", "500", "502", "503", "504"}
+# S3 answers 409 to a condition while another request changes the object.
+_BUSY_STATUS = {"408", "409", "429", "500", "502", "503", "504"}
 _BUSY_ERRNO = {
   getattr(errno, name, None)
   for name in ("EAGAIN", "EBUSY", "EIO", "EPIPE", "EREMOTEIO", "ETIMEDOUT")

@@ -219,7 +219,7 @@ class RefreshError(Exception):
   "error",
   [
     HttpError(503),
-    HttpError(429),
+    HttpError(409),
     ConnectionResetError("reset"),
     TimeoutError("late"),
     OSError(16, "SlowDown"),
