@@ -2,10 +2,10 @@
 
 Guarantees: an object that is written appears with all its bytes or not at all,
 and takes the place of an older one in one step. A request that the storage
-does not serve for a while (status 408, 409, 429 or 5xx, a connection that is reset
-or times out) is repeated with growing pauses, `Scheme.attempts` times in all;
-then, and for any other fault, an error names the object. Listings and sizes
-are never cached.
+does not serve for a while (status 408, 409, 429 or 5xx, a connection that is
+reset or times out) is repeated with growing pauses, `Scheme.attempts` times in
+all; then, and for any other fault, an error names the object. Listings and
+sizes are never cached.
 Cost: a request per call, and one for each 50 MB of an upload.
 
 The client of each storage is its file system of fsspec: s3fs and gcsfs. Both

@@ -105,6 +105,17 @@ def test_a_step_returns_bit_for_bit(root):
     Checkpoints(root, config={"a": 2}).restore(like=want)
 
 
+def test_the_order_of_bytes_does_not_count(root):
+  values = np.arange(4)
+  with Checkpoints(root) as c:
+    for step, order in enumerate("<>"):
+      c.save(step, {"w": values.astype(f"{order}f4")})
+      c.wait()
+      for other in "<>":
+        got, _ = c.restore(like={"w": np.zeros(4, f"{other}f4")})
+        np.testing.assert_array_equal(got["w"], values)
+
+
 def test_only_shapes_that_differ_are_refused(root):
   with Checkpoints(root) as c:
     c.save(1, {"w": jnp.ones((4, 4))})
@@ -254,8 +265,10 @@ def test_a_busy_storage_delays_a_save_and_a_restore(root):
   refused = collections.Counter()
 
   def fault(number, name, address):
-    refused[name, address] += 1
-    if refused[name, address] % 3:
+    # Threads read pieces of one object, each of which is refused twice.
+    request = threading.get_ident(), name, address
+    refused[request] += 1
+    if refused[request] % 3:
       raise OSError(16, "SlowDown")
 
   with Checkpoints(root) as c, object_servers.with_faults(fault) as faulty:
@@ -324,13 +337,12 @@ def test_a_dead_process_removes_nothing_of_the_next_one(root, monkeypatch):
         tried.append(manifest)
         # All objects of step 2 are written, its manifest is not.
         for change in (
-          lambda: dead.save(3, saver.state(3)),
+          lambda: (dead.save(3, saver.state(3)), dead.wait()),
           lambda: dead.delete(1),
           dead._steps.clean_up,
         ):
           with pytest.raises(OSError, match="another process writes"):
             change()
-            dead.wait()
 
     monkeypatch.setattr(c._steps, "_check_sizes", check)
     c.save(2, saver.state(2))

@@ -91,6 +91,11 @@ def copied(value: object) -> PyTree:
   return value
 
 
+def native_dtype(dtype: np.dtype) -> np.dtype:
+  """A dtype in this machine's order of bytes, which its name does not say."""
+  return dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
 def local_boxes(
   value: object, *, first: bool
 ) -> list[tuple[tuple[int, ...], Shaped[np.ndarray, ...]]]:
@@ -107,6 +112,7 @@ def local_boxes(
   """
   if not isinstance(value, jax.Array):
     x = np.array(value)
+    x = x.astype(native_dtype(x.dtype), copy=False)
     return [((0,) * x.ndim, x)] if first else []
   data = jax.random.key_data(value) if _is_key(value) else value
   boxes = []

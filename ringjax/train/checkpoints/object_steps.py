@@ -261,7 +261,8 @@ class ObjectSteps:
     if verify != "none" and zlib.crc32(data) != piece.crc32:
       got = f"bytes of another CRC-32 at {piece.offset:,}"
       raise manifests.corrupt(manifest.step, str(place), got)
-    values = np.frombuffer(data, block.dtype).reshape(piece.shape)
+    dtype = leaves_lib.native_dtype(block.dtype)
+    values = np.frombuffer(data, dtype).reshape(piece.shape)
     source, target = [], []
     for start, size, (begin, stop) in zip(
       piece.start, piece.shape, box, strict=True
