@@ -141,8 +141,8 @@ def test_a_model_at_an_address_answers(bucket):
   rj.models.save(rj.models.load(tiny.path()), f"{bucket}/m")
   # What a killed evaluation has measured counts.
   needle = (
-    "needle", f"--model={bucket}/m", f"--out={bucket}/needle.json", "--task=passkey",
-    "--lengths=128", "--trials=1",
+    "needle", f"--model={bucket}/m", f"--out={bucket}/needle.json",
+    "--task=passkey", "--lengths=128", "--trials=1",
   )  # fmt: skip
   status, _, err = script(evaluate, *needle, "--depths=0.5")
   assert status == 0, err
