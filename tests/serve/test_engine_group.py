@@ -55,6 +55,7 @@ class Replicas:
     self.failures: list[list[PeerError]] = [[] for _ in engines]
     self.groups: list[Any] = [None] * len(engines)
     peers = Peers.in_threads(len(engines), timeout_s=60.0)
+    joined = [threading.Event() for _ in engines]
 
     def join(rank: int) -> None:
       try:
@@ -64,10 +65,13 @@ class Replicas:
           on_failure=self.failures[rank].append,
           **options,
         )
+        joined[rank].set()
         if rank:
           self.groups[rank].follow()
       except (PeerError, OptionError) as error:
         self.errors[rank] = error
+      finally:
+        joined[rank].set()
 
     self.threads = [
       threading.Thread(target=join, args=(rank,), daemon=True)
@@ -75,7 +79,8 @@ class Replicas:
     ]
     for thread in self.threads:
       thread.start()
-    self.threads[0].join(PATIENCE_S)
+    for event in joined:
+      assert event.wait(PATIENCE_S)
 
   def ended(self) -> list[Exception | None]:
     """Errors of all once they have ended."""
