@@ -127,11 +127,11 @@ def check_one_set_of_keys(
   count = collections.Counter(
     n for x in shapes if isinstance(x, LayerCacheSpec) for n in x.which
   )
-  several = sorted(n for n, times in count.items() if times > 1)
-  if several:
+  layers = sorted(n for n, times in count.items() if times > 1)
+  if layers:
     raise OptionError(
       "model",
-      f"one whose layer {several[0]} keeps {count[several[0]]} sets of keys, "
+      f"one whose layer {layers[0]} keeps {count[layers[0]]} sets of keys, "
       f"for {result}",
       "one set of keys in each layer",
       "use another model",
