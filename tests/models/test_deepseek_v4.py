@@ -137,6 +137,8 @@ def test_what_chooses_and_weighs_keys_is_not_rounded(model):
   names = {path.split(".attention.")[1] for path in paths if "attent" in path}
   assert {"q_down", "q", "kv", "compressor.value", "o"} <= names
   assert not [x for x in names if "index" in x or x.endswith("gate")]
+  adapted = rj.train.Lora(targets=("gate", "value")).start(model)
+  assert adapted and not [path for path in adapted if "index" in path]
 
 
 @pytest.mark.long

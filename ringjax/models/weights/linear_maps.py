@@ -57,8 +57,8 @@ def maps_of(module: nnx.Module, prefix: str) -> dict[str, Linear]:
   return maps
 
 
-# Part of the paths of an index of keys.
-INDEX_MODULE = ".attention.index."
+# Part of the paths of an index of keys: attention.index.q, attention.index_q.
+INDEX_PATH = ".attention.index"
 # Maps that choose or gate, which are not rounded.
 _CHOOSING = (
   ".router",

@@ -29,7 +29,7 @@ from ringjax.errors import OptionError
 from ringjax.models.parameter_arrays import tensors_digest
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.linear_maps import (
-  INDEX_MODULE,
+  INDEX_PATH,
   linear_maps,
   replaced,
   used_as_array,
@@ -85,7 +85,7 @@ class Lora:
     maps = {
       path: linear
       for path, linear in linear_maps(model)
-      if INDEX_MODULE not in path
+      if INDEX_PATH not in path
     }
     names = sorted({path.rsplit(".", 1)[-1] for path in maps})
     unknown = [name for name in self.targets if name not in names]
