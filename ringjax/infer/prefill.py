@@ -405,6 +405,13 @@ class PrefillConfig(Config):
       check_layers(model)
       tiled = self.tiled_method
       assert tiled is not None
+      if self.wire_format is not None and size > 1:
+        raise OptionError(
+          "wire",
+          f"{self.wire_format} with prefill={self.method!r}",
+          "a method that sends all keys in one format",
+          "leave wire out, or pass prefill='striped'",
+        )
       dense_method = "blockwise" if size == 1 else tiled
       if behind or self.chunk is not None:
         dense_method = "chunked"

@@ -34,6 +34,18 @@ _EXAMPLES = (
   {"hot": 64},
   {"device": 8, "policy": rj.kv.Select()},
   {"device": 8, "hot": 8},
+  {"landmarks": "means"},
+  {"device": 8, "hot": 64, "policy": rj.kv.Select(), "outlier_pages": 1},
+  {"rank": 8},
+  {
+    "device": 8,
+    "hot": 64,
+    "policy": rj.kv.Select(),
+    "unrotated": True,
+    "rank": 8,
+    "codec": KINDS["int8"].codec,
+  },
+  {"device": 8, "hot": 64, "policy": rj.kv.Select(), "rank": 8},
   {"device": 8, "hot": 64, "block": 16},
   {"device": 8, "hot": 64, "codec": rj.kv.Allocated()},
   {"block": 8},
@@ -130,8 +142,16 @@ def test_every_option_of_a_part_is_written_and_kept_by_a_sum():
       value = True if field.default is False else 512
       if field.name == "page":
         value = 64
+      if field.name == "landmarks":
+        value = "means"
       # Chosen pages are hot beside the newest tokens.
       more = {"device": 8} if field.name == "hot" else {}
+      if field.name in ("landmarks", "outlier_pages", "rank"):
+        more = {
+          "device": 8, "hot": 64, "policy": rj.kv.Select(),
+          "landmarks": "means", "unrotated": True,
+        }  # fmt: skip
+        more.pop(field.name, None)
       kind = CacheConfig(**{field.name: value}, **more)
       assert kind.text_options()[field.name] == value
       assert kind + CacheConfig(windowed=True) == kind.replace(windowed=True)
