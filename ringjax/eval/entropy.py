@@ -34,6 +34,7 @@ from ringjax.infer.contexts.combine import Combine, Parallel, combine_of
 from ringjax.infer.session import Session, on_its_mesh, place_of
 from ringjax.kv.composed.context_cache import ContextCache
 from ringjax.kv.composed.measured_contexts import MeasuredContexts
+from ringjax.kv.layer_spec import check_one_set_of_keys
 from ringjax.kv.statistics_cache import StatisticsCache
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
@@ -91,7 +92,8 @@ def attention_statistics(
     axis: Mesh axis that shards the sequence; default "seq" if it exists.
 
   Raises:
-    OptionError: If the model has no attention, or queries are out of range.
+    OptionError: If the model has no attention, or a layer with two, or queries
+      are out of range.
     RingjaxError: Errors of the model's call.
   """
   ids = np.asarray(tokens)
@@ -121,6 +123,7 @@ def attention_statistics(
       "one with layers of attention",
       "pass a model of another family",
     )
+  check_one_set_of_keys(model.kinds, "attention statistics")
   mesh, axis = place_of(mesh, axis, model)
   attend = ContextParallel(mesh=mesh, axis=axis, segments=segments)
   cache = StatisticsCache.create(
@@ -166,8 +169,8 @@ def context_statistics(
     before: Position below which keys count for `kept_mass`.
 
   Raises:
-    OptionError: If the session has no contexts that are read as keys, or its
-      sequence is sharded.
+    OptionError: If the session has no contexts that are read as keys, its
+      sequence is sharded, or a layer has two attentions.
     RingjaxError: Errors of the model's call.
   """
   cache, model = session.cache, session.model
@@ -193,6 +196,7 @@ def context_statistics(
       "layers that read all keys",
       "measure another model",
     )
+  check_one_set_of_keys(model.kinds, "attention statistics")
   ids = np.atleast_2d(np.asarray(tokens, np.int32))
   measured = MeasuredContexts.of(
     cache, ids.shape[1], _sinks(model), integer("before", before, least=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree, Shaped
 
+from ringjax.errors import OptionError
 from ringjax.kv.base import CacheSpec
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Allocated, Codec, PerHead, VectorCodec
@@ -110,6 +112,32 @@ def model_layers(shapes: Sequence[LayerCacheSpec | StateShape]) -> int:
   return 1 + max(n for shape in shapes for n in shape.which)
 
 
+def check_one_set_of_keys(
+  shapes: Sequence[LayerCacheSpec | StateShape], result: str
+) -> None:
+  """Refuse layers that keep two sets of keys, for results by layer.
+
+  Args:
+    shapes: Shape of each kind of layer.
+    result: Description of the result, for the error.
+
+  Raises:
+    OptionError: If a layer has two attentions, or an index with its own keys.
+  """
+  count = collections.Counter(
+    n for x in shapes if isinstance(x, LayerCacheSpec) for n in x.which
+  )
+  layers = sorted(n for n, times in count.items() if times > 1)
+  if layers:
+    raise OptionError(
+      "model",
+      f"one whose layer {layers[0]} keeps {count[layers[0]]} sets of keys, "
+      f"for {result}",
+      "one set of keys in each layer",
+      "use another model",
+    )
+
+
 def by_model_layer(
   shapes: Sequence[Any], values: Sequence[Sequence[Any] | None]
 ) -> list[Any]:
@@ -118,12 +146,16 @@ def by_model_layer(
   Args:
     shapes: Shape of each kind of layer.
     values: For each kind of layer a value for each of its layers, or None.
+      Of a layer of several kinds they are lists by KV head, which are joined.
   """
-  by_layer = [None] * model_layers(shapes)
+  by_layer: list[Any] = [None] * model_layers(shapes)
   for shape, of_kind in zip(shapes, values, strict=True):
     if of_kind is not None:
       for layer, value in zip(shape.which, of_kind, strict=True):
-        by_layer[layer] = value
+        earlier = by_layer[layer]
+        if earlier is not None and value is not None:
+          value = [*earlier, *value]
+        by_layer[layer] = earlier if value is None else value
   return by_layer
 
 

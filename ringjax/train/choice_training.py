@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, PyTree
 
 from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import Transformer
+from ringjax.models.weights.linear_maps import INDEX_PATH
 from ringjax.nn.attention_layers.choosing_attention import ChoosingAttention
 from ringjax.nn.attention_layers.indexed_attention import IndexedAttention
 from ringjax.nn.attention_layers.latent import Latent
@@ -133,7 +134,7 @@ def of_indexes(updates: PyTree) -> Any:
 
   def keep(path: Any, x: Any) -> Any:
     name = jax.tree_util.keystr(path, simple=True, separator=".")
-    if ".attention.index." in name:
+    if INDEX_PATH in name:
       return x
     return jax.tree.map(jnp.zeros_like, x)
 

@@ -226,6 +226,18 @@ def test_windows_sinks_latents_and_states_are_kept(family, loaded):
   np.testing.assert_allclose(out, dense, atol=1e-4)
 
 
+@pytest.mark.long
+def test_both_attentions_of_a_layer_are_measured(loaded):
+  """LongCat's layers have two; a limit is of both."""
+  prompt = [np.random.default_rng(0).integers(0, 32, 100).tolist()]
+  one, two = (
+    ask(prompt, f"sparse:{HALF}", model=loaded(name)[0])[1].tiles
+    for name in ("deepseek_v3", "longcat_flash")
+  )
+  assert two.samples == 2 * one.samples
+  assert all(x.computed == 1 for x in two.layers)
+
+
 def test_more_than_the_limit_left_out_is_refused(prompts):
   with pytest.raises(OptionError, match="max_left_out.*layer 0"):
     ask(prompts, f"sparse:{HALF},max_left_out=0.01")

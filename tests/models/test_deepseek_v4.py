@@ -11,6 +11,7 @@ from flax import nnx
 import ringjax as rj
 from ringjax import models
 from ringjax.errors import ConfigError, OptionError
+from ringjax.models.weights.linear_maps import rounded_maps
 from ringjax.nn.residuals import HyperConnection
 from ringjax.ops.rope import Yarn
 from ringjax.serve import Engine, Request
@@ -129,6 +130,15 @@ def test_more_is_refused(model):
     model(prompt[:1, :4], cache=cache, parents=np.int32([-1, 0, 0, 1]))
   with pytest.raises(OptionError, match="recurrent"):
     cache.truncate(2)
+
+
+def test_what_chooses_and_weighs_keys_is_not_rounded(model):
+  paths = rounded_maps(model, "codes")
+  names = {path.split(".attention.")[1] for path in paths if "attent" in path}
+  assert {"q_down", "q", "kv", "compressor.value", "o"} <= names
+  assert not [x for x in names if "index" in x or x.endswith("gate")]
+  adapted = rj.train.Lora(targets=("gate", "value")).start(model)
+  assert adapted and not [path for path in adapted if "index" in path]
 
 
 @pytest.mark.long

@@ -12,13 +12,15 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import ringjax as rj
-from ringjax.errors import CheckpointMismatchError, ConfigError
+from ringjax.errors import CheckpointMismatchError, ConfigError, OptionError
+from ringjax.eval.entropy import attention_statistics
+from ringjax.kv.layer_spec import LayerCacheSpec, by_model_layer
 from ringjax.nn.feedforward import Experts, Grouped
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.parallel.layout import Striped, Zigzag
 from ringjax.serve import Engine, Request
 from tests import checkpoints
-from tests.helpers import make_mesh, mesh_of
+from tests.helpers import make_mesh, mesh_of, refused
 
 NAME = "longcat_flash"
 EXPECTED = checkpoints.expected(NAME)
@@ -177,3 +179,21 @@ def test_maps_of_identities_are_not_read(folder, tmp_path):
 def test_what_does_not_fit_is_refused(key, value):
   with pytest.raises(ConfigError, match=key):
     rj.models.read_config(checkpoints.config(NAME) | {key: value})
+
+
+def test_results_by_layer_are_refused_where_a_layer_has_two_attentions(folder):
+  model, tokens = rj.models.load(folder), EXPECTED.tokens[:, :16]
+  for result, ask in (
+    ("attention statistics", lambda: attention_statistics(model, tokens)),
+    (
+      "codecs by layer",
+      lambda: rj.kv.allocate_bits(model, tokens, bits=6),
+    ),
+  ):
+    refused(OptionError, ask, "layer 0 keeps 2 sets of keys", result)
+
+
+def test_kept_positions_of_both_attentions_are_joined():
+  shapes = [LayerCacheSpec(2, 1, 4, 4, which=(0, 2)) for _ in range(2)]
+  both = by_model_layer(shapes, [[["a"], ["b"]], [["c"], ["d"]]])
+  assert both == [["a", "c"], None, ["b", "d"]]

@@ -13,6 +13,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import ConfigError, InputTypeError, OptionError
+from ringjax.eval.entropy import attention_statistics
 from ringjax.models.contents import read_config
 from ringjax.models.hf.tensors import parameters
 from ringjax.nn.sharding_context import ContextParallel
@@ -23,7 +24,11 @@ from ringjax.train import recipe
 from ringjax.train.checkpoints.checkpoint import Checkpoints
 from ringjax.train.methods.lora import Lora
 from ringjax.train.objective import Objective
-from ringjax.train.sparsify import sparse_kind, with_sparse_attention
+from ringjax.train.sparsify import (
+  sparse_config,
+  sparse_kind,
+  with_sparse_attention,
+)
 from tests import checkpoints
 from tests.helpers import make_mesh, refused
 from tests.train.test_recipe import text
@@ -373,7 +378,8 @@ def test_what_cannot_be_made_sparse():
   refused(
     ConfigError,
     lambda: with_sparse_attention(dense(), f"{INDEX},full_last=3"),
-    "more layers",
+    "full_last",
+    "at most 2",
   )
   windowed = CONFIG | {
     "architectures": ["MistralForCausalLM"],
@@ -381,7 +387,18 @@ def test_what_cannot_be_made_sparse():
     "sliding_window": 8,
     "sparse_attention": sparse_kind(BLOCKS).entry(),
   }
-  refused(ConfigError, lambda: read_config(windowed), "see all keys")
+  refused(ConfigError, lambda: read_config(windowed), "sees all keys")
+  for family, kind in (
+    ("longcat_flash", "Latent"),
+    ("deepseek_v4", "CompressedAttention"),
+  ):
+    config = checkpoints.config(family)
+    refused(
+      ConfigError,
+      lambda config=config: sparse_config(config, BLOCKS),
+      f"layers of {kind}",
+      "take another model",
+    )
   wrong = CONFIG | {"sparse_attention": {"type": "index", "heads": 2}}
   refused(ConfigError, lambda: read_config(wrong), "dim")
   refused(
@@ -412,6 +429,12 @@ def test_caches_and_contexts_that_are_refused(kind):
     lambda: model.init_cache(1, 32, placement="host"),
     "sparse_attention",
   )
+  if kind == INDEX:
+    refused(
+      OptionError,
+      lambda: attention_statistics(model, tokens()[:, :4]),
+      "sets of keys",
+    )
   refused(
     OptionError,
     lambda: rj.infer.ContextLibrary(model),
@@ -455,4 +478,14 @@ def test_recipes_that_are_refused():
     OptionError,
     lambda: Objective(index_loss=0.0, index_warm_up=True),
     "index_loss",
+  )
+
+
+def test_adapters_leave_the_index_as_it_is():
+  """Its maps are named as those of attention are."""
+  model = sparse(INDEX)
+  paths = [path.rpartition(".attention.") for path in Lora().start(model)]
+  assert sorted(name for _, _, name in paths) == ["k", "o", "q", "v"]
+  refused(
+    OptionError, lambda: Lora(targets=("weights",)).start(model), "weights"
   )

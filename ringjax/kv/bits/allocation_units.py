@@ -14,7 +14,7 @@ from ringjax.checks import number
 from ringjax.errors import ConfigError, OptionError
 from ringjax.kv.codecs import Codec
 from ringjax.kv.codecs.codec import VectorCodec
-from ringjax.kv.layer_spec import LayerCacheSpec
+from ringjax.kv.layer_spec import LayerCacheSpec, check_one_set_of_keys
 from ringjax.ops.attention.cached.code_format import stored_codes
 
 if TYPE_CHECKING:
@@ -31,7 +31,12 @@ class Unit:
 
 
 def attention_layers(model: Transformer) -> list[LayerCacheSpec]:
-  """Kinds of layers that have keys."""
+  """Kinds of layers that have keys.
+
+  Raises:
+    ConfigError: If the model has no keys and values.
+    OptionError: If a layer keeps two sets of keys.
+  """
   specs = [x for x in model.kinds if isinstance(x, LayerCacheSpec)]
   if not specs:
     raise ConfigError(
@@ -40,6 +45,7 @@ def attention_layers(model: Transformer) -> list[LayerCacheSpec]:
       "attention in some layer",
       "its states need no codec",
     )
+  check_one_set_of_keys(specs, "codecs by layer")
   return specs
 
 

@@ -311,10 +311,21 @@ def _sparse(r: ConfigReader, layers: Sequence[Layer]) -> tuple[Layer, ...]:
     if getattr(layer.attention, "reach", 0) is None
     and isinstance(layer.attention, Attention)
   ]
+  if not attends:
+    kinds = {type(layer.attention).__name__ for layer in layers}
+    raise r.error(
+      "sparse_attention",
+      f"{kind} for layers of {', '.join(sorted(kinds))}",
+      "a layer of plain attention that sees all keys before its queries",
+      "leave sparse_attention out, or take another model",
+    )
   chosen = attends[: max(0, len(attends) - full_last)]
   if not chosen:
-    raise r.error(
-      "sparse_attention", entry, "a model with more layers that see all keys"
+    raise part.error(
+      "full_last",
+      full_last,
+      f"at most {len(attends) - 1}, as {len(attends)} layers see all keys",
+      f"pass full_last={len(attends) - 1}",
     )
   return tuple(
     dataclasses.replace(layer, attention=make_sparse(layer.attention))

@@ -57,6 +57,8 @@ def maps_of(module: nnx.Module, prefix: str) -> dict[str, Linear]:
   return maps
 
 
+# Part of the paths of an index of keys: attention.index.q, attention.index_q.
+INDEX_PATH = ".attention.index"
 # Maps that choose or gate, which are not rounded.
 _CHOOSING = (
   ".router",
@@ -67,6 +69,11 @@ _CHOOSING = (
   ".index.q",
   ".index.k",
   ".index.weights",
+  ".index_q",
+  ".index_weights",
+  ".index_compressor.value",
+  ".index_compressor.gate",
+  ".compressor.gate",
 )
 
 

@@ -9,8 +9,9 @@ the log-sum-exp over the chosen tiles and over all keys it is
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -72,7 +73,7 @@ class TileRecord:
     tiles: tuple[Int[Array, "B T N"], Int[Array, "B T N"]] | None = None,
     owners: TileOwners | None = None,
   ) -> None:
-    """Sum a layer's sampled queries, and the tiles of all its queries.
+    """Add an attention's sampled queries, and the tiles of all its queries.
 
     Args:
       chosen_lse: Log-sum-exp of the sampled queries over the chosen tiles.
@@ -102,13 +103,14 @@ class TileRecord:
       by_shard = jnp.sum(
         jnp.where(owners.shard[None] == shard, by_token[None], 0), 1
       ).astype(jnp.float32)
-    self.sums = TileSums(
+    sums = TileSums(
       chosen,
       visible,
       left_out.astype(jnp.float32),
       jnp.sum(real[..., 0], dtype=jnp.float32),
       by_shard,
     )
+    self.sums = _added(self.sums, sums)
 
 
 class PageSums(NamedTuple):
@@ -146,7 +148,7 @@ class PageRecord:
     all_lse: Float[Array, "B T N"],
     top_read: Float[Array, "B T N"],
   ) -> None:
-    """Sum a layer's queries.
+    """Add an attention's queries to the layer's.
 
     Args:
       read_lse: Log-sum-exp of the queries over the keys that are read.
@@ -156,9 +158,18 @@ class PageRecord:
     real = self.real[..., None] & (all_lse > -jnp.inf)
     left_out = -jnp.expm1(jnp.where(real, read_lse - all_lse, 0))
     total = lambda x: jnp.sum(jnp.where(real, x, 0), (0, 1), dtype=jnp.float32)
-    self.sums = PageSums(
+    sums = PageSums(
       # Both sums round: a part below 0 is none.
       total(jnp.maximum(left_out, 0)),
       total(top_read),
       jnp.sum(real[..., 0], dtype=jnp.float32),
     )
+    self.sums = _added(self.sums, sums)
+
+
+Sums = TypeVar("Sums", TileSums, PageSums)
+
+
+def _added(earlier: Sums | None, sums: Sums) -> Sums:
+  """Sums of all attentions of a layer, which may have two."""
+  return sums if earlier is None else jax.tree.map(jnp.add, earlier, sums)

@@ -29,6 +29,7 @@ from ringjax.errors import OptionError
 from ringjax.models.parameter_arrays import tensors_digest
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.linear_maps import (
+  INDEX_PATH,
   linear_maps,
   replaced,
   used_as_array,
@@ -46,10 +47,10 @@ class Lora:
   Attributes:
     rank: Rank of each adapter, r.
     alpha: Numerator of the adapters' scale, alpha / r.
-    targets: Names of maps, of `TARGETS` or others that the model has. Maps
-      whose arrays a layer uses without calling them, as routers, can be
-      trained on the devices and merged, but neither in layers elsewhere nor
-      row by row.
+    targets: Names of maps, of `TARGETS` or others that the model has, but for
+      those of an index of keys. Maps whose arrays a layer uses without calling
+      them, as routers, can be trained on the devices and merged, but neither in
+      layers elsewhere nor row by row.
     new_tokens: Number of ids at the end of the vocabulary whose embeddings are
       trained, and their part of an untied head.
   """
@@ -80,7 +81,12 @@ class Lora:
       OptionError: If the model lacks a target, if layers elsewhere use one as
         an array, or if there are more new tokens than its vocabulary.
     """
-    maps = dict(linear_maps(model))
+    # An index of keys is named as attention is, and would change the choice.
+    maps = {
+      path: linear
+      for path, linear in linear_maps(model)
+      if INDEX_PATH not in path
+    }
     names = sorted({path.rsplit(".", 1)[-1] for path in maps})
     unknown = [name for name in self.targets if name not in names]
     if unknown:
