@@ -6,6 +6,7 @@ came, what was expected and what to do.
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import os
@@ -29,6 +30,8 @@ from ringjax.errors import (
 # Dtypes of weights and of cached keys and values.
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
+# Number of options after which their order in an error is by likeness.
+_MANY_OPTIONS = 24
 # Beginning of an address, such as gs://, but not of a drive, as in C:/.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/?/")
 
@@ -160,7 +163,12 @@ def one_of(
   options = tuple(options)
   # `in` is not used: it fails for unhashable values and for arrays.
   if not any(type(value) is type(x) and value == x for x in options):
-    shown = ", ".join(map(str, options))
+    texts = [*map(str, options)]
+    if len(texts) > _MANY_OPTIONS:
+      # A long list is cut: what may have been meant comes first.
+      near = difflib.get_close_matches(str(value), texts, 6)
+      texts = [*near, *(text for text in texts if text not in near)]
+    shown = ", ".join(texts)
     raise error(
       name,
       repr(value),

@@ -66,7 +66,9 @@ class _Place(flags.ArgumentParser):
   """Parser of a path or an address; expands "~"."""
 
   def parse(self, argument: str) -> str:
-    return os.fspath(as_path(str(argument)))
+    path = str(argument)
+    # An empty path stays one: as a `pathlib.Path` it is the working folder.
+    return os.fspath(as_path(path)) if path else path
 
   def flag_type(self) -> str:
     return "string"

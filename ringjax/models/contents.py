@@ -112,9 +112,9 @@ def text_config(
       f"one around a text model of a known family; this is {REFUSED[kind]}",
       "use another checkpoint; docs/models.md lists all",
     )
-  close_types = difflib.get_close_matches(
-    str(kind).lower(), sorted(known_types), 6
-  )
+  # What is no text has no neighbours.
+  text = kind.lower() if isinstance(kind, str) else ""
+  close_types = difflib.get_close_matches(text, sorted(known_types), 6)
   raise ConfigError(
     "config.json: model_type",
     repr(kind)[:80],

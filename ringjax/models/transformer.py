@@ -192,7 +192,12 @@ class TransformerConfig:
         "(--rope_scaling, or rj.models.load(..., rope_scaling=))"
       )
     scalings = {type(rope.scaling) for rope in self.ropes} - {Unscaled}
-    if scalings - {Linear, Yarn, Llama3, LongRope}:
+    full_ropes = {
+      dataclasses.replace(rope, copies=1)
+      for layer in full
+      for rope in layer.attention.ropes
+    }
+    if scalings - {Linear, Yarn, Llama3, LongRope} or len(full_ropes) > 1:
       return ""
     if scalings:
       return (

@@ -150,7 +150,7 @@ def test_a_pod_s_server_is_started_again(tmp_path):
   )
   lines = sent.read_text()
   command = lines[lines.index("--command=") + len("--command=") :]
-  assert ".[tpu,serve]" in command
+  assert ".[tpu,gcs,serve]" in command
   last = command.strip().splitlines()[-1]
   assert "-m launch.serve --distributed --model=a\\ b;" in last
   for statuses, end in (("3 137 0", 0), ("3 2 0", 2)):

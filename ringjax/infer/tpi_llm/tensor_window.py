@@ -65,6 +65,7 @@ from ringjax.models.partition.tensor_shares import ModulePart, SharedModel
 from ringjax.models.partition.window_layout import WindowLayout, rank_blocks
 from ringjax.models.transformer import TransformerConfig, logits_of
 from ringjax.nn.linear import part_dtype, stream_dtype
+from ringjax.nn.residuals import ScaledResidual
 from ringjax.nn.sharding_context import (
   CachedAttention,
   ContextParallel,
@@ -197,21 +198,19 @@ def _normed(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _joined(
   program: _ModuleProgram | None,
-  scale: float,
+  residual: ScaledResidual,
   arrays: PyTree,
   x: Float[Array, "B T D"],
   terms: PyTree,
 ) -> jax.Array:
-  """Add the sum of a block's terms, in their order, after its norm to x."""
+  """Join the sum of a block's terms, in their order, after its norm to x."""
   total = terms[0].astype(jnp.float32)
   for term in terms[1:]:
     total = total + term.astype(jnp.float32)
   y = total.astype(x.dtype)
   if program is not None:
     y = program.module(arrays)(y)
-  if scale != 1.0:
-    y = y * jnp.asarray(scale, y.dtype)
-  return x + y
+  return residual(x, y)
 
 
 @bounded
@@ -948,11 +947,13 @@ class TensorWindow:
         link.take_array(block, hidden.shape, hidden.dtype)
         for link in self._star
       ]
+    residual = layer.residuals[block % 2]
+    # Others are refused by `tensor_shares`.
+    assert isinstance(residual, ScaledResidual)
     with blocks.times.of("compute", block):
       output = _joined(
         post,
-        # Other residuals are refused by `tensor_shares`.
-        layer.output_scale or 1.0,
+        residual,
         arrays.get("post"),
         base,
         tuple(term for term in terms if term is not None),

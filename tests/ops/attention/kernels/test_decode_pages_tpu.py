@@ -61,6 +61,7 @@ def call(view, *, queries=1, groups=3, mask=None, cap=None, seed=1):
   return q, view, ScoreArgs(Scores(scale=0.25, soft_cap=cap), terms, context)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_it_equals_the_loops(queries, dtype):
@@ -69,6 +70,7 @@ def test_it_equals_the_loops(queries, dtype):
   same(decoded(KERNEL.decode, args), decoded(decode_attention, args), limit)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("rows", "heads"), [(1, 1), (1, 3), (3, 1)])
 def test_windows_and_soft_caps_equal_the_loops(rows, heads):
   args = call(pages(rows, heads), mask=Causal() & Window(100), cap=5.0)
