@@ -42,6 +42,8 @@ _SAMPLING = (
   "repetition_penalty",
 )
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens")
+# Batch size of "auto", which `batch_tokens` bounds.
+_ANY_SIZE = 1 << 30
 # Longest text where the model's config states none.
 _MAX_LENGTH = 2048
 
@@ -94,8 +96,8 @@ class HarnessModel:
 
     Args:
       pretrained: Folder of Hugging Face, or name on its Hub.
-      batch_size: Maximum number of texts of a pass; "auto" for as many as
-        `batch_tokens` allow.
+      batch_size: Maximum number of texts of a pass; "auto" and "auto:N" for as
+        many as `batch_tokens` allow, chosen for each pass.
       max_batch_size: Not supported: `batch_tokens` bounds a pass.
       device: Not supported: JAX takes its devices from JAX_PLATFORMS.
       seq: Number of devices over which the sequence is sharded.
@@ -129,9 +131,7 @@ class HarnessModel:
       raise OptionError(
         "pretrained", "nothing", "a folder or a name on the Hub", "pass one"
       )
-    self.batch_size = 1 << 30
-    if batch_size != "auto":
-      self.batch_size = positive_int("batch_size", int(batch_size))
+    self.batch_size = _batch_size(batch_size)
     self.max_gen_toks = positive_int("max_gen_toks", max_gen_toks)
     self._batch_tokens = positive_int("batch_tokens", batch_tokens)
     self._seed = integer("seed", seed, least=0)
@@ -321,7 +321,7 @@ class HarnessModel:
       is_sampled = bool(options.get("temperature"))
     sampling: dict[str, Any] = {}
     if is_sampled:
-      sampling |= {"temperature": 1.0, "seed": self._seed}
+      sampling["temperature"] = 1.0
       sampling |= {name: x for name, x in options.items() if x is not None}
     stop = Stop(ids=self.tokenizer.eos_ids, strings=tuple(filter(None, until)))
     room = self.max_length - int(max_new)
@@ -337,11 +337,14 @@ class HarnessModel:
     order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n]))
     texts = [""] * len(prompts)
     rows = max(1, min(self.batch_size, len(prompts)))
-    if self.batch_size == 1 << 30 and prompts:
+    if self.batch_size == _ANY_SIZE and prompts:
       longest = len(prompts[order[0]]) + int(max_new)
       rows = max(1, min(rows, self._batch_tokens // longest))
     for first in range(0, len(order), rows):
       numbers = order[first : first + rows]
+      if is_sampled:
+        # Tasks repeat a prompt to draw several answers, in several passes.
+        sampling["seed"] = _pass_seed(self._seed, first)
       new = generate(
         self.model,
         [np.asarray(prompts[n][-room:], np.int32) for n in numbers],
@@ -359,6 +362,28 @@ class HarnessModel:
           text += watch.flush()
         texts[number] = text
     return texts
+
+
+def _batch_size(given: int | str) -> int:
+  """Maximum number of texts of a pass, from lm_eval's option.
+
+  Raises:
+    OptionError: If it is neither a positive integer nor "auto".
+  """
+  text = str(given)
+  if text.partition(":")[0] == "auto":
+    return _ANY_SIZE
+  if not text.isdecimal():
+    raise OptionError(
+      "batch_size", repr(given), "an int or auto", "pass --batch_size=8"
+    )
+  return positive_int("batch_size", int(text))
+
+
+def _pass_seed(seed: int, first: int) -> int:
+  """Seed of the pass whose first prompt has this number."""
+  state = np.random.SeedSequence([seed, first]).generate_state(1)
+  return int(state[0] >> 1)
 
 
 @functools.cache
@@ -431,7 +456,10 @@ def lm_class() -> type[Any]:
       texts = [""] * len(requests)
       for numbers in groups.values():
         options = requests[numbers[0]].args[1]
-        prompts = [self.tok_encode(requests[n].args[0]) for n in numbers]
+        prompts = [
+          self.tok_encode(requests[n].args[0]) or [self.prefix_token_id]
+          for n in numbers
+        ]
         answers = self.answers_to(prompts, options)
         for n, text in zip(numbers, answers, strict=True):
           texts[n] = text

@@ -3,7 +3,7 @@
 Guarantees: numbers are those of `rj.infer.TextScorer` for the engine's model:
 of exact keys, whatever the kind of the engine's cache. The weights are the
 engine's own. A request that is being answered waits for one forward pass at
-most.
+most, and not for its compiler.
 Memory: the activations of a forward pass, besides the engine's pool.
 """
 

@@ -98,6 +98,8 @@ def test_answers_are_those_of_generate(model):
   sampled = {"temperature": 5.0, "max_gen_toks": 8, "do_sample": True}
   assert model.answers_to([[9]], sampled) == model.answers_to([[9]], sampled)
   assert model.answers_to([[9]], sampled) != [whole[:8]]
+  # Repeats of a prompt draw different answers, also in another pass.
+  assert len(set(model.answers_to([[9]] * 4, sampled))) == 4
 
 
 def test_texts_and_chats(model):
@@ -120,6 +122,7 @@ def test_texts_and_chats(model):
     ({"device": "cuda"}, "JAX_PLATFORMS"),
     ({"max_batch_size": 4}, "batch_tokens"),
     ({"batch_size": 0}, "batch_size"),
+    ({"batch_size": "autos:2"}, "batch_size"),
     ({"max_length": 65}, "max_length"),
     ({"seq": 0}, "seq"),
   ],
@@ -144,7 +147,7 @@ def test_answers_that_can_not_be_made_are_refused(model):
 def test_a_sharded_sequence_and_a_cache(folder, model):
   pairs = [([256, 5], [6, 7, 8]), (list(range(40)), [3] * 9)]
   want = model.scores_of(pairs)
-  sharded = HarnessModel(str(folder), seq=2, batch_size="auto")
+  sharded = HarnessModel(str(folder), seq=2, batch_size="auto:2")
   check(sharded.scores_of(pairs), want)
   options = {"until": [], "max_gen_toks": 4}
   prompts = [[256, 5, 6], [9, 8]]

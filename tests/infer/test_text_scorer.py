@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from ringjax.errors import NotFiniteLogitsError, OptionError, PromptError
 from ringjax.infer import TextScorer
 from ringjax.kv.simulated import SimulatedCache
 from ringjax.nn.sharding_context import CachedAttention
+from ringjax.parallel import programs
 
 LLAMA = dict(
   model_type="llama",
@@ -90,6 +93,20 @@ def test_scores_are_those_of_each_text_alone(family):
   check_scores(
     TextScorer(model, batch_tokens=64), lambda ids: forward(model, ids)
   )
+
+
+def test_no_program_is_compiled_while_others_wait(model):
+  compiled = []
+
+  @contextlib.contextmanager
+  def around():
+    before = programs._Compiled.count
+    yield
+    compiled.append(programs._Compiled.count - before)
+
+  before = programs._Compiled.count
+  TextScorer(model, around=around).scores([[*range(1, 10)]], top=7)
+  assert programs._Compiled.count > before and compiled == [0]
 
 
 @pytest.mark.long

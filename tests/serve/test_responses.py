@@ -7,6 +7,7 @@ import json
 import pytest
 
 from ringjax.data import Bytes
+from ringjax.errors import OptionError
 from ringjax.serve.api.api_parameters import ApiError
 from ringjax.serve.api.response_items import messages_of_input
 from ringjax.serve.api.responses import ResponseStore
@@ -276,6 +277,20 @@ def test_items_between_others_are_one_message():
   assert messages[1]["reasoning_content"] == "t"
   assert [c["id"] for c in messages[1]["tool_calls"]] == ["c1", "c2"]
   assert messages[2]["name"] == "f"
+
+
+def test_null_members_of_items_that_clients_send_back():
+  call = {
+    "type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"
+  }  # fmt: skip
+  items = [{"role": "user", "content": "a"}, call]
+  # Of objects of newer clients.
+  nulls = {"namespace": None, "caller": None, "status": None}
+  assert messages_of_input([x | nulls for x in items]) == messages_of_input(
+    items
+  )
+  with pytest.raises(OptionError, match="namespace"):
+    messages_of_input([call | {"namespace": "n"}])
 
 
 def test_openai_s_client_responds():

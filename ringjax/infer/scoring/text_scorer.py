@@ -108,7 +108,7 @@ class TextScorer:
       batch_tokens: Maximum number of tokens of a forward pass.
       batch_texts: Maximum number of texts of a forward pass.
       around: Makes a context that each forward pass is within, such as
-        `Engine.between_steps`.
+        `Engine.between_steps`; its program is compiled before.
 
     Raises:
       OptionError: If the method reads in chunks, or the kind has no codec or
@@ -264,12 +264,15 @@ class TextScorer:
     # Places of the last tokens in the layout's order.
     order = attend.layout.permute(np.arange(plan.width)[None], shards=size)
     last = np.argsort(order[0])[last].astype(np.int32)
+    arguments = (
+      *(self.model, attend, self._cache, *permuted),
+      *(last, numbers, top, pooling),
+    )
     make_room()
-    with naming_faults(self.model.stack.faults):
-      values = _read_texts(
-        self.model, attend, self._cache, *permuted, last, numbers, top, pooling
-      )
-      values = np.asarray(jax.device_get(values))
+    # Compiled before the context, in which an engine's answers wait.
+    _read_texts.lower(*arguments).compile()
+    with naming_faults(self.model.stack.faults), self._around():
+      values = np.asarray(jax.device_get(_read_texts(*arguments)))
     raise_fault(self.model.stack.faults)
     if pooling:
       return values
@@ -293,8 +296,7 @@ class TextScorer:
     num_read = 0
     for numbers, width in self._batches([ids.size for ids in rows]):
       batch = [rows[n] for n in numbers]
-      with self._around():
-        values = self._call(batch, width, top, pooling, adapter)
+      values = self._call(batch, width, top, pooling, adapter)
       yield numbers, values
       num_read += len(numbers)
       on_batch(num_read)
