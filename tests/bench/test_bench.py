@@ -212,7 +212,7 @@ def test_narrow_multiplies_bfloat16(monkeypatch):
   assert not wrong and difference > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_wrong_result_is_not_timed(monkeypatch, capsys):
   def off(case, arrays):
     built = attention.CONTESTANTS["ring"].build(case, arrays)

@@ -143,7 +143,7 @@ def test_bfloat16():
   assert all(one["reason"] is None for one in load["results"].values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_folder_is_timed_with_its_own_weights(tmp_path, folders):
   model = rj.models.create(MODEL, seed=3, dtype="bfloat16")
   rj.models.save(model, tmp_path / "own")
@@ -249,7 +249,7 @@ def plant(monkeypatch, name, **builders):
   monkeypatch.setitem(inference.CONTESTANTS, name, fake)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("part", "factor"),
   [
@@ -281,7 +281,7 @@ def test_a_wrong_result_is_not_timed(part, factor, monkeypatch, capsys):
   assert "WRONG" in capsys.readouterr().out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_contestant_that_fails_has_a_reason(monkeypatch, capsys):
   def full(case, given):
     raise MemoryError("all gone")

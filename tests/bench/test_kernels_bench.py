@@ -57,7 +57,7 @@ def vendor(**options):
   return (Kernel,)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_all_contestants(tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(auto_kernel.KERNELS, "cpu", vendor())
   path = tmp_path / "x.json"
@@ -72,7 +72,7 @@ def test_all_contestants(tmp_path, monkeypatch, capsys):
   assert found["complete"] and "kernel over" in capsys.readouterr().out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_hop_that_a_contestant_lacks_has_a_reason():
   settings = dataclasses.replace(
     TINY, kinds=("strict",), passes=("fwd",), contestants=("kernel", "jax.nn")

@@ -182,7 +182,7 @@ def memory(settings, monkeypatch, sizes):
   return {row["name"]: row for row in found["rows"]}, found["summary"], lines
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_failure_at_a_length_keeps_the_shorter_rows_that_fit(monkeypatch):
   def sizes(name: str, tokens: int) -> int:
     if name == "plain" and tokens > 2048:

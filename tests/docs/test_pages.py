@@ -65,7 +65,7 @@ def blocks(page: pathlib.Path) -> str:
   return "\n".join(code)
 
 
-@pytest.mark.long_cases(14)
+@pytest.mark.long_cases(8)
 @pytest.mark.parametrize(
   "page",
   [

@@ -18,7 +18,7 @@ from tests import checkpoints
 from tests.helpers import refused
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_acceptance_is_that_of_drafts_one_after_the_other():
   target = rj.models.create(checkpoints.config("llama3"), seed=1)
   draft = longspec.with_draft(target, longspec.LongSpecConfig(window=8))

@@ -165,7 +165,7 @@ FAMILIES = (
 )  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family, tmp_path):
   model = models.load(checkpoints.write(family, tmp_path / "model"))
@@ -193,7 +193,7 @@ POSITIONS = np.concatenate(
 )[None]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "shards", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 8))]
 )

@@ -388,7 +388,7 @@ def test_needle_by_script(tmp_path):
   assert record["complete"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tasks_by_kinds_of_caches_and_what_is_missing_later(tmp_path):
   pytest.importorskip("matplotlib")
   plot, kept = tmp_path / "map.png", tmp_path / "map.json"

@@ -59,7 +59,7 @@ def same(model, workers, prompts, count=7, *, generate=None, **options):
   return reports[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "assignment",
   [None, (0,) * 5, (0, 1, 0, 1, 1), (2, 2, 1, 0, 2), (3, 1, 0, 0, 2)],
@@ -156,7 +156,7 @@ def test_windows_in_a_dense_cache(loaded, four):
   )  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bytes_of_a_step_do_not_depend_on_the_context(loaded, four):
   model, _ = loaded("llama3")
   layer = model.config.layers[0].attention

@@ -64,7 +64,7 @@ def moved(model, kind):
   return float(jnp.sqrt(jnp.mean(jnp.square(got - model(text)))))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_code_books_beat_integers_and_more_bits_are_better(model, found):
   _, made = found
   books = [
@@ -188,7 +188,7 @@ def test_options_other_than_those_of_the_calibration_are_refused(model, found):
     rj.kv.CacheConfig(codec=rj.kv.Calibrated(unrotated=False), unrotated=True)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("keys", "rotated"), [("token", False), ("channel", True), ("token", True)]
 )

@@ -86,7 +86,7 @@ def parallel(prefix, contexts, question):
   )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("family", "shards"),
   [("llama3", 4),
@@ -104,7 +104,7 @@ def test_parallel_is_one_pass(family, shards):
   np.testing.assert_allclose(found, want, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("links", [None, 2])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 @pytest.mark.parametrize("shards", [1, pytest.param(4, marks=pytest.mark.long)])
@@ -207,7 +207,7 @@ def test_to_select_every_context_is_to_read_them_all():
   np.testing.assert_allclose(found, want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_recomputing_all_is_one_text(shards):
   contexts, question = texts()

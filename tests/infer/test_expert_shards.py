@@ -274,7 +274,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(name, monkeypatch):
   assert chosen == {"own"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_training_step_leaves_moments_on_their_shards():
   """The step is that of one device, in two micro-batches too."""
   model = one_device("mixtral")

@@ -110,7 +110,7 @@ def test_other_kinds_of_caches(loaded, alone, kind):
   assert kvr.follow(reading, NEW).tolist() == new
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_last_rank_encodes_what_came(loaded, alone):
   """Ranks before it pass keys on exactly; its own cache is of 8 bits."""
   name, ranks = CASES[0]

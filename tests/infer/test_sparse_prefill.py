@@ -197,7 +197,7 @@ def test_chunks_and_turns_read_earlier_keys_by_tiles(prompts):
   assert new == dense and report.prefill.chunk is not None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "unrotated", "snapkv:budget=64"])
 def test_caches_hold_what_they_hold_after_dense_reading(kind, prompts):
   for more in ({}, {"chunk": 64}):

@@ -18,7 +18,7 @@ def prompt_of(model, length=45, seed=0):
   return rng.integers(0, model.config.vocab, (1, length)).astype(np.int32)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [
   "llama3",
   pytest.param("gpt_oss", marks=pytest.mark.long),

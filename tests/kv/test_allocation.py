@@ -246,7 +246,7 @@ def test_a_killed_run_resumes(made, texts, tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ["kv_bits.json"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_calibrated_candidates_and_their_file(tmp_path, texts):
   model = contract.model(1)
   rj.infer.calibrate(model, texts, folder=tmp_path)

@@ -399,7 +399,7 @@ def test_a_residual_is_that_of_the_paper(room, ends):
   ]  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_simulated_residual_reads_as_tokens_go_in_one_by_one():
   kind = kind_text.parse(f"{RESIDUAL},room=1,slack=2")
   want, _ = run(1, "grouped", kind, range(15, 39))

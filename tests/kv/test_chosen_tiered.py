@@ -190,7 +190,7 @@ def test_rows_are_taken_inserted_and_cut():
     contract.close(np.asarray(logits)[row], want[text], 1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_loss_of_a_choice_is_measured():
   """Few pages cost something; all cost nothing."""
   model = contract.model(1, "grouped")

@@ -77,7 +77,7 @@ def test_all_pages_and_vectors_change_nothing(kind):
   assert fetches.misses and fetches.bytes == fetches.misses * copied
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_fewer_vectors_are_an_approximation_of_the_first_keys():
   """The error falls with the rank, and is less than that of no keys."""
   errors = []
@@ -113,7 +113,7 @@ def test_rows_turns_and_drafts_are_independent(options):
   assert talk([0, 1], speculate="lookup") == two_rows
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_heads_may_be_sharded():
   config = {**SMALL, "model_type": "qwen3", "head_dim": 16}
   kind = kind_text.parse(

@@ -148,7 +148,7 @@ def test_a_pair_works_or_is_refused(codec, policy, family):
   check(codec, policy, family)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_page_of_pairs_is_what_its_script_prints():
   # In a process of its own: checks of types take minutes for so many caches.
   env = {n: x for n, x in os.environ.items() if n != "XLA_FLAGS"}

@@ -167,7 +167,7 @@ def _operands(jaxpr, found):
       _operands(inner, found)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 )

@@ -444,7 +444,7 @@ def test_a_planted_fault_is_found(monkeypatch):
   assert wrong["out"] > 1e-2 and wrong["lse"] > 1e-3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "where", ["keys", pytest.param("cotangent", marks=pytest.mark.slow)]
 )
