@@ -346,6 +346,17 @@ class Engine:
     self._make_scheduler(sizes)
     self.counters = EngineCounters()
     self._link = self._link_store(store)
+    self._make_rows()
+    self._begin_drafts()
+    self._make_steps(clock)
+
+  # -------------------------------------------------------------------------
+  # Parts of an engine, made once
+  # -------------------------------------------------------------------------
+
+  def _make_rows(self) -> None:
+    """Place the state of rows, and masks that allow all tokens."""
+    config = self.config
     self._board = RowBoard(
       self._place(jnp.zeros((config.rows,), jnp.int32)),
       self._place(jnp.zeros((config.rows, self.vocab), bool)),
@@ -357,18 +368,11 @@ class Engine:
     }
     # Length-dependent rotations: prompts that rotate otherwise share no keys.
     self._scaled = {
-      rope.scaling for rope in model.config.ropes if rope.scaling.by_length
+      rope.scaling for rope in self.model.config.ropes if rope.scaling.by_length
     }
-    if self._drafts is not None:
-      # Draft by the base weights: rows may have several adapters.
-      self._drafts.begin(
-        model,
-        rows=config.rows,
-        longest=sizes.longest,
-        mesh=self.mesh,
-        axis=self.axis,
-        dtype=self._pool.dtype,
-      )
+
+  def _make_steps(self, clock: Callable[[], float]) -> None:
+    """Begin without requests, and with locks for threads that step or ask."""
     self._handles: dict[Handle, list[ServedRow]] = {}
     self.on_step: Callable[[], None] | None = None
     self.on_layers: (
@@ -385,9 +389,19 @@ class Engine:
     self._closed = False
     self._broken: Exception | None = None
 
-  # -------------------------------------------------------------------------
-  # Parts of an engine, made once
-  # -------------------------------------------------------------------------
+  def _begin_drafts(self) -> None:
+    """Begin the drafter, if there is one."""
+    if self._drafts is None:
+      return
+    # Draft by the base weights: rows may have several adapters.
+    self._drafts.begin(
+      self.base,
+      rows=self.config.rows,
+      longest=self.longest,
+      mesh=self.mesh,
+      axis=self.axis,
+      dtype=self._pool.dtype,
+    )
 
   def _take_adapters(
     self, model: Transformer, adapters: Mapping[str, tuple[Lora, Any]]
