@@ -48,8 +48,10 @@ def _refuse_library() -> None:
   if sys.argv[:1] != ["-m"] or "-m" not in sys.orig_argv:
     return
   name = sys.orig_argv[sys.orig_argv.index("-m") + 1]
-  hint = _hint(name) if name.startswith("launch.") else None
+  hint = _hint(name) if name.startswith(f"{__name__}.") else None
   if hint is not None:
+    # A checkout has the package as `launch`, the wheel as `ringjax.launch`.
+    hint = hint.replace("python -m launch", f"python -m {__name__}")
     print(f"{name} is not a command; run {hint}", file=sys.stderr)
     sys.exit(2)
 

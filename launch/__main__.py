@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-import runpy
 import sys
 from pathlib import Path
+
+from .shared.entry_points import command_text, run_script
 
 # Scripts that the list begins with; the others follow by name.
 _ORDER = (
@@ -54,18 +55,18 @@ def main() -> int:
   """Runs the script that is named first, or lists all."""
   names = sys.argv[1:2]
   if not names or names[0] in ("--help", "-h"):
-    print(listing())
+    print(command_text(listing()))
     return 0
   if names[0] not in scripts():
     print(
-      f"launch: got {names[0]!r}, which is no script; python -m launch lists "
-      "them",
+      f"launch: got {names[0]!r}, which is no script; "
+      + command_text("python -m launch lists them"),
       file=sys.stderr,
     )
     return 2
   del sys.argv[1]
   # Scripts set up JAX as they start as `__main__`.
-  runpy.run_module(f"launch.{names[0]}", run_name="__main__", alter_sys=True)
+  run_script(names[0])
   return 0
 
 

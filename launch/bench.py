@@ -109,10 +109,11 @@ from benchmarks.serving import (
 )
 from benchmarks.shared.harness import BenchmarkSettings, option
 from benchmarks.speculation import speculating
-from launch.planning import runahead
-from launch.shared import common
-from launch.shared.flag_helpers import FlagHelper
 from ringjax.errors import RingjaxError
+
+from .planning import runahead
+from .shared import common
+from .shared.flag_helpers import FlagHelper
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,6 +221,7 @@ _OPTIONS = {
   "compare": "What with.",
   "clock": "--compare=simulated: cpu counts the time in which the process has "
   "a core.",
+  "head": "Folder of the EAGLE-3 head of the contestant eagle3.",
   "draft": "Hugging Face folder of a model that drafts, with another "
   "tokenizer through text; default: one that ships where its vocabulary is the "
   "model's, else the model's first layer.",

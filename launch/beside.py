@@ -26,8 +26,6 @@ from typing import TextIO
 from absl import flags
 
 import ringjax as rj
-from launch.shared import common, console
-from launch.shared.flag_helpers import FlagHelper, model_folder
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError
 from ringjax.infer import AttentionWorkers, WorkersReport
@@ -39,6 +37,9 @@ from ringjax.json_text import json_text
 from ringjax.kv import kind_text
 from ringjax.models import tiny
 from ringjax.serve.cluster import LoadControl, TokenLimit, group_rows
+
+from .shared import common, console
+from .shared.flag_helpers import FlagHelper, model_folder
 
 NAME = "beside"
 _MEMORY = "answer fewer prompts at a time, with --rows"

@@ -21,7 +21,8 @@
 
 --text is a file, or a folder of .txt and .jsonl files; without it Python's own
 sources are read. Without --model it is the model that ships with ringjax, and
---out has to be given. A run that was killed resumes where it was.
+--out has to be given: a folder or, of a calibration or --ranges, an address. A
+run that was killed resumes where it was.
 """
 
 from __future__ import annotations
@@ -36,9 +37,6 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch.shared import answering, common, console
-from launch.shared.flag_helpers import FlagHelper, model_folder
-from launch.shared.group import Group
 from ringjax import hub, option_text
 from ringjax.checks import is_address
 from ringjax.data import Tokenizer
@@ -55,7 +53,11 @@ from ringjax.kv.codecs.head_codecs import BITS_FILE
 from ringjax.models import tiny
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.calibration import FILE
-from ringjax.paths import AnyPath, as_path
+from ringjax.paths import AnyPath, as_path, check_writable
+
+from .shared import answering, common, console
+from .shared.flag_helpers import FlagHelper, model_folder
+from .shared.group import Group
 
 NAME = "calibrate"
 # Minimum number of tokens of a text that shows how numbers are distributed.
@@ -75,7 +77,11 @@ def define(values: flags.FlagValues) -> None:
     "float32 where that fits.",
   )
   new.place("text", None, "File or folder of text; default: Python's sources.")
-  new.path("out", None, "Folder for the calibration; default: the model's.")
+  new.place(
+    "out",
+    None,
+    "Folder or address for the calibration; default: the model's folder.",
+  )
   new.whole("rows", 16, "Texts that are measured, or as many as there are.")
   new.whole("length", 2048, "Tokens of each.", 16)
   new.text(
@@ -213,11 +219,23 @@ def _calibrate(
       "pass --out=DIR",
     )
   _normalized(values.normalized)
-  out = pathlib.Path(values.out or values.model)
-  if out.is_file():
+  out = as_path(values.out or values.model, "--out")
+  for refused, flag, reason in (
+    (values.neurons, "--neurons", "neurons are read from it in each call"),
+    (values.bits is not None, "--bits", "tables of codecs are files"),
+  ):
+    if refused and not isinstance(out, pathlib.Path):
+      raise OptionError(
+        "--out",
+        f"{out} with {flag}",
+        f"a folder: {reason}",
+        "pass --out=DIR",
+      )
+  if isinstance(out, pathlib.Path) and out.is_file():
     # A GGUF file: next to it.
     out = out.parent
-  out.mkdir(parents=True, exist_ok=True)
+  # Before anything is measured.
+  check_writable(out / FILE)
   corpus = _texts(values.text)
   common.start(values, single=values.model is not None)
   group.meet()
@@ -231,6 +249,7 @@ def _calibrate(
   tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
   rows = _rows(tokenizer, corpus, values.rows, values.length, screen.say)
   if values.bits is not None:
+    assert isinstance(out, pathlib.Path)
     return _allocate(values, screen, model, rows, out)
   if values.ranges:
     screen.begin("measuring", len(rows), "texts")
@@ -240,6 +259,7 @@ def _calibrate(
     path = ranges.save(out)
     return {"out": str(path), "model": ranges.model, "tokens": int(rows.size)}
   if values.neurons:
+    assert isinstance(out, pathlib.Path)
     return _neurons(values, screen, model, rows, out)
   screen.begin("measuring", 2 * len(rows), "passes")
   calibration = calibrate(

@@ -8,6 +8,10 @@
       A long conversation, whose cache is sharded over four devices.
   echo "What is a ring?" | python -m launch.chat
       Each line of a pipe is a message.
+  python -m launch.chat --model=DIR --mesh=seq:8 --coordinator=HOST:7788 \\
+      --num_processes=2 --process_id=0
+      Process 0 has the terminal, and the files of --load, --chat_template and
+      /read; the others compute with it (see launch/shared/common.py).
 
 The answer goes to stdout as it comes, all else to stderr. The cache stays from
 turn to turn: only the new tokens of each message are read. Ctrl-C ends an
@@ -17,9 +21,11 @@ answer and not the conversation, Ctrl-D ends that. /help lists the commands.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib
 import os
 import pathlib
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
@@ -29,13 +35,20 @@ from absl import flags
 from jax.sharding import Mesh
 
 import ringjax as rj
-from launch.answers.conversation import (
+from ringjax import fetched_models
+from ringjax.data import ChatTemplate, Tokenizer
+from ringjax.errors import OptionError, PromptError, TemplateError
+from ringjax.kv import kind_text
+from ringjax.paths import as_path
+
+from .answers.conversation import (
   Conversation,
   Interrupted,
   Turn,
   read_messages,
 )
-from launch.shared import (
+from .answers.conversation_group import ConversationGroup
+from .shared import (
   common,
   console,
   integer_flags,
@@ -43,12 +56,8 @@ from launch.shared import (
   model_flags,
   prompts,
 )
-from launch.shared.flag_helpers import FlagHelper
-from ringjax import fetched_models
-from ringjax.data import ChatTemplate, Tokenizer
-from ringjax.errors import OptionError, PromptError, TemplateError
-from ringjax.kv import kind_text
-from ringjax.paths import as_path
+from .shared.flag_helpers import FlagHelper
+from .shared.group import Group
 
 NAME = "chat"
 _MODEL = "smollm2-135m"
@@ -96,27 +105,32 @@ def run(
 ) -> int:
   """Talks until the input ends; returns the exit status."""
   stdin = sys.stdin if stdin is None else stdin
-  stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
-  chat = _Chat(values, stdin, stdout, screen)
+  chat = _Chat(values, stdin, sys.stdout if stdout is None else stdout, screen)
+
+  def leave(error: BaseException, status: int) -> None:
+    chat.group.leave(error, status)
+    # A thread may still compute.
+    console.leave_at_once(error, status)
+
   with console.Run(
     screen,
     _MEMORY,
     doing=lambda: chat.doing,
-    leaving=console.leave_at_once,
+    reports=chat.group,
+    leaving=leave,
     pipe_ends=True,
   ) as run:
     model_flags.check(values)
     if integer_flags.two_asked(values):
       raise prompts.clash("--integer with devices=2 in a chat", "one device")
     common.start(values, single=True)
-    if jax.process_count() > 1:
-      raise OptionError(
-        "processes", jax.process_count(), "one, which has all devices",
-        "pass --nodistributed",
-      )  # fmt: skip
+    if stdout is None and jax.process_count() > 1:
+      chat.write_to(console.own_stdout())
     console.Job().run(chat.begin)
     chat.talk()
+  if not run.status:
+    chat.group.close()
   return run.status
 
 
@@ -131,6 +145,7 @@ class _Chat:
     screen: console.Screen,
   ):
     self.doing = "starting"
+    self.group = Group(screen, lambda: self.doing)
     self._values = values
     self._in, self._out, self._screen = stdin, stdout, screen
     self._terminal = stdin.isatty()
@@ -139,16 +154,22 @@ class _Chat:
     self._conversation: Any = None
     self._tokenizer: Any = None
 
+  def write_to(self, stdout: TextIO) -> None:
+    """Writes answers to this stream."""
+    self._out = stdout
+
   def begin(self) -> None:
     """Loads the model and creates the cache."""
     values, screen = self._values, self._screen
+    screen.quiet = jax.process_index() > 0
+    self._processes = ConversationGroup(self.group.meet())
     path = fetched_models.resolve(values.model or _MODEL, "--model")
     folder = as_path(path)
     mesh = common.mesh(values.mesh)
-    messages = None if values.load is None else read_messages(values.load)
+    messages, source, date = self._processes.shared(self._files_of_flags)
     self.doing = "reading the tokenizer"
     self._tokenizer = Tokenizer.load(folder, untrusted=True)
-    template = _template(values.chat_template, self._tokenizer)
+    template = _template(source, self._tokenizer)
     self.doing = "loading the model"
     screen.begin(f"loading {folder}")
     call_bytes = None if values.memory is None else self._call_bytes
@@ -184,6 +205,7 @@ class _Chat:
           cache_kind=None,
         )
       },
+      now=datetime.datetime.fromisoformat(date),
     )
     if messages is not None:
       self._conversation.messages = messages
@@ -193,6 +215,17 @@ class _Chat:
       f"model: {fetched_models.name_of(folder)}, {model.config.family}, "
       f"{context:,} tokens of context; /help lists the commands"
     )
+
+  def _files_of_flags(
+    self,
+  ) -> tuple[list[dict[str, str]] | None, str | None, str]:
+    """Messages of --load, text of --chat_template, and the date."""
+    values = self._values
+    messages = None if values.load is None else read_messages(values.load)
+    source = None
+    if values.chat_template is not None:
+      source = _template_source(values.chat_template)
+    return messages, source, datetime.datetime.now().isoformat()
 
   def _context(self, model: rj.models.Transformer) -> int:
     """Largest number of tokens of the conversation."""
@@ -217,25 +250,35 @@ class _Chat:
 
   def talk(self) -> None:
     """Answers messages until there are no more."""
+    if not self._processes.leads:
+      # Process 0 ends answers and the conversation.
+      signal.signal(signal.SIGINT, signal.SIG_IGN)
+      self.doing = "following process 0"
+      self._processes.follow(self._conversation)
+      return
     with _history(self._terminal):
       for line in self._lines():
-        text = line.strip()
-        if not text:
-          continue
-        self.doing = "answering"
-        try:
-          if text.startswith("/") and not text.startswith("//"):
-            if not self._command(text):
-              return
-          else:
-            self._answer(text[1:] if text.startswith("//") else text)
-        except (PromptError, TemplateError) as error:
-          # The conversation has not changed.
-          self._screen.error(f"{error}")
-        except OSError as error:
-          if isinstance(error, BrokenPipeError):
-            raise
-          self._screen.error(f"{error.filename}: {error.strerror}")
+        if not self._handle(line.strip()):
+          break
+    self._processes.end()
+
+  def _handle(self, text: str) -> bool:
+    """Answers a line of the user; returns whether others may follow."""
+    if not text:
+      return True
+    self.doing = "answering"
+    try:
+      if text.startswith("/") and not text.startswith("//"):
+        return self._command(text)
+      self._answer(text[1:] if text.startswith("//") else text)
+    except (PromptError, TemplateError) as error:
+      # The conversation has not changed.
+      self._screen.error(f"{error}")
+    except OSError as error:
+      if isinstance(error, BrokenPipeError):
+        raise
+      self._screen.error(f"{error.filename}: {error.strerror}")
+    return True
 
   def _lines(self) -> Iterator[str]:
     """Yields the lines of the user."""
@@ -268,6 +311,7 @@ class _Chat:
     if word == "/help":
       self._screen.say(_HELP)
     elif word == "/reset":
+      self._processes.reset()
       self._conversation.reset()
       self._files = []
       self._screen.say("forgotten")
@@ -308,8 +352,12 @@ class _Chat:
 
     if self._terminal and len(message) > 2000:
       screen.begin("reading", unit="tokens")
+    self._processes.ask(message)
     ask = lambda: self._conversation.ask(
-      message, show, stopped=lambda: job.stop, progress=progress
+      message,
+      show,
+      stopped=lambda: self._processes.stopped(job.stop),
+      progress=progress,
     )
     try:
       turn = job.run(ask)
@@ -343,15 +391,19 @@ def _figures(turn: Turn) -> str:
   )
 
 
-def _template(path: str | None, tokenizer: Tokenizer) -> ChatTemplate:
-  """The model's chat template, or that of a file."""
-  if path is not None:
-    try:
-      source = pathlib.Path(path).read_text("utf-8")
-    except (OSError, ValueError) as error:
-      raise OptionError(
-        "--chat_template", error, "a file of a Jinja template", "pass its path"
-      ) from None
+def _template_source(path: str) -> str:
+  """Reads the text of a template's file."""
+  try:
+    return pathlib.Path(path).read_text("utf-8")
+  except (OSError, ValueError) as error:
+    raise OptionError(
+      "--chat_template", error, "a file of a Jinja template", "pass its path"
+    ) from None
+
+
+def _template(source: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+  """The model's chat template, or one with this text."""
+  if source is not None:
     return ChatTemplate(source, tokenizer.special_names)
   if tokenizer.chat_template is None:
     raise OptionError(

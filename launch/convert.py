@@ -9,8 +9,10 @@
       of 4 or 8 bits become floats (without --dtype bfloat16, and float32 those
       of a GGUF file); of a model of text and images the text model is written.
 
-Layers that only predict further tokens are copied from plain weights, and left
-out of quantised ones, together with their config entries. Weights go tensor by
+Layers that only predict further tokens are copied from plain weights. Of
+quantised ones the first layer becomes floats, too, if rj.models.load reads it
+with predict_layers=True; others are left out with their config entries, and
+named. Weights go tensor by
 tensor: host memory holds one file to write, and the tensors that are read for
 it. The new folder appears when it is complete. Files of the tokenizer and other
 settings are copied, by name; nothing in a folder is ever run.
@@ -31,12 +33,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
-from launch.shared import common, console
-from launch.shared.flag_helpers import FlagHelper
 from ringjax import fetched_models, models
 from ringjax.data import Tokenizer
-from ringjax.errors import OptionError
+from ringjax.errors import CheckpointMismatchError, OptionError
 from ringjax.models.checkpoint import (
   EMBEDDING,
   check_heads,
@@ -44,6 +45,7 @@ from ringjax.models.checkpoint import (
   stored_dtype,
 )
 from ringjax.models.contents import Contents, contents
+from ringjax.models.families import Family
 from ringjax.models.gguf.gguf_folder import GgufFolder, open_model
 from ringjax.models.hf import save
 from ringjax.models.hf.folder import Folder
@@ -53,6 +55,9 @@ from ringjax.models.hf.tensors import CheckpointTensor, parameters
 from ringjax.models.origin import Origin, origin_of
 from ringjax.models.rope_scaling import read_extended
 from ringjax.paths import as_path
+
+from .shared import common, console
+from .shared.flag_helpers import FlagHelper
 
 NAME = "convert"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -90,6 +95,7 @@ class Conversion(NamedTuple):
     targets: Shape and dtype to read each stored tensor as, by its name.
     dtypes: Dtypes of unpacked tensors, by name.
     parameters: Number of parameters.
+    predicting: Number of layers among them that predict further tokens.
   """
 
   source: dict[str, Any]
@@ -99,6 +105,7 @@ class Conversion(NamedTuple):
   targets: dict[str, jax.ShapeDtypeStruct]
   dtypes: dict[str, Any]
   parameters: int
+  predicting: int
 
 
 def run(
@@ -151,10 +158,15 @@ def _conversion(values: flags.FlagValues) -> Conversion:
   """Opens a folder and compares it with the model of its config."""
   dtype = values.dtype
   folder = open_model(fetched_models.resolve(values.model, "--model"))
-  _, source, family = read_extended(
+  parsed, source, family = read_extended(
     folder.config, values.rope_scaling, strict=values.strict
   )
-  empty = models.abstract(source, dtype=dtype or jnp.float32)
+  packed = packing(folder.config) is not None
+  # Plain weights of such a layer are copied as they are.
+  predicts = packed and _reads_predicting(parsed, family, folder)
+  empty = models.abstract(
+    source, dtype=dtype or jnp.float32, predict_layers=predicts
+  )
   model_contents = contents(folder, family, empty, source)
   params = parameters(empty)
   cpu = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
@@ -182,12 +194,27 @@ def _conversion(values: flags.FlagValues) -> Conversion:
     origin_of(
       model_contents,
       whole=folder.config.get("model_type") in family.types,
-      packed=packing(folder.config) is not None,
+      packed=packed,
     ),
     targets,
     dtypes,
     sum(p.get_value().size for p in params.values()),
+    int(predicts),
   )
+
+
+def _reads_predicting(
+  config: models.TransformerConfig, family: Family, folder: Folder
+) -> bool:
+  """Whether a folder has a layer that predicts further, and it can be read."""
+  layout = family.predict
+  if layout is None or not layout.stored(config, folder.tensors):
+    return False
+  try:
+    layout.with_layer(config, folder.tensors)
+  except OptionError:
+    return False
+  return True
 
 
 def _tensors(
@@ -198,14 +225,41 @@ def _tensors(
   total = sum(map(model_contents.nbytes, model_contents.tensors))
   screen.begin(f"reading {len(model_contents.tensors)} tensors", total, "bytes")
   read_bytes = 0
+  by_stored = {x: name for name, x in conversion.origin.unread.items()}
   targets = lambda t: {p.name: conversion.targets[p.name] for p in t.pieces}
   for t, x in model_contents.read(targets):
     floats = _floats(t, x, conversion.dtypes.get(t.name))
     if t.targets[0][0] == EMBEDDING:
       check_heads(model_contents.folder, model_contents.heads, floats)
     yield t.name, floats
+    for copy, path in model_contents.copies.items():
+      if path == t.targets[0][0]:
+        name = by_stored.get(copy, copy)
+        yield name, _copied(model_contents.folder, copy, floats)
     read_bytes += model_contents.nbytes(t)
     screen.at(read_bytes)
+
+
+def _copied(
+  folder: Folder, name: str, weight: Float[Array, "_ _"]
+) -> Float[Array, "_ _"]:
+  """Read a copy of a weight, in the dtype of that weight.
+
+  Raises:
+    CheckpointMismatchError: If it has other numbers.
+  """
+  like = jax.ShapeDtypeStruct(
+    weight.shape, weight.dtype, sharding=weight.sharding
+  )
+  (copy,) = folder.read({name: like}).values()
+  if not jnp.array_equal(copy, weight):
+    raise CheckpointMismatchError(
+      name,
+      "other numbers than the model's embedding or head",
+      "a copy of it, as layers that predict further tokens have",
+      "remove the layer's tensors from the folder",
+    )
+  return copy
 
 
 def _floats(
@@ -248,7 +302,7 @@ def _convert(
 
   save.write(
     values.out,
-    origin.config(config, origin.copied),
+    origin.config(config, origin.copied, conversion.predicting),
     itertools.chain(_tensors(conversion, screen), origin.stored(origin.copied)),
     max_shard_bytes=values.max_shard_bytes,
     beside=write_companions,

@@ -25,13 +25,14 @@ from typing import TextIO
 import jax
 from absl import flags
 
-from launch.shared import common, console
-from launch.shared.flag_helpers import FlagHelper
 from ringjax.bench import timing
 from ringjax.bench.doctor import checkup
 from ringjax.bench.doctor.findings import is_wrong, table
 from ringjax.checks import one_of
 from ringjax.errors import OptionError
+
+from .shared import common, console
+from .shared.flag_helpers import FlagHelper
 
 NAME = "doctor"
 _MEMORY = "pass fewer --parts, or end other programs on the device"

@@ -6,6 +6,11 @@
   python -m launch.evaluate needle --task=all --cache=dense --cache=int4
       Every task (ringjax.data.tasks.needle.TASKS) by the kind of cache out of
       which the answers come.
+  python -m launch.evaluate suite --suite=ruler:path=DIR --cache=int8
+      A benchmark (ringjax.eval.suites: RULER, LongBench v2, InfiniteBench,
+      NoLiMa, MRCR, HELMET) from its own files and by its own rule, for each
+      kind of cache and each way to read prompts: --read=chunked
+      --read=8*ape reads contexts in eight parts. Prints the effective length.
   python -m launch.evaluate perplexity --lengths=2048,8192 --plot=nll.png
       The perplexity of such a text, by position; and of the same tokens with
       more and more text before them.
@@ -41,7 +46,8 @@ the second one, ringjax-small. Of Python's
 sources the one file in ten that training keeps out (`documents.library`) is
 read, over all devices; see --mesh and --prefill. --out is written after each
 cell of a table, or each curve; "complete" in it says whether it has all. Called
-again with the same --out and settings, needle asks for missing cells only.
+again with the same --out and settings, needle and suite ask only what is
+missing.
 """
 
 from __future__ import annotations
@@ -49,6 +55,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
@@ -58,13 +65,6 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch.shared import answering, common, console, model_flags
-from launch.shared.flag_helpers import (
-  FlagHelper,
-  model_folder,
-  option_values,
-)
-from launch.shared.group import Group
 from ringjax.bench import timing
 from ringjax.checks import one_of
 from ringjax.data import LinkTokens, Tokenizer
@@ -97,6 +97,18 @@ from ringjax.eval import (
 )
 from ringjax.eval.entropy import settings
 from ringjax.eval.needle import grid, mean, table
+from ringjax.eval.suites import (
+  SUITES,
+  ReadingMode,
+  Suite,
+  SuiteAnswer,
+  asks_chats,
+  effective_lengths,
+  score_table,
+  suite_answers,
+  suite_of,
+  templates_of,
+)
 from ringjax.infer import GenerateConfig
 from ringjax.infer.contexts import APE, combine_of
 from ringjax.json_text import json_text
@@ -105,6 +117,14 @@ from ringjax.models import small, tiny
 from ringjax.models.cepe import CepeTransformer
 from ringjax.models.fingerprint import fingerprint
 from ringjax.paths import as_path
+
+from .shared import answering, common, console, model_flags
+from .shared.flag_helpers import (
+  FlagHelper,
+  model_folder,
+  option_values,
+)
+from .shared.group import Group
 
 NAME = "evaluate"
 # Characters of a text that are encoded to estimate its number of tokens.
@@ -210,6 +230,36 @@ def define(values: flags.FlagValues) -> None:
     ["0", "4096", "16384", "65536"],
     "drafts: by how much tokens are moved on.",
   )
+  new.text(
+    "suite",
+    None,
+    f"suite: the benchmark, of {', '.join(SUITES)}, with its files and "
+    "options, as in nolima:path=DIR,lengths=(1000,4000).",
+  )
+  new.place(
+    "templates",
+    None,
+    "suite: messages in place of ringjax's own: a text file, or JSON with a "
+    "text for each task.",
+  )
+  flags.DEFINE_multi_string(
+    "read",
+    None,
+    "suite: a method of prefill, or parts and how they are combined, as in "
+    "8*ape:temperature=0.8; may be given several times.",
+    flag_values=values,
+  )
+  new.whole("limit", None, "suite: most questions of each task and length.")
+  new.whole(
+    "longest",
+    None,
+    "suite: most tokens of prompt and answer; default: the model's context.",
+  )
+  new.boolean(
+    "chat",
+    None,
+    "suite: whether prompts are chats; default: if the model has a template.",
+  )
   new.path("log", None, "curves: the log.jsonl of a training.")
   new.local_output("plot", None, "PNG to draw (needs matplotlib).")
   new.output("out", None, "File for all figures, JSON.")
@@ -294,7 +344,7 @@ _OWN_FLAGS: dict[str, tuple[str, ...]] = {
   "families": ("families", "cache", "lengths", "seed", "out", "json"),
 }  # fmt: skip
 # Sub-commands that take all flags but those of other sub-commands.
-_COMMON = ("needle", "perplexity", "caches", "contexts", "entropy")
+_COMMON = ("needle", "perplexity", "caches", "contexts", "entropy", "suite")
 
 
 def _uses(word: str, name: str, asks: bool) -> bool:
@@ -309,11 +359,20 @@ def _uses(word: str, name: str, asks: bool) -> bool:
   only = {"task": ("needle", "caches", "contexts"), "depths": asking,
           "trials": answers, "seed": answers, **of_contexts,
           "rows": ("perplexity", "caches", "contexts", "entropy"),
-          "cache": ("caches", "needle", "contexts"),
+          "cache": ("caches", "needle", "contexts", "suite"),
           "prefill": ("needle", "perplexity"),
-          "chunk": ("needle", "perplexity"), "log": (), "families": (),
-          "adapter": ("needle", "perplexity", "caches", "contexts", "entropy"),
-          "cache_dtype": ("needle", "perplexity"), "splits": ("entropy",),
+          "chunk": ("needle", "perplexity", "suite"), "log": (),
+          "families": (),
+          "cache_dtype": ("needle", "perplexity", "suite"),
+          "splits": ("entropy",),
+          **dict.fromkeys(
+            ("suite", "templates", "read", "limit", "longest", "chat"),
+            ("suite",),
+          ),
+          **dict.fromkeys(
+            ("folder", "plot"),
+            ("needle", "perplexity", "caches", "contexts", "entropy"),
+          ),
           "context": ("entropy",), "query": ("entropy",), "draft": (),
           "combine": ("entropy",),
           "offsets": (), "lengths":
@@ -402,12 +461,20 @@ class _Evaluation:
       ),
     }
 
-  def _known_cells(
-    self, settings: dict[str, Any], keys: Sequence[Any]
-  ) -> list[Cell]:
-    """Reads the cells that --out has from a run with the same settings.
+  def _known(
+    self,
+    unit: str,
+    settings: dict[str, Any],
+    from_record: Callable[[dict[str, Any]], Any],
+  ) -> list[Any]:
+    """Reads the figures that --out has from a run with the same settings.
 
-    Several processes need not share a file system, so they compute all cells.
+    Several processes need not share a file system, so they compute all.
+
+    Args:
+      unit: Name of the list of figures.
+      settings: Entries of the record that must be equal.
+      from_record: Function that makes a figure of its record.
     """
     path = self._values.out
     if path is None or jax.process_count() > 1:
@@ -419,8 +486,7 @@ class _Evaluation:
       previous = json.loads(place.read_text("utf-8"))
       if any(previous[name] != x for name, x in settings.items()):
         return []
-      cells = [Cell.from_record(record) for record in previous["cells"]]
-      return [cell for cell in cells if cell.key in keys]
+      return [from_record(record) for record in previous[unit]]
     except StorageError:
       raise
     # The file has other contents: it is replaced.
@@ -543,7 +609,11 @@ class _Evaluation:
     settings |= {"characters": len(text)}
     if jax.process_count() == 1:
       settings["weights"] = fingerprint(model)
-    known_cells = self._known_cells(settings, keys)
+    known_cells = [
+      cell
+      for cell in self._known("cells", settings, Cell.from_record)
+      if cell.key in keys
+    ]
     if known_cells:
       screen.say(
         f"{values.out} has {len(known_cells)} of {len(keys)} cells already"
@@ -597,6 +667,96 @@ class _Evaluation:
     ]
     title = f"{subject}: {100 * mean(cells):.0f} % found"
     return lines, lambda path: charts.heat_map(cells, path, title)
+
+  def _readings(self) -> dict[str, ReadingMode]:
+    """Ways to read prompts, of --read and --cache, by name."""
+    values = self._values
+    readings: dict[str, ReadingMode] = {}
+    for read in values.read or [""]:
+      parts = re.fullmatch(r"(\d+)\*(.+)", read)
+      for cache in values.cache or [""]:
+        options: dict[str, Any] = {}
+        if cache:
+          options["cache_kind"] = common.cache_kind(cache)
+        if read and not parts:
+          options["prefill"] = read
+          GenerateConfig().replace(prefill=read)
+        name = " ".join(filter(None, (read, cache)))
+        readings[name] = ReadingMode(
+          options=options,
+          parts=int(parts[1]) if parts else None,
+          combine=parts[2] if parts else "parallel",
+        )
+    return readings
+
+  def suite(self) -> _CommandOutput:
+    """Asks the questions of a benchmark in each way."""
+    values, screen = self._values, self._screen
+    if values.suite is None:
+      raise OptionError(
+        "--suite",
+        "none",
+        f"a benchmark, of {', '.join(SUITES)}",
+        "pass --suite=ruler:path=DIR, for instance",
+      )
+    templates = None
+    if values.templates is not None:
+      templates = templates_of(as_path(values.templates, "--templates"))
+    suite = suite_of(values.suite, templates=templates, name="--suite")
+    readings = self._readings()
+    model, tokenizer, options = self._load()
+    settings = self._about() | {
+      name: values[name].value
+      for name in ("dtype", "chunk", "cache_dtype", "limit", "longest", "chat")
+    }
+    settings |= {"suite": values.suite, "templates": templates, "text": "suite"}
+    if jax.process_count() == 1:
+      settings["weights"] = fingerprint(model)
+
+    def begin(total: int, known: Sequence[SuiteAnswer]) -> None:
+      if known:
+        screen.say(f"{values.out} has {len(known)} of {total} answers already")
+      self._begin(
+        "answers",
+        total,
+        [answer.record() for answer in known],
+        readings=list(readings),
+        **settings,
+      )
+      screen.begin("asking", total, "questions", len(known))
+
+    def add(answer: SuiteAnswer) -> None:
+      self._add(answer.record())
+      screen.at(len(self.record["answers"]))
+
+    answers = suite_answers(
+      model,
+      tokenizer,
+      suite,
+      readings=readings,
+      chat=values.chat,
+      limit=values.limit,
+      longest=values.longest,
+      known=self._known("answers", settings, SuiteAnswer.from_record),
+      on_answer=add,
+      on_start=begin,
+      **options,
+    )
+    chats = asks_chats(tokenizer, readings, values.chat)
+    self.record["asked"] = "chats" if chats else "plain prompts"
+    name = f"{values.suite.partition(':')[0]}, in {self.record['asked']}"
+    lines = _suite_lines(answers, suite, name)
+    effective = effective_lengths(answers, suite)
+    self.record["effective"] = {
+      name: x._asdict() for name, x in effective.items()
+    }
+    for name, x in effective.items():
+      length = "none" if x.length is None else f"{x.length:,} tokens"
+      lines.append(
+        f"effective length{f' of {name}' if name else ''}: {length} (at least "
+        f"{100 * x.threshold:.1f} %: {x.rule})"
+      )
+    return lines, lambda path: None
 
   def perplexity(self) -> _CommandOutput:
     """Measures perplexity on texts of each length with equal last tokens."""
@@ -1072,7 +1232,17 @@ class _Evaluation:
         "--log", log, "a line or more", "train some steps first"
       )
     self.record = {"rows": rows}
-    lines = [f"{'step':>8}{'stage':>7}{'loss':>10}{'tokens/s':>12}"]
+    figures = [
+      name
+      for of_kind in charts.FIGURES_OF_KIND
+      for name in of_kind
+      if name not in charts.FIGURES
+      and any(row.get(name) is not None for row in rows)
+    ]
+    lines = [
+      f"{'step':>8}{'stage':>7}{'loss':>10}{'tokens/s':>12}"
+      + "".join(f"{name:>20}" for name in figures)
+    ]
     printed_rows = rows[:: max(1, len(rows) // 20)]
     if printed_rows[-1] is not rows[-1]:
       printed_rows.append(rows[-1])
@@ -1082,6 +1252,10 @@ class _Evaluation:
         f"{row['step']:>8}{row['stage']:>7}"
         f"{'-' if loss is None else f'{loss:.4f}':>10}"
         f"{'-' if rate is None else f'{rate:,.0f}':>12}"
+        + "".join(
+          f"{'-' if row.get(x) is None else f'{row[x]:.4g}':>20}"
+          for x in figures
+        )
       )
     return lines, lambda path: charts.training_curves(rows, path)
 
@@ -1184,14 +1358,43 @@ def _chart_row(row: Any) -> dict[str, Any]:
   for name in charts.FIGURES:
     if name not in row or type(row[name]) not in (int, float, type(None)):
       raise ValueError(f"{name} {row.get(name, 'not there')!r}"[:80])
+  for of_kind in charts.FIGURES_OF_KIND:
+    for name in of_kind:
+      if type(row.get(name)) not in (int, float, type(None)):
+        raise ValueError(f"{name} {row[name]!r}"[:80])
   return {
     name: None if isinstance(x, float) and not math.isfinite(x) else x
     for name, x in row.items()
   }
 
 
+def _suite_lines(
+  answers: Sequence[SuiteAnswer], suite: Suite, name: str
+) -> list[str]:
+  """Table of scores in per cent, by way and task, and length."""
+  table = score_table(answers, suite)
+  lengths = dict.fromkeys(length for row in table.values() for length in row)
+  columns = sorted(lengths, key=lambda x: -1 if x is None else x)
+  labels = ["  ".join(filter(None, key)) for key in table]
+  width = max(map(len, labels))
+  shortened = sum(answer.shortened for answer in answers)
+  lines = [
+    f"{name}: scores in per cent of {len(answers):,} answers"
+    + (f", {shortened:,} of shortened prompts" if shortened else ""),
+    " " * width
+    + "".join(f"{'all' if x is None else f'{x:,}':>10}" for x in columns),
+  ]
+  for label, row in zip(labels, table.values(), strict=True):
+    cells = (
+      f"{100 * row[x]:>10.1f}" if x in row else " " * 10 for x in columns
+    )
+    lines.append(f"{label:<{width}}{''.join(cells)}")
+  return lines
+
+
 _COMMANDS: dict[str, Callable[[_Evaluation], _CommandOutput]] = {
   "needle": _Evaluation.needle,
+  "suite": _Evaluation.suite,
   "perplexity": _Evaluation.perplexity,
   "caches": _Evaluation.caches,
   "contexts": _Evaluation.contexts,

@@ -34,11 +34,12 @@ from typing import TextIO
 
 from absl import flags
 
-from launch.shared import common, console
 from ringjax import fetched_models, hub
 from ringjax.checks import one_of
 from ringjax.errors import OptionError
 from ringjax.fetched_models import NamedModel
+
+from .shared import common, console
 
 NAME = "fetch"
 # Prefix of the names of folders in which downloads are in progress.

@@ -45,18 +45,6 @@ from absl import flags
 from jax.sharding import Mesh
 
 import ringjax as rj
-from launch.answers import answer_entropy, next_prompt
-from launch.shared import (
-  common,
-  console,
-  integer_flags,
-  machines,
-  model_flags,
-  prompts,
-  tensor_ranks,
-)
-from launch.shared.flag_helpers import FlagHelper, model_folder
-from launch.shared.group import Group
 from ringjax.checks import positive_int
 from ringjax.data import LinkTokens, Tokenizer
 from ringjax.data.tasks.link_tokens import LINKS
@@ -75,9 +63,23 @@ from ringjax.paths import AnyPath
 from ringjax.plan.flexgen.offload_costs import OffloadPolicy
 from ringjax.plan.flexgen.offload_tiers import TIERS
 
+from .answers import answer_entropy, next_prompt
+from .shared import (
+  answering,
+  common,
+  console,
+  integer_flags,
+  machines,
+  model_flags,
+  prompts,
+  tensor_ranks,
+)
+from .shared.flag_helpers import FlagHelper, model_folder
+from .shared.group import Group
+
 NAME = "generate"
 _NEW_TOKENS = 256
-# Largest size of a folder that keeps contexts.
+# Maximum bytes of --store.
 _STORE_BYTES = 1 << 40
 # Tokens of a chunk where two devices prefill.
 _CHUNK = 256
@@ -115,11 +117,11 @@ def define(values: flags.FlagValues) -> None:
   new.place(
     "contexts", None, "A folder of .txt files that the prompt is about."
   )
-  new.path(
+  new.place(
     "store",
     None,
-    "A folder that keeps what was read of contexts or, with --important, of "
-    "the document.",
+    "A folder or an address that keeps what was read of contexts or, with "
+    "--important, of the document.",
   )
   new.number(
     "important",
@@ -235,7 +237,7 @@ class _Work:
     if not prompts.made_up(values):
       # Before the model is loaded: the file may be unreadable.
       common.share(self._read_prompt)
-    if values.contexts is not None:
+    if values.contexts is not None and jax.process_index() == 0:
       prompts.find_contexts(values.contexts)
     encoded = None
     if values.memory is not None and values.contexts is None:
@@ -393,14 +395,17 @@ class _Work:
     """Creates a session with the document's tokens that the question needs."""
     values, screen = self._values, self._screen
     if jax.process_count() > 1:
-      raise prompts.clash("--important in several processes", "one process")
+      raise prompts.clash(
+        "--important in several processes",
+        "one process: tokens are chosen with the whole model on one device",
+      )
     document, question = prompts.around_question(
       self._prompt, values, tokenizer, chat
     )
     self._begin(
       f"choosing of {len(document):,} tokens", "choosing important tokens"
     )
-    with rj.store.Store(disk=(values.store, _STORE_BYTES)) as store:
+    with answering.store(values.store, _STORE_BYTES) as store:
       work = contexts.ImportantPrefixes(
         model, store, important=values.important
       )
@@ -428,13 +433,25 @@ class _Work:
   ) -> np.ndarray:
     """Encodes the contexts; returns the ids of the question."""
     values, screen = self._values, self._screen
-    if jax.process_count() > 1:
-      raise prompts.clash("--contexts in several processes", "one process")
-    texts = prompts.contexts(values.contexts, tokenizer)
-    prefix, question = prompts.around_contexts(
-      self._prompt, values, tokenizer, chat
-    )
     combine = contexts.combine_of(values.combine or "parallel", "--combine")
+    if isinstance(combine, contexts.Cepe) and jax.process_count() > 1:
+      raise prompts.clash(
+        "--combine=cepe in several processes",
+        "one process, or a way that reads contexts as keys",
+      )
+
+    def encode() -> list[np.ndarray]:
+      first, question = prompts.around_contexts(
+        self._prompt, values, tokenizer, chat
+      )
+      return [
+        np.asarray(first, np.int32),
+        question,
+        *prompts.contexts(values.contexts, tokenizer),
+      ]
+
+    first, question, *texts = common.share_lists(encode)
+    prefix = tuple(int(n) for n in first)
     if isinstance(combine, contexts.Cepe):
       # An encoder reads the contexts: the decoder gets no tokens of them.
       self._contexts = {"contexts": texts, "combine": combine}
@@ -451,7 +468,7 @@ class _Work:
       return np.concatenate([np.asarray(prefix, np.int32), *texts, question])
     store = None
     if values.store is not None:
-      store = rj.store.Store(disk=(values.store, _STORE_BYTES))
+      store = answering.store(values.store, _STORE_BYTES)
     kind = kind_text.parse(values.cache, "--cache")
     if not values["cache"].present:
       kind = KINDS["unrotated" if combine.moves else "dense"]
@@ -492,7 +509,9 @@ class _Work:
       question=self._next_text,
       source=self._values.next_prompt_file,
     )
-    next_ids = prompts.encode(following, self._values, tokenizer, chat)
+    next_ids = common.share(
+      lambda: prompts.encode(following, self._values, tokenizer, chat)
+    )
     self._begin("answering one prompt, reading the next", "answering")
     answers = next_prompt.answer(
       model, mesh, ids, next_ids, values=self._values, count=self._count(),

@@ -25,15 +25,16 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch.beside import prompt_lines
-from launch.shared import common, console
-from launch.shared.flag_helpers import FlagHelper, model_folder
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError
 from ringjax.infer.loongserve.elastic_worker import PATIENCE_S
 from ringjax.json_text import json_text
 from ringjax.models import tiny
 from ringjax.serve.cluster import ElasticAnswers, ElasticWorkers
+
+from .beside import prompt_lines
+from .shared import common, console
+from .shared.flag_helpers import FlagHelper, model_folder
 
 NAME = "instances"
 _MEMORY = "start fewer processes, with --workers, or give them fewer --slots"

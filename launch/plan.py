@@ -95,7 +95,18 @@ from typing import Any, TextIO
 import numpy as np
 from absl import app, flags
 
-from launch.planning import (
+from ringjax.errors import OptionError, RingjaxError
+from ringjax.parallel.chips import Link
+from ringjax.plan import cost, draw, profiles
+from ringjax.plan.cost import Profile, Prompt
+from ringjax.plan.kv_runahead import partition, published, schedules
+from ringjax.plan.kv_runahead.balance import round_to_tiles
+from ringjax.plan.kv_runahead.grid import SearchResult
+from ringjax.plan.kv_runahead.partition import PartitionPlan
+from ringjax.plan.kv_runahead.schedules import Outcome
+from ringjax.plan.kv_runahead.table import PartitionTable, TableKey
+
+from .planning import (
   aot,
   cache,
   capacity,
@@ -107,17 +118,7 @@ from launch.planning import (
   strategies,
   windows,
 )
-from launch.shared import common, console, machines
-from ringjax.errors import OptionError, RingjaxError
-from ringjax.parallel.chips import Link
-from ringjax.plan import cost, draw, profiles
-from ringjax.plan.cost import Profile, Prompt
-from ringjax.plan.kv_runahead import partition, published, schedules
-from ringjax.plan.kv_runahead.balance import round_to_tiles
-from ringjax.plan.kv_runahead.grid import SearchResult
-from ringjax.plan.kv_runahead.partition import PartitionPlan
-from ringjax.plan.kv_runahead.schedules import Outcome
-from ringjax.plan.kv_runahead.table import PartitionTable, TableKey
+from .shared import common, console, machines
 
 NAME = "plan"
 # For tests and notebooks, which parse the flags themselves.
@@ -547,25 +548,25 @@ def _list(numbers: Sequence[int]) -> str:
 
 def _elastic(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
   # Simulated engines are in a package with real ones, which import flax.
-  from launch.planning import elastic
+  from .planning import elastic
 
   elastic.compared(values, out, err)
 
 
 def _which(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
-  from launch.planning import serving_systems
+  from .planning import serving_systems
 
   serving_systems.compared(values, out, err)
 
 
 def _serve(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
-  from launch.planning import serving_plan
+  from .planning import serving_plan
 
   serving_plan.served(values, out, err)
 
 
 def _routes(values: flags.FlagValues, out: TextIO, err: TextIO) -> None:
-  from launch.planning import routes
+  from .planning import routes
 
   routes.compared(values, out, err)
 

@@ -34,10 +34,6 @@ from absl import app, flags
 from jax.sharding import Mesh
 
 import ringjax as rj
-from launch.shared import common, console, machines
-from launch.shared.flag_helpers import FlagHelper, model_folder
-from launch.shared.group import Group
-from launch.shared.prompts import clash
 from ringjax import plan
 from ringjax.data import Tokenizer
 from ringjax.data.tasks import documents
@@ -58,6 +54,11 @@ from ringjax.plan.cost import Profile, Prompt
 from ringjax.plan.events import Timeline
 from ringjax.plan.kv_runahead import schedules
 from ringjax.plan.kv_runahead.schedules import Outcome
+
+from .shared import common, console, machines
+from .shared.flag_helpers import FlagHelper, model_folder
+from .shared.group import Group
+from .shared.prompts import clash
 
 NAME = "prefill"
 METHODS = ("kvr", "kvr_even", *lockstep.METHODS, "cpp")

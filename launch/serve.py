@@ -34,9 +34,9 @@
 
 Needs uvicorn, of the extra `serve`. SIGTERM and Ctrl-C end it gracefully: it
 takes no more requests, finishes those in progress within --grace seconds, sends
-an error to the rest, and exits with 0. Of several processes process 0 does so,
-and ends the others. When one of them is lost, all exit with 3, clients get
-errors, and what started them has to start them again.
+an error to the rest, and exits with 0. Of several processes any may get the
+signal: process 0 does so, and all exit with 0. When one of them is lost, all
+exit with 3, clients get errors, and what started them has to start them again.
 """
 
 from __future__ import annotations
@@ -56,20 +56,6 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch.serving import (
-  cluster_roles,
-  flag_modes,
-  host_processes,
-  http_server,
-  stage_instance,
-)
-from launch.shared import answering, common, console, model_flags
-from launch.shared.flag_helpers import (
-  FlagHelper,
-  model_folder,
-  names_of,
-  option_values,
-)
 from ringjax import fetched_models
 from ringjax.checks import number
 from ringjax.data import ChatTemplate, Tokenizer
@@ -77,6 +63,22 @@ from ringjax.errors import OptionError
 from ringjax.models import small
 from ringjax.serve.drafts.row_drafts import RowDrafts
 from ringjax.serve.engine_config import EngineConfig
+
+from .serving import (
+  cluster_roles,
+  flag_modes,
+  host_processes,
+  http_server,
+  peer_flags,
+  stage_instance,
+)
+from .shared import answering, common, console, model_flags
+from .shared.flag_helpers import (
+  FlagHelper,
+  model_folder,
+  names_of,
+  option_values,
+)
 
 NAME = "serve"
 _SEND_BYTES = 1 << 17
@@ -108,10 +110,11 @@ def define(values: flags.FlagValues) -> None:
     "bfloat16, float16 or float32; default: the folder's, on one CPU device "
     "float32 where that fits.",
   )
-  new.path(
+  new.place(
     "store",
     None,
-    "A folder that keeps prefixes: prompts that begin like an earlier one get "
+    "A folder, or an address such as gs://bucket/name, that keeps prefixes: "
+    "prompts that begin like an earlier one get "
     "them back, also in a server that is started anew.",
   )
   new.whole("store_bytes", 1 << 36, "Bytes of --store at most.")
@@ -161,6 +164,7 @@ def define(values: flags.FlagValues) -> None:
   cluster_roles.define(values)
   stage_instance.define(new)
   common.define(values)
+  peer_flags.define(new)
 
 
 def run(
@@ -244,7 +248,7 @@ def run(
       elif values.store is not None:
         # Entered before whatever the engine writes to it at its end.
         options["store"] = logs.enter_context(
-          rj.store.Store(disk=(values.store, values.store_bytes))
+          answering.store(values.store, values.store_bytes)
         )
         options["important"] = important
       engine = rj.serve.Engine(
@@ -461,4 +465,4 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
   define(flags.FLAGS)
   flags.adopt_module_key_flags(common)
-  common.launch(NAME, main)
+  common.launch(NAME, main, unknown=peer_flags.hint)

@@ -19,7 +19,8 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from launch.shared.systems_table import SYSTEMS, System
+from .shared.entry_points import command_text
+from .shared.systems_table import SYSTEMS, System
 
 _WIDTH = 100
 # Columns of the table: name and text; the rest is for the page.
@@ -97,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     Exit status: 2 if a name is unknown.
   """
   if {"--help", "-h"} & set(argv):
-    print(__doc__)
+    print(command_text(__doc__ or ""))
     return 0
   if not argv:
     return _show([*table(), "", "One in full: python -m launch systems NAME"])
@@ -120,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
 def _show(lines: Sequence[str]) -> int:
   """Prints lines, as many as a reader such as `| head` takes."""
   try:
-    print("\n".join(lines), flush=True)
+    print(command_text("\n".join(lines)), flush=True)
   except BrokenPipeError:
     # Python flushes stdout once more as it ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

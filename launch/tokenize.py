@@ -24,13 +24,14 @@ from typing import TextIO
 
 from absl import flags
 
-from launch.shared import common, console, sources
-from launch.shared.flag_helpers import FlagHelper
 from ringjax.data import Corpus
 from ringjax.data.batches import texts
 from ringjax.errors import OptionError
 from ringjax.json_text import json_text
 from ringjax.paths import AnyPath, as_path
+
+from .shared import common, console, sources
+from .shared.flag_helpers import FlagHelper
 
 NAME = "tokenize"
 _MEMORY = "split the longest file into several"

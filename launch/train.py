@@ -12,18 +12,19 @@
 
 --out gets `checkpoints`, `log.jsonl` (a line a report), `config.json` and in
 the end `model`, a Hugging Face folder with its tokenizer, or `draft`, that of a
-draft; of adapters also `adapter`, a folder of PEFT. On SIGTERM or Ctrl-C the
+draft; of adapters also `adapter`, a folder of PEFT, and with merge=False only
+that. On SIGTERM or Ctrl-C the
 current step is saved, and the exit status is 143 or 130.
 
-A config is a Python file with get_config(); see configs/train. Several
-processes: see launch/shared/common.py.
+A config is a Python file with get_config(); see configs/train and
+configs/posttraining. Several processes: see launch/shared/common.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
+import functools
 import io
 import json
 import math
@@ -35,7 +36,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from jax.sharding import Mesh
@@ -44,12 +44,9 @@ from ml_collections.config_dict import placeholder
 from ml_collections.config_flags import config_flags
 
 import ringjax as rj
-from launch.shared import common, config_fields, console, sources
-from launch.shared.flag_helpers import FlagHelper
-from launch.shared.group import PATIENCE_S, Group
 from ringjax import fetched_models
 from ringjax.bench import timing
-from ringjax.checks import local_path, one_of, positive_int
+from ringjax.checks import integer, local_path, one_of, positive_int
 from ringjax.data.batches import texts
 from ringjax.data.batches.corpus import fingerprint
 from ringjax.data.batches.packing import BestFit, Cut
@@ -66,12 +63,15 @@ from ringjax.eval.perplexity import perplexity
 from ringjax.json_text import json_text
 from ringjax.models import longspec
 from ringjax.models.cepe import INITS, CepeTransformer, Encoder
-from ringjax.models.checkpoint import cast, stored_dtype
+from ringjax.models.checkpoint import WEIGHTS, cast, stored_dtype
 from ringjax.models.contents import text_config
 from ringjax.models.gguf.gguf_folder import open_model
+from ringjax.models.heads.added_layer import has_predict_layer
 from ringjax.models.hf import auxiliary_files
+from ringjax.models.parameter_arrays import checksums
 from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer
+from ringjax.models.weights.coded_weights import KINDS
 from ringjax.parallel import chips, memory
 from ringjax.paths import AnyPath, ObjectLog, ObjectPath, as_path, filling
 from ringjax.train import loop, recipe
@@ -82,8 +82,17 @@ from ringjax.train.methods.draft_training import DraftTraining
 from ringjax.train.methods.encoder_training import ContextSplit
 from ringjax.train.methods.induction import INITIALISATIONS, CrossInductionHeads
 from ringjax.train.methods.lora import Lora
+from ringjax.train.methods.peft_folder import check_adapter
+from ringjax.train.posttraining.posttraining_loss import PosttrainingLoss
+from ringjax.train.posttraining.preferences import LOSSES
 from ringjax.train.sparsify import sparse_config, sparse_kind
 from ringjax.train.step import Objective
+
+from .shared import common, config_fields, console, sources
+from .shared.flag_helpers import FlagHelper
+from .shared.group import PATIENCE_S, Group
+from .training import reward_config
+from .training.metric_backends import MetricBackends, check_backends
 
 NAME = "train"
 _MEMORY = (
@@ -118,6 +127,23 @@ _DECISIVE = (
   "z_loss",
   "dtype",
 )
+# Further such entries, which checkpoints from before them lack: each with the
+# value that changes nothing.
+_LATER: dict[str, Any] = {
+  "sparse": "",
+  "index_loss": 1.0,
+  "posttraining": {},
+  "predict_loss": 0.0,
+  "predict_only": False,
+  "eagle": {},
+  "products": "float",
+  "weights": "",
+  "rewards": {},
+  # Layers of each round are arrays of their own.
+  "stage_rounds": 1,
+}
+# File of a folder with the chat template that its weights were trained with.
+_TEMPLATE = "chat_template.jinja"
 _PACKERS = {"best_fit": BestFit, "cut": Cut}
 
 
@@ -148,11 +174,14 @@ def define(values: flags.FlagValues) -> None:
     1.0,
   )
   new.path("profile", None, "Folder for a trace of steps 3 to 5 of this run.")
-  new.boolean(
-    "tensorboard",
-    False,
-    "Write reports for TensorBoard too, in --out (needs tensorboardX).",
+  new.texts(
+    "metrics",
+    [],
+    "Libraries that get the reports too: tensorboard (tensorboardX, in --out), "
+    "wandb (Weights & Biases), or package.module:function, which returns a "
+    "LoggingBackend of metrax.",
   )
+  new.boolean("tensorboard", False, "Deprecated: --metrics=tensorboard.")
   new.boolean("json", False, "Print reports as JSON on stdout.")
   new.boolean(
     "help_config",
@@ -211,16 +240,23 @@ class _TrainingRun:
     self.group = Group(screen, lambda: self.doing)
     self._values, self._out = values, stdout
     self._log: TextIO | None = None
-    self._board = None
+    self._backends: MetricBackends | None = None
     self._peak: float | None = None
 
   def close(self) -> None:
     """Closes the logs and leaves the process group."""
     self.screen.end()
     self.group.close()
-    for log in (self._log, self._board):
-      if log is not None:
-        log.close()
+    if self._log is not None:
+      self._log.close()
+    if self._backends is not None:
+      self._backends.close()
+
+  @property
+  def _metrics(self) -> list[str]:
+    """Names of the libraries that get the reports, each once."""
+    older = ["tensorboard"] if self._values.tensorboard else []
+    return list(dict.fromkeys([*self._values.metrics, *older]))
 
   def check(self) -> None:
     """Checks the flags and the config before anything is loaded."""
@@ -233,8 +269,10 @@ class _TrainingRun:
         raise OptionError(f"--{flag} is required, e.g. --{flag}={example}.")
     recipe_of(values.config)
     if values.tensorboard:
-      local_path("--out with --tensorboard", values.out)
-      _summary_writer()
+      self.screen.say("note: --tensorboard is now --metrics=tensorboard")
+    if self._metrics:
+      local_path("--out with --metrics", values.out)
+      check_backends(self._metrics)
 
   def run(self) -> int:
     """Trains, and returns the exit status."""
@@ -258,13 +296,19 @@ class _TrainingRun:
     with contextlib.ExitStack() as stack:
       # Adapters are of one model: a checkpoint belongs to its weights.
       model = None
-      if train_recipe.adapter is not None:
-        model = self._model(config, folder, links, sharding)
+      if train_recipe.adapter is not None or config.rewards:
+        model = self._model(config, folder, links, sharding, tokenizer)
+        _check_alone(config, folder, model, train_recipe.lora)
       checkpoints = stack.enter_context(
         Checkpoints(
           out / "checkpoints",
           keep=config.keep,
-          config=_identity(config, base, tokenizer, model),
+          config=_identity(
+            config,
+            base,
+            tokenizer,
+            None if train_recipe.adapter is None else model,
+          ),
         )
       )
       # Before the log is opened: another run may be writing to this folder.
@@ -274,9 +318,18 @@ class _TrainingRun:
         if config.sparse:
           shape = preset(shape) if isinstance(shape, str) else shape
           shape = sparse_config(text_config(shape)[0], config.sparse)
-        model = rj.models.abstract(shape, dtype="float32", **sharding)
+        model = rj.models.abstract(
+          shape,
+          dtype="float32",
+          predict_layers=config.predict_loss > 0,
+          **sharding,
+        )
       elif model is None:
-        model = self._model(config, folder, links, sharding)
+        model = self._model(config, folder, links, sharding, tokenizer)
+      if config.stage_rounds > 1:
+        model = rj.train.with_stage_rounds(
+          model, config.stage_rounds, rules=sharding["rules"]
+        )
       # Training donates the model's own arrays.
       abstract_model = jax.eval_shape(lambda model: model, model)
       for line in (
@@ -286,6 +339,7 @@ class _TrainingRun:
         screen.say(line)
       self._peak = values.peak or _peak(config.dtype, mesh)
       self._begin("reading the data")
+      template = _chat_template(config)
       data = [
         sources.mixture(
           entry.get("sources", config.sources),
@@ -294,15 +348,28 @@ class _TrainingRun:
           vocab=model.config.vocab,
           links=links,
         )
-        for entry in config.stages
+        for entry in (() if config.rewards else config.stages)
       ]
+      for mixture in data:
+        for source in mixture.sources:
+          if isinstance(source, rj.data.ChatDocuments | rj.data.PairDocuments):
+            for note in source.counts.notes():
+              screen.say(f"note: {note}")
       if first:
         out.mkdir(parents=True, exist_ok=True)
         self._log = _appended(out / "log.jsonl")
-        if values.tensorboard:
-          self._board = _summary_writer()(str(out / "tensorboard"))
+        if self._metrics:
+          folder_of_run = pathlib.Path(local_path("--out", values.out))
+          self._backends = MetricBackends(
+            self._metrics, folder_of_run, screen.say
+          )
+      parameters = _count(
+        rj.models.abstract(json.loads(abstract_model.source))
+        if config.weights
+        else abstract_model
+      )
       screen.say(
-        f"{abstract_model.config.family}, {_count(abstract_model):,} "
+        f"{abstract_model.config.family}, {parameters:,} "
         f"parameters, {mesh.devices.size} x {jax.devices()[0].device_kind}, "
         f"{train_recipe.total} steps"
       )
@@ -324,20 +391,37 @@ class _TrainingRun:
         trace()
 
       self._begin("making the first step")
+      places: dict[str, Any] = dict(
+        mesh=mesh,
+        axis="seq" if mesh.shape.get("seq", 1) > 1 else None,
+        checkpoints=checkpoints,
+        on_step=on_step,
+      )
+      report = functools.partial(
+        self._report, train_recipe, abstract_model, mesh
+      )
       try:
-        result = recipe.train(
-          train_recipe,
-          model,
-          data,
-          mesh=mesh,
-          axis="seq" if mesh.shape.get("seq", 1) > 1 else None,
-          checkpoints=checkpoints,
-          report=lambda stage, metrics: self._report(
-            train_recipe, abstract_model, mesh, stage, metrics
-          ),
-          on_step=on_step,
-          evaluate=_evaluation(config, tokenizer, mesh),
-        )
+        if config.rewards:
+          training = reward_config.training_of(config, train_recipe, tokenizer)
+          result = rj.rl.train(
+            training.recipe,
+            model,
+            training.questions,
+            tokenizer=tokenizer,
+            environment=training.environment,
+            chat=training.chat,
+            report=functools.partial(report, 0),
+            **places,
+          )
+        else:
+          result = recipe.train(
+            train_recipe,
+            model,
+            data,
+            report=report,
+            evaluate=_evaluation(config, tokenizer, mesh),
+            **places,
+          )
       except CheckpointMismatchError as error:
         raise _with_changed_fields(
           error, out / "config.json", config, folder
@@ -358,21 +442,33 @@ class _TrainingRun:
         longspec.save(result.model, place, dtype=save_dtype)
       screen.say(f"wrote {out / 'draft'}")
       return 0
-    written = result.model
-    if save_dtype is not None:
-      written = cast(written, save_dtype)
-    rj.models.save(written, out / "model", overwrite=True)
-    if first and home is not None:
-      with filling(out / "model") as place:
-        copy_companions(home, place)
-    elif first:
-      tokenizer.save(out / "model")
-    if first and links is not None:
-      links.save(out / "model")
-    screen.say(f"wrote {out / 'model'}")
+    if config.eagle:
+      rj.models.eagle3.save(
+        result.model, out / "head", dtype=save_dtype, overwrite=True
+      )
+      screen.say(f"wrote {out / 'head'}")
+      return 0
+    if config.merge:
+      written = result.model
+      if config.weights:
+        written = rj.models.with_float_weights(written)
+      if save_dtype is not None:
+        written = cast(written, save_dtype)
+      rj.models.save(written, out / "model", overwrite=True)
+      if first and home is not None:
+        with filling(out / "model") as place:
+          copy_companions(home, place)
+      elif first:
+        tokenizer.save(out / "model")
+      if first and template is not None:
+        with filling(out / "model") as place:
+          (place / _TEMPLATE).write_text(template, "utf-8")
+      if first and links is not None:
+        links.save(out / "model")
+      screen.say(f"wrote {out / 'model'}")
     if result.adapter is not None:
       self._begin("writing the adapter")
-      self._write_adapter(out / "adapter", model, *result.adapter)
+      self._write_adapter(out / "adapter", model, *result.adapter, template)
     return 0
 
   def _write_adapter(
@@ -381,11 +477,14 @@ class _TrainingRun:
     model: Transformer,
     lora: Lora,
     params: Mapping[str, Any],
+    template: str | None,
   ) -> None:
     """Writes trained adapters for PEFT, if it has a form for them."""
     try:
       with filling(path) as folder:
         rj.train.save_adapter(folder, model, lora, params, overwrite=True)
+        if template is not None and not jax.process_index():
+          (folder / _TEMPLATE).write_text(template, "utf-8")
     except OptionError as error:
       self.screen.say(f"note: no adapter is written: {error}")
     else:
@@ -397,15 +496,28 @@ class _TrainingRun:
     folder: str | None,
     links: LinkTokens | None,
     sharding: dict[str, Any],
+    tokenizer: Any,
   ) -> Transformer:
     """The initial model, loaded from a folder or created."""
     self._begin("making the model")
     encoder_and_init, start = _encoder(config), _start(config)
     starts_encoder = isinstance(start, CrossInductionHeads)
+    if config.weights:
+      return self._coded(config, folder, sharding)
+    predicts = config.predict_loss > 0
     if folder is not None:
-      model = rj.models.load(folder, dtype="float32", **sharding)
+      stored = predicts and has_predict_layer(folder)
+      model = rj.models.load(
+        folder, dtype="float32", predict_layers=stored, **sharding
+      )
+      if predicts and not stored:
+        model = rj.models.with_predict_layer(
+          model, seed=config.seed, rules=sharding["rules"]
+        )
     else:
-      model = rj.models.create(_shape(config), seed=config.seed, **sharding)
+      model = rj.models.create(
+        _shape(config), seed=config.seed, predict_layers=predicts, **sharding
+      )
       if start is not None and not starts_encoder:
         model = start.apply(model)
     if config.sparse:
@@ -418,6 +530,15 @@ class _TrainingRun:
       model = rj.models.with_more_tokens(
         model, extra_tokens, seed=config.seed, spread=1.0
       )
+    if config.eagle:
+      if folder is None:
+        raise OptionError(
+          "eagle",
+          "a head for a model of fresh weights, which no folder has",
+          "the folder of its target",
+          "pass --init_from",
+        )
+      return _with_head(config, model, tokenizer, sharding["rules"])
     if (draft := _draft(config)) is not None:
       draft_config, draft_init = draft
       return longspec.with_draft(
@@ -435,6 +556,24 @@ class _TrainingRun:
     )
     return start.apply(model) if starts_encoder else model
 
+  def _coded(
+    self, config: ConfigDict, folder: str | None, sharding: dict[str, Any]
+  ) -> Transformer:
+    """The frozen model of codes that adapters are trained on."""
+    if folder is None:
+      raise OptionError(
+        "weights",
+        f"{config.weights!r} of a fresh model",
+        "trained weights, which adapters change",
+        "pass --init_from=DIR",
+      )
+    # What is not coded is in the dtype of the computation.
+    options = {"dtype": config.dtype, **sharding}
+    if config.weights in WEIGHTS:
+      return rj.models.load(folder, weights=config.weights, **options)
+    model = rj.models.load(folder, **options)
+    return rj.models.with_coded_weights(model, **KINDS[config.weights])
+
   def _report(
     self,
     train_recipe: recipe.Recipe,
@@ -442,6 +581,7 @@ class _TrainingRun:
     mesh: Mesh,
     stage: int,
     metrics: loop.TrainingReport,
+    rollouts: rj.rl.RolloutReport | None = None,
   ) -> None:
     """Writes the metrics of some steps to the log and the screen."""
     if jax.process_index():
@@ -460,10 +600,13 @@ class _TrainingRun:
     )
     experts = {} if metrics.experts is None else metrics.experts._asdict()
     choice = {} if metrics.choice is None else metrics.choice._asdict()
+    means = metrics.means or {}
     row = {
       **dataclasses.asdict(metrics),
       **{f"experts_{name}": value for name, value in experts.items()},
       **choice,
+      **_policy_figures(metrics, rollouts),
+      **means,
       "stage": stage,
       "learning_rate": rate,
       "tokens_per_s": metrics.tokens_per_s,
@@ -475,16 +618,22 @@ class _TrainingRun:
     row = {
       k: None if isinstance(v, float) and not math.isfinite(v) else v
       for k, v in row.items()
-      if k not in ("first", "objective", "experts", "choice")
+      if k not in ("first", "objective", "experts", "choice", "means", "policy")
     }
     assert self._log is not None
     # Flushed at once: a kill loses no line.
     self._log.write(json_text(row) + "\n")
     self._log.flush()
-    if self._board is not None:
-      for name, value in row.items():
-        if isinstance(value, float) or (name == "peak_bytes" and value):
-          self._board.add_scalar(name, value, metrics.step)
+    if self._backends is not None:
+      figures = {
+        name: float(value)
+        for name, value in row.items()
+        if isinstance(value, int | float)
+        and not (name == "step" or isinstance(value, bool))
+      }
+      if peak_bytes:
+        figures["peak_bytes"] = float(peak_bytes)
+      self._backends.report(metrics.step, figures)
     if self._values.json:
       print(json_text(row), file=self._out, flush=True)
     self.screen.say(
@@ -505,6 +654,18 @@ class _TrainingRun:
         if choice
         else ""
       )
+      + ("" if rollouts is None else _policy_line(metrics, rollouts))
+      + (
+        f"  margin {means['reward_margin']:.4f}  accuracy "
+        f"{means['reward_accuracy']:.3f}"
+        if "reward_margin" in means
+        else ""
+      )
+      + (
+        ""
+        if metrics.predicted is None
+        else f"  further {metrics.predicted:.4f}"
+      )
     )
     self.screen.at(_tokens(train_recipe, metrics.step))
 
@@ -513,6 +674,35 @@ class _TrainingRun:
   ) -> None:
     self.doing = doing
     self.screen.begin(doing, total, unit, done=done)
+
+
+def _policy_figures(
+  metrics: loop.TrainingReport, rollouts: rj.rl.RolloutReport | None
+) -> dict[str, Any]:
+  """Figures of a training by rewards, for the log; {} of other trainings."""
+  if rollouts is None:
+    return {}
+  figures = dataclasses.asdict(rollouts)
+  parts = figures.pop("parts")
+  return {
+    **metrics.policy._asdict(),
+    **{f"rollouts_{name}": value for name, value in figures.items()},
+    **{f"reward_{name}": value for name, value in parts.items()},
+  }
+
+
+def _policy_line(
+  metrics: loop.TrainingReport, rollouts: rj.rl.RolloutReport
+) -> str:
+  """End of a line of the screen for a training by rewards."""
+  policy = metrics.policy
+  return (
+    f"  reward {rollouts.reward:.3f}  age {rollouts.age}  "
+    f"{rollouts.tokens:.0f} tokens  flat {rollouts.flat}/{rollouts.drawn}  "
+    f"|log p| differs by {policy.mismatch_max:.2g} (KL "
+    f"{policy.mismatch_kl:.2g})"
+    + (f"  KL to start {policy.divergence:.3g}" if policy.divergence else "")
+  )
 
 
 # ---------------------------------------------------------------------------
@@ -561,6 +751,10 @@ def recipe_of(
         "a training of all parameters",
         "make the model sparse in a run of its own",
       )
+  eagle = _eagle(config)
+  _check_codes(config)
+  if config.rewards:
+    reward_config.check(config, default_config())
   _build(rj.models.Rules, config.rules, "rules")
   one_of("packer", config.packer, _PACKERS)
   recipe.dtype_of(config.save_dtype)
@@ -570,10 +764,20 @@ def recipe_of(
       ExpertBalance, config.expert_balance, "expert_balance"
     )
   }
+  head_loss: dict[str, Any] = {}
+  if eagle:
+    head_loss = {"predict_loss": 1.0, "predict_steps": eagle.get("steps")}
   parts: dict[str, Any] = {
     "stages": tuple(_stage(stage) for stage in config.stages),
     "optimizer": _build(recipe.Optimizer, config.optimizer, "optimizer"),
-    "objective": Objective(**_entries(Objective, config) | dtype | balance),
+    "objective": Objective(
+      **_entries(Objective, config)
+      | dtype
+      | balance
+      | {"posttraining": _posttraining(config)}
+      | head_loss
+    ),
+    "predict_only": config.predict_only or bool(eagle),
     "lora": _lora(config, links),
     "cepe": _encoder(config) is not None,
     "draft": _draft_training(config),
@@ -586,10 +790,155 @@ def recipe_of(
   return recipe.Recipe(**_entries(recipe.Recipe, config) | parts)
 
 
+def _eagle(config: ConfigDict) -> dict[str, Any]:
+  """The entries of an EAGLE-3 head, {} for none.
+
+  Raises:
+    OptionError: If an entry is unknown, or other entries train other weights.
+  """
+  entries = json.loads(config.eagle.to_json())
+  integer("eagle.draft_vocab", entries.get("draft_vocab") or 0, least=0)
+  names = ("draft_vocab", "taps", "hidden", "steps", "head")
+  unknown = [name for name in entries if name not in names]
+  of_new = [name for name in names[:3] if entries.get(name)]
+  if unknown or (entries.get("head") and of_new):
+    raise OptionError(
+      "eagle",
+      ", ".join(unknown) or f"head with {of_new[0]}, which its folder says",
+      f"{', '.join(names[:4])}, or head and steps",
+      "leave the others out",
+    )
+  others = (
+    "predict_loss", "predict_only", "sparse", "start", "rewards", "held_out",
+    "cepe", "draft", "posttraining", "weights",
+  )  # fmt: skip
+  used = [name for name in others if config[name]]
+  used += ["links"] * bool(config.links.get("each"))
+  used += ["lora"] * bool(config.lora.get("rank"))
+  if entries and used:
+    raise OptionError(
+      "eagle",
+      f"it with {used[0]}, which is of a model that is trained",
+      "a model as it is, from init_from",
+      f"leave {used[0]} out",
+    )
+  return entries
+
+
+def _with_head(
+  config: ConfigDict,
+  model: Transformer,
+  tokenizer: Any,
+  rules: rj.models.Rules,
+) -> Transformer:
+  """The model with an EAGLE-3 head, a new one or that of a folder."""
+  entries = _eagle(config)
+  if entries.get("head"):
+    return rj.models.eagle3.load(entries["head"], model, rules=rules)
+  ids = None
+  if size := entries.get("draft_vocab"):
+    stage = config.stages[0]
+    mixture = sources.mixture(
+      stage.get("sources", config.sources),
+      tokenizer,
+      length=stage["length"],
+      vocab=model.config.vocab,
+    )
+    texts = sources.first_texts(mixture.sources, seed=config.seed)
+    ids = rj.models.eagle3.frequent_ids(texts, size, model.config.vocab)
+  return rj.models.eagle3.with_head(
+    model,
+    ids=ids,
+    taps=entries.get("taps"),
+    hidden=entries.get("hidden"),
+    seed=config.seed,
+    rules=rules,
+  )
+
+
+def _check_codes(config: ConfigDict) -> None:
+  """Refuses codes, or a folder without a merged model, without adapters."""
+  has_adapters = bool(config.lora.get("rank"))
+  if not config.merge and not has_adapters:
+    raise OptionError(
+      "merge",
+      "False without adapters",
+      "adapters, which are then written alone",
+      "set --config.lora.rank=16, or leave merge out",
+    )
+  if not config.weights:
+    return
+  one_of("weights", config.weights, (*KINDS, *WEIGHTS))
+  unsupported = {
+    "lora.rank": None if has_adapters else "rank 0, which trains all weights",
+    "sparse": config.sparse,
+    "links": config.links.get("each"),
+    "predict_loss": config.predict_loss,
+    "eagle": config.eagle,
+  }
+  for name, value in unsupported.items():
+    if value:
+      raise OptionError(
+        name,
+        f"{value} with weights={config.weights!r}, which are frozen codes",
+        "adapters of a model as it is",
+        "set --config.lora.rank=16"
+        if name == "lora.rank"
+        else "leave it out, or weights",
+      )
+
+
+def _check_alone(
+  config: ConfigDict,
+  folder: str | None,
+  model: Transformer,
+  lora: Lora | None,
+) -> None:
+  """Refuses adapters that are of no use without the merged model.
+
+  Args:
+    config: Config of this run.
+    folder: Folder of the initial weights, or None.
+    model: Model that the adapters are trained on.
+    lora: Adapters, or None.
+
+  Raises:
+    OptionError: If they would be written alone, and can't be.
+  """
+  if config.merge or lora is None:
+    return
+  reason = None
+  if folder is None:
+    reason = "fresh weights, which no folder has"
+  elif config.predict_loss > 0 and not has_predict_layer(folder):
+    reason = "a new layer that predicts further tokens"
+  else:
+    try:
+      check_adapter(model, jax.eval_shape(lambda: lora.start(model)))
+    except OptionError as error:
+      reason = str(error)
+  if reason is not None:
+    raise OptionError(
+      "merge",
+      f"False with {reason}"[:240],
+      "True: adapters alone would not hold all that is trained",
+      "leave merge out",
+    )
+
+
 def _entries(cls: type, config: ConfigDict) -> dict[str, Any]:
   """The entries of a config that are fields of a dataclass."""
   names = [field.name for field in dataclasses.fields(cls)]
   return {name: config[name] for name in names if name in config}
+
+
+def _posttraining(config: ConfigDict) -> PosttrainingLoss | None:
+  """The loss in place of the likelihood of labels, or None."""
+  entry = json.loads(config.posttraining.to_json())
+  if not entry:
+    return None
+  kind = one_of("posttraining.loss", entry.pop("loss", None), LOSSES)
+  return _build(LOSSES[kind], entry, "posttraining")
 
 
 def _lora(config: ConfigDict, links: LinkTokens | None) -> Lora | None:
@@ -753,16 +1102,36 @@ def default_config() -> ConfigDict:
     rules: Mesh axis that shards each axis of the parameters; default: their
       width over the larger of seq and data. {"embed": None} replicates them on
       every device.
+    stage_rows: Rows of a data shard that pass the stages of a --mesh with an
+      axis stage together.
+    stage_rounds: Rounds in which they pass the stages, each through a part of
+      the layers; more rounds, and more rows of a batch, leave stages idle for a
+      smaller part of the time.
     start: Initialisation of a fresh model, or of an encoder added to given
       weights; see ringjax.train.methods.induction.
     tokenizer: Folder of a tokenizer, or "bytes"; default: that of init_from,
       else bytes.
     dtype: Dtype of the computation; parameters and moments are float32.
     lora: Adapters; rank 0 trains all parameters.
+    weights: Codes in which adapters find the frozen weights of init_from
+      (QLoRA): int8, int4, nf4 or mxfp4, or stored for those of a GGUF file;
+      empty for floats.
+    merge: Whether `model` is written, with adapters merged into floats; without
+      it only `adapter` is.
     cepe: Encoder of contexts for a frozen decoder; {} for none.
     draft: Draft block of a frozen target (LongSpec). Only the draft is written,
       to `draft` of --out; {} for none.
     draft_training: Positions and lags of the draft's training.
+    predict_loss: Factor of the loss of a layer that predicts one token further
+      (multi-token prediction), which the model gets if init_from has none; 0:
+      the model is trained and written without one.
+    predict_only: Whether to train that layer alone, and not the model.
+    eagle: EAGLE-3 head of a frozen model, {} for none: draft_vocab (number of
+      the most frequent ids of the first stage's texts that it drafts; 0: all),
+      taps (layers before which it reads the model), hidden (width of its
+      feedforward) and steps (predictions in a row); or head (folder of a head
+      to train on) in place of the first three. Only the head is written, to
+      `head` of --out.
     links: Number of link tokens after each document of a prompt, and the
       largest number of documents (KVLink); each 0 for none. They are new ids,
       whose embeddings are trained even with adapters.
@@ -770,6 +1139,10 @@ def default_config() -> ConfigDict:
       as index:heads=4,dim=32,count=256; empty for none. A stage with
       index_warm_up=True trains the indexes alone.
     index_loss: Factor of the loss of indexes of keys.
+    rewards: Training by rewards in place of texts, {} for none; see
+      launch/training/reward_config.py.
+    posttraining: Loss in place of the labels' likelihood: loss (dpo, ipo or
+      orpo) and its settings; {} for none.
     packer: Packing of documents into rows: best_fit or cut.
     keep: Number of newest checkpoints to keep.
     save_dtype: Dtype of the weights in `model`: float32, bfloat16 or float16;
@@ -787,7 +1160,11 @@ def default_config() -> ConfigDict:
       "layout": "striped",
       "strategy": "ring",
       "remat": "attention",
+      "feedforward_block": 2048,
+      "stage_rows": 1,
+      "stage_rounds": 1,
       "dtype": "float32",
+      "products": "float",
       "save_dtype": placeholder(str),
       "z_loss": 0.0,
       "block": 1024,
@@ -795,12 +1172,19 @@ def default_config() -> ConfigDict:
       "top": 50,
       "expert_balance": {},
       "lora": {"rank": 0, "alpha": 32.0, "targets": ("q", "k", "v", "o")},
+      "weights": "",
+      "merge": True,
       "cepe": {},
       "draft": {},
       "draft_training": {},
+      "predict_loss": 0.0,
+      "predict_only": False,
+      "eagle": {},
       "links": {"each": 0, "documents": 8},
       "sparse": "",
       "index_loss": 1.0,
+      "rewards": {},
+      "posttraining": {},
       "sources": ({"kind": "library", "weight": 1.0},),
       "packer": "best_fit",
       "held_out": {},
@@ -919,6 +1303,18 @@ def _save_dtype(config: ConfigDict, folder: str | None) -> Any:
   return None if name == "float64" else recipe.dtype_of(name)
 
 
+def _chat_template(config: ConfigDict) -> str | None:
+  """The chat template that chats are trained with; None: the tokenizer's."""
+  path = config.rewards.get("template") or sources.template_of(
+    [
+      entry
+      for stage in config.stages
+      for entry in stage.get("sources", config.sources)
+    ]
+  )
+  return None if path is None else sources.template_text(path)
+
+
 def _start(config: ConfigDict) -> Any:
   """The initialisation of a fresh model that a config asks for, or None."""
   entry = json.loads(config.start.to_json())
@@ -1026,12 +1422,12 @@ def _identity(
     identity["expert_balance"] = balance
   if entries["links"]["each"]:
     identity["links"] = entries["links"]
-  if entries["sparse"]:
-    identity["sparse"] = entries["sparse"]
-  if entries["index_loss"] != 1.0:
-    identity["index_loss"] = entries["index_loss"]
+  for name, neutral in _LATER.items():
+    if entries[name] != neutral:
+      # "weights" are the checksums of the model's.
+      identity["codes" if name == "weights" else name] = entries[name]
   if model is not None:
-    identity["weights"] = _fingerprint(model)
+    identity["weights"] = checksums(model)
   return identity
 
 
@@ -1057,8 +1453,7 @@ def _with_changed_fields(
   names = (
     *_DECISIVE,
     "links",
-    "sparse",
-    "index_loss",
+    *_LATER,
     "model",
     "start",
     "init_from",
@@ -1073,24 +1468,6 @@ def _with_changed_fields(
     "the config that the checkpoint was saved with",
     "set them back, or use another --out",
   )
-
-
-def _fingerprint(model: Transformer) -> list[int]:
-  """A uint32 checksum of each parameter, equal on every mesh."""
-
-  def weighted_sum(x: jax.Array) -> jax.Array:
-    bits = jax.lax.bitcast_convert_type(
-      x, jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
-    ).astype(jnp.uint32)
-    # Weighted by position; sums of integers do not depend on their order.
-    index = jax.lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1)
-    odd = index * jnp.uint32(2) + jnp.uint32(1)
-    return jnp.sum(bits * odd, dtype=jnp.uint32)
-
-  sums = jax.jit(
-    lambda model: [weighted_sum(x) for x in jax.tree.leaves(model)]
-  )(model)
-  return [int(x) for x in jax.device_get(sums)]
 
 
 def _config_record(
@@ -1188,23 +1565,6 @@ def _appended(path: AnyPath) -> TextIO:
   complete_bytes = log.read().rfind(b"\n") + 1
   log.truncate(complete_bytes)
   return io.TextIOWrapper(log, encoding="utf-8")
-
-
-def _summary_writer() -> Any:
-  """The class `SummaryWriter` of tensorboardX.
-
-  Raises:
-    OptionError: If tensorboardX is not installed.
-  """
-  try:
-    return importlib.import_module("tensorboardX").SummaryWriter
-  except ModuleNotFoundError:
-    raise OptionError(
-      "--tensorboard",
-      "it, but tensorboardX is not installed",
-      "tensorboardX, or no --tensorboard",
-      "pip install tensorboardX",
-    ) from None
 
 
 def _peak(dtype: str, mesh: Mesh) -> float | None:

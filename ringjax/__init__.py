@@ -28,6 +28,7 @@ from ringjax.errors import (
   PeerError,
   PromptError,
   ReplayError,
+  RewardError,
   RingjaxError,
   SamplingError,
   ShapeError,
@@ -66,6 +67,8 @@ from ringjax.ops.attention.sparse.sparse_api import (
 )
 from ringjax.ops.attention.sparse.strided_blocks import strided_blocks
 from ringjax.ops.attention.sparse.top_blocks import TopBlocks
+from ringjax.ops.attention.sparse.top_index_blocks import TopIndexBlocks
+from ringjax.ops.attention.sparse.top_pooled_blocks import TopPooledBlocks
 from ringjax.ops.attention.sparse.top_tokens import TopTokens
 from ringjax.ops.attention.sparse.top_tokens_of_blocks import TopTokensOfBlocks
 from ringjax.ops.attention.statistics import AttentionStatistics
@@ -151,6 +154,7 @@ __all__ = [
   "Prefix",
   "PromptError",
   "ReplayError",
+  "RewardError",
   "Ring",
   "RingQ",
   "RingjaxError",
@@ -162,6 +166,8 @@ __all__ = [
   "TemplateError",
   "TokenizerError",
   "TopBlocks",
+  "TopIndexBlocks",
+  "TopPooledBlocks",
   "TopTokens",
   "TopTokensOfBlocks",
   "Ulysses",
@@ -206,6 +212,7 @@ _PARTS = (
   "kv",
   "models",
   "plan",
+  "rl",
   "serve",
   "store",
   "train",
@@ -219,6 +226,7 @@ if _TYPE_CHECKING:
     kv,
     models,
     plan,
+    rl,
     serve,
     store,
     train,

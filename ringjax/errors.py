@@ -45,6 +45,10 @@ class OptionError(RingjaxError, ValueError):
   """An option has an unknown value or does not combine with another."""
 
 
+class RewardError(RingjaxError, ValueError):
+  """A reward function raised an error, or gave no finite number in time."""
+
+
 class ConfigError(RingjaxError, ValueError):
   """A model's config has values that do not fit or are not supported."""
 

@@ -65,7 +65,7 @@ class NamedModel:
   @property
   def command(self) -> str:
     """Command that fetches the model."""
-    return f"python -m launch.fetch {self.name}"
+    return f"python -m ringjax.launch.fetch {self.name}"
 
 
 def _read() -> dict[str, NamedModel]:

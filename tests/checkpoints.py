@@ -42,6 +42,9 @@ SIGHT = (
   "mlp_AR",
   "mm_projector",
   "multi_modal_projector",
+  "patch_merge_mlp",
+  "patch_merger",
+  "pre_mm_projector_norm",
   "projector",
   "spatial_projectors",
   "video_tower",
@@ -55,6 +58,7 @@ GEMMA = ("gemma", "gemma2", "gemma3_text")
 # Families whose norms multiply by (1 + weight).
 ONE_PLUS = (
   *GEMMA,
+  "minimax_m3_vl_text",
   "nemotron",
   "qwen3_5_moe_text",
   "qwen3_5_text",
@@ -342,18 +346,31 @@ def spread(
   if last in ("layer_scalar", "per_expert_scale", "scale") or (
     last.startswith("hc_") and last.endswith("_scale")
   ):
-    return 0.9, 0.2
+    # Two equal scales could not be told apart.
+    return 0.9, 0.6 if family in ("hy_v4", "glm5_next_text") else 0.2
+  if family == "glm5_next_text" and last in ("hc_attn_base", "hc_ffn_base"):
+    return 0.0, 0.6
   if last == "ape":
     return 0.0, 0.7
   if last == "embed_tokens_per_layer":
     return 0.0, 1 / math.sqrt(settings["hidden_size_per_layer_input"])
   if last == BUFFER or name.endswith("ffn.gate.bias"):
     return 0.0, 0.1
-  if last in ("attention_sink_bias", "attn_sink", "sinks", "dt_bias"):
+  if last in (
+    "attention_sink_bias",
+    "attn_sink",
+    "dt_bias",
+    "learnable_sink_param",
+    "sinks",
+  ):
     return 0.0, 1.0
   if last == "A_log":
     # Where it multiplies what a sigmoid reads, small ones would say nothing.
-    return 0.5 if "forget_gate" in name else -2.0, 0.7
+    limited = "forget_gate" in name or family == "glm5_next_text"
+    return 0.5 if limited else -2.0, 0.7
+  if last.startswith("index_kpool_compress"):
+    # Large gates: the keys of a block do not count alike.
+    return 0.0, 1.5 if last.endswith("ape") else 3 / math.sqrt(shape[-1])
   if last == "recurrent_param":
     return -4.0, 0.7
   if len(shape) == 0:

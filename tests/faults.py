@@ -66,15 +66,15 @@ FAULTS = (
   _fault(
     "a round drops the last row that it sends to a shard",
     "ops/experts/expert_shards.py",
-    "(at < capacity)",
-    "(at < capacity - 1)",
+    "is_row = is_row & self._exists(n)",
+    "is_row = is_row & self._exists(n) & (place < self.capacity - 1)",
     "ops/test_expert_shards.py",
   ),
   _fault(
     "results of a round return in the order of their experts",
     "ops/experts/expert_shards.py",
-    "y = self._swap(y.astype(x.dtype))",
-    "y = self._swap(y.astype(x.dtype)[jnp.argsort(local[:, 0])])",
+    "return None, y.astype(x.dtype)",
+    "return None, y.astype(x.dtype)[jnp.argsort(received.experts[:, 0])]",
     "ops/test_expert_shards.py",
   ),
   _fault(
@@ -336,7 +336,7 @@ FAULTS = (
   ),
   _fault(
     "the disk's budget is exceeded by a block",
-    "store/disk_tier.py",
+    "store/indexed_tier.py",
     "if self.nbytes + self._writing + size <= self.budget:",
     "if self.nbytes + self._writing <= self.budget:",
     "store/test_tiers.py",

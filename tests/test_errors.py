@@ -36,6 +36,7 @@ BUILTINS = {
   "NotFiniteError": ArithmeticError,
   "NotFiniteLogitsError": ArithmeticError,
   "ReplayError": ArithmeticError,
+  "RewardError": ValueError,
   "Declined": NotImplementedError,
 }
 

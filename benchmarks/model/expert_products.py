@@ -10,11 +10,15 @@ difference of the outputs, relative to the largest output. With --compile=SLICE
 nothing runs: a pass in bfloat16 is compiled for one chip, and its bytes and
 cycles are printed, also of "kernel", the grouped product that models use on
 TPUs, and of "megablox", JAX's own. Cycles are those of the machine code, for
-the number of steps that tokens take which choose experts at random.
+the number of steps that tokens take which choose experts at random; all but
+"kernel" decode all experts of --bits=8 or 4 first. A kernel whose number of
+steps is not in its code is named in "open", and counts as one step.
 
   python -m benchmarks.model.expert_products --tokens=256 --experts=32
   python -m benchmarks.model.expert_products --compile=v5e:1x1 --tokens=4096
       --experts=128 --chosen=8 --width=2048 --hidden=768 --backward
+  python -m benchmarks.model.expert_products --compile=v5p:1x1x1 --tokens=64
+      --experts=32 --chosen=1 --width=7168 --hidden=2048 --bits=4
 """
 
 from __future__ import annotations
@@ -43,13 +47,35 @@ from ringjax.ops.experts.moe import mix
 from ringjax.parallel import chips
 from ringjax.plan.compiler import aot
 
+# Weights of an output that share a scale, of codes of 4 bits, and their levels.
+GROUP = 64
+LEVELS = tuple(range(-8, 8))
+
 
 def decoded(map_: Any, dtype: Any) -> Float[Array, "*E A C"]:
-  """Weights [..., A, C] of codes and scales, or of floats."""
+  """Weights [..., A, C] of codes and scales, or of floats.
+
+  Codes of 4 bits are [..., G, GROUP / 2, C], two in each number; those of a
+  group's second half are its lower bits.
+  """
   if not isinstance(map_, tuple):
     return map_
   codes, scales = map_
+  if codes.dtype == jnp.uint8:
+    codes = jnp.concatenate([codes >> 4, codes & 15], -2).astype(jnp.int32) - 8
+    weights = codes.astype(dtype) * scales.astype(dtype)
+    *lead, groups, size, outputs = weights.shape
+    return weights.reshape(*lead, groups * size, outputs)
   return codes.astype(dtype) * scales.astype(dtype)
+
+
+def expert_maps(map_: Any) -> ExpertMaps:
+  """Weights of `decoded` in the form that the kernel for TPUs reads."""
+  if not isinstance(map_, tuple):
+    return ExpertMaps(stacked=map_)
+  codes, scales = map_
+  levels = LEVELS if codes.dtype == jnp.uint8 else None
+  return ExpertMaps(stacked=codes, step=scales[..., 0, :], levels=levels)
 
 
 def blocks(
@@ -106,14 +132,14 @@ def kernel(
   """Sum of each token's experts, by the grouped product for TPUs."""
 
   def f(kernel: Any, weights: PyTree, rows: Array, blocks: Any) -> Array:
-    gate, up, down = (ExpertMaps(stacked=w) for w in weights)
+    gate, up, down = map(expert_maps, weights)
     h = grouped_product.gated(kernel, gate_of, rows, (gate, up), blocks)
     return grouped_product.products(kernel, h, (down,), blocks)[0]
 
   experts = grouped_product.GroupedExperts(
     kernel=GroupedProductTPU(chip=chip), f=f, weights=weights
   )
-  count = weights[0].shape[0]
+  count = jax.tree.leaves(weights)[0].shape[0]
   return mix(no_loop, x, chosen, mixing, count, grouped=experts)
 
 
@@ -222,18 +248,32 @@ def steps_share(way: str, shape: Mapping[str, int]) -> float:
 
 
 def built(
-  devices: Sequence[Any], *, way: str, shape: Mapping[str, int], backward: bool
+  devices: Sequence[Any],
+  *,
+  way: str,
+  shape: Mapping[str, int],
+  backward: bool,
+  bits: int = 16,
 ) -> aot.Built:
-  """Builds a pass in bfloat16 of a way, for one chip."""
+  """Builds a pass in bfloat16 of a way, for one chip; weights have `bits`."""
   mesh = Mesh(np.asarray(devices[:1]), ("one",))
   at = NamedSharding(mesh, PartitionSpec())
   form = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=at)
   e, d, f, t, k = (
     shape[name] for name in ("experts", "width", "hidden", "tokens", "chosen")
   )
-  weights = tuple(
-    form(jnp.bfloat16, e, *sizes) for sizes in ((d, f), (d, f), (f, d))
-  )
+
+  def weight(inputs: int, outputs: int) -> Any:
+    if bits == 16:
+      return form(jnp.bfloat16, e, inputs, outputs)
+    if bits == 8:
+      scales = form(jnp.float32, e, 1, outputs)
+      return form(jnp.int8, e, inputs, outputs), scales
+    groups = inputs // GROUP
+    codes = form(jnp.uint8, e, groups, GROUP // 2, outputs)
+    return codes, form(jnp.float32, e, groups, 1, outputs)
+
+  weights = weight(d, f), weight(d, f), weight(f, d)
   arguments = (
     weights,
     form(jnp.bfloat16, t, d),
@@ -263,7 +303,12 @@ def compiled(flags: argparse.Namespace) -> dict[str, Any]:
     program = aot.compile(
       "benchmarks.model.expert_products:built",
       flags.compile,
-      {"way": way, "shape": shape, "backward": flags.backward},
+      {
+        "way": way,
+        "shape": shape,
+        "backward": flags.backward,
+        "bits": flags.bits,
+      },
       code=True,
     )
     report, moved, time = program.report, program.traffic, program.time
@@ -285,6 +330,17 @@ def compiled(flags: argparse.Namespace) -> dict[str, Any]:
   return ways
 
 
+def check_flags(parser: argparse.ArgumentParser, flags: Any) -> None:
+  """Refuses flags that conflict."""
+  if flags.bits != 16 and not flags.compile:
+    parser.error("--bits needs --compile=SLICE, e.g. v5p:1x1x1")
+  if flags.backward and flags.bits != 16:
+    parser.error("codes have no gradient: leave out --backward, or --bits")
+  inputs = (flags.width, flags.hidden)
+  if flags.bits == 4 and any(size % GROUP for size in inputs):
+    parser.error(f"--bits=4: --width and --hidden must be multiples of {GROUP}")
+
+
 def main() -> None:
   """Measures and prints all cases."""
   parser = argparse.ArgumentParser(description=__doc__)
@@ -295,7 +351,9 @@ def main() -> None:
   parser.add_argument("--compile")
   parser.add_argument("--ways", default="blocks,kernel,ragged,megablox")
   parser.add_argument("--backward", action="store_true")
+  parser.add_argument("--bits", type=int, default=16, choices=(16, 8, 4))
   flags = parser.parse_args()
+  check_flags(parser, flags)
   if flags.compile:
     print(json_text({**vars(flags), "ways": compiled(flags)}))
     return

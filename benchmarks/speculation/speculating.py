@@ -71,6 +71,7 @@ class SpeculationSettings(harness.BenchmarkSettings):
     draft: Folder of a draft model; with another tokenizer it drafts through
       text. None for the first small model that ships, if it has the model's
       vocabulary, else the model's first layer.
+    head: Folder of the EAGLE-3 head of "eagle3".
     dtype: Dtype of the weights; None for the folder's.
     parts: Kinds of tasks.
     contestants: Names of the drafters.
@@ -89,9 +90,12 @@ class SpeculationSettings(harness.BenchmarkSettings):
 
   model: str | None = option(None, ())
   draft: str | None = option(None, ())
+  head: str | None = option(None, ())
   dtype: str | None = option(None, ("float32", "bfloat16"))
   parts: tuple[str, ...] = option(speculation_tasks.KINDS, _KINDS)
-  contestants: tuple[str, ...] = option(DRAFTERS, (*DRAFTERS, "best", "never"))
+  contestants: tuple[str, ...] = option(
+    DRAFTERS, (*DRAFTERS, "best", "mtp", "eagle3", "never")
+  )
   drafted: int = option(8)
   draft_cache: str = option("int4", ())
   lengths: str = option("full", ("full", "adapt"))
@@ -105,6 +109,13 @@ class SpeculationSettings(harness.BenchmarkSettings):
 
   def __post_init__(self) -> None:
     super().__post_init__()
+    if ("eagle3" in self.contestants) != (self.head is not None):
+      raise OptionError(
+        "head",
+        f"{self.head} for the contestants {', '.join(self.contestants)}",
+        "the folder of an EAGLE-3 head with the contestant eagle3",
+        "pass --contestants=eagle3 --head=FOLDER, or leave both out",
+      )
     if self.compare and (self.context or self.devices > 1):
       raise OptionError(
         "compare",
@@ -180,11 +191,16 @@ class SpeculationBenchmark(harness.Benchmark):
     from ringjax.models import small
 
     name, mesh = self.settings.model, self._mesh
-    dtype = self.settings.dtype
+    dtype, head = self.settings.dtype, self.settings.head
     if name in rj.models.PRESETS:
-      return rj.models.create(name, mesh=mesh, dtype=dtype or "float32")
-    folder = small.path() if name is None else name
-    return rj.models.load(folder, mesh=mesh, dtype=dtype)
+      model = rj.models.create(name, mesh=mesh, dtype=dtype or "float32")
+    else:
+      folder = small.path() if name is None else name
+      predicts = "mtp" in self.settings.contestants
+      model = rj.models.load(
+        folder, mesh=mesh, dtype=dtype, predict_layers=predicts
+      )
+    return model if head is None else rj.models.eagle3.load(head, model)
 
   @functools.cached_property
   def draft(self) -> Transformer | None:
@@ -225,8 +241,10 @@ class SpeculationBenchmark(harness.Benchmark):
   def path(self) -> pathlib.Path:
     """Folder to which the target is written for transformers."""
     folder = tempfile.TemporaryDirectory(prefix="ringjax-bench-")
-    path = pathlib.Path(self.stack.enter_context(folder))
-    rj.models.save(self.model, path / "model")
+    path, target = pathlib.Path(self.stack.enter_context(folder)), self.model
+    if self.settings.head is not None:
+      target = rj.models.eagle3.without_head(target)
+    rj.models.save(target, path / "model")
     return path / "model"
 
   def row(self, case: SpeculationCase, report: Report) -> Row:

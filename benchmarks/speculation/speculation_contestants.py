@@ -50,6 +50,10 @@ def drafter(
     return speculate.PromptLookup(**options)
   if name == "suffix":
     return speculate.Suffixes(**options)
+  if name == "mtp":
+    return speculate.PredictDraft(**options)
+  if name == "eagle3":
+    return speculate.Eagle3(**options)
   if name == "early":
     half = max(1, len(target.config.layers) // 2)
     return speculate.EarlyExit(layers=half, **options)
@@ -59,7 +63,7 @@ def drafter(
     raise OptionError(
       "contestants",
       repr(name),
-      "lookup, suffix, early, self, model, tree or best",
+      "lookup, suffix, early, self, mtp, eagle3, model, tree or best",
       "add it here",
     )
   if name in ("tree", "best"):

@@ -26,4 +26,4 @@ fi
 gcloud compute tpus tpu-vm ssh "$POD" --zone="$ZONE" --worker=all --command="
   $prepare
   test -d .venv || { python3 -m venv .venv && .venv/bin/pip install -q -e '.[$extras]'; }
-  $begin .venv/bin/python -m launch.$SCRIPT --distributed$flags$end"
+  $begin .venv/bin/python -m ringjax.launch.$SCRIPT --distributed$flags$end"

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from absl import flags
 from jax.sharding import Mesh
 
 import ringjax as rj
-from launch.shared import integer_flags, prompts
 from ringjax.eval import attention_statistics, context_statistics
 from ringjax.models.transformer import Transformer
+from ringjax.parallel.local_arrays import whole_on_host
+
+from ..shared import integer_flags, prompts
 
 # Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
@@ -49,13 +50,10 @@ def refuse_mesh(values: flags.FlagValues, mesh: Mesh) -> None:
   """Refuses a mesh on which the statistics can't be computed.
 
   Raises:
-    OptionError: If contexts are to be measured over a sharded sequence, or if
-      there are several processes.
+    OptionError: If contexts are to be measured over a sharded sequence.
   """
   if not values.entropy:
     return
-  if jax.process_count() > 1:
-    raise prompts.clash("--entropy in several processes", "one process")
   if values.contexts is not None and mesh.size > 1:
     raise prompts.clash(
       f"--entropy and --contexts on {mesh.size} devices",
@@ -95,11 +93,14 @@ def measure(
     statistics = attention_statistics(
       model, tokens[None], queries=len(new), mesh=mesh
     )
+  entropies = whole_on_host(
+    [None if x is None else x.entropy for x in statistics.layers]
+  )
   layers = [
     None
-    if x is None
-    else np.asarray(x.entropy, np.float64)[0, -len(new) :].mean(0).tolist()
-    for x in statistics.layers
+    if entropy is None
+    else entropy.astype(np.float64)[0, -len(new) :].mean(0).tolist()
+    for entropy in entropies
   ]
   attending = [heads for heads in layers if heads is not None]
   return {

@@ -105,6 +105,7 @@ class Conversation:
     stop: Sequence[str] = (),
     max_new_tokens: int = 1024,
     options: Mapping[str, Any] | None = None,
+    now: datetime.datetime | None = None,
   ):
     """Begins a conversation with at most a system message.
 
@@ -117,6 +118,7 @@ class Conversation:
       stop: Texts that end an answer, in addition to the tokenizer's ids.
       max_new_tokens: Longest answer, in tokens.
       options: Further arguments of `rj.infer.generate`.
+      now: Date that templates write; default: the current one.
     """
     self.session = session
     self._model, self._tokenizer, self._template = model, tokenizer, template
@@ -125,7 +127,7 @@ class Conversation:
     self._stop = Stop(ids=eos, strings=tuple(stop))
     self._options = dict(options or {})
     # Templates write the date: the prefix must not change at midnight.
-    self._now = datetime.datetime.now()
+    self._now = datetime.datetime.now() if now is None else now
     self.messages: list[dict[str, str]] = self._first()
 
   def _first(self) -> list[dict[str, str]]:

@@ -17,12 +17,13 @@ from absl import flags
 from jax.sharding import Mesh
 
 import ringjax as rj
-from launch.shared import prompts
 from ringjax.errors import OptionError
 from ringjax.infer import Sample, Stop
 from ringjax.infer.stopping import Watch
 from ringjax.kv import kind_text
 from ringjax.models.transformer import Transformer
+
+from ..shared import prompts
 
 # Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
@@ -54,18 +55,13 @@ def refuse(values: flags.FlagValues, sampler: Any) -> None:
 
 
 def refuse_mesh(values: flags.FlagValues, mesh: Mesh) -> None:
-  """Refuses a mesh or processes that can't take two requests.
+  """Refuses a mesh that can't take two requests.
 
   Raises:
-    OptionError: If the mesh is not of an axis "model" alone, or if there are
-      several processes.
+    OptionError: If the mesh is not of an axis "model" alone.
   """
   if values.next_prompt_file is None:
     return
-  if jax.process_count() > 1:
-    raise prompts.clash(
-      "--next_prompt_file in several processes", "one process"
-    )
   if mesh.axis_names != ("model",) or mesh.size < 2:
     raise OptionError(
       "--mesh",

@@ -14,8 +14,6 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from launch.planning import strategies
-from launch.shared import common, console
 from ringjax.checks import one_of
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.kv import kind_text
@@ -26,6 +24,9 @@ from ringjax.plan.compiler import aot, overlap
 from ringjax.plan.compiler.aot import Compiled
 from ringjax.plan.compiler.target import GpuTarget, TpuTarget, target
 from ringjax.plan.compiler.time_range import NOTE, TimeRange
+
+from ..shared import common, console
+from . import strategies
 
 NAME = "plan"
 # Sizes of the mesh axis over heads that a search tries.

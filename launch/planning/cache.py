@@ -6,8 +6,6 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from launch.planning import aot, strategies
-from launch.shared import console
 from ringjax.checks import positive_int
 from ringjax.errors import OptionError
 from ringjax.kv import KINDS, KVCache, kind_text
@@ -16,6 +14,9 @@ from ringjax.kv.cache_report import report
 from ringjax.kv.cache_specs import storage_of
 from ringjax.kv.eviction.prompt_spec import prompt_spec
 from ringjax.parallel import chips
+
+from ..shared import console
+from . import aot, strategies
 
 
 def sizes(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:

@@ -9,8 +9,6 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from launch.planning import aot, strategies
-from launch.shared import common, console
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.kv import kind_text
 from ringjax.parallel import chips
@@ -18,6 +16,9 @@ from ringjax.plan import draw, files
 from ringjax.plan.compiler import aot as compiler
 from ringjax.plan.compiler import capacity
 from ringjax.plan.compiler.time_range import NOTE
+
+from ..shared import common, console
+from . import aot, strategies
 
 # Slices whose capacity is searched, by their usual names.
 SLICES = {

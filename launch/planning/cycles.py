@@ -15,13 +15,14 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from launch.planning import strategies
-from launch.shared import console
 from ringjax.bench import tiles
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.parallel import chips
 from ringjax.plan.compiler import aot as compiler
 from ringjax.plan.compiler import cycles
+
+from ..shared import console
+from . import strategies
 
 NAME = "plan"
 # The smallest slice of each chip.

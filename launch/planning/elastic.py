@@ -12,8 +12,6 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from launch.planning import strategies
-from launch.shared import console
 from ringjax.checks import positive_int
 from ringjax.errors import OptionError
 from ringjax.serve.cluster.simulate.elastic_workloads import (
@@ -28,6 +26,9 @@ from ringjax.serve.cluster.simulate.elastic_workloads import (
 from ringjax.serve.cluster.simulate.goodput import at_rate, goodput
 from ringjax.serve.cluster.times.request_times import percentiles
 from ringjax.serve.traces import TraceRequest
+
+from ..shared import console
+from . import strategies
 
 NAME = "plan"
 WORKLOADS = ("zipf:1.0", "zipf:1.2", "zipf:1.4", "mixed:199999", "mixed")

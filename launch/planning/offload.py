@@ -14,8 +14,6 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from launch.planning import aot, strategies
-from launch.shared import common, console
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.plan import draw
 from ringjax.plan.flexgen import offload, offload_costs, offload_tiers
@@ -30,6 +28,9 @@ from ringjax.plan.flexgen.offload_tiers import (
   OffloadMachine,
   OffloadShape,
 )
+
+from ..shared import common, console
+from . import aot, strategies
 
 NAME = "plan"
 HERE = "here"

@@ -9,15 +9,16 @@ from typing import Any
 
 from absl import flags
 
-from launch.planning import aot, capacity, cycles, strategies
-from launch.shared import common
-from launch.shared.flag_helpers import FlagHelper
 from ringjax.kv import KINDS
 from ringjax.ops.attention.cost import call_shape
 from ringjax.parallel import chips
 from ringjax.plan import cost
 from ringjax.plan.flexgen import offload_costs, offload_tiers
 from ringjax.plan.systems import allreduce_hops
+
+from ..shared import common
+from ..shared.flag_helpers import FlagHelper
+from . import aot, capacity, cycles, strategies
 
 # Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()

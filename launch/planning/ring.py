@@ -11,11 +11,12 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from launch.planning import aot, capacity, strategies
-from launch.shared import console
 from ringjax.plan.compiler import aot as compiler
 from ringjax.plan.kv_runahead import ring_tables
 from ringjax.plan.kv_runahead.ring_tables import WAYS, ContextRow
+
+from ..shared import console
+from . import aot, capacity, strategies
 
 # The paper's model that has a preset.
 _PRESETS = {"7B": "llama-2-7b"}

@@ -13,10 +13,6 @@ from typing import Any, TextIO
 import numpy as np
 from absl import flags
 
-from launch.planning import offload, strategies
-from launch.planning.serving_systems import documents_trace
-from launch.shared import console
-from launch.shared import machines as flag_machines
 from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import number_bytes
@@ -34,6 +30,11 @@ from ringjax.serve.cluster import (
   routing_policy,
 )
 from ringjax.serve.traces import TraceRequest, read_trace
+
+from ..shared import console
+from ..shared import machines as flag_machines
+from . import offload, strategies
+from .serving_systems import documents_trace
 
 NAME = "plan"
 _POLICIES = tuple(filter(needs_costs, ROUTING_POLICIES))

@@ -32,15 +32,17 @@ from ringjax.plan import cost, draw
 from ringjax.plan.cost import Prompt
 from ringjax.plan.kv_runahead import published
 
+from ..shared.entry_points import PACKAGE, script_environment
+
 PARTS = ("example", "published", "wall", "delayed")
 METHODS = ("kvr", "kvr_even", "tsp", "flash_tsp", "ring", "striped")
-# Program that runs `python -m launch.prefill` pinned to the given cores.
-_PINNED = """
+# Program that runs the script `prefill` pinned to the given cores.
+_PINNED = f"""
 import os, runpy, sys
 cores = [int(core) for core in sys.argv.pop(1).split(",")]
 if hasattr(os, "sched_setaffinity"):
   os.sched_setaffinity(0, cores)
-runpy.run_module("launch.prefill", run_name="__main__", alter_sys=True)
+runpy.run_module("{PACKAGE}.prefill", run_name="__main__", alter_sys=True)
 """
 
 
@@ -259,7 +261,7 @@ def _processes(
         stdout=out,
         # The first process shows progress.
         stderr=log if rank else None,
-        cwd=pathlib.Path(__file__).parents[2],
+        env=script_environment(),
       )
       # The stack runs these in reverse: first kill, then wait.
       stack.callback(process.wait)

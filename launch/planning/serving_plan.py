@@ -14,9 +14,6 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from launch.planning import aot, offload, strategies
-from launch.shared import common, console
-from launch.shared import machines as flag_machines
 from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link, number_bytes
@@ -44,6 +41,10 @@ from ringjax.serve.cluster import (
   trace_rate,
 )
 from ringjax.serve.traces import TraceRequest, poisson_trace, read_trace
+
+from ..shared import common, console
+from ..shared import machines as flag_machines
+from . import aot, offload, strategies
 
 NAME = "plan"
 _OPT_CONTEXT = 2048

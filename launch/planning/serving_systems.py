@@ -14,13 +14,6 @@ from typing import Any, TextIO
 import numpy as np
 from absl import flags
 
-from launch.planning import strategies
-from launch.planning.serving_plan import (
-  limits_of,
-  limits_record,
-  words_of_limits,
-)
-from launch.shared import console, machines
 from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
@@ -39,6 +32,14 @@ from ringjax.serve.cluster.simulate.elastic_workloads import (
 )
 from ringjax.serve.cluster.simulate.goodput import at_rate, goodput
 from ringjax.serve.traces import TraceRequest, poisson_trace
+
+from ..shared import console, machines
+from . import strategies
+from .serving_plan import (
+  limits_of,
+  limits_record,
+  words_of_limits,
+)
 
 NAME = "plan"
 CHIPS = 8

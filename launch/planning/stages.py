@@ -11,9 +11,10 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from launch.planning import strategies
 from ringjax.plan.systems import kernel_window
 from ringjax.plan.systems.kernel_window import KernelQueue, WindowRules
+
+from . import strategies
 
 _STEPS, _EVERY = 256, 16
 # Simulated time, as a multiple of an answer's steps.

@@ -12,7 +12,6 @@ from typing import TextIO
 
 from absl import app, flags
 
-from launch.shared import common, console
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import OptionError
 from ringjax.json_text import json_text
@@ -21,6 +20,8 @@ from ringjax.ops.mask import SameSegment, Window
 from ringjax.parallel import chips
 from ringjax.parallel.layout import LAYOUTS
 from ringjax.plan import draw, machines
+
+from ..shared import common, console
 
 # Default tokens of attention, bytes of a send, sides of a product; dtype.
 _SIZES_CPU = ((256, 512, 1024), (1 << 16, 1 << 20, 1 << 22), (256, 512, 1024),

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from absl import flags
 
-from launch.planning import aot, strategies
-from launch.shared import console, machines
 from ringjax.checks import number
 from ringjax.errors import CheckpointFormatError, OptionError
 from ringjax.parallel.chips import Link, number_bytes
@@ -30,6 +28,9 @@ from ringjax.plan.systems.layer_window import (
   WindowRun,
   WindowTimes,
 )
+
+from ..shared import console, machines
+from . import aot, strategies
 
 if TYPE_CHECKING:
   # These import the models and flax, which most sub-commands don't need.
@@ -129,10 +130,11 @@ def windowed(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
 
 
 def _parse_request(values: flags.FlagValues) -> _WindowRequest:
-  from launch.shared.tensor_ranks import shares_of
   from ringjax.infer.tpi_llm.tensor_window import cache_of_ranks
   from ringjax.kv import kind_text
   from ringjax.models.partition.window_layout import WindowLayout, rank_blocks
+
+  from ..shared.tensor_ranks import shares_of
 
   names = values.model or [_MODEL]
   if len(names) > 1:
@@ -213,7 +215,7 @@ def _read_measured(
   path: str, blocks: Sequence[Sequence[RankBlock]]
 ) -> tuple[tuple[_BlockSeconds, ...], ...]:
   """Reads the measured seconds of each block, and checks the blocks."""
-  from launch.shared.tensor_ranks import LOG_FORMAT
+  from ..shared.tensor_ranks import LOG_FORMAT
 
   body = files.read(path, LOG_FORMAT)
   try:

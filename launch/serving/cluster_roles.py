@@ -12,10 +12,6 @@ from typing import Any, TextIO
 from absl import flags
 
 import ringjax as rj
-from launch.planning import aot, offload
-from launch.planning.serving_plan import limits_of
-from launch.shared import console
-from launch.shared.flag_helpers import FlagHelper
 from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.json_text import json_text
@@ -26,6 +22,11 @@ from ringjax.plan import machines
 from ringjax.serve import cluster
 from ringjax.serve.cluster.router import PATIENCE_S
 from ringjax.serve.cluster.routing import ROLES
+
+from ..planning import aot, offload
+from ..planning.serving_plan import limits_of
+from ..shared import console
+from ..shared.flag_helpers import FlagHelper
 
 # Flags of the times by which a router predicts.
 _OF_COSTS = ("bandwidth", "chip", "dtype", "instance_devices", "times")

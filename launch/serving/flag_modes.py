@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from absl import flags
 
-from launch.shared.flag_helpers import flag_name
 from ringjax.errors import OptionError
 from ringjax.serve.engine_config import EngineConfig
+
+from ..shared.flag_helpers import flag_name
 
 # Options of an engine that are no flags, each with the reason.
 NO_FLAG = {"dtype": "--dtype is that of the weights, which the cache has too"}

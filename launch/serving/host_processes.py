@@ -18,10 +18,11 @@ import jax
 from absl import flags
 
 import ringjax as rj
-from launch.shared import console
-from launch.shared.group import Group
 from ringjax.errors import OptionError, PeerError
 from ringjax.json_text import json_text
+
+from ..shared import console
+from ..shared.group import Group
 
 # Seconds to send clients their errors once a process is lost.
 LINGER_S = 10.0
@@ -98,7 +99,7 @@ class HostProcesses:
     self._screen = screen
     self.group = Group(screen, doing, lingers=self._lingers)
     self._probes: ProbeServer | None = None
-    self._lost = False
+    self._lost = self._ends = False
 
   @property
   def leads(self) -> bool:
@@ -152,6 +153,7 @@ class HostProcesses:
       engine,
       peers=self._peers,
       on_failure=self._failed,
+      on_leave=self._leave,
     )
     if self.leads:
       assert self._probes is not None
@@ -163,8 +165,8 @@ class HostProcesses:
     """Takes the steps of process 0 until it ends; returns the exit status."""
     assert self._probes is not None
     for number in (signal.SIGTERM, signal.SIGINT):
-      # Process 0 gets it too, finishes its answers and ends the others.
-      signal.signal(number, signal.SIG_IGN)
+      # Process 0 finishes its answers and ends all, whichever of them is told.
+      signal.signal(number, lambda *_: served.leave())
     self._probes.missing = ""
     served.follow()
     self._probes.missing = "the engine: it is closed"
@@ -175,7 +177,7 @@ class HostProcesses:
     """Takes the function that ends process 0's server after a failure."""
     self._stop_server = stop
     self.serves = True
-    if self._lost:
+    if self._lost or self._ends:
       stop()
 
   def ended(self) -> None:
@@ -190,6 +192,13 @@ class HostProcesses:
     """Seconds for which this process still answers after a failure."""
     self._lost = True
     return LINGER_S if self.serves else 0.0
+
+  def _leave(self, rank: int) -> None:
+    """Ends process 0's server gracefully: another process was told to end."""
+    self._screen.say(f"process {rank} was told to end: all of them end")
+    self._ends = True
+    if self.serves:
+      self._stop_server()
 
   def _failed(self, error: PeerError) -> None:
     """Ends the server once requests have ended with an error."""

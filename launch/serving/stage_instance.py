@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -22,11 +20,6 @@ from typing import Any
 import jax
 from absl import flags
 
-from launch.serving import cluster_roles
-from launch.serving.flag_modes import STAGE_PASSED
-from launch.shared import common, console, tensor_ranks
-from launch.shared.flag_helpers import FlagHelper, model_folder
-from launch.shared.group import FAILED, Group
 from ringjax.errors import OptionError
 from ringjax.infer import ChunkPipeline
 from ringjax.models import small
@@ -34,6 +27,13 @@ from ringjax.models.partition.layer_range import config_of
 from ringjax.paths import AnyPath
 from ringjax.serve import cluster
 from ringjax.serve.prefix.stage_pages import check_pages
+
+from ..shared import common, console, tensor_ranks
+from ..shared.entry_points import script_command, script_environment
+from ..shared.flag_helpers import FlagHelper, model_folder
+from ..shared.group import FAILED, Group
+from . import cluster_roles
+from .flag_modes import STAGE_PASSED
 
 # Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
@@ -266,7 +266,8 @@ class _Started:
       self._processes.append(
         subprocess.Popen(
           [
-            *(sys.executable, "-m", "launch.serve", "--role=prefill"),
+            *script_command("serve"),
+            "--role=prefill",
             *stage_flags(values, _folder(values)),
             f"--coordinator={address}",
             f"--num_processes={size}",
@@ -275,10 +276,9 @@ class _Started:
           # It ends when this pipe does.
           stdin=subprocess.PIPE,
           stdout=subprocess.DEVNULL,
-          env=os.environ | variables,
+          env=script_environment() | variables,
           # Ctrl-C reaches only this process, which ends the others.
           start_new_session=True,
-          cwd=pathlib.Path(__file__).parents[2],
         )
       )
     if gpus:

@@ -11,10 +11,52 @@ from absl import flags
 from jax.sharding import Mesh
 
 import ringjax as rj
-from launch.shared.common import DEVICES
 from ringjax import fetched_models
+from ringjax.checks import is_address
 from ringjax.data.gguf.gguf_file import is_gguf
+from ringjax.errors import OptionError
+from ringjax.infer import speculate
 from ringjax.models.transformer import Transformer
+
+from .common import DEVICES
+
+# Drafters by a head that is stored in a folder of its own.
+HEADS = (speculate.Eagle3, speculate.DFlash)
+
+
+def _head_drafter(values: flags.FlagValues) -> speculate.PredictDraft | None:
+  """Drafter of --speculate by a layer of the model, which is then read.
+
+  Raises:
+    OptionError: If it is a head without its folder.
+  """
+  if getattr(values, "speculate", None) is None:
+    return None
+  drafter = speculate.drafter_of(values.speculate, "--speculate")
+  if isinstance(drafter, HEADS) and not drafter.model:
+    raise OptionError(
+      "--speculate",
+      f"{drafter.name} without the folder of a head",
+      "the folder of a head of this model",
+      f"pass --speculate={drafter.name}:model=FOLDER",
+    )
+  return drafter if isinstance(drafter, speculate.PredictDraft) else None
+
+
+def store(place: str, nbytes: int) -> rj.store.Store:
+  """Opens a store in a folder, or at an address of an object storage.
+
+  Args:
+    place: Value of --store.
+    nbytes: Maximum bytes of all blocks.
+
+  Raises:
+    OptionError: If the folder is refused.
+    StorageError: If objects can't be written.
+  """
+  if is_address(place):
+    return rj.store.Store(objects=(place, nbytes))
+  return rj.store.Store(disk=(place, nbytes))
 
 
 def load(
@@ -43,6 +85,7 @@ def load(
   first = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
   chosen = values.model is not None and first.platform == "cpu"
   chosen = chosen and (mesh is None or mesh.size == 1)
+  drafter = _head_drafter(values)
   with warnings.catch_warnings():
     if chosen:
       # The returned line reports it.
@@ -53,8 +96,14 @@ def load(
       dtype=values.dtype,
       strict=values.strict,
       rope_scaling=values.rope_scaling,
+      predict_layers=isinstance(drafter, speculate.PredictDraft)
+      and not isinstance(drafter, HEADS),
       **options,
     )
+  if isinstance(drafter, speculate.Eagle3):
+    model = rj.models.eagle3.load(drafter.model, model)
+  elif isinstance(drafter, speculate.DFlash):
+    model = rj.models.dflash.load(drafter.model, model)
   if not chosen:
     return model, None
   parts, dtype = [], jax.numpy.dtype(model.dtype)

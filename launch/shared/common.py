@@ -23,17 +23,19 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from launch.shared import console, rendezvous
-from launch.shared.flag_helpers import FlagHelper, help_text
-from launch.shared.flag_helpers import check_output as check_file
 from ringjax.errors import MeshError, OptionError
 from ringjax.kv import CacheConfig, kind_text
 from ringjax.kv.codecs import Allocated, Calibrated
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan import draw
 
+from . import console, rendezvous
+from .entry_points import command_text
+from .flag_helpers import FlagHelper, help_text
+from .flag_helpers import check_output as check_file
+
 T = TypeVar("T")
-AXES = ("replica", "data", "seq", "model")
+AXES = ("stage", "replica", "data", "seq", "model")
 DEVICES = 8
 # Environment variables in which launchers set the number of processes.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
@@ -342,6 +344,26 @@ def share(make: Callable[[], np.ndarray]) -> Int[np.ndarray, " n"]:
   return np.asarray(multihost_utils.broadcast_one_to_all(ids))
 
 
+def share_lists(
+  make: Callable[[], Sequence[np.ndarray]],
+) -> list[Int[np.ndarray, " _"]]:
+  """Broadcasts lists of process 0, int32 [n] each, as `share` does one.
+
+  Raises:
+    OptionError: In the other processes, if `make` failed in process 0.
+  """
+
+  def joined() -> np.ndarray:
+    lists = make()
+    sizes = [len(lists), *map(len, lists)]
+    return np.concatenate([np.asarray(sizes, np.int32), *lists])
+
+  ids = share(joined)
+  count = int(ids[0])
+  ends = np.cumsum(ids[1 : 1 + count])
+  return np.split(ids[1 + count :], ends[:-1]) if count else []
+
+
 # ---------------------------------------------------------------------------
 # Scripts
 # ---------------------------------------------------------------------------
@@ -381,6 +403,7 @@ def launch(
   name: str,
   main: Callable[[Sequence[str]], int],
   help_page: Callable[[str], str | None] = lambda command: None,
+  unknown: Callable[[str], str | None] = lambda flag: None,
 ) -> None:
   """Runs a script.
 
@@ -389,19 +412,23 @@ def launch(
     main: Function of the arguments that are no flags; returns the exit status.
     help_page: Function that returns the help of a sub-command, or None for
       the help of the script.
+    unknown: Function that returns a message about a flag that the script does
+      not have, or None for absl's.
   """
 
   def read(argv: Sequence[str]) -> list[str]:
     if set(argv) & {"--help", "-help", "-h", "-?"}:
       for word in argv[1:]:
         if not word.startswith("-") and (page := help_page(word)) is not None:
-          print(page)
-          raise SystemExit(0)
+          raise SystemExit(_print_help(page))
       shown = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
-      print(f"{sys.modules['__main__'].__doc__}\n{help_text(shown)}")
-      raise SystemExit(0)
+      purpose = sys.modules["__main__"].__doc__ or ""
+      raise SystemExit(_print_help(f"{purpose}\n{help_text(shown)}"))
     try:
-      return flags.FLAGS(argv)
+      return flags.FLAGS(with_underscores(argv, flags.FLAGS))
+    except flags.UnrecognizedFlagError as error:
+      console.complain(name, unknown(error.flagname) or error)
+      raise SystemExit(2) from None
     except SystemExit:
       # absl's parser exits with status 1 after --help.
       raise SystemExit(0) from None
@@ -416,12 +443,42 @@ def launch(
       console.complain(name, error)
       return 2
     except BrokenPipeError:
-      # The reader, such as `head`, has closed the pipe. Python would flush
-      # stdout again at exit and print a second error.
-      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-      return console.UNREAD
+      return _unread()
 
   app.run(guarded, flags_parser=read)
+
+
+def with_underscores(
+  argv: Sequence[str], values: flags.FlagValues
+) -> list[str]:
+  """Arguments whose flags may be written with dashes: --max-model-len=64."""
+  words = list(argv)
+  for n, word in enumerate(words):
+    if word == "--":
+      break
+    name, equals, value = word.partition("=")
+    plain = name.replace("-", "_").removeprefix("__")
+    if not name.startswith("--") or "-" not in name[2:]:
+      continue
+    if plain in values or plain.removeprefix("no") in values:
+      words[n] = f"--{plain}{equals}{value}"
+  return words
+
+
+def _print_help(text: str) -> int:
+  """Prints a help text; returns the exit status."""
+  try:
+    print(command_text(text), flush=True)
+  except BrokenPipeError:
+    return _unread()
+  return 0
+
+
+def _unread() -> int:
+  """Exit status after the reader of stdout, such as `head`, has ended."""
+  # Python would flush stdout again at exit and print a second error.
+  os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+  return console.UNREAD
 
 
 def map_unordered(

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from launch.shared import sources
 from ringjax.json_text import json_text
 from ringjax.models import Rules
 from ringjax.models.cepe import Encoder
@@ -23,7 +22,10 @@ from ringjax.train.methods.draft_training import DraftTraining
 from ringjax.train.methods.encoder_training import ContextSplit
 from ringjax.train.methods.induction import INITIALISATIONS, InductionHeads
 from ringjax.train.methods.lora import Lora
+from ringjax.train.posttraining.preferences import LOSSES, Dpo
 from ringjax.train.step import Objective
+
+from . import sources
 
 _REQUIRED = "required"
 
@@ -69,6 +71,14 @@ def fields(config: ConfigDict, entries: str) -> Iterator[Field]:
         "start.kind", "str", json_text(value.get("kind")), f"{names} or null"
       )
       part = INITIALISATIONS.get(value.get("kind"), part)
+    if name == "posttraining":
+      yield Field(
+        "posttraining.loss",
+        "str",
+        json_text(value.get("loss")),
+        f"{', '.join(LOSSES)} or null",
+      )
+      part = LOSSES.get(value.get("loss"), part)
     if part:
       yield from _class_fields(name, part, value)
   for i, stage in enumerate(stages):
@@ -105,6 +115,7 @@ def fields(config: ConfigDict, entries: str) -> Iterator[Field]:
 
 _PARTS = {
   "optimizer": recipe.Optimizer,
+  "posttraining": Dpo,
   "lora": Lora,
   "cepe": Encoder,
   "expert_balance": ExpertBalance,

@@ -21,6 +21,8 @@ from ringjax.errors import OutOfMemoryError, RingjaxError
 from ringjax.parallel import memory
 from ringjax.parallel.compile_times import Compiling as Compiling
 
+from .entry_points import command_text
+
 # Exit status that a shell reports for a command that Ctrl-C ended.
 INTERRUPTED = 130
 # Exit status of a process that SIGPIPE ended.
@@ -61,6 +63,7 @@ class Screen:
     """Prints a line."""
     if self.quiet:
       return
+    text = command_text(text)
     if self._bar is not None:
       self._bar.console.print(text, markup=False, highlight=False)
     else:
@@ -372,5 +375,5 @@ def own_stdout() -> TextIO:
 
 def complain(name: str, error: object, stream: TextIO | None = None) -> None:
   """Prints an error as one line on stderr."""
-  line = " ".join(f"{error}".split())
+  line = command_text(" ".join(f"{error}".split()))
   print(f"{name}: {line}", file=stream or sys.stderr, flush=True)

@@ -218,9 +218,9 @@ class FlagHelper:
         new._define(flags.DEFINE_multi_string, flag_name, default, text)
       else:
         new.text(flag_name, default, text)
-      new._aliases(flag_name, facts["aliases"])
+      new.aliases(flag_name, facts["aliases"])
 
-  def _aliases(self, name: str, aliases: Collection[str]) -> None:
+  def aliases(self, name: str, aliases: Collection[str]) -> None:
     """Defines other names of a flag, which --help shows in its text."""
     if not aliases:
       return

@@ -16,9 +16,10 @@ from collections.abc import Callable
 
 import jax
 
-from launch.shared import console
 from ringjax.errors import PeerError
 from ringjax.parallel.peers import Peers
+
+from . import console
 
 # Exit status after another process was lost.
 FAILED = 3

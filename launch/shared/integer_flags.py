@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import pathlib
 from typing import Any
 
 import jax
 from absl import flags
 
 import ringjax as rj
-from launch.shared import prompts
 from ringjax import option_text
-from ringjax.checks import one_of
+from ringjax.checks import is_address, one_of
 from ringjax.errors import OptionError
 from ringjax.infer.llm_npu.integer_model import FILE as RANGES
 from ringjax.models.transformer import Transformer
+from ringjax.paths import as_path
 from ringjax.plan.systems.subgraphs import RULES
+
+from . import prompts
 
 HELP = (
   "Multiplies 8-bit integers in the linear maps, by the activation ranges in "
@@ -60,7 +61,7 @@ def check(text: str) -> None:
     OptionError: If there is no such option, or the folder has no ranges.
   """
   folder, _ = _options(text)
-  if not (pathlib.Path(folder) / RANGES).exists():
+  if not (as_path(folder, "--integer") / RANGES).exists():
     raise OptionError(
       "--integer",
       f"{folder!r}, without {RANGES}",
@@ -116,8 +117,11 @@ def two_asked(values: flags.FlagValues) -> dict[str, Any]:
 
 
 def _options(text: str) -> tuple[str, dict[str, Any]]:
-  """The folder of --integer, and its options."""
-  folder, colon, option_part = text.partition(":")
+  """The folder or the address of --integer, and its options."""
+  # After the colon of an address.
+  scheme = len(text.partition("://")[0]) + 3 if is_address(text) else 0
+  folder, colon, option_part = text[scheme:].partition(":")
+  folder = text[:scheme] + folder
   pairs = option_text.pairs(
     option_part if colon else None, (*_INTEGER, *_READING), "--integer", folder
   )

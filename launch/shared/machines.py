@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from absl import flags
 
-from launch.shared.flag_helpers import FlagHelper
 from ringjax.checks import number
 from ringjax.parallel.chips import Link
 from ringjax.plan import Cluster, Noise, profile
+
+from .flag_helpers import FlagHelper
 
 # Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()

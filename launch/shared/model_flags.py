@@ -16,17 +16,8 @@ from absl import flags
 from jax.sharding import Mesh
 
 import ringjax as rj
-from launch.shared import (
-  answering,
-  common,
-  console,
-  integer_flags,
-  machines,
-  prompts,
-)
-from launch.shared.flag_helpers import FlagHelper, flag_name, option_values
 from ringjax import fetched_models, option_text
-from ringjax.checks import local_path, positive_int
+from ringjax.checks import is_address, local_path, positive_int
 from ringjax.data import Tokenizer, fingerprint
 from ringjax.errors import OptionError
 from ringjax.infer import GenerateConfig, Sample, speculate
@@ -37,9 +28,19 @@ from ringjax.kv import kind_text
 from ringjax.models.checkpoint import WEIGHTS
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights import neurons
-from ringjax.models.weights.coded_weights import BITS
+from ringjax.models.weights.coded_weights import KINDS
 from ringjax.parallel import memory
 from ringjax.paths import AnyPath
+
+from . import (
+  answering,
+  common,
+  console,
+  integer_flags,
+  machines,
+  prompts,
+)
+from .flag_helpers import FlagHelper, flag_name, option_values
 
 # Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
@@ -101,13 +102,13 @@ def define(
   flags.DEFINE_enum(
     "weights",
     None,
-    [*(f"int{bits}" for bits in BITS), *WEIGHTS],
-    "Keeps the weights of linear maps as codes: rounded to 8 or 4 bits, or "
-    "stored: those of a GGUF file, with its numbers.",
+    [*KINDS, *WEIGHTS],
+    "Keeps the weights of linear maps as codes: rounded to 8 or 4 bits (nf4 "
+    "and mxfp4 have 4), or stored: those of a GGUF file, with its numbers.",
     flag_values=values,
   )
   new.path("adapter", None, "Low-rank adapter to add: a folder of PEFT.")
-  new.path("integer", None, integer_flags.HELP)
+  new.place("integer", None, integer_flags.HELP)
   new.path(
     "flash",
     None,
@@ -157,8 +158,6 @@ def check(values: flags.FlagValues, **others: str | None) -> None:
       for name in ("placement", "memory", "weights", "integer")),
     (values.integer is not None and values.weights is not None,
      "--integer with --weights", "one of them"),
-    (values.adapter is not None and values.weights in WEIGHTS,
-     "--adapter with --weights=stored", "one of them"),
     *((True, f"--{name} without --profile", "both")
       for name in machines.unused(values)),
     (costs and values.prefill != "auto",
@@ -195,19 +194,22 @@ def checked_drafter(text: str) -> speculate.Drafter:
     if isinstance(kind, str):
       kind = kind_text.parse(kind, "--speculate")
     common.check_files_of(kind)
-  if _has_folder(drafter) or isinstance(drafter, speculate.LongSpec):
-    assert isinstance(drafter.model, str)
-    local_path("--speculate", drafter.model)
-    missing = None if drafter.model else repr(text)
-    if not missing and not os.path.exists(
-      fetched_models.resolve(drafter.model, "--speculate")
+  is_head = isinstance(drafter, answering.HEADS)
+  if is_head or isinstance(drafter, speculate.LongSpec) or _has_folder(drafter):
+    model = drafter.model
+    assert isinstance(model, str)
+    if not is_head:
+      local_path("--speculate", model)
+    missing = None if model else repr(text)
+    if not (missing or is_address(model)) and not os.path.exists(
+      fetched_models.resolve(model, "--speculate")
     ):
-      missing = f"{drafter.model}, which does not exist"
+      missing = f"{model}, which does not exist"
     if missing:
       raise OptionError(
         "--speculate",
         missing,
-        "the folder of a draft model",
+        "the folder of " + ("a head" if is_head else "a draft model"),
         f"pass --speculate={drafter.name}:model=FOLDER",
       )
   return drafter
@@ -256,15 +258,15 @@ def load(
     say(f"weights: {model.stored_types}")
   if note is not None:
     say(note)
+  if values.weights is not None and values.weights not in WEIGHTS:
+    model = rj.models.with_coded_weights(model, **KINDS[values.weights])
   if values.adapter is not None:
+    # Next to codes, which it may have been trained on.
     model = _adapted(model, values)
   if values.flash is not None:
     model = _flash(model, values.flash, say)
   if values.integer is not None:
     model = integer_flags.model(model, values.integer)
-  if values.weights is not None and values.weights not in WEIGHTS:
-    bits = int(values.weights.removeprefix("int"))
-    model = rj.models.with_coded_weights(model, bits=bits)
   return model
 
 

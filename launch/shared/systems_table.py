@@ -433,20 +433,33 @@ SYSTEMS: tuple[System, ...] = (
       "ringjax/infer/speculate/draft_model.py",
       "ringjax/infer/speculate/paces.py",
       "ringjax/infer/speculate/lookup.py",
+      "ringjax/nn/draft_layers/eagle_layer.py",
+      "ringjax/nn/draft_layers/dflash_layer.py",
+      "ringjax/train/methods/eagle_loss.py",
     ),
     names=(
       "rj.infer.speculate.PromptLookup",
       "rj.infer.speculate.DraftModel",
       "rj.infer.speculate.EarlyExit",
+      "rj.infer.speculate.PredictDraft",
+      "rj.infer.speculate.Eagle3",
+      "rj.models.eagle3.with_head",
+      "rj.infer.speculate.DFlash",
+      "rj.models.dflash.load",
       "rj.infer.speculate.Drafter",
     ),
     commands=(
       "python -m launch.generate --speculate=lookup --devices=1 --context=512",
     ),
     page="docs/how/speculate.md",
-    tests=("tests/infer/test_speculate.py", "tests/infer/test_verifiers.py"),
-    absent="Heads trained into the model (Medusa, EAGLE, the layers of "
-    "checkpoints that predict further tokens), Jacobi iterations, and a data "
+    tests=(
+      "tests/infer/test_speculate.py",
+      "tests/infer/test_predict_draft.py",
+      "tests/infer/test_eagle_draft.py",
+      "tests/infer/test_dflash_draft.py",
+      "tests/infer/test_verifiers.py",
+    ),
+    absent="Medusa's heads, trees of EAGLE-3's, Jacobi iterations, and a data "
     "store of texts.",
   ),
   System(

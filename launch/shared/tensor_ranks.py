@@ -19,7 +19,6 @@ import pathlib
 import secrets
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
@@ -28,9 +27,6 @@ import jax
 import numpy as np
 from absl import flags
 
-from launch.shared import common, console, prompts
-from launch.shared.flag_helpers import FlagHelper, model_folder
-from launch.shared.group import FAILED
 from ringjax.checks import number, positive_int
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError, PeerError
@@ -51,6 +47,11 @@ from ringjax.models.partition.tensor_shares import digest_of
 from ringjax.parallel.gpu_processes import gpu_variables, visible_gpus
 from ringjax.paths import AnyPath
 from ringjax.plan import files
+
+from . import common, console, prompts
+from .entry_points import script_command, script_environment
+from .flag_helpers import FlagHelper, model_folder
+from .group import FAILED
 
 # Show these flags in the --help of the script that defines them.
 flags.disclaim_key_flags()
@@ -325,7 +326,7 @@ class _Ranks:
       variables |= gpu_variables(rank, size, gpus)
       process = subprocess.Popen(
         [
-          *(sys.executable, "-m", "launch.generate"),
+          *script_command("generate"),
           *worker_flags(self._values, folder, port, rank, size),
         ],
         stdin=subprocess.DEVNULL,
@@ -333,10 +334,9 @@ class _Ranks:
         # Read if it ends before it joins; afterwards rank 0 gets its errors.
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | variables,
+        env=script_environment() | variables,
         # Ctrl-C reaches only rank 0, which ends the others.
         start_new_session=True,
-        cwd=pathlib.Path(__file__).parents[2],
       )
       self._stack.callback(self._end, process)
       self._started.append(process)

@@ -1,4 +1,4 @@
 """Benchmarks of attention, layouts, models, training and serving.
 
-Run them as `python -m launch.bench NAME`, for instance attention or layouts.
+A checkout runs them: `python -m launch.bench NAME`, for instance attention.
 """

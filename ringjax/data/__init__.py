@@ -5,6 +5,7 @@ loaded when they are needed, not when this package is imported.
 """
 
 from ringjax.data.batches.corpus import Corpus, fingerprint
+from ringjax.data.batches.grain_data import RecordDocuments, grain_dataset
 from ringjax.data.batches.loader import Loader
 from ringjax.data.batches.packing import BestFit, Cut, Documents, PackedBatch
 from ringjax.data.batches.placement import (
@@ -14,6 +15,12 @@ from ringjax.data.batches.placement import (
   place_rows,
   plan_batches,
 )
+from ringjax.data.chats.chat_documents import (
+  ChatDocuments,
+  ChatEncoding,
+  PairDocuments,
+)
+from ringjax.data.chats.chat_lines import read_chats, read_pairs
 from ringjax.data.tasks import documents
 from ringjax.data.tasks.continued import Continued
 from ringjax.data.tasks.link_tokens import ArrangedPrompt, LinkTokens, arranged
@@ -27,6 +34,8 @@ __all__ = [
   "ArrangedPrompt",
   "BestFit",
   "Bytes",
+  "ChatDocuments",
+  "ChatEncoding",
   "ChatTemplate",
   "Continued",
   "Corpus",
@@ -35,15 +44,20 @@ __all__ = [
   "LinkTokens",
   "Loader",
   "PackedBatch",
+  "PairDocuments",
   "Placement",
+  "RecordDocuments",
   "Stream",
   "Tokenizer",
   "arranged",
   "documents",
   "fingerprint",
+  "grain_dataset",
   "place",
   "place_documents",
   "place_rows",
   "plan_batches",
   "punctuation_ids",
+  "read_chats",
+  "read_pairs",
 ]

@@ -22,6 +22,22 @@ FIGURES = {
   "learning_rate": "learning rate",
   "tokens_per_s": "tokens a second",
 }
+# Further figures and titles of a training's kind, where a row has the first.
+FIGURES_OF_KIND = (
+  {
+    "rollouts_reward": "mean reward of a batch",
+    "rollouts_tokens": "tokens of an answer",
+    "rollouts_truncated": "share of truncated answers",
+    "mismatch_max": "largest |log p(training) - log p(engine)|",
+    "loss": "loss of the policy",
+  },
+  {
+    "reward_margin": "margin of rewards",
+    "reward_accuracy": "share of pairs in the right order",
+    "loss": "loss of a pair",
+  },
+  {"predicted": "loss of the predicting layer, nats a token"},
+)
 
 
 def heat_map(cells: Sequence[Cell], path: str, title: str = "") -> None:
@@ -224,8 +240,9 @@ def context_costs(found: Sequence[ContextCost], path: str) -> None:
 
 
 def training_curves(rows: Sequence[dict[str, Any]], path: str) -> None:
-  """Draws a training from its log: loss, gradient norm, rate, speed.
+  """Draws a training from its log, a panel for each figure.
 
+  Figures are `FIGURES` and those of `FIGURES_OF_KIND` that the log has.
   Held-out losses are points in the panel of the loss.
 
   Args:
@@ -234,10 +251,20 @@ def training_curves(rows: Sequence[dict[str, Any]], path: str) -> None:
     path: Path of the PNG.
   """
   steps = [row["step"] for row in rows]
-  figure = figures().Figure(figsize=(9, 6), layout="constrained")
-  for n, (name, title) in enumerate(FIGURES.items()):
-    axes = figure.add_subplot(2, 2, n + 1)
-    values = [np.nan if row[name] is None else row[name] for row in rows]
+  names = dict(FIGURES)
+  for of_kind in FIGURES_OF_KIND:
+    if any(row.get(next(iter(of_kind))) is not None for row in rows):
+      names |= of_kind
+  columns = 2 if len(names) == len(FIGURES) else 3
+  lines = -(-len(names) // columns)
+  figure = figures().Figure(
+    figsize=(4.5 * columns, 3 * lines), layout="constrained"
+  )
+  for n, (name, title) in enumerate(names.items()):
+    axes = figure.add_subplot(lines, columns, n + 1)
+    values = [
+      np.nan if row.get(name) is None else float(row[name]) for row in rows
+    ]
     axes.plot(steps, values, color="#2b5c8a")
     held_out_rows = [row for row in rows if row.get("held_out") is not None]
     if name == "loss" and held_out_rows:
@@ -256,7 +283,7 @@ def training_curves(rows: Sequence[dict[str, Any]], path: str) -> None:
     ]
     for start in starts:
       axes.axvline(start, color="#e08b3e", linewidth=0.8)
-    axes.set_title(title)
+    axes.set_title(title, fontsize=10)
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
   figure.savefig(path, dpi=130)

@@ -192,7 +192,7 @@ def context_statistics(
   if any(x is not None and x.most is not None for x in readings):
     raise OptionError(
       "session",
-      "one of layers that read only the keys that an index chooses",
+      "one of layers that read only keys that they choose",
       "layers that read all keys",
       "measure another model",
     )

@@ -5,7 +5,8 @@ at twice the position where it begins. Rows are complete: every token has as
 much context as its position. The id that begins a text is read and never
 predicted. The losses of a draft are those of its training: each query sees the
 keys of its target that a drafted token would see.
-Cost: one forward pass for each row, with logits of a block of tokens at a time.
+Cost: one forward pass for each row, with logits of a block of tokens at a time;
+axes that shard a batch read as many rows at once.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ class Curve:
 def _read(
   model: Transformer, attend: ShardingContext, batch: Batch
 ) -> jax.Array:
-  """Losses [1, T] of a row that is read in one pass."""
-  row = jax.tree.map(lambda x: x[0], batch)
-  return attend.everywhere(each_token(model, row, attend))
+  """Losses [B, T] of rows that are read in one pass."""
+  rows = jax.tree.map(lambda x: x[0], batch)
+  return attend.everywhere(each_token(model, rows, attend))
 
 
 @functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(3,))
@@ -207,14 +208,18 @@ def reader(
       "round the length up, or use another mesh",
     )
   chosen = _rows(documents, length, rows, bos, model.config.vocab)
+  # Each device of the batch's axes reads a row of its own.
+  at_once = plan.attend.data_size
   if plan.chunk is not None:
     # Allocate the cache once, to raise an error now if it does not fit.
-    Session(model, plan.width, mesh=mesh, axis=axis, dtype=cache_dtype)
+    Session(
+      model, plan.width, batch=at_once, mesh=mesh, axis=axis, dtype=cache_dtype
+    )
 
   def losses(ids: np.ndarray) -> np.ndarray:
-    batch = whole_rows(ids[None])
+    batch = whole_rows(ids)
     if draft is not None:
-      index: Any = np.arange(length, dtype=np.int32)[None]
+      index: Any = np.tile(np.arange(length, dtype=np.int32), (at_once, 1))
       batch = batch._replace(positions=index, segments=index * 0 + 1)
       batch = draft.rows(batch, seed)
     if plan.chunk is not None:
@@ -226,17 +231,21 @@ def reader(
       batch = jax.tree.map(lambda x: np.pad(x, padding), batch)
     row_losses = _read(model, plan.attend, place(batch, plan.attend))
     row_losses = layout.restore(np.asarray(row_losses), shards=shards, axis=1)
-    return row_losses[0, :length]
+    return row_losses[:, :length]
 
   @entering(lambda on_row: mesh)
   def read(on_row: Callable[[int], Any]) -> Curve:
     total = np.zeros(length)
-    for n, ids in enumerate(chosen):
-      row_losses = losses(ids)
-      # The first loss is of the second token (index 1).
-      check_losses(row_losses, model, document=n, first=1)
-      total += row_losses
-      on_row(n + 1)
+    for first in range(0, rows, at_once):
+      numbers = range(first, min(first + at_once, rows))
+      # Rows after the last one repeat it, and do not count.
+      spare = first + at_once - numbers.stop
+      ids = [*chosen[first : numbers.stop], *chosen[-1:] * spare]
+      for n, row_losses in zip(numbers, losses(np.stack(ids)), strict=False):
+        # The first loss is of the second token (index 1).
+        check_losses(row_losses, model, document=n, first=1)
+        total += row_losses
+        on_row(n + 1)
     return _curve(total / rows, length, rows, last)
 
   return read
@@ -327,11 +336,13 @@ def _in_chunks(
   axis: str | None,
   dtype: DTypeLike | None,
 ) -> np.ndarray:
-  """Losses of a row [T] that is read chunk by chunk into a cache."""
-  length = batch.tokens.shape[1]
-  cache = Session(model, plan.width, mesh=mesh, axis=axis, dtype=dtype).cache
-  losses = np.zeros(length)
-  for call in plan.calls(list(batch.tokens), np.zeros(1, np.int64)):
+  """Losses [B, T] of rows that are read chunk by chunk into a cache."""
+  count, length = batch.tokens.shape
+  cache = Session(
+    model, plan.width, batch=count, mesh=mesh, axis=axis, dtype=dtype
+  ).cache
+  losses = np.zeros((count, length))
+  for call in plan.calls(list(batch.tokens), np.zeros(count, np.int64)):
     assert call.pos is not None
     is_real = call.seg[0] > 0
     at = np.where(is_real, call.pos[0], 0)
@@ -346,5 +357,5 @@ def _in_chunks(
     chunk_losses, cache = _read_on(
       model, plan.attend, place(part, plan.attend), cache, jnp.int32(length)
     )
-    losses[at[is_real]] = np.asarray(chunk_losses)[0, is_real]
+    losses[:, at[is_real]] = np.asarray(chunk_losses)[:, is_real]
   return losses

@@ -21,7 +21,6 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,11 +46,16 @@ from ringjax.kv.codecs.code_book import CodeBook
 from ringjax.kv.codecs.code_bytes import LEVEL_BITS
 from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.state import StateShape
+from ringjax.kv.summaries.summary_spec import SummarySpec
 from ringjax.models.transformer import Transformer, tokens_of
 from ringjax.models.weights import calibration as files
+from ringjax.nn.attention_layers.choosing.choosing_attention import (
+  refuse_sparse,
+)
 from ringjax.nn.sharding_context import ContextParallel, ShardingContext
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.rope import Rotation
+from ringjax.paths import as_path
 from ringjax.typing import Index
 
 # Cells of [-1, 1] into which scaled numbers are counted.
@@ -96,8 +100,8 @@ def calibrate(
     rotated: Whether keys are measured after their rotation, for kinds with
       unrotated=False; the paper's are measured before it.
     folder: Folder for the state after each text, from which a run that was
-      killed resumes, and for the calibration at the end; it is created if
-      it does not exist. Only the first process reads and writes it.
+      killed resumes, and for the calibration at the end, or its address; it is
+      created if it does not exist. Only the first process reads and writes it.
     progress: Function that is called with the number of passes over a text
       that are done, and their total.
 
@@ -105,8 +109,15 @@ def calibrate(
     ShapeError: If `tokens` has another shape.
     PromptError: If an id is not in the vocabulary.
     ConfigError: If the model has no keys and values.
-    OptionError: If an argument is out of range.
+    OptionError: If an argument is out of range, or the model was made sparse:
+      its caches have no calibrated codec.
   """
+  refuse_sparse(
+    model.config.layers,
+    "model",
+    "a calibration",
+    "leave it out: such a model's caches are dense, bfloat16, int8 or int4",
+  )
   ids = inputs.texts(tokens, model.config.vocab)
   outliers = page_outliers.checked(outliers)
   integer("first", first, least=0, most=ids.shape[1] - 2)
@@ -116,7 +127,7 @@ def calibrate(
   for bits in normalized:
     one_of("normalized", bits, LEVEL_BITS)
   kinds = [
-    n for n, x in enumerate(model.kinds) if not isinstance(x, StateShape)
+    n for n, x in enumerate(model.kinds) if isinstance(x, LayerCacheSpec)
   ]
   if not kinds:
     raise ConfigError(
@@ -141,7 +152,7 @@ def calibrate(
     rotated,
   )
   # Of several processes all measure the same.
-  out = None if folder is None or jax.process_index() else pathlib.Path(folder)
+  out = None if folder is None or jax.process_index() else as_path(folder)
   partial = None if out is None else out / PARTIAL
   if partial is not None and partial.exists():
     # A damaged file is ignored: the texts are read again.
@@ -541,9 +552,9 @@ class _Recording(NoCache):
   @classmethod
   def create(cls, model: Transformer, tokens: int, rotated: bool) -> _Recording:
     def zeros_of(
-      shape: LayerCacheSpec | StateShape,
+      shape: LayerCacheSpec | StateShape | SummarySpec,
     ) -> tuple[jax.Array, jax.Array]:
-      if isinstance(shape, StateShape):
+      if not isinstance(shape, LayerCacheSpec):
         return jnp.zeros(0), jnp.zeros(0)
       lead = (shape.layers, 1, shape.heads, tokens)
       zeros = lambda dim: jnp.zeros((*lead, dim), jnp.float32)

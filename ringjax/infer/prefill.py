@@ -24,9 +24,11 @@ from ringjax.errors import OptionError
 from ringjax.infer.tile_reading import check_layers
 from ringjax.kv.base import CallCache
 from ringjax.kv.cache_kind import WINDOWED, CacheConfig
+from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.state import StateShape
 from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer, forward
+from ringjax.nn.attention_layers.choosing.indexed_attention import IndexKeys
 from ringjax.nn.sharding_context import (
   CachedAttention,
   ChainParallel,
@@ -680,7 +682,10 @@ def _check_groups(model: Transformer, strategy: Any, size: int) -> None:
   """Refuses a number of shards without groups that divide the KV heads."""
   mixers = (mixer for layer in model.config.layers for mixer in layer.mixers)
   for mixer in mixers:
-    if isinstance(mixer.cache_shape(1), StateShape):
+    # An index's keys are scored where they are, or gathered.
+    if isinstance(mixer, IndexKeys):
+      continue
+    if not isinstance(mixer.cache_shape(1), LayerCacheSpec):
       continue
     spec: Any = mixer
     # Latent attention is expanded where keys travel.
@@ -718,7 +723,7 @@ def _partition(
       "partition",
       f"{given}, in all {sum(given) if are_counts else '?'}",
       f"{shards} positive ints that add up to at least {tokens}",
-      "leave it out, or see python -m launch.plan kvr",
+      "leave it out, or see python -m ringjax.launch.plan kvr",
     )
   return tuple(int(n) for n in given)
 

@@ -158,7 +158,8 @@ def check_layers(model: Transformer) -> None:
       reading = getattr(spec.cache_shape(1), "reading", None)
       reason = None
       if reading is not None and reading.most is not None:
-        reason = f"reads the {reading.most} keys that an index chooses"
+        keys = f"the {reading.most} keys that {reading.chooser} chooses"
+        reason = f"reads {keys}"
       elif getattr(reading, "slopes", None) is not None:
         reason = "has ALiBi slopes"
       elif hasattr(spec, "positions"):

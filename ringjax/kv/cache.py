@@ -48,9 +48,11 @@ from ringjax.kv.storage.exported_blocks import (
   located_slots,
 )
 from ringjax.kv.storage.growth import Growth, widened_slots
-from ringjax.kv.storage.refusals import refuse_beyond_slack
+from ringjax.kv.storage.refusals import refuse_beyond_slack, refuse_holes
 from ringjax.kv.storage.slots import FILL, REPLICATED, SHARDED, ContiguousSlots
 from ringjax.kv.storage.window import WindowSlots, ring_size
+from ringjax.kv.summaries.summary_layers import RowSummaryLayer
+from ringjax.kv.summaries.summary_spec import SummarySlots, SummarySpec
 from ringjax.ops.attention.cached.code_format import token_axis
 from ringjax.ops.attention.cached.views import ContiguousView, tile_slots
 from ringjax.ops.mask import Coords
@@ -64,8 +66,9 @@ class KVCache(ModelCache):
   """A cache of fixed capacity.
 
   Attributes:
-    slots: For each kind of layer its `LayerKV`, `State` if recurrent, or
-      `DistantSlots` if a call fetches its layers.
+    slots: For each kind of layer its `LayerKV`, `State` if recurrent,
+      `SummarySlots` for those of its keys, or `DistantSlots` if a call fetches
+      its layers.
     held: Slot table (token of each slot) of the layers that keep all tokens.
     rings: Slot tables of the ring buffers, one for each size.
     ring_of: For each kind of layer the index of its ring in `rings`, or None.
@@ -87,7 +90,7 @@ class KVCache(ModelCache):
   kind: CacheConfig = DENSE
   mesh: Mesh | None = None
   axis: str | None = None
-  shapes: tuple[LayerCacheSpec | StateShape, ...] = ()
+  shapes: tuple[LayerCacheSpec | StateShape | SummarySpec, ...] = ()
   dtype: DTypeLike | None = None
   constants: tuple[Any, ...] = ()
   states: EncoderStates | None = None
@@ -105,7 +108,7 @@ class KVCache(ModelCache):
   @classmethod
   def spec(
     cls,
-    shapes: tuple[LayerCacheSpec | StateShape, ...],
+    shapes: tuple[LayerCacheSpec | StateShape | SummarySpec, ...],
     batch: int,
     capacity: int,
     dtype: DTypeLike,
@@ -162,8 +165,8 @@ class KVCache(ModelCache):
     ring_of = tuple(None if x is None else rings.index(x) for x in sizes)
 
     def slots(
-      shape: LayerCacheSpec | StateShape, room: CacheSpec
-    ) -> LayerKV | State:
+      shape: LayerCacheSpec | StateShape | SummarySpec, room: CacheSpec
+    ) -> LayerKV | State | SummarySlots:
       if filled and isinstance(shape, LayerCacheSpec):
         return shape.filled_slots(room)
       return shape.slots(room)
@@ -244,7 +247,20 @@ class KVCache(ModelCache):
   def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     if isinstance(slots, State):
       return slots.layer(self, index)
+    if isinstance(slots, SummarySlots):
+      return RowSummaryLayer(
+        cache=self,
+        slots=slots,
+        index=index,
+        spec=self._summary_spec(kind),
+        unrotated=self.kind.layout.unrotated,
+      )
     return KVLayer(self, self.table(kind), slots, index, kind)
+
+  def _summary_spec(self, kind: int) -> SummarySpec:
+    shape = self.shapes[kind]
+    assert isinstance(shape, SummarySpec)
+    return shape
 
   def table(self, kind: int) -> ContiguousSlots | WindowSlots:
     """Slot table of a kind of layer: the token in each slot."""
@@ -262,7 +278,8 @@ class KVCache(ModelCache):
     rings = [f(ring) for ring in self.rings]
 
     def permuted(kind: int, slots: PyTree) -> PyTree:
-      if isinstance(slots, State):
+      if isinstance(slots, State | SummarySlots):
+        # Summaries are of positions.
         return slots
       number = self._ring(kind)
       move_tokens = permute if number is None else rings[number][1]
@@ -323,15 +340,19 @@ class KVCache(ModelCache):
       return self
     added_slots = self.growth.size(need) - self.capacity
     widened = lambda x, axis: widened_slots(x, axis, added_slots)
-    slots = tuple(
-      s
-      if isinstance(s, State)
-      else jax.tree.map(lambda x: widened(x, token_axis(x)), s)
-      for s in self.slots
-    )
+    slots = []
+    for kind, s in enumerate(self.slots):
+      if isinstance(s, SummarySlots):
+        shape = self._summary_spec(kind)
+        windows = shape.windows(self.capacity + added_slots, 1)
+        added_windows = windows - shape.windows(self.capacity, 1)
+        s = jax.tree.map(lambda x, n=added_windows: widened_slots(x, 3, n), s)
+      elif not isinstance(s, State):
+        s = jax.tree.map(lambda x: widened(x, token_axis(x)), s)
+      slots.append(s)
     at = Coords(*(widened(x, 1) for x in self.held.at))
     slot_table = dataclasses.replace(self.held, at=at)
-    return dataclasses.replace(self, slots=slots, held=slot_table)
+    return dataclasses.replace(self, slots=tuple(slots), held=slot_table)
 
   def changed(self, change: changes.CacheChange) -> KVCache:
     slack = self.kind.layout.slack
@@ -344,6 +365,7 @@ class KVCache(ModelCache):
       case changes.KeepTokens(kept):
         self._refuse_states("keep")
         refuse_beyond_slack(self, "kept", kept.shape[1])
+        refuse_holes(self, kept)
         return _keep(self, kept)
       case changes.KeepFirst(count, tokens):
         self._refuse_states("keep_first")
@@ -433,6 +455,11 @@ class KVCache(ModelCache):
     token_slots, rings = self.located(self.at, row, start, stop)
 
     def part(kind: int, slots: PyTree) -> PyTree:
+      if isinstance(slots, SummarySlots):
+        # Those of the windows that end with exported tokens.
+        stride = self._summary_spec(kind).sizes.stride
+        windows = slice(start // stride, stop // stride)
+        return jax.tree.map(lambda x: x[:, row, :, windows], slots)
       number = self._ring(kind)
       index = jnp.asarray(
         token_slots if number is None else rings[number], jnp.int32
@@ -492,7 +519,8 @@ class KVCache(ModelCache):
     return dataclasses.replace(
       cache,
       slots=tuple(
-        to_device(x) if isinstance(x, State) else x for x in cache.slots
+        to_device(x) if isinstance(x, State | SummarySlots) else x
+        for x in cache.slots
       ),
       constants=to_device(self.constants),
       states=to_device(self.states),

@@ -202,7 +202,8 @@ class CacheConfig(Config):
       f"{self}, for {what}",
       "one without a policy, first and recent: what these keep depends on "
       "the text",
-      "leave them out, or measure with python -m launch.evaluate caches",
+      "leave them out, or measure with "
+      "python -m ringjax.launch.evaluate caches",
     )
 
   def resident(self, what: str) -> CacheConfig:

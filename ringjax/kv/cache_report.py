@@ -37,6 +37,7 @@ from ringjax.kv.base import HOST
 from ringjax.kv.codecs import Codec, PerHead
 from ringjax.kv.codecs.head_codecs import CacheCodec, HeadPlaces
 from ringjax.kv.state import StateShape
+from ringjax.kv.summaries.summary_spec import SummarySpec
 from ringjax.ops.attention.cached.code_format import CodeFormat
 from ringjax.ops.attention.kernels.decode_codes_tpu import decode_cycles
 from ringjax.parallel import chips
@@ -233,9 +234,15 @@ class _Tally:
     self.sums: list[int] = []
     self.notes: list[str] = []
 
-  def layers(self, n: int, shape: LayerCacheSpec | StateShape) -> None:
+  def layers(
+    self, n: int, shape: LayerCacheSpec | StateShape | SummarySpec
+  ) -> None:
     """Add a kind of layers, including pages, blocks and contexts."""
     slots = self.inner.slots[n]
+    if isinstance(shape, SummarySpec):
+      self._add("summaries of keys", _bytes(slots))
+      self.read += _bytes(slots) * self.tokens / self.inner.held.capacity
+      return
     if isinstance(shape, StateShape):
       self._add("states", _bytes(slots))
       self.states += _bytes(slots)
@@ -493,7 +500,8 @@ def _loss(kind: CacheConfig) -> tuple[float | None, str]:
   if isinstance(kind.codec, Codec | None):
     return (
       None,
-      f"not measured; run python -m launch.evaluate caches --cache={kind}",
+      "not measured; run python -m ringjax.launch.evaluate caches "
+      f"--cache={kind}",
     )
   return None, "not measured; pass the kind to ringjax.eval.compare_caches"
 

@@ -20,6 +20,7 @@ from ringjax.kv.codecs import Allocated, Codec, PerHead, VectorCodec
 from ringjax.kv.query_reading import KeyReading
 from ringjax.kv.state import StateShape
 from ringjax.kv.storage.head_storage import HeadStorage
+from ringjax.kv.summaries.summary_spec import SummarySpec
 from ringjax.ops.attention.cached.code_format import (
   as_stored,
   filled_up,
@@ -104,7 +105,9 @@ class LayerCacheSpec:
     return None if widths == tuple(x.shape[-1] for x in slots) else widths
 
 
-def model_layers(shapes: Sequence[LayerCacheSpec | StateShape]) -> int:
+def model_layers(
+  shapes: Sequence[LayerCacheSpec | StateShape | SummarySpec],
+) -> int:
   """Number of layers of a model, up to the last one that has a cache.
 
   A layer with several mixers has several shapes and counts once.
@@ -113,7 +116,7 @@ def model_layers(shapes: Sequence[LayerCacheSpec | StateShape]) -> int:
 
 
 def check_one_set_of_keys(
-  shapes: Sequence[LayerCacheSpec | StateShape], result: str
+  shapes: Sequence[LayerCacheSpec | StateShape | SummarySpec], result: str
 ) -> None:
   """Refuse layers that keep two sets of keys, for results by layer.
 
@@ -178,10 +181,12 @@ class LayerKV(NamedTuple):
 
 
 def _constants(
-  number: int, shape: LayerCacheSpec | StateShape, kind: CacheConfig
+  number: int,
+  shape: LayerCacheSpec | StateShape | SummarySpec,
+  kind: CacheConfig,
 ) -> Any:
   """Codec constants of a kind of layer, [L, K, n] each."""
-  if kind.codec is None or isinstance(shape, StateShape):
+  if kind.codec is None or not isinstance(shape, LayerCacheSpec):
     return (), ()
   assert not isinstance(kind.codec, Allocated)
   return kind.codec.constants(number, shape)
@@ -197,10 +202,12 @@ def filled_constants(
 
 
 def constants_spec(
-  shape: LayerCacheSpec | StateShape, kind: CacheConfig, room: CacheSpec
+  shape: LayerCacheSpec | StateShape | SummarySpec,
+  kind: CacheConfig,
+  room: CacheSpec,
 ) -> PyTree:
   """Specs of the codec constants of a kind of layer."""
-  if kind.codec is None or isinstance(shape, StateShape):
+  if kind.codec is None or not isinstance(shape, LayerCacheSpec):
     return (), ()
   assert not isinstance(kind.codec, Allocated)
   return jax.tree.map(

@@ -38,6 +38,7 @@ from ringjax.kv.storage.refusals import (
   check_call,
   refuse_beyond_slack,
   refuse_documents,
+  refuse_gaps,
   refuse_shared_positions,
   refused,
 )
@@ -336,6 +337,8 @@ class ModelCache(CacheOfParts):
     for part, pos, seg, parents in self.by_part(*coords[:3]):
       part.check_coords(coords._replace(pos=pos, seg=seg, parents=parents))
     refuse_documents(self.kind, self.shapes, coords)
+    if not self.parts:
+      refuse_gaps(self, coords)
     if self.kind.policy is not None and self.kind.policy.marks:
       refuse_shared_positions(self.kind, self.capacity, coords)
 

@@ -22,8 +22,10 @@ class KeyReading:
     rope: Rotation of keys and queries, or None.
     first: First dim of a head that is rotated.
     late: Whether a norm with weights follows the rotation.
-    most: Number of visible keys that a query reads, chosen by an index; None
-      for all.
+    most: Number of visible keys that a query reads, which it chooses; None for
+      all.
+    chooser: Name of what chooses them, for errors.
+    plain: Whether the layer is plain attention where a query reads all keys.
     index: First dim of a stored key that belongs to the index's key, which is
       its last part; None without an index.
   """
@@ -36,6 +38,8 @@ class KeyReading:
   first: int = 0
   late: bool = False
   most: int | None = None
+  chooser: str = "an index"
+  plain: bool = True
   index: int | None = None
 
   def rotation(self, length: Lengths) -> Rotation:

@@ -30,8 +30,7 @@ from ringjax.kv.base import KV, CallCoords, FreshLayer, NoCache
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.codecs import Allocated, Codec, PerHead
 from ringjax.kv.codecs.codec import VectorCodec, through
-from ringjax.kv.layer_spec import of_layer
-from ringjax.kv.state import StateShape
+from ringjax.kv.layer_spec import LayerCacheSpec, of_layer
 from ringjax.kv.storage.head_storage import HeadStorage
 from ringjax.kv.storage.refusals import refuse_documents
 from ringjax.ops.attention.cached.views import KVView
@@ -79,7 +78,9 @@ class SimulatedCache(NoCache):
       )
     assert not isinstance(codec, Allocated)
     constants = tuple(
-      ((), ()) if isinstance(shape, StateShape) else codec.constants(n, shape)
+      codec.constants(n, shape)
+      if isinstance(shape, LayerCacheSpec)
+      else ((), ())
       for n, shape in enumerate(model.kinds)
     )
     return cls(jax.tree.map(jnp.asarray, constants), resolved, model.kinds)
@@ -100,7 +101,7 @@ class SimulatedCache(NoCache):
   ) -> FreshLayer | _PartlyExact:
     del slots
     shape = self.shapes[kind]
-    if isinstance(shape, StateShape):
+    if not isinstance(shape, LayerCacheSpec):
       return FreshLayer()
     if (
       self.kind.exact and self.kind.layout.windowed and shape.reach is not None

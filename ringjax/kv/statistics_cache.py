@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.kv.base import KV, FreshLayer, NoCache
-from ringjax.kv.layer_spec import by_model_layer, unstacked
+from ringjax.kv.layer_spec import LayerCacheSpec, by_model_layer, unstacked
 from ringjax.kv.state import StateShape
 from ringjax.ops.attention.api import attention_statistics
 from ringjax.ops.attention.cached.views import KVView
@@ -97,19 +97,30 @@ class StatisticsCache(NoCache):
           "layers whose keys are single tokens",
           "use another model",
         )
-      limit = getattr(getattr(shape, "reading", None), "most", None)
-      if limit is not None and limit < tokens:
+      reading = getattr(shape, "reading", None)
+      if reading is not None and not reading.plain:
+        raise OptionError(
+          "model",
+          f"layers that add up several attentions ({reading.chooser} chooses "
+          "their keys)",
+          "layers with one attention",
+          "use another model",
+        )
+      limit = None if reading is None else reading.most
+      if reading is not None and limit is not None and limit < tokens:
         raise OptionError(
           "tokens",
-          f"{tokens}, of which layers read the {limit} that an index chooses",
+          f"{tokens}, of which layers read the {limit} that "
+          f"{reading.chooser} chooses",
           f"at most {limit}, which are all read",
           "pass a shorter text: statistics are of weights of all keys",
         )
     statistics_dtype = wide_dtype(dtype)
 
     def empty(shape: Any) -> PyTree:
-      if isinstance(shape, StateShape):
+      if not isinstance(shape, LayerCacheSpec):
         return ()
+      assert shape.reading is not None
       heads = shape.heads * shape.reading.groups
       query_zeros, key_zeros = (
         jnp.zeros((shape.layers, batch, n, heads), statistics_dtype)
@@ -143,7 +154,7 @@ class StatisticsCache(NoCache):
   def layer(
     self, kind: int, slots: PyTree, index: Index
   ) -> FreshLayer | StatisticsLayer:
-    if isinstance(self.shapes[kind], StateShape):
+    if not isinstance(self.shapes[kind], LayerCacheSpec):
       return FreshLayer()
     return StatisticsLayer(self, kind, slots, index)
 
@@ -153,9 +164,9 @@ class StatisticsCache(NoCache):
   def by_layer(self) -> tuple[AttentionStatistics | None, ...]:
     """Statistics of each layer of the model; None for recurrent layers."""
     by_kind = [
-      None
-      if isinstance(shape, StateShape)
-      else unstacked(stacked, shape.layers)
+      unstacked(stacked, shape.layers)
+      if isinstance(shape, LayerCacheSpec)
+      else None
       for shape, stacked in zip(self.shapes, self.found, strict=True)
     ]
     return tuple(by_model_layer(self.shapes, by_kind))

@@ -10,6 +10,8 @@ from ringjax.models.checkpoint import (
 )
 from ringjax.models.contents import read_config
 from ringjax.models.families import FAMILIES
+from ringjax.models.heads import dflash, eagle3
+from ringjax.models.heads.added_layer import with_predict_layer
 from ringjax.models.hub_upload import push
 from ringjax.models.more_tokens import with_more_tokens
 from ringjax.models.partition.layer_range import LayerRange, load_layers
@@ -26,7 +28,10 @@ from ringjax.models.rope_scaling import (
   YarnExtension,
 )
 from ringjax.models.transformer import Transformer, TransformerConfig
-from ringjax.models.weights.coded_weights import with_coded_weights
+from ringjax.models.weights.coded_weights import (
+  with_coded_weights,
+  with_float_weights,
+)
 from ringjax.models.weights.neuron_predictors import NeuronPredictors
 from ringjax.models.weights.neurons import (
   neuron_report,
@@ -69,6 +74,8 @@ __all__ = [
   "abstract",
   "cepe",
   "create",
+  "dflash",
+  "eagle3",
   "list",
   "load",
   "load_layers",
@@ -80,6 +87,8 @@ __all__ = [
   "save",
   "sparse_model",
   "with_coded_weights",
+  "with_float_weights",
   "with_more_tokens",
+  "with_predict_layer",
   "write_neurons",
 ]

@@ -38,6 +38,7 @@ from ringjax.json_text import json_text
 from ringjax.kv.base import NoCache
 from ringjax.kv.encoder_states import EncoderStates, StatesAlone
 from ringjax.models.grouping import looped, regrouped
+from ringjax.models.heads.added_layer import refuse_predicting
 from ringjax.models.hf.tensors import parameters
 from ringjax.models.parameter_arrays import (
   arrays_of,
@@ -277,6 +278,7 @@ def _check_decoder(decoder: Any) -> None:
       "a decoder alone",
       "pass model.decoder",
     )
+  refuse_predicting(decoder, "add an encoder")
   layers = [layer.attention for layer in decoder.config.layers]
   kinds = [type(x).__name__ for x in layers if type(x) is not Attention]
   if kinds:

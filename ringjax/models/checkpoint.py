@@ -40,8 +40,10 @@ from ringjax.models.contents import (
   read_source,
   text_config,
 )
+from ringjax.models.families import Family
 from ringjax.models.gguf.gguf_folder import GgufFolder, open_model
 from ringjax.models.gguf.stored import stored_tensor, with_stored_codes
+from ringjax.models.heads.added_layer import check_family, refuse_head
 from ringjax.models.hf.config_reader import error
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.names import Reshape
@@ -51,11 +53,12 @@ from ringjax.models.hf.save import write
 from ringjax.models.hf.tensors import (
   CheckpointTensor,
   checkpoint_tensors,
+  copied_tensors,
   parameters,
 )
 from ringjax.models.origin import origin_of
 from ringjax.models.rope_scaling import ContextExtension, read_extended
-from ringjax.models.transformer import Transformer
+from ringjax.models.transformer import Transformer, TransformerConfig
 from ringjax.models.weights.coded_weights import refuse_codes
 from ringjax.models.weights.expert_loading import (
   ExpertGroup,
@@ -97,6 +100,7 @@ def create(
   mesh: Mesh | None = None,
   rules: Rules | None = None,
   scan: bool = True,
+  predict_layers: bool = False,
 ) -> Transformer:
   """Makes a model with random weights.
 
@@ -107,13 +111,16 @@ def create(
     mesh: Mesh of the weights; default: one device.
     rules: Rules that shard the weights over the mesh.
     scan: Whether equal layers run as one loop.
+    predict_layers: Whether it has a layer that predicts one token further, see
+      `load`.
 
   Returns:
     The model.
 
   Raises:
     ConfigError: See `read_config`.
-    OptionError: If rules are given without a mesh.
+    OptionError: If rules are given without a mesh, or `predict_layers` of a
+      family that has none here.
     MeshError: If a rule names an axis that the mesh does not have.
     MemoryEstimateError: If the weights do not fit.
   """
@@ -121,7 +128,12 @@ def create(
 
   mesh = _checked_mesh(mesh, rules)
   content = preset(config) if isinstance(config, str) else config
-  parsed, source, _ = read_source(content)
+  parsed, source, family = read_source(content)
+  if predict_layers:
+    check_family(family)
+    assert family.predict is not None
+    parsed = family.predict.with_layer(parsed)
+    source = source | {family.predict.key: 1}
   dtype = float_dtype("dtype", dtype)
 
   def build() -> Transformer:
@@ -212,10 +224,13 @@ def abstract(
   dtype: DTypeLike = jnp.bfloat16,
   mesh: Mesh | None = None,
   rules: Rules | None = None,
+  predict_layers: bool = False,
 ) -> Transformer:
   """Makes a model of shapes without weights, to plan with; see `create`."""
   mesh = _checked_mesh(mesh, rules)
-  form = jax.eval_shape(lambda: create(config, dtype=dtype))
+  form = jax.eval_shape(
+    lambda: create(config, dtype=dtype, predict_layers=predict_layers)
+  )
   if mesh is None:
     return form
   return abstract_on(form, mesh, rules)
@@ -268,6 +283,7 @@ def load(
   beside: Callable[..., Mapping[str, Mapping[str, int]]] | None = None,
   weights: str | None = None,
   rope_scaling: ContextExtension | str | None = None,
+  predict_layers: bool = False,
   revision: str | None = None,
 ) -> Transformer:
   """Reads a Hugging Face folder, or a GGUF file, into sharded arrays.
@@ -281,8 +297,8 @@ def load(
     path: Folder with `config.json` and `*.safetensors`, also as an address,
       gs://bucket/folder or s3://bucket/folder; a GGUF file, a part of a split
       one, or a folder with one; the name of a model that
-      `python -m launch.fetch` has downloaded; or a name on the Hugging Face
-      Hub, "Qwen/Qwen3-8B", whose files are downloaded to the hub's cache.
+      `python -m ringjax.launch.fetch` has downloaded; or a name on the Hugging
+      Face Hub, "Qwen/Qwen3-8B", whose files are downloaded to the hub's cache.
     mesh: Mesh of the weights; default: one device.
     rules: Rules from axes of the weights to mesh axes; default `Rules()`,
       which shards heads, feedforward and vocabulary over "model". Only with
@@ -319,6 +335,9 @@ def load(
     rope_scaling: Scaling of the rotary embedding for a longer context than the
       model was trained for, a `ContextExtension` or a text such as
       "yarn:factor=4"; see `ringjax.models.rope_scaling`. `save` writes it.
+    predict_layers: Whether to read the layer that predicts one token further
+      (multi-token prediction), which drafts as `speculate="mtp"` and can be
+      trained. Of several the first one is read. Logits are the same with it.
     revision: Branch, tag or commit of a name on the hub, also as
       "Qwen/Qwen3-8B@main".
 
@@ -338,7 +357,8 @@ def load(
     OptionError: If rules come without a mesh; if the placement is unknown or
       the folder has an encoder; if stored weights are asked of a folder or file
       that is not a quantised GGUF file; if `rope_scaling` is unknown; if the
-      hub has no such model, or not for this user.
+      hub has no such model, or not for this user; if `predict_layers` are asked
+      of a folder without them, or of a family that has none here.
     MeshError: If a rule names an axis that the mesh does not have.
   """
   path = fetched_models.resolve(path, revision=revision)
@@ -364,6 +384,8 @@ def load(
     config, source, family = read_extended(
       folder.config, rope_scaling, strict=strict
     )
+    if predict_layers:
+      config = with_predict_layer(config, family, folder)
     stored = stored_dtype(folder, source) if dtype is None else dtype
     shapes_in = lambda dtype: _with_axes(
       jax.eval_shape(
@@ -447,12 +469,33 @@ def load(
     host = None if streaming is None else to_host
     arrays = read_parameters(model_contents, params, shardings, mesh, host)
     check_heads(folder, model_contents.heads, arrays[EMBEDDING])
+    for name, parameter in model_contents.copies.items():
+      weight = arrays[parameter]
+      check_copy(folder, name, weight, turned=parameter != EMBEDDING)
     model = with_arrays(empty, arrays)
     if streaming is not None:
       model = streaming.finish(model, folder, streamed, device_targets)
     else:
       model = cepe.attached(path, model, rules)
   return model
+
+
+def with_predict_layer(
+  config: TransformerConfig, family: Family, folder: Folder
+) -> TransformerConfig:
+  """A config with the layer that predicts one token further.
+
+  Raises:
+    OptionError: If the family has none here, or the folder has none.
+  """
+  if isinstance(folder, GgufFolder):
+    raise OptionError(
+      "predict_layers", "True, for a GGUF file", "a folder of safetensors",
+      "leave predict_layers out",
+    )  # fmt: skip
+  check_family(family)
+  assert family.predict is not None
+  return family.predict.with_layer(config, folder.tensors)
 
 
 def read_parameters(
@@ -699,6 +742,39 @@ def check_heads(
 
 
 _equal = jax.jit(jnp.array_equal)
+_equal_to_transposed = jax.jit(lambda x, y: jnp.array_equal(x, y.T))
+
+
+def check_copy(
+  folder: Folder, name: str, weight: Float[Array, "_ _"], *, turned: bool
+) -> None:
+  """Refuses a copy of the embedding or the head that differs from it.
+
+  Layers that predict further tokens may be stored with copies.
+
+  Args:
+    folder: Folder of the copy.
+    name: Name of the copy.
+    weight: The model's own weight.
+    turned: Whether the weight is the transpose of what is stored.
+  """
+  shape = tuple(folder.tensors[name].shape)
+  sharding = weight.sharding
+  if turned and isinstance(sharding, NamedSharding):
+    rows, columns = (*sharding.spec, None, None)[:2]
+    sharding = NamedSharding(sharding.mesh, P(columns, rows))
+  like = jax.ShapeDtypeStruct(shape, weight.dtype, sharding=sharding)
+  equal: Any = shape == (weight.shape[::-1] if turned else weight.shape)
+  if equal:
+    (copied,) = folder.read({name: like}).values()
+    equal = (_equal_to_transposed if turned else _equal)(copied, weight)
+  if not equal:
+    raise CheckpointMismatchError(
+      name,
+      "other numbers than the model's own",
+      "a copy of the model's embedding or head",
+      "leave predict_layers out: layers with heads of their own are not read",
+    )
 
 
 def _on_one_cpu(mesh: Mesh | None) -> bool:
@@ -778,7 +854,8 @@ def save(
   Files next to the weights of the folder that it was loaded from (tokenizer,
   chat template, ...) are copied, and so are the tensors that `load` does not
   use, if the model's own weights are unchanged; otherwise these are left out,
-  with a warning, and the config lists no layers that predict further tokens.
+  with a warning, and the config lists no layers that predict further tokens
+  but the one that the model has.
 
   Args:
     model: Model by `load` or `create`.
@@ -787,13 +864,14 @@ def save(
     overwrite: Whether to replace an existing folder.
 
   Raises:
-    OptionError: If the folder exists, or not all layers of the model are on
-      the devices: its folder has them.
+    OptionError: If the folder exists, the model has an EAGLE-3 head, or not all
+      layers of the model are on the devices: its folder has them.
     CheckpointWriteError: If it cannot be written: no permission, a full disk.
     StorageError: If objects of an address cannot be written.
   """
   refuse_placed(model, "save it", "copy the folder that it was loaded from")
   refuse_codes(model, "save it")
+  refuse_head(model, "save it")
   model, beside = cepe.split(model)
   source = json.loads(model.source)
   _, family = text_config(source)
@@ -809,12 +887,16 @@ def save(
     return weight if p.get_metadata()["wide"] else weight.astype(dtype)
 
   # Packed weights are written as plain floats.
-  tensors: list[Any] = checkpoint_tensors(model, family.names(model.config))
+  tensors: list[Any] = checkpoint_tensors(
+    model, family.tensor_names(model.config)
+  )
   arrays = lambda: (
     (t.name, t.form.join(tuple(value(*target) for target in t.targets)))
     for t in tensors
   )
-  origin_tensors = origin.kept_tensors(arrays)
+  copies = origin.copies if model.config.predicts is not None else {}
+  tensors += copied_tensors(tensors, copies, tied=model.config.tied)
+  origin_tensors = origin.kept_tensors(arrays, set(copies))
 
   def write_other_files(folder: pathlib.Path) -> None:
     origin.copy_files(folder, as_path(path))
@@ -822,7 +904,9 @@ def save(
 
   write(
     path,
-    origin.config(source, origin_tensors),
+    origin.config(
+      source, origin_tensors, int(model.config.predicts is not None)
+    ),
     itertools.chain(arrays(), origin.stored(origin_tensors)),
     max_shard_bytes=max_shard_bytes,
     overwrite=overwrite,

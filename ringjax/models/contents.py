@@ -239,6 +239,8 @@ class Contents:
     unread: Unused tensors of other layers: the name in the folder by the name
       in a saved copy. Tensors that are computed from the config and heads that
       equal the embedding are not among them.
+    copies: Names of stored copies of the embedding and the head, of a model
+      that has a layer that predicts further tokens -> path of the parameter.
   """
 
   folder: Folder
@@ -246,6 +248,7 @@ class Contents:
   unused: tuple[str, ...]
   heads: tuple[str, ...]
   unread: Mapping[str, str]
+  copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def nbytes(self, tensor: CheckpointTensor) -> int:
     """Bytes of a tensor on disk."""
@@ -290,7 +293,7 @@ def contents(
     CheckpointMismatchError: If tensors are missing, too many, or of another
       shape.
   """
-  names, text, wrapper = family.names(model.config), None, None
+  names, text, wrapper = family.tensor_names(model.config), None, None
   skipped: tuple[str, ...] = ()
   if folder.config.get("model_type") not in family.types:
     wrapper = WRAPPERS[folder.config["model_type"]]
@@ -308,7 +311,11 @@ def contents(
       skipped = tuple(
         spelt for x in skipped_layers for spelt in _wrapped_names(x)
       )
-  spellings = _wrapped_names
+  spellings = lambda name: tuple(
+    wrapped
+    for spelling in family.spellings(name)
+    for wrapped in _wrapped_names(spelling)
+  )
   if not wrapper:
     # Some writers leave out the prefix of all names.
     spellings = lambda name: tuple(
@@ -360,6 +367,7 @@ def contents(
   unread = family.unread(source)
   if wrapper is not None:
     starts = ("", "model.", "thinker.")
+    unread = tuple(spelt for x in unread for spelt in _wrapped_names(x))
     unread += tuple(start + x for start in starts for x in OTHERS)
     unread += ("code2wav.", "talker.", "token2wav.", *skipped)
   is_extra = lambda name: name in heads or name.startswith(unread)
@@ -380,6 +388,15 @@ def contents(
   order = {name: i for i, name in enumerate(have)}
   tensors.sort(key=lambda t: min(order[piece.name] for piece in t.pieces))
   unused = tuple(n for n in have if n not in expected)
+  copies: dict[str, str] = {}
+  if model.config.predicts is not None:
+    assert family.predict is not None
+    start = family.predict.prefix(model.config)
+    for end, path in family.predict.copies.items():
+      stored = next((n for n in spellings(start + end) if n in unused), None)
+      if stored is not None:
+        tied = path.startswith("head.") and model.config.tied
+        copies[stored] = "embed.weight" if tied else path
   return Contents(
     folder=folder,
     tensors=tensors,
@@ -390,6 +407,7 @@ def contents(
       for n in unused
       if family_name(n).startswith(unread) and not n.endswith(names.buffers)
     },
+    copies=copies,
   )
 
 

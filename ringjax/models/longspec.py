@@ -42,6 +42,7 @@ from ringjax.json_text import json_text
 from ringjax.kv.base import KV, CallCache, FreshLayer, HeldKeys, NoCache
 from ringjax.kv.cache_kind import CacheConfig, LayoutConfig
 from ringjax.kv.layer_spec import LayerCacheSpec
+from ringjax.models.heads.added_layer import refuse_predicting
 from ringjax.models.hf.tensors import parameters
 from ringjax.models.parameter_arrays import (
   arrays_of,
@@ -151,6 +152,7 @@ def check_target(target: Transformer) -> Attention:
       "an rj.models.Transformer",
       "make one with rj.models.load",
     )
+  refuse_predicting(target, "make a draft of it")
   last = target.config.layers[-1].attention
   if type(last) is not Attention or last.reach is not None:
     kind = type(last).__name__
@@ -270,6 +272,10 @@ class DraftTransformer(Transformer):
   @property
   def head(self) -> Head | None:  # pyrefly: ignore
     return self.target.head
+
+  @property
+  def rope_factors(self) -> nnx.Param | None:  # pyrefly: ignore
+    return self.target.rope_factors
 
   @property
   def stack(self) -> Stack:  # pyrefly: ignore

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from ringjax.checks import integer, number, positive_int
 from ringjax.errors import MeshError
+from ringjax.models.heads.added_layer import refuse_head
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.mesh import entering
 
@@ -36,8 +37,10 @@ def with_more_tokens(
 
   Raises:
     MeshError: If the vocabulary is sharded and the new one does not divide.
+    OptionError: If the model has an EAGLE-3 head.
   """
   positive_int("n", n)
+  refuse_head(model, "give it more tokens")
   integer("seed", seed, least=0)
   spread = number("spread", spread, least=0)
   keys = jax.random.split(jax.random.key(seed), 2)

@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import pathlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 
 AnyArray = Shaped[np.ndarray | Array, "..."]
 _log = logging.getLogger(__name__)
-# Keys of a config with the number of layers that predict further tokens.
-_GUESSES: dict[str, Any] = {
-  "mtp_num_hidden_layers": 0,
-  "num_mtp_modules": 0,
-  "num_nextn_predict_layers": 0,
-  "use_mtp": False,
+# Keys of a config with the number of layers that predict further tokens, and
+# the type of their values.
+_GUESSES: dict[str, type[int]] = {
+  "mtp_num_hidden_layers": int,
+  "num_mtp_modules": int,
+  "num_nextn_predict_layers": int,
+  "use_mtp": bool,
 }
 
 
@@ -57,12 +58,16 @@ class Origin:
     unread: Names in the folder, by the name to save, of tensors that the model
       does not read.
     lost: Reason that no tensor can be kept, or "".
+    copies: Name to save of each copy of the embedding or the head -> path of
+      the model's parameter, for a model with a layer that predicts further
+      tokens.
   """
 
   folder: Folder | None = None
   names: Mapping[str, str] = dataclasses.field(default_factory=dict)
   unread: Mapping[str, str] = dataclasses.field(default_factory=dict)
   lost: str = ""
+  copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def __eq__(self, other: object) -> bool:
     return isinstance(other, Origin)
@@ -76,25 +81,29 @@ class Origin:
     return {} if self.lost else self.unread
 
   def kept_tensors(
-    self, tensors: Callable[[], Iterable[tuple[str, AnyArray]]]
+    self,
+    tensors: Callable[[], Iterable[tuple[str, AnyArray]]],
+    written: Collection[str] = (),
   ) -> dict[str, str]:
     """The tensors to copy, the name in the folder by the name to save.
 
     Args:
       tensors: Function that makes the names and values that are to be saved.
+      written: Names of tensors among them that the model need not have.
     """
-    if self.folder is None or not self.unread:
+    unread = {k: x for k, x in self.unread.items() if k not in written}
+    if self.folder is None or not unread:
       return {}
     reason = self.lost or self._changed(tensors)
     if not reason:
       _log.info(
         "kept %d tensors of %s that the model does not read: %s",
-        len(self.unread),
+        len(unread),
         self.folder.path,
-        ", ".join(self.unread),
+        ", ".join(unread),
       )
-      return dict(self.unread)
-    names = list(self.unread)
+      return dict(unread)
+    names = list(unread)
     more_text = f" and {len(names) - 3} more" if len(names) > 3 else ""
     warnings.warn(
       f"left out of the saved folder: {len(names)} tensors of "
@@ -149,13 +158,23 @@ class Origin:
       yield name, self.folder.raw(stored)
 
   def config(
-    self, config: Mapping[str, Any], kept: Mapping[str, str]
+    self,
+    config: Mapping[str, Any],
+    kept: Mapping[str, str],
+    predicting: int = 0,
   ) -> dict[str, Any]:
-    """A config without the layers that are left out."""
-    drops_layers = self.unread and not kept
+    """A config without the layers that are left out.
+
+    Args:
+      config: Config of the model.
+      kept: Tensors that are copied, see `kept_tensors`.
+      predicting: Number of layers that the model itself has to predict further
+        tokens.
+    """
+    drops_layers = {*self.unread} - {*self.copies} and not kept
     return dict(config) | {
-      key: value
-      for key, value in _GUESSES.items()
+      key: kind(predicting)
+      for key, kind in _GUESSES.items()
       if drops_layers and config.get(key)
     }
 
@@ -200,4 +219,11 @@ def origin_of(contents: Contents, *, whole: bool, packed: bool) -> Origin:
     lost = "that folder is quantised and this one is not"
   elif odd:
     lost = f"{odd[0]} is of {folder.tensors[odd[0]].dtype}, which NumPy lacks"
-  return Origin(folder, names, unread, lost)
+  by_stored = {stored: name for name, stored in unread.items()}
+  copies = {
+    by_stored[stored]: path
+    for stored, path in contents.copies.items()
+    if stored in by_stored
+  }
+  names |= {name: unread[name] for name in copies}
+  return Origin(folder, names, unread, lost, copies)

@@ -36,6 +36,7 @@ from ringjax.kv.codecs.calibration import Calibrated
 from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.offload.cache_files import CacheFiles, TransferEvent
 from ringjax.kv.state import StateShape
+from ringjax.kv.summaries.summary_spec import SummarySpec
 from ringjax.models.origin import Origin
 from ringjax.models.summary import describe
 from ringjax.models.weights.calibration import load_measured, model_digest
@@ -47,7 +48,9 @@ from ringjax.models.weights.weight_placement import (
   set_waiting,
   transfer_events,
 )
-from ringjax.nn.attention_layers.choosing_attention import refuse_sparse
+from ringjax.nn.attention_layers.choosing.choosing_attention import (
+  refuse_sparse,
+)
 from ringjax.nn.attention_layers.folded_attention import (
   FoldedAttention,
   refuse_folded,
@@ -55,6 +58,7 @@ from ringjax.nn.attention_layers.folded_attention import (
 from ringjax.nn.attention_layers.shared_block import SharedBlocks
 from ringjax.nn.attention_layers.shared_index import IndexStream
 from ringjax.nn.block import Layer
+from ringjax.nn.draft_layers.predict_layer import PredictBlock, PredictLayer
 from ringjax.nn.joint_calls import JointCache
 from ringjax.nn.layer_inputs import LayerInputs
 from ringjax.nn.linear import (
@@ -64,6 +68,7 @@ from ringjax.nn.linear import (
   Norm,
   part_dtype,
 )
+from ringjax.nn.param import param
 from ringjax.nn.row_tiles import RowTiles, in_row_tiles
 from ringjax.nn.sharding_context import (
   CachedAttention,
@@ -71,7 +76,7 @@ from ringjax.nn.sharding_context import (
   ShardingContext,
 )
 from ringjax.nn.stack import Stack, keeps
-from ringjax.nn.streams import HyperStreams, Streams
+from ringjax.nn.streams import HyperStreams, MeanStreams, Streams
 from ringjax.nn.sums.tile_sums import PageRecord, TileRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.adapter_rows import adapter_rows
@@ -139,7 +144,7 @@ class TransformerConfig:
   embed_norm: Norm | None = None
   positions: LearnedPositions | None = None
   inputs: LayerInputs | SharedBlocks | None = None
-  streams: Streams | HyperStreams | IndexStream | None = None
+  streams: Streams | HyperStreams | MeanStreams | IndexStream | None = None
   logit_scale: float = 1.0
   logit_cap: float | None = None
   max_positions: int = 2048
@@ -154,6 +159,17 @@ class TransformerConfig:
     for layer in self.layers:
       ropes.update(dict.fromkeys(layer.attention.ropes))
     return tuple(ropes)
+
+  @property
+  def learned_rope(self) -> Rope | None:
+    """The rotation of its layers that has learned factors, or None."""
+    return next((rope for rope in self.ropes if rope.learned), None)
+
+  @property
+  def predicts(self) -> PredictLayer | None:
+    """The layer after the others that predicts one token further, or None."""
+    last = self.layers[-1]
+    return last if isinstance(last, PredictLayer) else None
 
   @functools.cached_property
   def longest(self) -> int | None:
@@ -248,6 +264,12 @@ class Transformer(nnx.Module):
       None
       if config.streams is None
       else config.streams.build(rngs, config.embed)
+    )
+    rope = config.learned_rope
+    self.rope_factors = (
+      None
+      if rope is None
+      else param(rngs, (rope.dims // 2,), (None,), value=0.0, wide=True)
     )
     self.stack = Stack(rngs, config.layers, config.embed, scan=scan)
     self.norm = config.norm.build(rngs, config.embed)
@@ -354,6 +376,45 @@ class Transformer(nnx.Module):
     # A failed read raises in this call and in no later one.
     with naming_faults(self.stack.faults):
       return jax.block_until_ready(_call(*call))
+
+  def predicted_logits(
+    self,
+    tokens: Int[Array | np.ndarray, "B T"],
+    *,
+    positions: Int[Array | np.ndarray, " ..."] | None = None,
+    segment_ids: Int[Array | np.ndarray, " ..."] | None = None,
+    attend: ShardingContext | None = None,
+  ) -> Float[Array, "B T V"]:
+    """Logits of the next token by the layer that predicts one token further.
+
+    At position t they depend on the model's output at t - 1 and the token at t.
+    Those of a document's first token are of no use.
+
+    Args:
+      tokens: Token ids, int32 [B, T], in the order of `attend`'s layout.
+      positions, segment_ids, attend: See `__call__`.
+
+    Returns:
+      Logits, float32 [B, T, V]; -inf for ids outside of a draft vocabulary.
+
+    Raises:
+      OptionError: If the model has no such layer.
+    """
+    predicts = self.config.predicts
+    if predicts is None or not predicts.by_token:
+      raise OptionError(
+        "model",
+        f"a {self.config.family} without a layer that predicts further tokens",
+        "a model with one",
+        "load it with rj.models.load(folder, predict_layers=True)",
+      )
+    check_current()
+    tokens = _ids(tokens, self.config.vocab)
+    pos = _per_token("positions", positions, tokens.shape)
+    seg = _per_token("segment_ids", segment_ids, tokens.shape)
+    return _predicted(
+      self, self._placed(attend, tokens, None), tokens, pos, seg
+    )
 
   def _tree(
     self,
@@ -468,7 +529,7 @@ class Transformer(nnx.Module):
     return None
 
   @property
-  def kinds(self) -> tuple[LayerCacheSpec | StateShape, ...]:
+  def kinds(self) -> tuple[LayerCacheSpec | StateShape | SummarySpec, ...]:
     """Cache specs of each kind of layer, in the order of a cache."""
     specs: list[Any] = []
     for run in self.stack.runs:
@@ -498,6 +559,15 @@ class Transformer(nnx.Module):
   def on_wait(self, say: Callable[[str], Any] | None) -> None:
     """Calls `say` with a text each second that a call waits for the disk."""
     set_waiting(self, say)
+
+  @property
+  def log_factors(self) -> Float[Array, " half"] | None:
+    """Logarithms of the factors of a learned rotation, or None.
+
+    Training leaves them as they are.
+    """
+    factors = self.rope_factors
+    return None if factors is None else jax.lax.stop_gradient(factors[...])
 
   @property
   def dtype(self) -> np.dtype:
@@ -649,7 +719,33 @@ class Transformer(nnx.Module):
       (hidden states, new cache).
     """
     x, cache = self.through_layers(tokens, places, cache, attend)
-    return self.head_input(x), cache
+    return attend.head(self.head_input, x), cache
+
+  def hidden_and_predicted(
+    self,
+    tokens: Int[Array, "B T"],
+    places: Tokens,
+    cache: CallCache,
+    attend: ShardingContext,
+  ) -> tuple[Float[Array, "B T D"], Float[Array, "B T E"]]:
+    """Inputs of the head, of the model and of the layer that predicts further.
+
+    The arguments are those of `hidden`.
+    """
+    places.predicting = True
+    x, _ = self.through_layers(tokens, places, cache, attend)
+    x, g = jnp.split(x, [self.config.embed], -1)
+    h = self.predict_block.normed(g, self.norm)
+    return self.head_input(x), self.head_dtype(h)
+
+  def predicted_head(
+    self, h: Float[Array, "*batch D"]
+  ) -> Float[Array, "*batch V"]:
+    """Logits of the layer that predicts further, of its normed outputs.
+
+    Ids outside of the layer's vocabulary have -inf.
+    """
+    return self.predict_block.logits(h, self.logits, self.config.vocab)
 
   def through_layers(
     self,
@@ -658,7 +754,7 @@ class Transformer(nnx.Module):
     cache: CallCache,
     attend: ShardingContext,
     x: Float[Array, "B T *D"] | None = None,
-  ) -> tuple[Float[Array, "B T *D"], Any]:
+  ) -> tuple[Float[Array, "B T *Y"], Any]:
     """Runs the layers, without the last norm and the head.
 
     Args:
@@ -684,13 +780,29 @@ class Transformer(nnx.Module):
     """Input of the first layer; sets what all layers read of the ids."""
     x = self.embed(tokens, places.pos)
     places.ids = tokens
+    if (predicts := self.config.predicts) is not None:
+      places.embedded, places.last_norm = x, self.norm
+      if predicts.reads_ids:
+        weight = self.embed.weight[...]
+        places.embedded = self.predict_block.embedded(tokens, weight)
     if self.inputs is not None:
       places.inputs = functools.partial(self.inputs, tokens, x)
     return x if self.streams is None else self.streams.spread(x)
 
+  @property
+  def predict_block(self) -> PredictBlock:
+    """Weights of the layer that predicts one token further."""
+    assert self.config.predicts is not None
+    block: Any = self.stack.layer(len(self.stack.runs) - 1, 0, 0)
+    return block
+
   def head_input(self, x: Float[Array, "*batch W"]) -> Float[Array, "*rows D"]:
     """Input of the head, from the output of the last layer."""
     h = self.norm(x if self.streams is None else self.streams.merged(x))
+    return self.head_dtype(h)
+
+  def head_dtype(self, h: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+    """A normed stream in the dtype that the head reads."""
     return h.astype(part_dtype(self.embed, h.dtype))
 
   def logits(self, h: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
@@ -726,6 +838,21 @@ def _call(
   parents: jax.Array | None,
 ) -> Any:
   return forward(model, attend, tokens, pos, seg, cache, rows, length, parents)
+
+
+@bounded
+@functools.partial(jax.jit, static_argnums=(1,))
+def _predicted(
+  model: Transformer,
+  attend: ShardingContext,
+  tokens: Int[Array, "B T"],
+  pos: jax.Array | None,
+  seg: jax.Array | None,
+) -> Float[Array, "B T V"]:
+  places = tokens_of(model, attend, tokens.shape, pos, seg, None)
+  cache = NoCache(len(model.kinds))
+  _, h = model.hidden_and_predicted(tokens, places, cache, attend)
+  return model.predicted_head(h)
 
 
 def forward(
@@ -764,17 +891,18 @@ def forward(
     x, call_cache = model.through_layers(tokens, places, call_cache, attend, x)
     # Norm and head cost the rows that are read, not all that have room.
     index = rows.reshape(*rows.shape, *(1,) * (x.ndim - 2))
-    h, rows = model.head_input(jnp.take_along_axis(x, index, 1)), None
+    x = jnp.take_along_axis(x, index, 1)
+    h, rows = attend.head(model.head_input, x), None
   elif x is None:
     h, call_cache = model.hidden(tokens, places, call_cache, attend)
   else:
     x, call_cache = model.through_layers(tokens, places, call_cache, attend, x)
-    h = model.head_input(x)
+    h = attend.head(model.head_input, x)
   if record is not None:
     record[1].extend(places.recorded)
   if rows is not None:
     h = jnp.take_along_axis(h, rows[..., None], 1)
-  logits = model.logits(h)
+  logits = attend.head(model.logits, h)
   return logits if cache is None else (attend.over_vocab(logits), call_cache)
 
 
@@ -817,18 +945,22 @@ class JointCall(NamedTuple):
     seg: Documents of the tokens, int32 [B, T].
     cache: Cache of the call; that of a later call borrows the arrays of the
       first.
-    rows: Index of the token of each row whose output is returned, int32 [B].
+    rows: Index of the token of each row whose output is returned, int32 [B],
+      or None for the outputs of all tokens.
     length: Tokens of the context of each row, int32 [B], or None.
     adapters: Adapter of each row, int32 [B], or None.
+    parents: Index of the earlier token that each follows in a tree of drafts,
+      -1 for the first, int32 [B, T]; or None.
   """
 
   tokens: Int[Array, "B T"]
   pos: Int[Array, "B T"]
   seg: Int[Array, "B T"]
   cache: CallCache
-  rows: Int[Array, " B"]
+  rows: Int[Array, " B"] | None
   length: Lengths | None
   adapters: Int[Array, " B"] | None
+  parents: Int[Array, "B T"] | None = None
 
 
 def forward_calls(
@@ -847,13 +979,22 @@ def forward_calls(
       layer together, see `nn.row_tiles`; 0: one call after another.
 
   Returns:
-    (output of the last layer for a token of each row of each call, new cache).
+    (output of the last layer for each call, of a token of each row, [B, D], or
+    of all tokens, [B, T, D]; new cache).
   """
   inputs = []
   for call in calls:
     shape = call.tokens.shape
     with adapter_rows(call.adapters):
-      places = tokens_of(model, attend, shape, call.pos, call.seg, call.length)
+      places = tokens_of(
+        model,
+        attend,
+        shape,
+        call.pos,
+        call.seg,
+        call.length,
+        call.parents,
+      )
       cache = _begun(call.cache, attend, call.tokens, places)
       x = attend.constrain(model.embedded(call.tokens, places))
     inputs.append((x, places, cache))
@@ -865,6 +1006,9 @@ def forward_calls(
     xs, cache = [x for x, _ in results], results[-1][1]
   outputs = []
   for call, x in zip(calls, xs, strict=True):
+    if call.rows is None:
+      outputs.append(x)
+      continue
     index = call.rows.reshape(-1, *(1,) * (x.ndim - 1))
     outputs.append(jnp.take_along_axis(x, index, 1)[:, 0])
   return outputs, cache
@@ -888,7 +1032,11 @@ def _in_row_tiles(
     (output of the last layer of each call, new cache).
   """
   xs, tokens, caches = zip(*inputs, strict=True)
-  rows = RowTiles.of([places.at.seg for places in tokens], size)
+  rows = RowTiles.of(
+    [places.at.seg for places in tokens],
+    size,
+    [places.adapters for places in tokens],
+  )
   cache = JointCache(calls=caches, tokens=tokens, rows=rows)
   context: Any = attend
   with in_row_tiles(rows):
@@ -937,6 +1085,7 @@ def _in_groups(
       segmented=places.segmented,
       ropes=model.config.ropes,
       length=lengths,
+      log_factors=model.log_factors,
     )
     allocated = _begun(group_cache, attend, ids, group_places)
     calls.append(
@@ -989,6 +1138,7 @@ def tokens_of(
     ropes=model.config.ropes,
     length=length,
     tree=None if parents is None else _tree_coords(parents, pos, seg, shape),
+    log_factors=model.log_factors,
   )
 
 

@@ -14,8 +14,20 @@ from jaxtyping import Array, Float, PyTree
 
 from ringjax.kv.base import LayerCache, StateCache
 from ringjax.kv.encoder_states import EncoderStates
+from ringjax.kv.summaries.summary_layers import SummaryLayer
+from ringjax.kv.summaries.summary_spec import KeySummaries
 from ringjax.nn.attention_layers.attention import Attention
 from ringjax.nn.attention_layers.attention_and_state import AttentionAndState
+from ringjax.nn.attention_layers.choosing.choosing_attention import (
+  SummaryAttention,
+)
+from ringjax.nn.attention_layers.choosing.index_block_attention import (
+  IndexBlockAttention,
+)
+from ringjax.nn.attention_layers.choosing.indexed_attention import (
+  IndexedAttention,
+  IndexKeys,
+)
 from ringjax.nn.attention_layers.compressed import (
   CompressedAttention,
   Compression,
@@ -25,11 +37,8 @@ from ringjax.nn.attention_layers.cross_attention import (
   CrossAttention,
   NoCrossAttention,
 )
-from ringjax.nn.attention_layers.indexed_attention import (
-  IndexedAttention,
-  IndexKeys,
-)
 from ringjax.nn.attention_layers.latent import Latent
+from ringjax.nn.attention_layers.pooled_latent import PooledLatent
 from ringjax.nn.feedforward import (
   DenseAndExperts,
   Experts,
@@ -71,9 +80,9 @@ OneMixer = (
 )
 Mixer = OneMixer | AttentionAndState | CompressedAttention
 # Parts of mixers that keep something in a cache.
-CachedMixer = OneMixer | IndexKeys | NearKeys | Compression
+CachedMixer = OneMixer | IndexKeys | KeySummaries | NearKeys | Compression
 # What a mixer keeps of a call.
-PartOfCache = LayerCache | StateCache | JointLayer
+PartOfCache = LayerCache | StateCache | SummaryLayer | JointLayer
 Feedforward = (
   Plain
   | Gated
@@ -155,8 +164,10 @@ class Layer:
       return (mixer.attention, mixer.state)
     if isinstance(mixer, CompressedAttention):
       return mixer.parts
-    if isinstance(mixer, IndexedAttention):
+    if isinstance(mixer, IndexedAttention | IndexBlockAttention | PooledLatent):
       return (mixer, mixer.index_keys)
+    if isinstance(mixer, SummaryAttention):
+      return (mixer, mixer.summaries)
     return () if getattr(mixer, "reads", False) else (mixer,)
 
   @property

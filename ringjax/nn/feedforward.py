@@ -7,21 +7,28 @@ import functools
 import math
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from ringjax.errors import MeshError
 from ringjax.nn.linear import Linear, Norm, linear_product, part_dtype
 from ringjax.nn.param import param
-from ringjax.nn.row_tiles import by_tile, current_row_tiles
+from ringjax.nn.row_tiles import (
+  RowTiles,
+  by_tile,
+  current_row_tiles,
+  in_row_tiles,
+  tiled_pair,
+)
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.sums.router_sums import RouterRecord
-from ringjax.nn.weights.expert_maps import expert_maps
+from ringjax.nn.weights.expert_maps import ExpertAxes, expert_maps
 from ringjax.nn.weights.layer_array import LayerArray, entry_of
 from ringjax.ops.experts.expert_shards import ExpertShards, mix_sharded
 from ringjax.ops.experts.grouped_product import (
@@ -34,9 +41,12 @@ from ringjax.ops.experts.grouped_product_tpu import (
   ExpertMaps,
   GroupedProductTPU,
 )
-from ringjax.ops.experts.moe import mix
+from ringjax.ops.experts.moe import mix, mix_in_tiles
 from ringjax.ops.experts.row_blocks import RowBlocks
+from ringjax.ops.flat_product_tpu import LiveTiles
 from ringjax.ops.norm import rms_norm, scaled_rms_norm
+from ringjax.parallel import collectives
+from ringjax.parallel.call_sharding import model_call
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -241,9 +251,10 @@ class GatedLayer(nnx.Module):
     """Apply the layer to some tokens, all at once."""
     spec, tiles = self.spec, current_row_tiles()
     in_kernel = not spec.bias and spec.act not in _NOT_IN_KERNELS
-    if tiles is not None and in_kernel and not spec.sparsity:
-      weights = self.gate.weight.get_value(), self.up.weight.get_value()
-      h = tiles.gated(x, *weights, self._combined)
+    in_kernel = tiles is not None and in_kernel and not spec.sparsity
+    pair = tiled_pair(self.gate, self.up) if in_kernel else None
+    if tiles is not None and pair is not None:
+      h = tiles.gated(x, *pair, self._combined)
     else:
       h = by_tile(self._combined, self.gate(x), self.up(x))
     y = self.down(h)
@@ -497,8 +508,8 @@ class Experts:
     correction: Whether the router has a learned offset for its ranking.
     clamped: Gate to use instead of act(gate) * up, or None.
     scale_input: Whether weights multiply an expert's input, not its output.
-    shared: Hidden size of the expert that all tokens use, 0 for none; a
-      `ClampedProduct` is its gate, too.
+    shared: Hidden size of the expert that all tokens use, 0 for none.
+    shared_clamped: Whether `clamped` is that expert's gate, too.
     shared_gate: Whether that expert's output has a gate.
     gated: Whether experts, including the shared one, are
       down(act(gate(x)) * up(x)); else down(act(up(x))).
@@ -525,6 +536,7 @@ class Experts:
   clamped: Clamped | ClampedProduct | None = None
   scale_input: bool = False
   shared: int = 0
+  shared_clamped: bool = False
   shared_gate: bool = False
   gated: bool = True
   latent: int = 0
@@ -624,11 +636,10 @@ class ExpertsLayer(nnx.Module):
     self.down_bias = bias(d, inner)
     shared_spec: Gated | Plain = Plain(hidden=spec.shared, act=spec.act)
     if spec.gated:
-      product = spec.clamped
       shared_spec = Gated(
         hidden=spec.shared,
         act=spec.act,
-        clamped=product if isinstance(product, ClampedProduct) else None,
+        clamped=spec.clamped if spec.shared_clamped else None,
       )
     self.shared = shared_spec.build(rngs, embed) if spec.shared else None
     self.shared_gate = (
@@ -652,41 +663,23 @@ class ExpertsLayer(nnx.Module):
       record: Record that gets the routing; None for none.
       ids: Token ids, int32 [B, T], for experts that are fixed by them.
     """
+    tiles = current_row_tiles()
+    if tiles is not None:
+      assert record is None
+      return self._in_row_tiles(tiles, x, attend)
     spec = self.spec
     fixed: tuple[Int[Array, "B T k"], ...] = ()
     if self.table is not None:
       assert ids is not None, "layers whose experts ids choose need the ids"
       table = lax.stop_gradient(self.table[...])
       fixed = (table[jnp.clip(ids, 0, spec.by_id - 1)].astype(jnp.int32),)
-    get = lambda p: p.get_value() if isinstance(p, nnx.Variable) else p
-    weights = dict(
-      router=self.router.weight[...],
-      router_bias=get(self.router.bias),
-      correction=get(self.correction),
-      latent=tuple(
-        None if map_ is None else map_.weight[...]
-        for map_ in (self.into, self.out_of)
-      ),
-    )
-    maps = dict(
-      gate=(get(self.gate), get(self.gate_bias)),
-      up=(get(self.up), get(self.up_bias)),
-      down=(get(self.down), get(self.down_bias)),
+    weights, maps = self._router_weights(x), self._expert_weights()
+    weights["latent"] = tuple(
+      None if map_ is None else map_.weight[...]
+      for map_ in (self.into, self.out_of)
     )
     if self.latent_norm is not None:
-      weights["latent_norm"] = get(self.latent_norm.weight)
-    if self.out_norm is not None:
-      # With an axis of experts, as functions of an expert close over no array.
-      norm_weight = get(self.out_norm.weight)
-      norm_weights = jnp.broadcast_to(
-        norm_weight[None], (spec.experts, *norm_weight.shape)
-      )
-      maps[_OUT_NORM] = (norm_weights, None)
-    if spec.scaled:
-      root = jnp.asarray(1 / math.sqrt(x.shape[-1]), x.dtype)
-      weights["router_scale"] = self.router_scale[...] * root
-      weights["input_scale"] = self.input_scale[...]
-      weights["expert_scale"] = self.expert_scale[...]
+      weights["latent_norm"] = _value(self.latent_norm.weight)
 
     def run(
       w: PyTree,
@@ -695,35 +688,8 @@ class ExpertsLayer(nnx.Module):
       shards: ExpertShards | None = None,
     ) -> Any:
       x, *fixed_experts = tokens
-      router_input = x
-      if spec.scaled:
-        router_input, x = (
-          x * w["router_scale"][None],
-          x * w["input_scale"][None],
-        )
-      logits = lax.dot_general(
-        router_input, w["router"], (((1,), (0,)), ((), ())),
-        preferred_element_type=jnp.float32,
-      )  # fmt: skip
-      if w["router_bias"] is not None:
-        logits = logits + w["router_bias"].astype(jnp.float32)[None]
-      if fixed_experts:
-        assert isinstance(spec.router, Scored)
-        (chosen,) = fixed_experts
-        mixing = spec.router.weights(logits, chosen)
-      else:
-        mixing, chosen = spec.router(logits, w["correction"], spec.chosen)
-      if spec.scaled:
-        mixing = mixing * w["expert_scale"].astype(jnp.float32)[chosen]
-      routed, of_identities = chosen, None
-      if spec.identities:
-        is_identity = chosen >= spec.experts
-        of_identities = jnp.sum(
-          jnp.where(is_identity, mixing, 0), -1, keepdims=True
-        )
-        # The number of experts stands for none.
-        chosen = jnp.minimum(chosen, spec.experts)
-
+      x, routing = self._routed(w, x, *fixed_experts)
+      logits, routed, chosen, mixing, of_identities = routing
       into, out_of = w["latent"]
       x = x if into is None else linear_product(x, into, 1)
       if spec.latent_norm is not None:
@@ -773,6 +739,203 @@ class ExpertsLayer(nnx.Module):
     if self.shared is None:
       return y
     return y + attend.rowwise(self._shared, x)
+
+  def _router_weights(self, x: Float[Array, "_ _ D"]) -> dict[str, Any]:
+    """Arrays of the router of tokens like x."""
+    weights = dict(
+      router=_value(self.router.weight),
+      router_bias=_value(self.router.bias),
+      correction=_value(self.correction),
+    )
+    if self.spec.scaled:
+      root = jnp.asarray(1 / math.sqrt(x.shape[-1]), x.dtype)
+      weights["router_scale"] = self.router_scale[...] * root
+      weights["input_scale"] = self.input_scale[...]
+      weights["expert_scale"] = self.expert_scale[...]
+    return weights
+
+  def _expert_weights(self) -> dict[str, tuple[Any, Any]]:
+    """Weight and bias, or None, of each map of the experts."""
+    maps = dict(
+      gate=(_stored(self.gate), _stored(self.gate_bias)),
+      up=(_stored(self.up), _stored(self.up_bias)),
+      down=(_stored(self.down), _stored(self.down_bias)),
+    )
+    if self.out_norm is not None:
+      # With an axis of experts, as functions of an expert close over no array.
+      norm_weight = _value(self.out_norm.weight)
+      norm_weights = jnp.broadcast_to(
+        norm_weight[None], (self.spec.experts, *norm_weight.shape)
+      )
+      maps[_OUT_NORM] = (norm_weights, None)
+    return maps
+
+  def _routed(
+    self,
+    w: PyTree,
+    x: Float[Array, "T D"],
+    *fixed_experts: Int[Array, "T k"],
+  ) -> tuple[Float[Array, "T D"], _Routing]:
+    """Inputs of the experts, and the experts of each token.
+
+    Args:
+      w: Arrays of the router, see `_router_weights`.
+      x: Tokens.
+      *fixed_experts: Experts that the tokens' ids choose, if they do.
+    """
+    spec, router_input = self.spec, x
+    if spec.scaled:
+      router_input, x = (
+        x * w["router_scale"][None],
+        x * w["input_scale"][None],
+      )
+    logits = lax.dot_general(
+      router_input, w["router"], (((1,), (0,)), ((), ())),
+      preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    if w["router_bias"] is not None:
+      logits = logits + w["router_bias"].astype(jnp.float32)[None]
+    if fixed_experts:
+      assert isinstance(spec.router, Scored)
+      (chosen,) = fixed_experts
+      mixing = spec.router.weights(logits, chosen)
+    else:
+      mixing, chosen = spec.router(logits, w["correction"], spec.chosen)
+    if spec.scaled:
+      mixing = mixing * w["expert_scale"].astype(jnp.float32)[chosen]
+    routed, of_identities = chosen, None
+    if spec.identities:
+      is_identity = chosen >= spec.experts
+      of_identities = jnp.sum(
+        jnp.where(is_identity, mixing, 0), -1, keepdims=True
+      )
+      # The number of experts stands for none.
+      chosen = jnp.minimum(chosen, spec.experts)
+    return x, _Routing(logits, routed, chosen, mixing, of_identities)
+
+  def _in_row_tiles(
+    self, tiles: RowTiles, x: Float[Array, "tiles size D"], attend: Attend
+  ) -> Float[Array, "tiles size D"]:
+    """[tiles, size, D]: one product for the rows of all tiles with tokens."""
+    spec, router_weights = self.spec, self._router_weights(x)
+    maps = self._expert_weights()
+
+    def route(x: Float[Array, "1 size D"]) -> tuple[Array, ...]:
+      x, routing = self._routed(router_weights, x[0])
+      parts = x, routing.chosen, routing.mixing, routing.of_identities
+      return tuple(part[None] for part in parts if part is not None)
+
+    inputs, chosen, mixing, *of_identities = tiles.map_tiles(route, x)
+    # The number of experts stands for none.
+    chosen = jnp.where(tiles.holds[..., None], chosen, spec.experts)
+    if self.into is not None:
+      inputs = self.into(inputs)
+    if self.latent_norm is not None:
+      inputs = tiles.map_tiles(self.latent_norm, inputs)
+
+    y = self._mixed(maps, inputs, chosen, mixing, tiles.live)
+    y = y if self.out_of is None else self.out_of(y)
+    if of_identities:
+
+      def with_identities(y: Array, x: Array, factor: Array) -> Array:
+        return (y.astype(jnp.float32) + factor * x.astype(jnp.float32)).astype(
+          y.dtype
+        )
+
+      y = tiles.map_tiles(with_identities, y, inputs, *of_identities)
+    if self.shared is None:
+      return y
+    return tiles.map_tiles(jnp.add, y, attend.rowwise(self._shared, x))
+
+  def _mixed(
+    self,
+    maps: PyTree,
+    x: Float[Array, "tiles size D"],
+    chosen: Int[Array, "tiles size k"],
+    mixing: Float[Array, "tiles size k"],
+    live: LiveTiles,
+  ) -> Float[Array, "tiles size D"]:
+    """Sums of the experts' outputs, on each shard of them by itself.
+
+    All shards have all tokens: each adds up its experts, or its part of their
+    width, and a float32 sum over the shards follows.
+    """
+    mesh = model_call().mesh
+    if mesh is None or mesh.size == 1:
+      return self._mixed_here(maps, x, chosen, mixing, live)
+    axes = ExpertAxes(over=self.over, mesh=mesh)
+    width = tuple(sorted(axes.width(self.down, down=True)))
+    local_experts = self.spec.experts // math.prod(
+      mesh.shape[axis] for axis in self.over
+    )
+    specs = {
+      name: tuple(axes.specs(getattr(self, part)) for part in parts)
+      for name, parts in ((name, (name, f"{name}_bias")) for name in self.MAPS)
+    }
+    if _OUT_NORM in maps:
+      specs[_OUT_NORM] = (P(self.over or None), None)
+
+    def local(
+      maps: PyTree, x: Array, chosen: Array, mixing: Array, live: LiveTiles
+    ) -> Array:
+      if self.over:
+        number = chosen - collectives.axis_index(self.over) * local_experts
+        is_here = (number >= 0) & (number < local_experts)
+        chosen = jnp.where(is_here, number, local_experts)
+      if width and (bias := maps["down"][1]) is not None:
+        if isinstance(bias, LayerArray):
+          bias = bias.array()
+        # One shard of the width adds it.
+        is_first = collectives.axis_index(width) == 0
+        bias = jnp.where(is_first, bias, jnp.zeros((), bias.dtype))
+        maps = maps | {"down": (maps["down"][0], bias)}
+      over = (*self.over, *width)
+      y = self._mixed_here(
+        maps, x, chosen, mixing, live, experts=local_experts, wide=bool(over)
+      )
+      return collectives.total(y, over).astype(x.dtype) if over else y
+
+    arrays = x, chosen, mixing, live
+    replicated = jax.tree.map(lambda _: P(), arrays)
+    return jax.shard_map(
+      local,
+      mesh=mesh,
+      in_specs=(specs, *replicated),
+      out_specs=P(),
+      # Pallas' interpreter mixes arrays that vary over axes with ones that
+      # don't.
+      check_vma=False,
+    )(maps, *arrays)
+
+  def _mixed_here(
+    self,
+    maps: PyTree,
+    x: Float[Array, "tiles size D"],
+    chosen: Int[Array, "tiles size k"],
+    mixing: Float[Array, "tiles size k"],
+    live: LiveTiles,
+    *,
+    experts: int | None = None,
+    wide: bool = False,
+  ) -> Float[Array, "tiles size D"]:
+    """`mix_in_tiles` of these maps, of some experts or of all."""
+
+    def expert(number: Array, x: Array) -> Array:
+      # Rows of a block of one expert, which its maps read as those of a call.
+      with in_row_tiles(None):
+        return self._expert(entry_of(maps, number), x)
+
+    return mix_in_tiles(
+      expert,
+      x,
+      chosen,
+      mixing,
+      self.spec.experts if experts is None else experts,
+      live,
+      scale_input=self.spec.scale_input,
+      grouped=self._grouped(maps, x.reshape(-1, x.shape[-1])),
+      wide=wide,
+    )
 
   def _expert(self, maps: PyTree, x: jax.Array) -> jax.Array:
     """Output of one expert, whose weights and biases these are."""
@@ -846,9 +1009,7 @@ class ExpertsLayer(nnx.Module):
       if bias is None:
         return y
       if isinstance(bias, LayerArray):
-        bias = lax.dynamic_index_in_dim(
-          bias.stacked, bias.layer, keepdims=False
-        )
+        bias = bias.array()
       return y + rows_of(bias.astype(y.dtype))
 
     names = ("gate", "up") if spec.gated else ("up",)
@@ -869,7 +1030,38 @@ class ExpertsLayer(nnx.Module):
     y = self.shared.row(x)
     if self.shared_gate is None:
       return y
-    return y * jax.nn.sigmoid(self.shared_gate(x))
+    gated = lambda y, gate: y * jax.nn.sigmoid(gate)
+    return by_tile(gated, y, self.shared_gate(x))
+
+
+class _Routing(NamedTuple):
+  """Experts of tokens.
+
+  Fields:
+    logits: Logits of the router, float32 [T, E].
+    routed: Experts and identities that the router has chosen, int32 [T, k].
+    chosen: Experts of each token, int32 [T, k]; E for none.
+    mixing: Weights of the experts, float32 [T, k].
+    of_identities: Sum of the weights of identities, float32 [T, 1], or None.
+  """
+
+  logits: Float[Array, "T E"]
+  routed: Int[Array, "T k"]
+  chosen: Int[Array, "T k"]
+  mixing: Float[Array, "T k"]
+  of_identities: Float[Array, "T 1"] | None
+
+
+def _stored(parameter: Any) -> Any:
+  """Value of a parameter, which may be a `LayerArray`; others unchanged."""
+  is_parameter = isinstance(parameter, nnx.Variable)
+  return parameter.get_value() if is_parameter else parameter
+
+
+def _value(parameter: nnx.Variable | None) -> Any:
+  """The array of a parameter of a layer, or None."""
+  value = _stored(parameter)
+  return value.array() if isinstance(value, LayerArray) else value
 
 
 def _expert_table(rngs: nnx.Rngs, spec: Experts) -> nnx.Variable:
@@ -941,10 +1133,15 @@ class DenseAndExpertsLayer(nnx.Module):
   ) -> Float[Array, "B T D"]:
     """[B, T, D] -> [B, T, D]; `record` gets the routing, None for none."""
     narrow = part_dtype(self, x.dtype)
-    dense = self.dense(self.pre_dense(x).astype(narrow), attend)
-    sparse = self.sparse(self.pre_sparse(x).astype(narrow), attend, record)
-    dense = self.post_dense(dense.astype(x.dtype))
-    return dense + self.post_sparse(sparse.astype(x.dtype))
+    normed = lambda norm: by_tile(lambda x: norm(x).astype(narrow), x)
+    dense = self.dense(normed(self.pre_dense), attend)
+    sparse = self.sparse(normed(self.pre_sparse), attend, record)
+
+    def total(dense: jax.Array, sparse: jax.Array) -> jax.Array:
+      dense = self.post_dense(dense.astype(x.dtype))
+      return dense + self.post_sparse(sparse.astype(x.dtype))
+
+    return by_tile(total, dense, sparse)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

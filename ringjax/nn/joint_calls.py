@@ -19,7 +19,6 @@ from jaxtyping import Array, PyTree, Shaped
 from ringjax.kv.base import CallCache
 from ringjax.nn.row_tiles import RowTiles
 from ringjax.nn.tokens import Tokens
-from ringjax.ops.attention.blockwise import loop
 from ringjax.typing import Index
 
 
@@ -96,25 +95,19 @@ class JointLayer:
       call: int, arrays: Sequence[Array], slots: PyTree
     ) -> tuple[Array, PyTree]:
       part = dataclasses.replace(self.parts[call], slots=slots)
-      call_arrays = [rows.take(x, call) for x in arrays]
-      y, part = mix(*call_arrays, self.tokens[call], part)
+      y, part = mix(*arrays, self.tokens[call], part)
       return y, part.slots
 
-    like, _ = jax.eval_shape(lambda: mixed(0, arrays, self.slots))
+    first = [rows.take(x, 0) for x in arrays]
+    like, _ = jax.eval_shape(lambda: mixed(0, first, self.slots))
     shape = *arrays[0].shape[:2], *like.shape[2:]
+
+    def step(call: int, arrays: Sequence[Array], carry: Any) -> Any:
+      results, slots = carry
+      y, slots = mixed(call, arrays, slots)
+      return rows.put(results, call, y), slots
+
     carry = lax.empty(shape, like.dtype), self.slots
-    for call, present in enumerate(rows.present):
-
-      def step(n: Index, carry: Any, call: int = call) -> Any:
-        results, slots = carry
-        # The compiler would compute what only depends on them before the loop.
-        in_loop, _ = lax.optimization_barrier((tuple(arrays), n))
-        y, slots = mixed(call, in_loop, slots)
-        return rows.put(results, call, y), slots
-
-      # A loop writes to the arrays in place, of which a branch makes copies.
-      with jax.named_scope(f"joint_call_{call}"):
-        carry = loop(present, step, carry)
-    results, slots = carry
+    results, slots = rows.each_call(step, arrays, carry)
     parts = tuple(dataclasses.replace(x, slots=slots) for x in self.parts)
     return results, dataclasses.replace(self, parts=parts)

@@ -15,7 +15,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax.nn.param import param
-from ringjax.nn.row_tiles import current_row_tiles
+from ringjax.nn.row_tiles import TiledWeight, current_row_tiles
+from ringjax.ops.narrow_product import (
+  FLOAT,
+  current_products,
+  narrow_product,
+)
 from ringjax.ops.norm import layer_norm, rms_norm, scaled_rms_norm
 
 
@@ -90,13 +95,27 @@ class Linear(nnx.Module):
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
     bias = None if self.bias is None else self.bias[...]
     tiles = current_row_tiles()
+    if tiles is None and current_products() != FLOAT:
+      return self._narrow(x, bias)
     if tiles is None:
       return linear_product(x, self.weight[...], self.contracted, bias)
-    y = tiles.product(x, self.weight.get_value(), self.contracted)
-    if bias is None:
-      return y
-    flat_bias = bias.reshape(1, 1, -1).astype(y.dtype)
-    return tiles.map_tiles(lambda y: y + flat_bias, y)
+    return tiles.product(x, self.tiled_weight(), bias)
+
+  def tiled_weight(self) -> TiledWeight:
+    """The weight for rows in tiles."""
+    return TiledWeight.of_floats(self.weight, self.contracted)
+
+  def _narrow(
+    self, x: Float[Array, ...], bias: Float[Array, ...] | None
+  ) -> Float[Array, ...]:
+    """The result by a product of 8-bit numbers."""
+    weight, split = self.weight[...], x.ndim - self.contracted
+    inner = math.prod(x.shape[split:])
+    y = narrow_product(
+      current_products(), x.reshape(-1, inner), weight.reshape(inner, -1)
+    )
+    y = y.reshape(*x.shape[:split], *weight.shape[self.contracted :])
+    return y if bias is None else y + bias[(None,) * split].astype(y.dtype)
 
 
 class ExpertLinear(Linear):

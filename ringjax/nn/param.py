@@ -8,10 +8,11 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.errors import MeshError
+from ringjax.parallel.call_sharding import STAGE
 
 # One mesh axis, several, or none.
 MeshAxes = str | tuple[str, ...] | None
@@ -35,6 +36,8 @@ class Rules:
     vocab: Mesh axis for the ids of the vocabulary.
     experts: Mesh axis for the experts of a mixture. Their weights stay there,
       and tokens go to them, see `ops.experts.expert_shards`.
+    layers: Mesh axis for the layers of a run of equal ones, which rows pass in
+      stages, see `nn.call_parts.stages`.
   """
 
   embed: MeshAxes = None
@@ -43,6 +46,7 @@ class Rules:
   ffn: MeshAxes = "model"
   vocab: MeshAxes = "model"
   experts: MeshAxes = None
+  layers: str | None = STAGE
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
@@ -51,10 +55,14 @@ class Rules:
         object.__setattr__(self, field.name, tuple(axes))
 
   def spec(
-    self, axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh
+    self,
+    axes: tuple[str | None, ...],
+    shape: tuple[int, ...],
+    mesh: Mesh | AbstractMesh,
   ) -> P:
     """Sharding of a parameter, whose leading axes may be unnamed."""
-    names = (None,) * (len(shape) - len(axes)) + tuple(axes)
+    lead = len(shape) - len(axes)
+    names = (("layers",) if lead == 1 else (None,) * lead) + tuple(axes)
     spec: list[MeshAxes] = []
     used: set[str] = set()
     of_experts: tuple[str, ...] = ()
@@ -100,7 +108,9 @@ class Rules:
     """Mesh axes that shard this number of experts."""
     return _dividing(self.experts, experts, mesh)
 
-  def sharding(self, param: nnx.Variable, mesh: Mesh) -> NamedSharding:
+  def sharding(
+    self, param: nnx.Variable, mesh: Mesh | AbstractMesh
+  ) -> NamedSharding:
     """Sharding of a parameter of a module, abstract or not."""
     shape, metadata = param.get_value().shape, param.get_metadata()
     axes = metadata["axes"]
@@ -117,7 +127,9 @@ def axis_names(axes: MeshAxes) -> tuple[str, ...]:
   return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _dividing(axes: MeshAxes, n: int, mesh: Mesh) -> tuple[str, ...]:
+def _dividing(
+  axes: MeshAxes, n: int, mesh: Mesh | AbstractMesh
+) -> tuple[str, ...]:
   """First ones of some mesh axes whose sizes divide n together."""
   names: tuple[str, ...] = ()
   for name in axis_names(axes):

@@ -116,12 +116,12 @@ class StreamState(NamedTuple):
     streams: Streams before the part, [B, T, A, D].
     weights: Weight of the output in each stream, [B, T, A].
     mixing: Weight of each stream before the part in each after it, float32
-      [B, T, A, A]: rows are streams before it.
+      [B, T, A, A]: rows are streams before it. None: streams are not mixed.
   """
 
   streams: Float[Array, "B T A D"]
   weights: Float[Array, "B T A"]
-  mixing: Float[Array, "B T A A"]
+  mixing: Float[Array, "B T A A"] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,13 +171,11 @@ class HyperConnectionLayer(nnx.Module):
     """Input of the part, and the streams with the weights of its output."""
     spec = self.spec
     a, floor = spec.count, spec.floor
-    raw = stream_weights(x, self.map[...], spec.eps)
-    sections = jnp.split(raw, [a, 2 * a], -1)
-    bases = jnp.split(self.base[...].astype(raw.dtype), [a, 2 * a])
-    scales = self.scale[...].astype(raw.dtype)
-    input_weights, output_weights, mixing = (
-      section * scales[n] + bases[n][None, None]
-      for n, section in enumerate(sections)
+    input_weights, output_weights, mixing = _scaled_sections(
+      stream_weights(x, self.map[...], spec.eps),
+      self.scale[...],
+      self.base[...],
+      (a, 2 * a),
     )
     input_weights = jax.nn.sigmoid(input_weights) + floor
     output_weights = 2 * jax.nn.sigmoid(output_weights)
@@ -200,6 +198,7 @@ class HyperConnectionLayer(nnx.Module):
   ) -> Float[Array, "B T A D"]:
     """Streams after a part with output y."""
     x = state.streams
+    assert state.mixing is not None
     # Products with A streams are no work for a matrix unit.
     mixing, weights = (
       state.mixing.astype(x.dtype),
@@ -207,6 +206,93 @@ class HyperConnectionLayer(nnx.Module):
     )
     mixed = jnp.sum(mixing[..., None] * x[:, :, :, None], 2)
     return weights[..., None] * y[:, :, None] + mixed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndependentConnection:
+  """Hyper-connections of A streams that are not mixed with each other.
+
+  A part reads a weighted sum of the streams, and its output is added to each
+  of them by a weight. All weights are computed from the token's normed streams.
+
+  Ref: Tencent 2026, Hunyuan 4.
+
+  Attributes:
+    count: Number of streams, A.
+    magnitude: Largest weight of an output, without `floor`.
+    floor: Number that is added to weights.
+    eps: Epsilon of the norm.
+  """
+
+  count: int
+  magnitude: float
+  floor: float
+  eps: float
+  of_norm: ClassVar[bool] = False
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> IndependentConnectionLayer:
+    return IndependentConnectionLayer(rngs, self, embed)
+
+
+class IndependentConnectionLayer(nnx.Module):
+  """The module of `IndependentConnection`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: IndependentConnection, embed: int):
+    self.spec = spec
+    size, fan_in = 2 * spec.count, spec.count * embed
+    self.map = param(
+      rngs, (size, fan_in), (None, None), fan_in=fan_in, wide=True
+    )
+    self.base = param(rngs, (size,), (None,), wide=True)
+    self.scale = param(rngs, (2,), (None,), value=1.0, wide=True)
+
+  def begin(
+    self, x: Float[Array, "B T A D"]
+  ) -> tuple[Float[Array, "B T D"], StreamState]:
+    """Input of the part, and the streams with the weights of its output."""
+    spec = self.spec
+    input_weights, output_weights = _scaled_sections(
+      stream_weights(x, self.map[...], spec.eps),
+      self.scale[...],
+      self.base[...],
+      (spec.count,),
+    )
+    input_weights = jax.nn.sigmoid(input_weights) + spec.floor
+    output_weights = jax.nn.sigmoid(output_weights) * spec.magnitude
+    return sum_of_streams(x, input_weights), StreamState(
+      x, output_weights + spec.floor, None
+    )
+
+  def __call__(
+    self, state: StreamState, y: Float[Array, "B T D"]
+  ) -> Float[Array, "B T A D"]:
+    """Streams after a part with output y."""
+    x, weights = state.streams, state.weights
+    terms = weights[..., None] * y[:, :, None].astype(weights.dtype)
+    return (terms + x.astype(weights.dtype)).astype(x.dtype)
+
+
+def _scaled_sections(
+  weights: Float[Array, "B T m"],
+  scales: Float[Array, " n"],
+  base: Float[Array, " m"],
+  ends: tuple[int, ...],
+) -> list[Float[Array, "B T _"]]:
+  """Sections of a token's weights, each times its scale, and with a base.
+
+  Args:
+    weights: Weights of a token.
+    scales: Scale of each section.
+    base: Numbers that are added to the scaled weights.
+    ends: Ends of all sections but the last.
+  """
+  sections = jnp.split(weights, ends, -1)
+  bases = jnp.split(base.astype(weights.dtype), ends)
+  scales = scales.astype(weights.dtype)
+  return [
+    section * scales[n] + bases[n][None, None]
+    for n, section in enumerate(sections)
+  ]
 
 
 def stream_weights(
@@ -231,4 +317,6 @@ def sum_of_streams(
   return jnp.sum(terms, -2).astype(x.dtype)
 
 
-Residual = ScaledResidual | GatedResidual | HyperConnection
+Residual = (
+  ScaledResidual | GatedResidual | HyperConnection | IndependentConnection
+)

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
+from ringjax import tree
 from ringjax.errors import MeshError, OptionError
 from ringjax.kv.base import KV, LayerCache
 from ringjax.nn.sums.choice_sums import ChoiceRecord
@@ -30,8 +31,11 @@ from ringjax.ops.attention.api import (
   dot_product_attention,
   latent_attention,
 )
-from ringjax.ops.attention.cached.block_reading import BlockReading
 from ringjax.ops.attention.cached.cached_attention import ShardedDecode
+from ringjax.ops.attention.cached.cached_choice import (
+  CachedChoice,
+  PositionChoice,
+)
 from ringjax.ops.attention.cached.selection import (
   KeySelection,
   by_chunks,
@@ -55,11 +59,12 @@ from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.ops.mask import Coords, Everything, Mask, SameSegment
 from ringjax.ops.softmax import widened
 from ringjax.parallel import collectives
-from ringjax.parallel.call_sharding import AUTO
+from ringjax.parallel.call_sharding import AUTO, STAGE, manual_over
 from ringjax.parallel.layout import Contiguous, Layout, Uneven
 from ringjax.parallel.mesh import automatic
 
-_BATCH_AXES = ("replica", "data")
+# Outside of the layers, rows are sharded over stages, too.
+_BATCH_AXES = ("replica", "data", STAGE)
 _HEADS = "model"
 # Most numbers of queries that are projected to rows on a device at once.
 _ROW_QUERIES = 1 << 29
@@ -87,7 +92,7 @@ class Extras:
   soft_cap: float | None = None
   sinks: Float[Array, " N"] | None = None
   slopes: Float[Array, " N"] | None = None
-  selection: KeySelection | BlockReading | None = None
+  selection: CachedChoice | None = None
   up: Float[Array, "C N Y"] | None = None
   residual: bool = False
 
@@ -119,6 +124,8 @@ class ShardingContext:
       questions and link tokens see together. Not used without `segment_ids`.
     remat: Policy of `jax.checkpoint`: what the backward pass keeps of a layer;
       None: all.
+    stage_rows: Rows of a data shard that pass the stages of a mesh together.
+    in_stage: Whether the call is that of a stage, with its rows.
 
   Raises:
     MeshError: If the mesh does not have the axis.
@@ -131,6 +138,8 @@ class ShardingContext:
   block: int = 2048
   segments: Mask = SameSegment()
   remat: Callable[..., Any] | None = None
+  stage_rows: int = 1
+  in_stage: bool = False
 
   def __post_init__(self):
     relates = getattr(self.segments, "relates_segments", False)
@@ -197,9 +206,8 @@ class ShardingContext:
     """Mesh axes over which a batch of this size is sharded."""
     if self.mesh is None:
       return ()
-    names = [a for a in _BATCH_AXES if a in self.mesh.axis_names]
     size = self.data_size
-    return tuple(names) if size > 1 and batch % size == 0 else ()
+    return self._row_axes if size > 1 and batch % size == 0 else ()
 
   def shares(self, batch: int, heads: int, kv_heads: int) -> dict[str, Any]:
     """Sharding options of attention for its batch and heads.
@@ -226,8 +234,21 @@ class ShardingContext:
     """Number of devices over which a batch may be sharded."""
     if self.mesh is None:
       return 1
-    names = [a for a in _BATCH_AXES if a in self.mesh.axis_names]
-    return math.prod(self.mesh.shape[name] for name in names)
+    return math.prod(self.mesh.shape[name] for name in self._row_axes)
+
+  @property
+  def _row_axes(self) -> tuple[str, ...]:
+    """Axes of the mesh that shard the rows of this call."""
+    assert self.mesh is not None
+    axes = {*self.mesh.axis_names} - ({STAGE} if self.in_stage else set())
+    return tuple(axis for axis in _BATCH_AXES if axis in axes)
+
+  @property
+  def stages(self) -> int:
+    """Number of stages that the layers of a call are sharded over."""
+    if self.mesh is None or self.in_stage:
+      return 1
+    return dict(self.mesh.shape).get(STAGE, 1)
 
   def keeping(self, layer: Callable[..., Any], *, looped: bool) -> Any:
     """Wrap a layer so that its backward pass keeps what `remat` says.
@@ -296,6 +317,12 @@ class ShardingContext:
     """f(x) for an f that acts on each token of [B, T, ...]: small results."""
     return f(x)
 
+  def head(
+    self, f: Callable[[Array], Array], h: Shaped[Array, "B n *d"]
+  ) -> Shaped[Array, "B n ..."]:
+    """f(h) for the norm before a head, or the head of few tokens."""
+    return f(h)
+
   def rowwise(
     self, f: Callable[[Array], Array], x: Shaped[Array, "B T *d"]
   ) -> Shaped[Array, "B T ..."]:
@@ -344,7 +371,7 @@ class ShardingContext:
     """f(weights, x) on each shard's own tokens of a tree of [B, T, ...]."""
     first = jax.tree.leaves(x)[0]
     names = self._token_axes(first)
-    if not names:
+    if self.mesh is None or not names:
       return f(weights, x)
     spec = self.spec(first)
     return jax.shard_map(
@@ -352,7 +379,7 @@ class ShardingContext:
       mesh=self.mesh,
       in_specs=(P(), spec),
       out_specs=spec,
-      axis_names=_with_single_axes(self.mesh, names),
+      **manual_over(self.mesh, names),
     )(weights, x)
 
   def per_shard(
@@ -423,7 +450,7 @@ class ShardingContext:
       mesh=mesh,
       in_specs=(P(), _expert_specs(experts, over), spec),
       out_specs=spec,
-      axis_names=_with_single_axes(mesh, _names(spec) | {*over}),
+      **manual_over(mesh, _names(spec) | {*over}),
     )(weights, experts, x)
 
 
@@ -445,28 +472,13 @@ def _by_row(results: PyTree, x: jax.Array) -> Any:
   return jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), results)
 
 
-def _with_single_axes(
-  mesh: Mesh | AbstractMesh | None, names: set[str]
-) -> set[str]:
-  """Mesh axes with those of one device, so that a kernel may serve.
-
-  Nothing is sharded over the latter, but XLA would be left to partition them.
-  """
-  if mesh is None:
-    return names
-  single = {name for name in mesh.axis_names if mesh.shape[name] == 1}
-  return names | (single - collectives.manual_axes())
-
-
 def _expert_specs(experts: PyTree, over: tuple[str, ...]) -> PyTree:
   """Specs of arrays of experts' weights, of one layer or of all layers."""
 
   def spec_of(array: object) -> Any:
     if isinstance(array, LayerArray):
       # Specs in the place of the arrays, as shard_map takes them.
-      stacked: Any = P(None, over)
-      layer: Any = P()
-      return LayerArray(stacked=stacked, layer=layer)
+      return tree.with_leaves(array, stacked=P(None, over), layer=P())
     return P(over)
 
   is_array = lambda x: isinstance(x, LayerArray)
@@ -595,9 +607,9 @@ class ContextParallel(ShardingContext):
       The output, its log-sum-exp and the choice.
     """
     selection, up = extras.selection, extras.up
-    if isinstance(selection, BlockReading):
-      return self._blocks(q, tokens, fresh, mask, extras, selection)
-    assert selection is not None and selection.keys is not None
+    if isinstance(selection, PositionChoice):
+      return self._by_position(q, tokens, fresh, mask, extras, selection)
+    assert isinstance(selection, KeySelection) and selection.keys is not None
     at = tokens.at
     broadcast = lambda x: jnp.broadcast_to(x, q.shape[:2])
     inputs = q, selection.without_keys(), Coords(*map(broadcast, at))
@@ -648,14 +660,14 @@ class ContextParallel(ShardingContext):
     v = jnp.swapaxes(fresh.v, 1, 2)
     return sparse_attention(q, k, v, chooser, **options)
 
-  def _blocks(
+  def _by_position(
     self,
     q: Float[Array, "B T N H"],
     tokens: Tokens,
     fresh: KV,
     mask: Mask,
     extras: Extras,
-    reading: BlockReading,
+    choice: PositionChoice,
   ) -> tuple[Float[Array, "B T N J"], Float[Array, "B T N"], GivenBlocks]:
     """`_selective` of blocks, which are of the tokens of a row."""
     if not tokens.derived and not tokens.segmented:
@@ -665,15 +677,15 @@ class ContextParallel(ShardingContext):
         "those of the layout, or segment_ids of packed documents",
         "leave positions out",
       )
-    return sparse_attention(
+    options = self.call_options(q, fresh.k.shape[1], tokens, mask, extras)
+    if extras.up is not None:
+      options["up"] = extras.up
+    return choice.over_shards(
       q,
       jnp.swapaxes(fresh.k, 1, 2),
       jnp.swapaxes(fresh.v, 1, 2),
-      reading.top_blocks(),
-      **self.call_options(q, fresh.k.shape[1], tokens, mask, extras),
-      q_segment_ids=tokens.at.seg if tokens.segmented else None,
-      return_residual=True,
-      return_selection=True,
+      tokens.at.seg if tokens.segmented else None,
+      **options,
     )
 
   def _coords_of(
@@ -859,7 +871,7 @@ class ContextParallel(ShardingContext):
     selection = extras.selection
     shards = 1 if self.around is None else collectives.axis_size(self.around)
     # Layers that choose blocks read keys of their own tokens alone.
-    assert not isinstance(selection, BlockReading)
+    assert selection is None or isinstance(selection, KeySelection)
     if selection is not None and selection.count < k.shape[1] * shards:
       assert selection.keys is not None
       choice = TopTokens(
@@ -996,8 +1008,6 @@ class CachedAttention(ShardingContext):
     """[B, T, N, J] from queries [B, T, N, H]; see `Extras.residual`."""
     draft_coords = tokens.tree
     views = cache.views(apart=draft_coords is not None)
-    selection = extras.selection
-    assert selection is None or len(selection.views) in (0, len(views))
     if extras.residual and any(map(_reads_otherwise, views)):
       raise OptionError(
         "cache",
@@ -1052,9 +1062,12 @@ class CachedAttention(ShardingContext):
       mask: Mask of views that have none themselves.
       extras: Further terms of the layer's attention.
     """
-    b, t, n, h = q.shape
     # Other views may have their heads folded into the batch.
     heads = views[-1].shape[1]
+    selection = extras.selection
+    if selection is not None:
+      q = selection.queries(q, heads)
+    b, t, n, h = q.shape
     grouped = lambda a: None if a is None else a.reshape(heads, -1)
     shares = self.shares(b, n, heads)
     query_axes = () if shares else self._query_axes(t, views)
@@ -1077,7 +1090,7 @@ class CachedAttention(ShardingContext):
       Terms(slopes=grouped(extras.slopes), sinks=grouped(extras.sinks)),
       at,
       mask,
-      extras.selection,
+      selection,
     )
     lse = None
     if extras.residual:
@@ -1092,6 +1105,8 @@ class CachedAttention(ShardingContext):
       by_query = (*collectives.names(over_tokens), *query_axes)
       out = self.constrained(out, P(batch, by_query))
       out = self.constrained(out, P(batch, over_tokens, query_axes))
+    if selection is not None:
+      out = selection.output(out, heads)
     return out if lse is None else (out, lse)
 
   def _query_axes(

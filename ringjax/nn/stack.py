@@ -10,21 +10,30 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from ringjax.kv.base import CallCache
+from ringjax.errors import OptionError
+from ringjax.kv.base import CallCache, NoCache
 from ringjax.nn.block import Block, Layer, NumberedLayer
-from ringjax.nn.row_tiles import current_row_tiles
+from ringjax.nn.call_parts.stages import (
+  StageGroups,
+  StageSchedule,
+  Turn,
+  equal_neighbours,
+)
+from ringjax.nn.call_parts.tiled_layer import over_tiles, where_present
+from ringjax.nn.row_tiles import current_row_tiles, token_map
 from ringjax.nn.sharding_context import Attend
-from ringjax.nn.tiled_layer import over_tiles, where_present
+from ringjax.nn.sums.layer_record import LayerSums
 from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.layer_array import (
   LayerArray,
@@ -33,9 +42,11 @@ from ringjax.nn.weights.layer_array import (
   read_in_place,
 )
 from ringjax.nn.weights.placed_layers import PlacedLayers, ReadFault
-from ringjax.parallel.call_sharding import on_mesh
+from ringjax.parallel.call_sharding import STAGE, on_mesh
 from ringjax.typing import Index
 
+# Name of the input of a loop's body, for policies of rematerialisation.
+LAYER_INPUT = "ringjax_layer_input"
 # More than the period of any model's pattern of layers.
 _LONGEST = 12
 # Maximum number of parts of a run, for layers in several memories.
@@ -214,6 +225,8 @@ class Stack(nnx.Module):
     neuron_fault: Holder of the error of a read of neurons, if feedforwards
       have theirs on disk; else None.
     within: Layers that a call runs, (first, end), at `cuts`; None for all.
+    taps: Layers before which the residual stream is kept for a later layer,
+      see `Tokens.tapped`.
   """
 
   def __init__(
@@ -239,6 +252,9 @@ class Stack(nnx.Module):
     self.hosted: Any = None
     self.neuron_fault: ReadFault | None = None
     self.within: tuple[int, int] | None = None
+    self.taps: tuple[int, ...] = tuple(
+      sorted({n for layer in layers for n in getattr(layer, "taps", ())})
+    )
 
   @property
   def cuts(self) -> tuple[int, ...]:
@@ -293,10 +309,11 @@ class Stack(nnx.Module):
     tokens: Tokens,
     cache: CallCache,
     attend: Attend,
-  ) -> tuple[Float[Array, "B T *D"], Any]:
+  ) -> tuple[Float[Array, "B T *Y"], Any]:
     """[B, T, D] -> [B, T, D], and the cache with this call's tokens.
 
-    With several residual streams x is [B, T, A, D].
+    With several residual streams x is [B, T, A, D]. The output of a
+    `PredictLayer` that returns its own, too, is [B, T, D + D'].
     """
     ((x, cache),) = self.together([(x, tokens, cache)], attend)
     return x, cache
@@ -306,6 +323,7 @@ class Stack(nnx.Module):
     calls: Sequence[tuple[Float[Array, "_ _ *D"], Tokens, CallCache]],
     attend: Attend,
     hosted: Sequence[bool] = (),
+    layers_before: Index = 0,
   ) -> list[tuple[Float[Array, "_ _ ..."], Any]]:
     """Run several calls through the stack; each layer's weights are read once.
 
@@ -320,15 +338,145 @@ class Stack(nnx.Module):
       calls: (x, tokens, cache) of groups of rows.
       attend: Sharding and attention of all calls.
       hosted: Whether each call's x is in the host's memory while others run.
+      layers_before: Number that is added to the layers' numbers.
     """
-    with on_mesh(getattr(attend, "mesh", None), getattr(attend, "spec", None)):
-      return self._together(calls, attend, hosted)
+    with (
+      on_mesh(getattr(attend, "mesh", None), getattr(attend, "spec", None)),
+      token_map(getattr(attend, "token_map", None)),
+    ):
+      if getattr(attend, "stages", 1) > 1:
+        return [self._in_stages(calls, attend)]
+      return self._together(calls, attend, hosted, layers_before)
+
+  def _in_stages(
+    self,
+    calls: Sequence[tuple[Float[Array, "_ _ *D"], Tokens, CallCache]],
+    attend: Any,
+  ) -> tuple[Float[Array, "_ _ ..."], CallCache]:
+    """Run a call without a cache through stages of layers.
+
+    See `nn.call_parts.stages`. Runs whose layers the stages don't divide are
+    run as on a mesh without them, each stage for the rows that it has.
+
+    Raises:
+      OptionError: If layers need what stages do not pass on.
+    """
+    self._check_stages(calls)
+    ((x, tokens, cache),) = calls
+    recorded: list[Any] = []
+    repeated = [(run.layers, run.repeats) for run in self.runs]
+    for numbers in equal_neighbours(repeated):
+      if self.runs[numbers.start].repeats % attend.stages:
+        for part in [self._part([n]) for n in numbers]:
+          empty = NoCache(sum(map(_num_slots, part.runs)))
+          ((x, _),) = part._together([(x, tokens, empty)], attend)
+          recorded.extend(tokens.recorded)
+      else:
+        x, sums = self._part(numbers)._pass_stages(x, tokens, attend)
+        recorded.extend(sums)
+    if tokens.recorder is not None:
+      tokens.recorded = tuple(recorded)
+    return x, cache
+
+  def check_stages(self) -> None:
+    """Refuse layers that stages can't pass rows through.
+
+    Raises:
+      OptionError: If a layer reads what another stage computes.
+    """
+    faults = {
+      "a draft head, which reads streams between layers": self.taps,
+      "layers that read keys of earlier ones": any(map(_owning, self.runs)),
+      "layers that are not all on the devices": self.placed is not None,
+      "a part of the layers": self.within is not None,
+    }
+    for name, is_there in faults.items():
+      if is_there:
+        raise stages_error(name)
+
+  def _check_stages(
+    self, calls: Sequence[tuple[jax.Array, Tokens, CallCache]]
+  ) -> None:
+    """Refuse a call that stages can't pass on.
+
+    Raises:
+      OptionError: See `_in_stages`.
+    """
+    if any(type(cache) is not NoCache for _, _, cache in calls):
+      raise stages_error("a call with a cache")
+    if any(tokens.inputs is not None for _, tokens, _ in calls):
+      raise stages_error("layers that read tokens' ids or share weights")
+    self.check_stages()
+
+  def _part(self, numbers: Sequence[int]) -> Stack:
+    """The stack of some of the runs."""
+    part = jax.tree.map(lambda x: x, self)
+    part.runs = tuple(self.runs[n] for n in numbers)
+    part.blocks = nnx.List([self.blocks[n] for n in numbers])
+    return part
+
+  def _pass_stages(
+    self, x: Float[Array, "B T *D"], tokens: Tokens, attend: Any
+  ) -> tuple[Float[Array, "B T *Y"], list[Any]]:
+    """Pass rows through equal runs, each a round of the stages.
+
+    Returns:
+      The output, and the sums that each run's layers record.
+    """
+    batch, stages, run = x.shape[0], attend.stages, self.runs[0]
+    rows, rounds = StageGroups.of(batch, attend.stage_rows, attend), self.runs
+    schedule = StageSchedule(
+      stages=stages, groups=rows.groups, rounds=len(rounds)
+    )
+    context = dataclasses.replace(attend, in_stage=True)
+    per_stage = run.repeats // stages
+    arrays = jax.tree.map(rows.split, tokens.by_row(batch))
+    by_stage = lambda a: a.reshape(stages, per_stage, *a.shape[1:])
+    # Layers of a stage in all rounds, [S, V, repeats / S, ...].
+    layers = jax.tree.map(
+      lambda *a: jnp.stack(list(map(by_stage, a)), 1), *self.blocks
+    )
+
+    def compute_stage(
+      layers: Any, x: jax.Array, turn: Turn
+    ) -> tuple[jax.Array, Any]:
+      pick = lambda n: (
+        lambda a: lax.dynamic_index_in_dim(a, n, 0, keepdims=False)
+      )
+      part = jax.tree.map(lambda x: x, self)
+      repeats_before = turn.round * run.repeats + turn.stage * per_stage
+      part.runs = (dataclasses.replace(run, repeats=per_stage),)
+      part.blocks = nnx.List([jax.tree.map(pick(turn.round), layers)])
+      group = tokens.of_rows(jax.tree.map(pick(turn.group), arrays))
+      empty = NoCache(_num_slots(run))
+      ((y, _),) = part.together(
+        [(x, group, empty)],
+        context,
+        layers_before=repeats_before * len(run.layers),
+      )
+      return y, group.recorded
+
+    compute = jax.vmap(compute_stage, spmd_axis_name=STAGE)
+    y, sums = schedule.run(functools.partial(compute, layers), rows.store(x))
+    by_layer = lambda n: (
+      lambda a: jnp.swapaxes(a[:, n], 1, 2).reshape(
+        run.repeats, *a.shape[2:3], *a.shape[4:]
+      )
+    )
+    of_round = lambda n: jax.tree.map(
+      lambda sums: sums.joined(rows.joined),
+      jax.tree.map(by_layer(n), tuple(sums)),
+      is_leaf=lambda x: isinstance(x, LayerSums),
+    )
+    recorded = itertools.chain.from_iterable(map(of_round, range(len(rounds))))
+    return rows.restore(y), list(recorded)
 
   def _together(
     self,
     calls: Sequence[tuple[Float[Array, "_ _ *D"], Tokens, CallCache]],
     attend: Attend,
-    hosted: Sequence[bool],
+    hosted: Sequence[bool] = (),
+    layers_before: Index = 0,
   ) -> list[tuple[Float[Array, "_ _ ..."], Any]]:
     slots = [iter(cache.slots) for _, _, cache in calls]
     outputs: list[list[Any]] = [[] for _ in calls]
@@ -390,14 +538,21 @@ class Stack(nnx.Module):
         fetch_keys: Any = fetch_keys,
         run: Run = run,
         within: range | None = None,
+        taps: tuple[int, ...] = (),
       ) -> tuple[tuple, tuple]:
         (xs, slots, next_keys, next_weights), (index, cuts) = carry, layer
         fetched_early = _early(layers, within, has_caches)
         xs, slots = list(xs), [list(layer_slots) for layer_slots in slots]
         block: Any = None
         records: list[list[Any]] = [[] for _ in calls]
+        tapped: list[list[jax.Array]] = [[] for _ in calls]
         for turn_index, (position, call) in enumerate(schedule):
           x = to_device(call, xs[call])
+          if position in taps:
+            tapped[call].append(x)
+          if position == 0:
+            # What the backward pass of the body begins with.
+            x = checkpoint_name(x, LAYER_INPUT)
           if call == 0:
             weights = next_weights
             if not fetched_early[position]:
@@ -434,6 +589,7 @@ class Stack(nnx.Module):
           elif looped:
             next_keys = fetch_keys(schedule[0], slots, index + 1, x)
           layer_number = run.number(position, 0) + len(run.layers) * index
+          layer_number = layer_number + layers_before
 
           def run_layer(
             x: jax.Array,
@@ -471,7 +627,7 @@ class Stack(nnx.Module):
           tuple(map(tuple, slots)),
           next_keys,
           next_weights,
-        ), tuple(map(tuple, records))
+        ), (tuple(map(tuple, records)), tuple(map(tuple, tapped)))
 
       stacked = tuple(kind.stacked for kind in layers)
       first_x = to_device(0, xs[0])
@@ -479,10 +635,23 @@ class Stack(nnx.Module):
         schedule[0], run_slots, jnp.int32(repeats.start), first_x
       )
       new_slots = run_slots
-      parts = _parts(layers, repeats)
+      period = len(run.layers)
+      inner = {
+        divmod(n - run.first, period)
+        for n in self.taps
+        if n - run.first in range(period * run.repeats)
+      }
+      parts = _parts(layers, repeats, inner)
       part_sums = []
       for within in parts:
         start, x = jnp.int32(within.start), to_device(0, xs[0])
+        taps = sorted(p for n, p in inner if n == within.start)
+        keep = lambda position, streams, at=within.start, run=run: _tap(
+          calls, run.number(position, at), streams
+        )
+        if 0 in taps:
+          keep(0, [to_device(call, x) for call, x in enumerate(xs)])
+          taps.remove(0)
         fetched_early = _early(layers, within, has_caches)
         next_weights = (
           layers[0].fetch(start, x, attend, within)
@@ -490,17 +659,19 @@ class Stack(nnx.Module):
           else None
         )
         carry = (xs, new_slots, next_keys, next_weights)
-        step = functools.partial(body, within=within)
+        step = functools.partial(body, within=within, taps=tuple(taps))
         # An owner's cache is used by later layers, so it is not recomputed.
         step = step if owner else _rematerialised(step, attend, layers, looped)
         if not looped:
           weights = jax.tree.map(lambda a: a[0], stacked)
-          (xs, new_slots, next_keys, _), records = step(carry, (start, weights))
+          (xs, new_slots, next_keys, _), (records, _) = step(
+            carry, (start, weights)
+          )
           part_sums.append(jax.tree.map(lambda a: a[None], records))
           continue
         numbers = jnp.arange(within.start, within.stop, dtype=jnp.int32)
         if len(within) == run.repeats:
-          (xs, new_slots, next_keys, _), records = lax.scan(
+          (xs, new_slots, next_keys, _), (records, _) = lax.scan(
             step, carry, (numbers, stacked)
           )
           part_sums.append(records)
@@ -516,9 +687,12 @@ class Stack(nnx.Module):
           pick = lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False)
           return step(carry, (index, jax.tree.map(pick, stacked)))
 
-        (xs, new_slots, next_keys, _), records = lax.scan(
+        (xs, new_slots, next_keys, _), (records, tapped) = lax.scan(
           pick_and_step, carry, numbers
         )
+        for n, position in enumerate(taps):
+          # Such a part has one repeat.
+          keep(position, [streams[n][0] for streams in tapped])
         part_sums.append(records)
       run_sums = jax.tree.map(lambda *a: jnp.concatenate(a), *part_sums)
       for call_sums, sums in zip(recorded, run_sums, strict=True):
@@ -548,16 +722,34 @@ def _rematerialised(
   return attend.keeping(body, looped=looped)
 
 
-def _parts(layers: Sequence[_Layers], repeats: range) -> list[range]:
+def _tap(
+  calls: Sequence[tuple[Any, Tokens, CallCache]],
+  number: int,
+  streams: Sequence[Float[Array, "_ _ D"]],
+) -> None:
+  """Keep the residual stream of each call before a layer for a later one."""
+  for (_, tokens, _), x in zip(calls, streams, strict=True):
+    tokens.tapped[number] = x
+
+
+def _parts(
+  layers: Sequence[_Layers],
+  repeats: range,
+  taps: Collection[tuple[int, int]] = (),
+) -> list[range]:
   """Split repeats of a run where the memory tier of a layer changes.
 
-  If there are too many parts, one part: each part is a separate program.
+  If there are too many such parts, none: each part is a separate program. A
+  part begins at the repeat of each of the `taps` (repeat, position), and has
+  no other repeat if its position is not the first one.
   """
   tiers = [kind.tiers for kind in layers if kind.tiers]
   cuts = [
     n for n in repeats[1:] if any(tier[n] != tier[n - 1] for tier in tiers)
   ]
   cuts = cuts if len(cuts) < _PARTS else []
+  cuts += [n for n, _ in taps] + [n + 1 for n, position in taps if position]
+  cuts = sorted({n for n in cuts if n in repeats[1:]})
   ends = [repeats.start, *cuts, repeats.stop]
   return [range(*pair) for pair in itertools.pairwise(ends)]
 
@@ -622,9 +814,24 @@ def _owns(layer: Layer) -> bool:
   return keeps(layer) and getattr(layer.attention, "group", None) is not None
 
 
+def stages_error(what: str) -> OptionError:
+  """Error of what rows in stages can't be computed with."""
+  return OptionError(
+    "mesh",
+    f"one with an axis {STAGE!r}, for {what}",
+    "a training without it; no stage has what another one computes",
+    f"pass a mesh without {STAGE!r}",
+  )
+
+
 def _owning(run: Run) -> bool:
   """Whether a run has a layer whose cache later layers read."""
   return any(_owns(layer) for layer in run.layers)
+
+
+def _num_slots(run: Run) -> int:
+  """Number of slots of a run's layers."""
+  return sum(len(layer.mixers) for layer in run.layers)
 
 
 def _moved(x: jax.Array, space: jax.memory.Space) -> jax.Array:

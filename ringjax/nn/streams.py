@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from ringjax.nn.linear import Linear, Norm
 from ringjax.nn.param import param
 from ringjax.nn.residuals import stream_weights, sum_of_streams
+from ringjax.ops.softmax import wide_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,6 +194,43 @@ class HyperStreamEnds(nnx.Module):
     )
     weights = jax.nn.sigmoid(raw * scale + base) + self.spec.floor
     return sum_of_streams(x, weights)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeanStreams:
+  """Streams of hyper-connections, the mean of which is read at the end.
+
+  All streams begin as the embedding.
+
+  Attributes:
+    count: Number of streams, A.
+  """
+
+  count: int
+
+  def numbers(self, embed: int) -> int:
+    """Number of numbers of a token between layers."""
+    return self.count * embed
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> MeanStreamEnds:
+    del rngs, embed
+    return MeanStreamEnds(self)
+
+
+class MeanStreamEnds(nnx.Module):
+  """The module of `MeanStreams`, without parameters."""
+
+  def __init__(self, spec: MeanStreams):
+    self.spec = spec
+
+  def spread(self, x: Float[Array, "B T D"]) -> Float[Array, "B T A D"]:
+    """Copy embeddings to all streams."""
+    shape = (*x.shape[:2], self.spec.count, x.shape[2])
+    return jnp.broadcast_to(x[:, :, None], shape)
+
+  def merged(self, x: Float[Array, "*b A D"]) -> Float[Array, "*b D"]:
+    """Mean of the streams."""
+    return jnp.mean(x.astype(wide_dtype(x.dtype)), -2).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -23,6 +24,10 @@ R = TypeVar("R", RouterRecord, ChoiceRecord, TileRecord, PageRecord)
 # What a layer records, and its sums.
 Record = LayerRecord | TileRecord | PageRecord
 Sums = LayerSums | TileSums | PageSums
+
+# Attributes that may have a row for each row of a call.
+_ARRAYS = ("pos", "seg", "length", "ids", "embedded", "adapters")
+_TABLE = "table of rotation "
 
 
 class Tokens:
@@ -42,6 +47,12 @@ class Tokens:
       models without them. Set with the embeddings.
     ids: Token ids, int32 [B, T]; None where a call has none. Set with the
       embeddings.
+    embedded: Embeddings of the tokens, [B, T, D]; set with them for a model
+      that has a `PredictLayer`, else None.
+    last_norm: Norm between the model's last layer and its head, likewise.
+    predicting: Whether a `PredictLayer` returns its output, too.
+    tapped: Residual stream [B, T, D] before layers, by their numbers; set by
+      the stack where a layer reads it.
     tree: Coordinates [B, T] of drafted tokens among themselves, or None; see
       `ops.ancestors`.
     recorder: Function from the tokens that are no padding to the record that a
@@ -65,18 +76,26 @@ class Tokens:
     ropes: Iterable[Rope],
     length: Lengths,
     tree: Coords | None = None,
+    log_factors: Float[Array, " half"] | None = None,
   ):
     self.pos, self.seg, self.tree = pos, seg, tree
     self.derived, self.segmented = derived, segmented
     self.length = length
     self.inputs: Callable[[Any], Any] | None = None
     self.ids: Int[Array, "B T"] | None = None
+    self.embedded: Float[Array, "B T D"] | None = None
+    self.last_norm: Callable[[Array], Array] | None = None
+    self.predicting = False
+    self.tapped: dict[int, Float[Array, "B T D"]] = {}
     self.recorder: Callable[[Array], Record] | None = None
     self.recorded: tuple[tuple[Sums | None, ...], ...] = ()
     self.record: Record | None = None
     self.adapters: Int[Array, " B"] | None = current_adapter_rows()
     self.handed: Float[Array, "B T n"] | None = None
-    self._tables = {rope: rope.tables(pos, length) for rope in ropes}
+    self._log_factors = log_factors
+    self._tables = {
+      rope: rope.tables(pos, length, log_factors) for rope in ropes
+    }
 
   @property
   def at(self) -> Coords:
@@ -106,6 +125,31 @@ class Tokens:
     parts = record.parts if isinstance(record, LayerRecord) else (record,)
     return next((part for part in parts if isinstance(part, kind)), None)
 
+  def by_row(self, batch: int) -> dict[str, Any]:
+    """Arrays of these tokens that have a row for each of `batch`, by name."""
+    arrays = {name: getattr(self, name) for name in _ARRAYS}
+    arrays |= {
+      f"{_TABLE}{n}": table for n, table in enumerate(self._tables.values())
+    }
+    # An array of one row is that of all rows.
+    return {
+      name: array
+      for name, array in arrays.items()
+      if all(np.shape(x)[:1] == (batch,) for x in jax.tree.leaves(array))
+      and jax.tree.leaves(array)
+    }
+
+  def of_rows(self, arrays: dict[str, Any]) -> Tokens:
+    """These tokens, with the arrays of other rows in place of `by_row`'s."""
+    tokens = copy.copy(self)
+    for name in _ARRAYS:
+      setattr(tokens, name, arrays.get(name, getattr(self, name)))
+    tokens._tables = {
+      rope: arrays.get(f"{_TABLE}{n}", table)
+      for n, (rope, table) in enumerate(self._tables.items())
+    }
+    return tokens
+
   def of_tile(
     self,
     take: Callable[[Array], Array],
@@ -126,6 +170,8 @@ class Tokens:
     tile = copy.copy(self)
     tile.pos = take(self.pos)
     tile.ids = None if self.ids is None else take(self.ids)
+    tile.embedded = None if self.embedded is None else take(self.embedded)
+    tile.tapped = {number: take(x) for number, x in self.tapped.items()}
     tile.seg = jnp.where(is_filled, take(self.seg), 0)
     if np.ndim(self.length):
       tile.length = take_row(jnp.asarray(self.length))
@@ -151,6 +197,7 @@ class Tokens:
       length=self.length,
       tables=None if rope is None else self._tables[rope],
       after=after,
+      log_factors=self._log_factors,
     )
 
   def rotate(

@@ -31,8 +31,18 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+from ringjax import tree
+from ringjax.ops.code_numbers import (
+  Levels,
+  floats_of,
+  floats_of_bits,
+  is_consecutive,
+  reason_of_scales,
+  with_bits,
+)
 from ringjax.ops.kernel_choice import (
   KernelChoice,
   first_serving,
@@ -87,7 +97,7 @@ class BlockCodes:
   step: Float[ArrayLeaf, "*stack G O"]
   least: Float[ArrayLeaf, "*stack G O"] | None
   index: tuple[Int[ArrayLeaf, ""], ...] = ()
-  levels: tuple[int, ...] | None = None
+  levels: Levels = None
 
   @property
   def group(self) -> int:
@@ -95,12 +105,20 @@ class BlockCodes:
     return self.codes.shape[-2] * (1 if self.levels is None else 2)
 
   @property
-  def consecutive(self) -> bool:
-    """Whether a code's level is the code plus a constant."""
-    if self.levels is None:
-      return True
-    first = self.levels[0]
-    return self.levels == tuple(range(first, first + 16))
+  def inputs(self) -> int:
+    """Number of inputs, of all groups."""
+    return self.codes.shape[-3] * self.group
+
+  def floats(self, dtype: DTypeLike) -> Float[Array, "I O"]:
+    """The decoded weight of one layer, without axes of a stack."""
+    codes, step = jnp.asarray(self.codes), jnp.asarray(self.step)
+    minimum = None if self.least is None else jnp.asarray(self.least)
+    return floats_of(codes, step, minimum, self.levels, dtype)
+
+
+tree.register(
+  BlockCodes, data=("codes", "step", "least", "index"), meta=("levels",)
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +140,7 @@ class BlockProductTPU:
       return f"{x.dtype}: it multiplies bfloat16"
     if not 0 < x.shape[0] <= MOST_ROWS:
       return f"{x.shape[0]} rows: it takes 1 to {MOST_ROWS}"
-    if not weight.consecutive:
+    if not is_consecutive(weight.levels):
       return "levels that are not consecutive"
     group, (total, rows, outer) = weight.group, weight.codes.shape[-3:]
     if group & (group - 1) or not 16 <= rows <= 128:
@@ -131,11 +149,7 @@ class BlockProductTPU:
       return f"{total} groups of {group}: half of a register of codes is left"
     if not outer:
       return "no outputs"
-    for array in (weight.step, weight.least):
-      dtype = None if array is None else array.dtype.name
-      if dtype not in (None, "float32", "bfloat16", "float16"):
-        return f"steps of {dtype}"
-    return None
+    return reason_of_scales((weight.step, weight.least))
 
   def product(
     self, x: Float[Array, "N I"], weight: BlockCodes, *, wide: bool = False
@@ -237,13 +251,6 @@ def _in_memory(x: Shaped[Array, " ..."]) -> Shaped[Array, " ..."]:
   return pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
-def with_bits(x: Float[Array, " ..."]) -> Shaped[Array, " ..."]:
-  """float16 as its bits, which the kernel decodes: Mosaic has no float16."""
-  if x.dtype != jnp.float16:
-    return x
-  return lax.bitcast_convert_type(x, jnp.uint16)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Shape:
   """Static sizes of a call.
@@ -287,7 +294,7 @@ class _Shape:
       total=total,
       groups=_groups_of_block(total, rows),
       columns=min(max_columns, lanes(-(-outer // cores))),
-      first=None if weight.levels is None else weight.levels[0],
+      first=None if weight.levels is None else int(weight.levels[0]),
       has_least=weight.least is not None,
       interpret=interpret,
     )
@@ -502,19 +509,6 @@ def _numbers(codes: Any, doubled: bool) -> Any:
       )
       pieces.append(pltpu.bitcast((shifted & _CODES) | _NUMBERS, jnp.bfloat16))
   return jnp.concatenate(pieces, 0)
-
-
-def floats_of_bits(x: Shaped[Array, " ..."]) -> Float[Array, " ..."]:
-  """float32 of steps; those of 16 unsigned bits are float16."""
-  if x.dtype != jnp.uint16:
-    return x.astype(jnp.float32)
-  bits = x.astype(jnp.int32)
-  sign, size = (bits & 0x8000) << 16, bits & 0x7FFF
-  normal = lax.bitcast_convert_type((size << 13) + (112 << 23), jnp.float32)
-  small = size.astype(jnp.float32) * jnp.float32(2.0**-24)
-  magnitude = jnp.where(size < 0x400, small, normal)
-  bits = lax.bitcast_convert_type(magnitude, jnp.int32) | sign
-  return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _inside(shape: _Shape, k: Any, x: Any) -> Any:

@@ -467,6 +467,52 @@ class Beyond(Mask):
     )
 
 
+@_mask
+class Behind(Mask):
+  """A query sees the key `by` positions before it, and no other."""
+
+  by: int = 1
+
+  def __post_init__(self) -> None:
+    positive_int("Behind by", self.by)
+
+  @property
+  def reach(self) -> tuple[int | None, int | None]:
+    return min(self.by, _MOST), 0
+
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
+    # A shifted position may be clipped: never both of them.
+    return (k.pos == moved(q.pos, -self.by)) & (moved(k.pos, self.by) == q.pos)
+
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
+    first, last = moved(q.first, -self.by), moved(q.last, -self.by)
+    any_allowed = (k.first <= last) & (first <= k.last)
+    single = (q.first == q.last) & (k.first == k.last)
+    is_behind = (k.first == first) & (moved(k.first, self.by) == q.first)
+    return any_allowed, single & is_behind
+
+
+@_mask
+class Since(Mask):
+  """Every query sees the keys at position `first` and later ones."""
+
+  first: int
+
+  def __post_init__(self) -> None:
+    integer("Since first", self.first, least=0, most=_MOST)
+
+  def allows(self, q: Coords, k: Coords) -> Bool[Array, " ..."]:
+    return (k.pos >= self.first) & _true(q.pos, k.pos)
+
+  def bound(
+    self, q: Extent, k: Extent
+  ) -> tuple[Bool[Array, " ..."], Bool[Array, " ..."]]:
+    always = _true(q.first, k.first)
+    return (k.last >= self.first) & always, (k.first >= self.first) & always
+
+
 @dataclasses.dataclass(frozen=True)
 class _MaskPair(Mask):
   # Any: transformations put placeholders here while they rebuild the tree.

@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax import tree
+from ringjax.errors import OptionError
 from ringjax.ops import turns
 from ringjax.ops.turns import Frequencies
 from ringjax.typing import Index, Lengths
@@ -290,6 +291,8 @@ class Rope:
     reverse: Whether to rotate the other way.
     copies: Number of groups of `dims`, one after another, that are rotated by
       the same angles.
+    learned: Whether the frequencies are multiplied by factors that are weights
+      of a model, not with a scaling that depends on the length.
   """
 
   theta: float
@@ -298,33 +301,58 @@ class Rope:
   scaling: Unscaled = Unscaled()
   reverse: bool = False
   copies: int = 1
+  learned: bool = False
 
   def tables(
-    self, positions: Int[Array, "#B T"], length: Lengths | None
+    self,
+    positions: Int[Array, "#B T"],
+    length: Lengths | None,
+    log_factors: Float[Array, " half"] | None = None,
   ) -> tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]]:
     """Cosines and sines, float32 [B, T, dims/2], for `positions` [B, T].
 
     `length` is that of the whole context, an int or a traced int32 scalar; or
-    int32 [B], the prompt of each row, see the module's docstring.
+    int32 [B], the prompt of each row, see the module's docstring. `log_factors`
+    are the logarithms of learned factors.
+
+    Raises:
+      OptionError: If the rotation is learned, and there are no factors.
     """
     by_row = length is not None and np.ndim(length) > 0
     if by_row and self.scaling.by_length:
       frequencies = self.frequencies(self.scaling.reaches(length, positions))
     else:
-      frequencies = self.frequencies(None if by_row else length)
+      frequencies = self.frequencies(None if by_row else length, log_factors)
       frequencies = frequencies.with_axes(2)
     angles = frequencies.angles(positions[..., None])
     magnitude = jnp.float32(self.scaling.magnitude)
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
-  def frequencies(self, length: Lengths | None) -> Frequencies:
+  def frequencies(
+    self,
+    length: Lengths | None,
+    log_factors: Float[Array, " half"] | None = None,
+  ) -> Frequencies:
     """Angle of each pair for one position, [*N, dims/2].
 
-    `length` [*N] as for `tables`, one or several.
+    `length` [*N] as for `tables`, one or several; `log_factors`, too.
     """
     exponents = np.arange(0, self.dims, 2, dtype=turns.WIDE) / self.dims
     inverse = turns.WIDE(self.theta) ** -exponents
-    frequencies = self.scaling.frequencies(inverse, self.theta, length)
+    if self.learned:
+      assert not self.scaling.by_length
+      if log_factors is None:
+        raise OptionError(
+          "model",
+          "learned factors of its rotation, which this computation lacks",
+          "a rotation that follows from config.json",
+          "leave the option out that rotates keys apart from a call of the "
+          "model, such as one that evicts them",
+        )
+      radians = self.scaling.scale(inverse, self.theta)
+      frequencies = turns.multiplied(tuple(map(float, radians)), log_factors)
+    else:
+      frequencies = self.scaling.frequencies(inverse, self.theta, length)
     return frequencies.reversed() if self.reverse else frequencies
 
   @property
@@ -406,9 +434,12 @@ class FoldedRope(Rope):
   fold: PositionFold
 
   def tables(
-    self, positions: Int[Array, "#B T"], length: Lengths | None
+    self,
+    positions: Int[Array, "#B T"],
+    length: Lengths | None,
+    log_factors: Float[Array, " half"] | None = None,
   ) -> tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]]:
-    return super().tables(self.fold(positions), length)
+    return super().tables(self.fold(positions), length, log_factors)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -426,6 +457,7 @@ class Rotation:
       rotations that depend on it; see `Rope.tables`.
     tables: Tables of the call's own tokens, see `Rope.tables`; None: computed
       on use.
+    log_factors: Logarithms of a learned rotation's factors, [dims/2], or None.
     after: Function of keys [B, S, K, H] that is applied after the rotation, or
       None.
   """
@@ -435,6 +467,7 @@ class Rotation:
   length: Lengths | None = None
   tables: tuple[Array, Array] | None = None
   after: Callable[[Array], Array] | None = None
+  log_factors: Float[Array, " half"] | None = None
 
   @property
   def trivial(self) -> bool:
@@ -449,8 +482,16 @@ class Rotation:
     self, k: Float[Array, "B K S H"], pos: Int[Array, "#B S"]
   ) -> Float[Array, "B K S H"]:
     """Rotate keys of tokens at positions `pos`."""
-    tables = None if self.rope is None else self.rope.tables(pos, self.length)
-    return self._apply(k, tables)
+    rope = self.rope
+    if rope is None:
+      return self._apply(k, None)
+    return self._apply(k, rope.tables(pos, self.length, self.log_factors))
+
+  @property
+  def frequencies(self) -> Frequencies:
+    """Angle of each pair of dims for one position."""
+    assert self.rope is not None
+    return self.rope.frequencies(self.length, self.log_factors)
 
   def quarter(self, q: Float[Array, "B K T H"]) -> Float[Array, "B K T H"]:
     """Rotate the queries' pairs by -90 degrees.
@@ -484,7 +525,11 @@ class Rotation:
     if self.length is None or np.shape(self.length) in ((), (1,)):
       return replicated
     return tree.with_leaves(
-      self, length=P(batch), tables=replicated.tables, after=replicated.after
+      self,
+      length=P(batch),
+      tables=replicated.tables,
+      after=replicated.after,
+      log_factors=replicated.log_factors,
     )
 
   def general(self) -> Rotation:
@@ -507,4 +552,6 @@ class Rotation:
     return jnp.swapaxes(k, 1, 2)
 
 
-tree.register(Rotation, ("length", "tables", "after"), ("rope", "first"))
+tree.register(
+  Rotation, ("length", "tables", "after", "log_factors"), ("rope", "first")
+)

@@ -126,11 +126,46 @@ def stretched(
     _TwoWords(*(x[..., None] for x in grown)), expand(exponents)
   )
   exponent = _plus(exponent, expand(_constants(base, _LOG_BITS)))
-  turns_fraction = _power_of_half(exponent)
-  carry = turns_fraction.low >> 31
-  remainder = lax.bitcast_convert_type(turns_fraction.low, jnp.int32)
+  return _frequencies(_power_of_half(exponent))
+
+
+@functools.partial(jax.jit, static_argnums=(0,))
+def multiplied(
+  radians: tuple[float, ...], log_factors: Float[Array, " pairs"]
+) -> Frequencies:
+  """Frequencies [pairs] that are multiplied by exp(log_factors).
+
+  The exponential is that of float32; the product is exact to 2**-57 turns for
+  factors up to 32.
+
+  Args:
+    radians: Radians of one position, from 0 to below a turn.
+    log_factors: Logarithms of the factors.
+  """
+  base = _constants(np.asarray(radians, WIDE) / TAU, 64)
+  factors = jnp.exp(log_factors.astype(jnp.float32))
+  mantissas, exponents = jnp.frexp(factors)
+  # Of 24 bits, so that a word holds them.
+  words = (mantissas * np.float32(2.0**24)).astype(jnp.uint32) << 8
+  product = _times(base, _TwoWords(words, jnp.zeros_like(words)))
+  larger = _shift_left(product, jnp.clip(exponents, 0, 63))
+  smaller = _shift_right(product, jnp.maximum(-exponents, 0))
+  is_larger = exponents > 0
+  return _frequencies(
+    _TwoWords(
+      *(
+        jnp.where(is_larger, a, b) for a, b in zip(larger, smaller, strict=True)
+      )
+    )
+  )
+
+
+def _frequencies(fraction: _TwoWords) -> Frequencies:
+  """Frequencies of fractions of a turn in 64 bits."""
+  carry = fraction.low >> 31
+  remainder = lax.bitcast_convert_type(fraction.low, jnp.int32)
   return Frequencies(
-    lax.bitcast_convert_type(turns_fraction.high + carry, jnp.int32),
+    lax.bitcast_convert_type(fraction.high + carry, jnp.int32),
     remainder.astype(jnp.float32) * np.float32(1 / _TURN),
   )
 

@@ -18,7 +18,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,8 +35,10 @@ MeshAxes = str | tuple[str, ...] | None
 SEQ = "seq"
 # Value of `axis` for which a call finds its axis; None is no axis at all.
 AUTO = "auto"
+# Mesh axis that shards layers.
+STAGE = "stage"
 # Names of mesh axes that shard other dimensions.
-_OTHERS = ("replica", "data", "model", "expert", "stage")
+_OTHERS = ("replica", "data", "model", "expert", STAGE)
 
 
 def sequence_axis(
@@ -63,6 +65,26 @@ def sequence_axis(
       + ("" if required else ", or axis=None if none of them does"),
     )
   return candidates[0] if candidates else None
+
+
+def manual_over(
+  mesh: Mesh | AbstractMesh, names: Iterable[str]
+) -> dict[str, Any]:
+  """Options of a shard_map of a model's call that is sharded over `names`.
+
+  Axes of one device are manual, too: they shard nothing, and kernels need all
+  axes manual. So is the axis of stages, over which JAX's vmap shards the calls
+  of all stages; then types do not track varying axes, which JAX 0.10 to 0.12
+  lose in a vmap of such calls.
+  """
+  unsharded = {name for name, n in mesh.shape.items() if n == 1}
+  has_stages = dict(mesh.shape).get(STAGE, 1) > 1
+  if has_stages:
+    unsharded |= {STAGE}
+  return {
+    "axis_names": {*names} | (unsharded - collectives.manual_axes()),
+    "check_vma": not has_stages,
+  }
 
 
 @dataclasses.dataclass(frozen=True)

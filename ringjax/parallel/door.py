@@ -72,7 +72,7 @@ class Door(Generic[Peer]):
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  def accept(self, timeout_s: float | None = None) -> Peer | None:
+  def accept(self, timeout_s: int | float | None = None) -> Peer | None:
     """Return the next admitted peer, or None once the door is closed.
 
     Raises:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
@@ -29,7 +30,7 @@ def last_device(mesh: Mesh, axis: str | None) -> jax.Device:
         "mesh",
         f"devices of process {device.process_index} too",
         "devices of this process only, to bring arrays to one of them",
-        "let a chain of processes read: python -m launch.prefill",
+        "let a chain of processes read: python -m ringjax.launch.prefill",
       )
   index = [0] * mesh.devices.ndim
   if axis is not None:
@@ -144,6 +145,24 @@ def to_host(tree: Tree) -> Tree:
     shards = [(shard.device, shard.data) for shard in x.addressable_shards]
     local_copies = jax.device_get(shards)
     return HostShards(x.sharding, x.shape, tuple(local_copies))
+
+  return jax.tree.map(copy, tree)
+
+
+def whole_on_host(tree: Tree) -> Tree:
+  """Copies arrays to the host, whole also where other processes have shards.
+
+  All processes of the arrays' mesh make the same call. Of an array that is
+  spread over processes, each device needs memory for all of it meanwhile.
+  """
+
+  def copy(x: Any) -> Any:
+    spread = isinstance(x, jax.Array) and not (
+      x.is_fully_addressable or x.is_fully_replicated
+    )
+    if spread:
+      return multihost_utils.process_allgather(x, tiled=True)
+    return jax.device_get(x)
 
   return jax.tree.map(copy, tree)
 

@@ -97,6 +97,21 @@ def automatic(mesh: Mesh | AbstractMesh) -> Mesh:
   return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
+# All-to-alls that run next to other work, as sends and gathers do by default.
+_TPU_OPTIONS = {"xla_tpu_enable_async_all_to_all": True}
+
+
+def compiler_options(mesh: Mesh | AbstractMesh | None) -> dict[str, bool]:
+  """XLA's options for a program on a mesh, `compiler_options=` of `jax.jit`.
+
+  On TPUs all-to-alls, which bring tokens to sharded experts, overlap with
+  other work. Empty for other devices, and where the devices are unknown.
+  """
+  if not isinstance(mesh, Mesh):
+    return {}
+  return dict(_TPU_OPTIONS) if mesh.devices.flat[0].platform == "tpu" else {}
+
+
 def check_current() -> None:
   """Refuse to compute with a model if the current mesh is explicit.
 

@@ -107,6 +107,7 @@ class Peers:
     self._calls = itertools.count()
     self._pongs: dict[int, float] = {}
     self._on_failure: list[Callable[[PeerError], Any]] = []
+    self._on_notice: list[Callable[[int, str], Any]] = []
     self._every_s = min(1.0, timeout_s / 8)
     self._closed = False
     self._group: LinkGroup[int] = LinkGroup(self._lost, together=True)
@@ -298,6 +299,18 @@ class Peers:
     elif (link := self._group.links.get(to)) is not None:
       link.tell("post", v=text)
 
+  def notify(self, rank: int, what: str) -> None:
+    """Send a short text to a rank, which `on_notice` gets there; never waits.
+
+    Notices are apart from posts: they come also where nothing is received.
+    """
+    if (link := self._group.links.get(rank)) is not None:
+      link.tell("notice", v=what)
+
+  def on_notice(self, call: Callable[[int, str], Any]) -> None:
+    """Register a function of a rank and its text, called by another thread."""
+    self._on_notice.append(call)
+
   def receive(self, rank: int, *, idle: bool = True) -> Any:
     """Wait for the next value that a rank posts to this one.
 
@@ -428,6 +441,9 @@ class Peers:
     elif kind == "post":
       self._posts[rank].append(str(fields["v"]))
       self.wake()
+    elif kind == "notice":
+      for call in self._on_notice:
+        call(rank, str(fields["v"]))
     elif kind == "ping":
       if (link := self._group.links.get(rank)) is not None:
         link.tell("pong", n=fields["n"], at=time.monotonic())

@@ -9,8 +9,10 @@ sizes are never cached.
 Cost: a request per call, and one for each 50 MB of an upload.
 
 The client of each storage is its file system of fsspec: s3fs and gcsfs. Both
-have exclusive creation ("create only if there is no such object"), which the
-lock of a training needs.
+have exclusive creation ("create only if there is no such object": If-None-Match
+of S3, ifGenerationMatch=0 of GCS), which the lock and the steps of a training
+need. s3fs can also replace an object only if it has a certain version
+(If-Match); gcsfs has no argument for that.
 """
 
 from __future__ import annotations
@@ -61,25 +63,36 @@ class Scheme(NamedTuple):
     package: Package of its client, "" if fsspec has it.
     extra: Extra of ringjax that installs the package.
     attempts: Number of times that a request is sent before it fails.
+    match: Argument of its client's `pipe_file` for the version that an object
+      must have to be replaced; "" if the client has none.
     credentials: Remedy for a request that the storage denies.
   """
 
   package: str
   extra: str
   attempts: int
+  match: str
   credentials: str
 
 
 SCHEMES = {
   # gcsfs repeats a request five times by itself, with pauses of up to 32 s.
   "gs": Scheme(
-    "gcsfs", "gcs", 2, "run gcloud auth application-default login, or grant it"
+    "gcsfs",
+    "gcs",
+    2,
+    "",
+    "run gcloud auth application-default login, or grant it",
   ),
   "s3": Scheme(
-    "s3fs", "s3", 6, "set AWS_PROFILE or AWS_ACCESS_KEY_ID, or grant access"
+    "s3fs",
+    "s3",
+    6,
+    "IfMatch",
+    "set AWS_PROFILE or AWS_ACCESS_KEY_ID, or grant access",
   ),
   # Objects in this process, for tests.
-  "memory": Scheme("", "", 6, "grant access"),
+  "memory": Scheme("", "", 6, "", "grant access"),
 }
 
 
@@ -104,7 +117,7 @@ class ObjectClient(Protocol):
   ) -> bytes: ...
 
   def pipe_file(
-    self, path: str, value: bytes, mode: str = "overwrite"
+    self, path: str, value: bytes, mode: str = "overwrite", **options: str
   ) -> None: ...
 
   def put_file(self, lpath: str, rpath: str) -> None: ...
@@ -165,22 +178,39 @@ class ObjectStore:
       )
     return data
 
-  def write(self, address: str, data: bytes, *, new: bool = False) -> None:
+  def write(
+    self,
+    address: str,
+    data: bytes,
+    *,
+    new: bool = False,
+    replaces: ObjectFacts | None = None,
+  ) -> None:
     """Writes an object.
 
     Args:
       address: Address of the object.
       data: Bytes of the object.
       new: Whether the object must not exist.
+      replaces: Facts that the object must have, from `facts`; compared by
+        storages whose client can (`Scheme.match`), ignored by others.
 
     Raises:
-      FileExistsError: If it exists and must not. After a reset connection the
-        object may be that of an earlier attempt of this call.
+      FileExistsError: If it exists and must not, or has other facts. After a
+        reset connection the object may be that of an earlier attempt of this
+        call.
       StorageError: If it cannot be written.
     """
     mode = "create" if new else "overwrite"
-    write = lambda: self._files.pipe_file(address, data, mode=mode)
-    self._call("write", address, write, writes=True)
+    options: dict[str, str] = {}
+    if replaces is not None and self.scheme.match:
+      options[self.scheme.match] = replaces.version
+    write = lambda: self._files.pipe_file(address, data, mode=mode, **options)
+    try:
+      self._call("write", address, write, writes=not options)
+    except FileNotFoundError:
+      # It was deleted meanwhile.
+      raise FileExistsError(errno.EEXIST, "has changed", address) from None
 
   def upload(self, address: str, file: str) -> None:
     """Writes an object with the bytes of a local file.

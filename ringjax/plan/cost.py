@@ -240,7 +240,7 @@ class Profile:
         "profile",
         f"{self.name!r} of {self.model}, {self.layers} layers",
         f"one of this model, {layers} layers",
-        "measure one: python -m launch.plan kvr --fit",
+        "measure one: python -m ringjax.launch.plan kvr --fit",
       )
 
   def scaled(

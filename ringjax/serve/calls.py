@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +40,7 @@ from ringjax.models.transformer import (
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.nn.weights.adapter_rows import adapter_rows
 from ringjax.ops.ancestors import ancestor_matrix
+from ringjax.ops.attention.blockwise import loop
 from ringjax.ops.attention.cached.pooled import SharedTiles
 from ringjax.parallel.programs import bounded
 from ringjax.serve.prefix.shared_rows import shared_tiles
@@ -52,7 +53,7 @@ from ringjax.serve.scheduler import (
   Scheduler,
   ServedRow,
 )
-from ringjax.typing import ArrayLeaf
+from ringjax.typing import ArrayLeaf, Index
 
 
 class RowBoard(NamedTuple):
@@ -155,7 +156,7 @@ def compute(
   call = attend.everywhere(call)
   tokens, last = _with_last(board, call), call.last[:, None]
   logits, pool = _read(model, attend, pool, call, tokens, last, x)
-  choice = _chosen(board, call, logits[:, 0], allowed)
+  choice = _chosen(attend, board, call, logits[:, 0], allowed)
   board = _with_choice(board, call, choice)
   return attend.everywhere(choice), pool, attend.everywhere(board)
 
@@ -176,7 +177,8 @@ def compute_step(
   The weights of a layer are read once for both: it computes the answers, then
   the prompts' tiles, or with `row_tile` both together. A call without tokens
   costs next to nothing. The head runs only for a call in which a token is
-  chosen; with `row_tile` it runs once for both calls.
+  chosen; with `row_tile` it runs once for both calls. A call for answers of
+  several tokens a row checks drafts, see `check_drafts`, with `row_tile` alone.
 
   Args:
     model: The whole model.
@@ -192,7 +194,9 @@ def compute_step(
   calls = attend.everywhere(calls)
   answers, prompts = calls
   caches = _pooled(pool, answers), _pooled(pool, prompts)
+  checks = answers.tokens.shape[1] > 1
   if not row_tile:
+    assert not checks
     present = jnp.any(answers.seg > 0).astype(jnp.int32)
     caches = (
       dataclasses.replace(caches[0], present=present),
@@ -204,23 +208,30 @@ def compute_step(
       call.pos,
       call.seg,
       cache,
-      call.last,
+      None if checks and call is answers else call.last,
       call.prompts,
       call.adapter,
+      call.parents,
     )
     for call, cache in zip(calls, caches, strict=True)
   ]
   outputs, pool = forward_calls(model, attend, model_calls, row_tile)
   choices = []
   if row_tile:
-    x = jnp.concatenate(outputs)[:, None]
-    logits = attend.over_vocab(model.logits(model.head_input(x)))[:, 0]
-    of_calls = jnp.split(attend.everywhere(logits), [outputs[0].shape[0]])
-    for call, call_logits, mask in zip(calls, of_calls, allowed, strict=True):
-      choice = _chosen(board, call, call_logits, mask)
-      board = _with_choice(board, call, choice)
-      choices.append(attend.everywhere(choice))
-    return (choices[0], choices[1]), pool, attend.everywhere(board)
+    logits = _logits_of_calls(model, attend, calls, outputs)
+    if checks:
+      choice, pool, board = _checked(
+        attend, pool, board, answers, logits[0], allowed[0]
+      )
+    else:
+      choice = _chosen_if_any(attend, board, answers, logits[0], allowed[0], 0)
+      board = _with_choice(board, answers, choice)
+    next_tokens = _chosen_if_any(
+      attend, board, prompts, logits[1], allowed[1], 1
+    )
+    board = _with_choice(board, prompts, next_tokens)
+    results = attend.everywhere((choice, next_tokens))
+    return results, pool, attend.everywhere(board)
   for call, x, mask in zip(calls, outputs, allowed, strict=True):
 
     def choice_of(
@@ -230,9 +241,10 @@ def compute_step(
       board: RowBoard = board,
     ) -> Choice:
       with adapter_rows(call.adapter):
-        logits = attend.over_vocab(model.logits(model.head_input(x[:, None])))
+        h = attend.head(model.head_input, x[:, None])
+        logits = attend.over_vocab(attend.head(model.logits, h))
       logits = attend.everywhere(logits)[:, 0]
-      return _chosen(board, call, logits, mask)
+      return _chosen(attend, board, call, logits, mask)
 
     nothing = jax.tree.map(
       lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(choice_of)
@@ -245,6 +257,30 @@ def compute_step(
   return (choices[0], choices[1]), pool, attend.everywhere(board)
 
 
+def _logits_of_calls(
+  model: Transformer,
+  attend: CachedAttention,
+  calls: Sequence[CallArrays],
+  outputs: Sequence[Float[Array, "_ ..."]],
+) -> list[Float[Array, "_ _ V"]]:
+  """Logits [B, T, V] after the layers' outputs; the head runs once."""
+  outputs = [x.reshape(x.shape[0], -1, x.shape[-1]) for x in outputs]
+  rows = [x.reshape(-1, x.shape[-1]) for x in outputs]
+  adapters = [
+    jnp.repeat(jnp.asarray(call.adapter), x.shape[1])
+    for call, x in zip(calls, outputs, strict=True)
+    if call.adapter is not None
+  ]
+  with adapter_rows(jnp.concatenate(adapters) if adapters else None):
+    x = model.head_input(jnp.concatenate(rows)[:, None])
+    logits = attend.everywhere(attend.over_vocab(model.logits(x)))[:, 0]
+  first = outputs[0].shape[0] * outputs[0].shape[1]
+  return [
+    part.reshape(*x.shape[:2], -1)
+    for part, x in zip(jnp.split(logits, [first]), outputs, strict=True)
+  ]
+
+
 def _with_last(board: RowBoard, call: CallArrays) -> Int[Array, "B T"]:
   """Token ids of a call, of which -1 stands for the one chosen last."""
   inside = jnp.minimum(call.slots, board.last.shape[0] - 1)
@@ -253,6 +289,7 @@ def _with_last(board: RowBoard, call: CallArrays) -> Int[Array, "B T"]:
 
 
 def _chosen(
+  attend: CachedAttention,
   board: RowBoard,
   call: CallArrays,
   logits: Float[Array, "B V"],
@@ -267,7 +304,38 @@ def _chosen(
     board.seen[inside],
     board.counts[inside],
     allowed,
+    _log_softmax(attend),
   )
+
+
+def _log_softmax(attend: CachedAttention) -> Callable[[Array], Array]:
+  """Function of logits [B, V] that gives the log-probabilities of a call."""
+  return lambda x: attend.head(jax.nn.log_softmax, x[:, None])[:, 0]
+
+
+def _chosen_if_any(
+  attend: CachedAttention,
+  board: RowBoard,
+  call: CallArrays,
+  logits: Float[Array, "B 1 V"],
+  allowed: Bool[Array, "B V"],
+  number: int,
+) -> Choice:
+  """`_chosen` of the call with this number if a row chooses, else zeros."""
+  arguments = board, call, logits[:, 0], allowed
+
+  def step(n: Index, _: Choice) -> Choice:
+    # Otherwise the compiler would choose before the loop.
+    in_loop, _ = lax.optimization_barrier((arguments, n))
+    return _chosen(attend, *in_loop)
+
+  nothing = jax.tree.map(
+    lambda like: jnp.zeros(like.shape, like.dtype),
+    jax.eval_shape(functools.partial(_chosen, attend), *arguments),
+  )
+  chooses = jnp.any(call.chooses).astype(jnp.int32)
+  with jax.named_scope(f"joint_call_{number}"):
+    return loop(chooses, step, nothing)
 
 
 def _with_choice(board: RowBoard, call: CallArrays, choice: Choice) -> RowBoard:
@@ -353,9 +421,22 @@ def check_drafts(
   """
   # As in `compute`.
   call = attend.everywhere(call)
+  logits, pool = _read(model, attend, pool, call, call.tokens, None)
+  checked, pool, board = _checked(attend, pool, board, call, logits, allowed)
+  return attend.everywhere(checked), pool, attend.everywhere(board)
+
+
+def _checked(
+  attend: CachedAttention,
+  pool: PagePool,
+  board: RowBoard,
+  call: CallArrays,
+  logits: Float[Array, "B T V"],
+  allowed: Bool[Array, "B V"],
+) -> tuple[Checked, PagePool, RowBoard]:
+  """Choices of a call that checks drafts, by the logits of its tokens."""
   rows, width = board.last.shape[0], call.tokens.shape[1]
   inside = jnp.minimum(call.slots, rows - 1)
-  logits, pool = _read(model, attend, pool, call, call.tokens, None)
   batch, _, vocab = logits.shape
   drafted = jax.nn.one_hot(
     jnp.where(call.seg[:, 1:] > 0, call.tokens[:, 1:], -1),
@@ -381,6 +462,7 @@ def check_drafts(
     flat(seen),
     flat(counts),
     allowed[row_of_token],
+    _log_softmax(attend),
   )
   tokens = choice.token.reshape(batch, width)
   if call.parents is None:
@@ -409,8 +491,7 @@ def check_drafts(
     board.seen.at[into].set(take(seen) | (new > 0), mode="drop"),
     board.counts.at[into].set(take(counts) + new, mode="drop"),
   )
-  result = attend.everywhere(Checked(choice, count))
-  return result, pool, attend.everywhere(board)
+  return Checked(choice, count), pool, board
 
 
 def _taken(x: Any, order: Int[Array, "B T"]) -> jax.Array:
@@ -527,7 +608,15 @@ class CallBuilder:
     search = request.beams is not None
     ranked = search or request.best_of is not None
     wanted = ranked or request.logprobs is not None
-    self._how.put(row.slot, request.sampling, draw, wanted, search, self._vocab)
+    self._how.put(
+      row.slot,
+      request.sampling,
+      draw,
+      wanted,
+      search,
+      self._vocab,
+      request.tempered,
+    )
 
   @property
   def settings(self) -> RowNumbers:

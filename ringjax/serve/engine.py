@@ -59,6 +59,7 @@ from ringjax.kv.state import StateShape
 from ringjax.kv.storage.page_pool import PagePool
 from ringjax.kv.storage.pooled_cache import PooledRows, encoded_view
 from ringjax.kv.storage.reserved import reserved_zeros
+from ringjax.models.parameter_arrays import weights_as
 from ringjax.models.partition.layer_parts import layer_parts as layer_parts_of
 from ringjax.models.transformer import Transformer
 from ringjax.nn.attention_layers.attention_function import (
@@ -66,7 +67,9 @@ from ringjax.nn.attention_layers.attention_function import (
   FunctionAttention,
   check_function,
 )
+from ringjax.nn.one_order import OneOrderCached
 from ringjax.nn.sharding_context import CachedAttention
+from ringjax.nn.stack import stages_error
 from ringjax.nn.weights.placed_layers import naming_faults, raise_fault
 from ringjax.ops.attention.cached.pooled import (
   sharing_is_exact,
@@ -107,7 +110,8 @@ from ringjax.serve.scheduler import (
   StepLimits,
   StepPlan,
 )
-from ringjax.serve.text_requests import TextRequests
+from ringjax.serve.sparse_prompts import prompt_attention
+from ringjax.serve.text_requests import EngineTexts, TextRequests
 from ringjax.serve.tiling import prompt_tiles, reason_for_two_calls, row_tile
 from ringjax.serve.vattention.contiguous_rows import (
   ContiguousRows,
@@ -336,12 +340,15 @@ class Engine:
     self.mesh, self.axis = place_of(mesh, axis, model)
     check_devices(model, self.mesh)
     self._check_processes()
-    self._attend = CachedAttention(mesh=self.mesh, axis=self.axis)
+    self._attend = self._attention()
+    if self._attend.stages > 1:
+      raise stages_error("an engine, whose calls have a cache")
     self._cut_layers()
     self._take_drafter(clock)
     sizes = EngineSizes.of(model, config, self.mesh, self._attend.size)
     self.longest, self.vocab = sizes.longest, model.config.vocab
     self._take_function(attention_fn, sizes)
+    self._take_pattern(model, sizes, attention_fn, store)
     self._make_pool(sizes)
     self._make_scheduler(sizes)
     self.counters = EngineCounters()
@@ -353,6 +360,18 @@ class Engine:
   # -------------------------------------------------------------------------
   # Parts of an engine, made once
   # -------------------------------------------------------------------------
+
+  def _take_pattern(
+    self,
+    model: Transformer,
+    sizes: EngineSizes,
+    attention_fn: DenseFunction | None,
+    store: Store | None,
+  ) -> None:
+    """Makes the attention of prompts whose tiles a pattern chooses."""
+    self._reads_prompts = prompt_attention(
+      model, self.config, sizes, self._attend, attention_fn, store
+    )
 
   def _make_rows(self) -> None:
     """Place the state of rows, and masks that allow all tokens."""
@@ -422,6 +441,23 @@ class Engine:
     """Whether some layers keep a state in place of keys and values."""
     return any(isinstance(s, StateShape) for s in self.base.kinds)
 
+  def _attention(self) -> CachedAttention:
+    """Attention over the pages, in one order for prompts and answers or not.
+
+    Raises:
+      OptionError: If `one_order` is asked for on a mesh of several devices.
+    """
+    if not self.config.one_order:
+      return CachedAttention(mesh=self.mesh, axis=self.axis)
+    if self.mesh is not None and self.mesh.size > 1:
+      raise OptionError(
+        "one_order",
+        f"it on a mesh of {self.mesh.size} devices",
+        "one device, which computes tiles one after another",
+        "leave one_order out",
+      )
+    return OneOrderCached(mesh=self.mesh, axis=self.axis)
+
   def _cut_layers(self) -> None:
     """Cut the layers into parts for prompts.
 
@@ -478,6 +514,13 @@ class Engine:
     self._reaches: tuple[int, ...] = ()
     if attention_fn is None:
       return
+    if self.config.one_order:
+      raise OptionError(
+        "one_order",
+        "it with an attention_fn, which reads keys in an order of its own",
+        "one of them",
+        "leave one_order out",
+      )
     check_function(attention_fn, self.base.config.layers)
     trees = self._drafts is not None and self._drafts.trees
     check_dense_rows(self.config.layout, sizes.shards, sizes.kind, trees)
@@ -561,6 +604,7 @@ class Engine:
       budget=budget,
       blocks=sizes.blocks,
       one_piece=self._recurrent,
+      aligned=1 if self._reads_prompts is self._attend else config.piece,
     )
     self._swap = PageSwap(
       config.preemption,
@@ -580,7 +624,12 @@ class Engine:
       self.model, config, self._attend, sizes.platform, self._function
     )
     self._row_tile, self.calls_apart = row_tile(
-      self.model, config, self._attend, sizes.platform, self._function
+      self.model,
+      config,
+      self._attend,
+      sizes.platform,
+      self._function,
+      self._drafted,
     )
     if not self._row_tile:
       self.calls_apart = reason_for_two_calls(
@@ -895,10 +944,56 @@ class Engine:
       self._check_open()
       yield self._pool
 
+  def take_weights(self, model: Transformer) -> None:
+    """Replaces the model's weights by those of another one, between requests.
+
+    Arrays that lie where the engine's do are not copied; others are moved to
+    its mesh and dtype. Cached prefixes are cleared, as other weights made them.
+    A program is not compiled again. Arrays must not be donated to another
+    program while the engine has them and computes.
+
+    Args:
+      model: Model with the same layers and shapes, such as that of a training.
+
+    Raises:
+      OptionError: If the engine has requests, a store, adapters or drafts,
+        whose state belongs to its weights, or is closed.
+      CheckpointMismatchError: If a weight has another name or shape.
+    """
+    refused = {
+      "store": self._link is not None,
+      "adapters": bool(self._adapter_parts),
+      "speculate": self._drafts is not None,
+    }
+    for name, present in refused.items():
+      if present:
+        raise OptionError(
+          name,
+          f"an engine with {name}, which belongs to its weights",
+          f"an engine without {name}",
+          f"leave {name} out to hand over weights",
+        )
+    with self._asked():
+      self._check_open()
+      if self._handles:
+        raise OptionError(
+          "take_weights",
+          f"an engine with {len(self._handles)} requests",
+          "an engine without requests",
+          "wait for their results, or call run(), first",
+        )
+      # A step may be in flight after the last token of the last request.
+      self._collect()
+      self.model = self.base = weights_as(model, self.model)
+      self._cut_layers()
+      self.scheduler.tree.clear()
+      # A scorer of texts keeps the model.
+      self.__dict__.pop("texts", None)
+
   @functools.cached_property
   def texts(self) -> TextRequests:
     """Scores and embeddings of texts by the engine's model."""
-    return TextRequests(self)
+    return TextRequests(EngineTexts(self).read, self.vocab)
 
   @property
   def store_link(self) -> StoreLink | None:
@@ -1054,7 +1149,9 @@ class Engine:
       self._drafts.warm_up(self._calls.settings, self._board, self._held)
     drafted = 0 if self._drafts is None else self._drafts.count
     if self._no_calls is not None:
-      jax.device_get(self._step_choices(*self._no_calls))
+      for width in sorted(self._widths(drafted)):
+        answers = self._calls.answer_call((), width > 1)
+        jax.device_get(self._step_choices(answers, self._no_calls[1]))
       return
     for end in self._reaches or (0,):
       for width in sorted(self._widths(drafted)):
@@ -1316,7 +1413,8 @@ class Engine:
     ends = [(n, x.row) for n, x in enumerate(plan.pieces) if x.chooses]
     if self._no_calls is not None:
       choices = self._step_choices(decode, pieces, rows, ends)
-      return _Flight(plan, checks, None, *choices)
+      timing = None if self._paces is None else self._paces.planned(plan)
+      return _Flight(plan, checks, timing, *choices)
     if decode is not None:
       decode = self._computed(decode, rows, check_drafts if checks else compute)
     if pieces is not None:
@@ -1413,7 +1511,8 @@ class Engine:
   def _attending(self, call: CallArrays) -> CachedAttention:
     """Attention function with which a call's tokens read their keys."""
     if self._function is None:
-      return self._attend
+      # Calls for prompts have no tiles that rows share.
+      return self._attend if call.shared is not None else self._reads_prompts
     assert self._rows is not None
     end = int(np.max(call.ends, initial=0))
     reach = next(n for n in self._reaches if n >= end)

@@ -18,6 +18,7 @@ from ringjax.models.transformer import Transformer
 from ringjax.ops.attention.cached.pooled import pool_tile
 from ringjax.serve.prefix.important_link import ImportantShare
 from ringjax.serve.prefix.page_swap import PREEMPTIONS
+from ringjax.serve.sparse_prompts import check_options, pattern_of_prompts
 from ringjax.serve.vattention.contiguous_rows import (
   LAYOUTS,
   check_contiguous,
@@ -121,6 +122,14 @@ class EngineConfig(Config):
     default=None,
     aliases=("max_num_batched_tokens",),
   )
+  prefill: str | None = option(
+    "Part of the attention that prompts compute: "
+    '"sparse:xattention,threshold=0.9" reads the tiles that a pattern chooses '
+    "among the keys of each 8,192 tokens, see `rj.infer.generate`; chunks have "
+    "`piece` tokens, a multiple of the pattern's block. Answers read all keys. "
+    "Default: all tiles.",
+    default=None,
+  )
   cache_kind: CacheConfig | str = option(
     "Storage of keys and values, see `Transformer.init_cache`.",
     default="windowed",
@@ -156,7 +165,9 @@ class EngineConfig(Config):
     "Drafter of tokens after the last one of a row: from its text "
     '"lookup" or "suffix", by a model "model:model=FOLDER", "early" or '
     '"self:cache_kind=int4", by a block that was made for the model '
-    '"longspec:model=FOLDER", with options as in "lookup:count=4". An '
+    '"longspec:model=FOLDER", by the layer of the model that predicts further '
+    'tokens "mtp", or by its head "eagle3" or "dflash", with options as in '
+    '"lookup:count=4". An '
     "object is taken, too. Calls for answers then check `count` drafted "
     "tokens of each row, which may have fewer; tokens are the same: with "
     "adapt=False bit for bit, else but where rounding decides. A model "
@@ -187,6 +198,14 @@ class EngineConfig(Config):
       kind="number",
     ),
   )
+  one_order: bool = option(
+    "Whether prompts read their keys in the order in which answers do, tiles "
+    "of 128 keys (512 on accelerators), by XLA's loops, and products are made "
+    "in tiles of 16 tokens: a token is computed alike in a prompt, in an "
+    "answer and in a training step, see `rj.rl`. For one device; prompts take "
+    "longer.",
+    default=False,
+  )
   layout: str = option(
     '"pages"; or "contiguous", rows whose memory grows on demand (vAttention): '
     'on CPUs reserved address space, elsewhere, or with "doubling", extents of '
@@ -213,6 +232,7 @@ class EngineConfig(Config):
       float_dtype("dtype", self.dtype)
     if self.contiguous:
       check_contiguous(self.sharing, self.preempt)
+    check_options(self)
 
   @property
   def contiguous(self) -> bool:
@@ -229,6 +249,9 @@ class EngineConfig(Config):
   @property
   def preemption(self) -> str:
     """Treatment of a row that has to make room, one of `PREEMPTIONS`."""
+    if pattern_of_prompts(self.prefill) is not None:
+      # Answers that were read again as prompts would leave tiles out.
+      return "swap"
     return "recompute" if self.contiguous else self.preempt
 
 

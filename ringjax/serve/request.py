@@ -51,6 +51,10 @@ class Request:
       `total_logprob` / tokens ** length_penalty.
     logprobs: Number of other tokens whose log-probabilities each token comes
       with; 0 for that of the token alone, None for none.
+    tempered: Whether log-probabilities are those of the distribution that
+      tokens are drawn from, of the logits over the temperature; else those of
+      the model. Not with what cuts or shifts that distribution: top_k, top_p,
+      min_p, penalties, biases, masks, beams.
     priority: Priority; requests with a smaller one come first.
     deadline: Seconds from its arrival after which it is cancelled, or None.
     salt: Salt of its prefixes; requests with another salt share no prefix with
@@ -77,6 +81,7 @@ class Request:
   beams: int | None = None
   length_penalty: int | float = 1.0
   logprobs: int | None = None
+  tempered: bool = False
   priority: int = 0
   deadline: float | None = None
   salt: str = ""
@@ -118,6 +123,8 @@ class Request:
     object.__setattr__(self, "stop", stop)
     if self.begun:
       self._check_begun()
+    if self.tempered:
+      self._check_tempered()
     number("length_penalty", self.length_penalty, least=-10, most=10)
     if self.beams is not None:
       self._check_beams(self.beams)
@@ -127,6 +134,28 @@ class Request:
         f"{self.length_penalty}, without a beam search",
         "beams, or no length_penalty",
         "pass beams=4, for instance, or leave length_penalty out",
+      )
+
+  def _check_tempered(self) -> None:
+    sampling = self.sampling
+    others = {
+      "top_k": sampling.top_k,
+      "top_p": sampling.top_p not in (None, 1.0),
+      "min_p": sampling.min_p,
+      "logit_bias": sampling.logit_bias,
+      "mask": self.mask,
+      "beams": self.beams,
+      "penalties": sampling.counts,
+      "temperature=0": not sampling.temperature,
+    }
+    present = [name for name, value in others.items() if value]
+    if present:
+      raise OptionError(
+        "tempered",
+        f"it with {', '.join(present)}",
+        "a temperature above 0 alone: the model has no log-probabilities of "
+        "another distribution",
+        f"leave {present[0]} out, or tempered",
       )
 
   def _check_begun(self) -> None:

@@ -28,6 +28,7 @@ _PLAIN = (
   "beams",
   "length_penalty",
   "logprobs",
+  "tempered",
   "priority",
   "salt",
   "adapter",

@@ -14,7 +14,7 @@ tokens of the answer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -132,6 +132,8 @@ class RowNumbers(NamedTuple):
     logprobs: Whether log-probabilities are requested, bool [B].
     search: Whether they are those after biases, masks and penalties, by which a
       beam search ranks tokens, bool [B]; else those of the model.
+    divisor: Divisor of the logits of log-probabilities, float32 [B]: 1, or the
+      temperature.
   """
 
   temperature: Float[ArrayLeaf, " B"]
@@ -147,6 +149,7 @@ class RowNumbers(NamedTuple):
   bias: Float[ArrayLeaf, "B n"]
   logprobs: Bool[ArrayLeaf, " B"]
   search: Bool[ArrayLeaf, " B"]
+  divisor: Float[ArrayLeaf, " B"]
 
   @classmethod
   def empty(cls, rows: int, vocab: int) -> RowNumbers:
@@ -167,6 +170,7 @@ class RowNumbers(NamedTuple):
       bias=full_shape((rows, BIASES), 0, np.float32),
       logprobs=full(False, bool),
       search=full(False, bool),
+      divisor=full(1, np.float32),
     )
 
   def put(
@@ -177,6 +181,7 @@ class RowNumbers(NamedTuple):
     logprobs: bool,
     search: bool,
     vocab: int,
+    tempered: bool = False,
   ) -> None:
     """Write the settings of one row in place."""
     pick = lambda value, neutral: neutral if value is None else value
@@ -193,6 +198,7 @@ class RowNumbers(NamedTuple):
     for n, (token, value) in enumerate(dict(how.logit_bias).items()):
       self.bias_ids[row, n], self.bias[row, n] = token, value
     self.logprobs[row], self.search[row] = logprobs, search
+    self.divisor[row] = how.temperature if tempered else 1.0
 
   def of(self, slots: Int[Array | np.ndarray, " B"]) -> RowNumbers:
     """Settings of the given rows, int [B]."""
@@ -226,6 +232,7 @@ def choose(
   seen: Bool[Array, "B V"],
   counts: Int[Array, "B V"],
   allowed: Bool[Array, "B V"],
+  log_softmax: Callable[[Array], Array] = jax.nn.log_softmax,
 ) -> Choice:
   """Choose a token for each row.
 
@@ -236,6 +243,7 @@ def choose(
     seen: Whether a token occurred in prompt or answer.
     counts: Number of times that a token occurred in the answer.
     allowed: Mask of allowed tokens.
+    log_softmax: Function of logits [B, V] that gives log-probabilities.
   """
   batch, vocab = logits.shape
   column = lambda x: x[:, None]
@@ -254,7 +262,8 @@ def choose(
 
   def reported() -> tuple[jax.Array, ...]:
     ranked = jnp.where(column(how.search), logits_, logits)
-    log_probs = jax.nn.log_softmax(ranked, -1)
+    ranked = ranked / column(how.divisor)
+    log_probs = log_softmax(ranked)
     best, ids = lax.top_k(log_probs, top)
     chosen = jnp.take_along_axis(log_probs, column(token), 1)[:, 0]
     return chosen, ids.astype(jnp.int32), best

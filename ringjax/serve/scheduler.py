@@ -314,6 +314,7 @@ class StepLimits:
     blocks: Maximum number of blocks of a row, a multiple of the shards.
     one_piece: Whether a call has at most one chunk of a row, as recurrent
       layers need.
+    aligned: Number of tokens of which prefixes that are reused are multiples.
   """
 
   rows: int
@@ -322,6 +323,7 @@ class StepLimits:
   budget: int
   blocks: int
   one_piece: bool = False
+  aligned: int = 1
 
 
 class BlockSource(Protocol):
@@ -646,6 +648,8 @@ class Scheduler:
     reuse = self.reuse and row.share and row.apart is None
     if reuse:
       shared = tree.match(root, row.prompt, most=max_blocks)
+      aligned = self.limits.aligned
+      del shared[len(shared) * page // aligned * aligned // page :]
       if any(not block.ready for block in shared):
         # Another row is computing a block that this one needs.
         row.held = True

@@ -15,6 +15,7 @@ from ringjax.store.impress.importance import (
   vectors_of_probes,
 )
 from ringjax.store.impress.scored_tiers import ScoredTiers
+from ringjax.store.object_tier import ObjectTier
 from ringjax.store.predicted_reuse import PredictedReuse
 from ringjax.store.prefix_store import Store, StoreCounters, StoreFetch
 from ringjax.store.replay import (
@@ -46,6 +47,7 @@ __all__ = [
   "KeptTokens",
   "MissingChunk",
   "NodeChain",
+  "ObjectTier",
   "OnceUsedFirst",
   "PolicyReplay",
   "PredictedReuse",

@@ -1,23 +1,17 @@
 """Blocks as files of a folder that several processes may share.
 
-Guarantees: a file gets its name once it is complete: it is written under a
-temporary name, then renamed. A file damaged by a crash, a full disk or a
-flipped bit is detected by its digest when it is read, removed and counted; it
-is never served. No lock is held while a file is read or written, nor between
-processes. Errors of the disk are counted and never raised.
+Guarantees: those of an `IndexedTier`. A file gets its name once it is complete:
+it is written under a temporary name, then renamed. A file damaged by a crash, a
+full disk or a flipped bit is detected by its digest when it is read. No lock is
+held between processes.
 Cost: a read or a write is one file; opening lists the folder once.
-Memory: about 200 bytes for each file, in the index, which is rebuilt from the
-folder whenever a tier is opened.
 
 Files are not synced unless `sync` is set: after a loss of power a file may
 exist without its bytes, which its digest detects. `sync=True` syncs the file
 before it is renamed and its folder after, so that written blocks are durable.
 
-Each process on a folder evicts when the files that it knows exceed the budget,
-and lists the folder again after it has written a sixteenth of the budget;
-together they may exceed the budget by that much each. No clock is read: files
-of earlier processes count as older than all new ones, in the order of their
-modification times.
+No clock is read: files of earlier processes count as older than all new ones,
+in the order of their modification times.
 """
 
 from __future__ import annotations
@@ -28,36 +22,25 @@ import os
 import pathlib
 import socket
 import stat
-import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from ringjax.checks import integer, local_path
+from ringjax.checks import local_path
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.regular_files import open_regular
-from ringjax.store.block_file import HEADER_BYTES, KEY_BYTES, pack, unpack
+from ringjax.store.block_file import KEY_BYTES
+from ringjax.store.indexed_tier import IndexedTier
 from ringjax.store.tier_policies import TierPolicy
 
 SUFFIX = ".kv"
 _TEMPORARY = ".tmp"
-# Maximum number of writes skipped after an error; it doubles with each error.
-_MOST_PAUSE = 1024
 
 
-class DiskTier:
+class DiskTier(IndexedTier):
   """A folder of block files that a policy keeps within a budget.
 
   Attributes:
     root: Folder of the files.
-    budget: Maximum bytes of all files.
-    nbytes: Bytes of the files that are known.
-    evicted: Number of files removed to make room.
-    refused: Number of blocks that were too large or not admitted.
-    corrupt: Number of files whose contents did not match their digest.
-    read_errors: Number of failed reads.
-    write_errors: Number of failed writes.
-    skipped: Number of writes skipped after an error.
-    last_error: Text of the last error, or None.
   """
 
   def __init__(
@@ -85,31 +68,13 @@ class DiskTier:
         "disk", type(root).__name__, "a folder", "pass disk=(folder, bytes)"
       )
     self.root = pathlib.Path(local_path("root", root))
-    self.budget = integer("disk", budget, least=0)
-    self.policy, self.sync = policy, sync
-    self.nbytes = self.evicted = self.refused = self.corrupt = 0
-    self.read_errors = self.write_errors = self.skipped = 0
-    self.last_error: str | None = None
-    self._sizes: dict[bytes, int] = {}
-    self._lock = threading.Lock()
-    self._pause = self._wait = 0
-    # Bytes of files that threads are writing, which have their room already.
-    self._writing = 0
-    self._unlisted = 0
-    self._count = 0
+    super().__init__("disk", str(self.root), budget, policy)
+    self.sync = sync
     self._me = f"{socket.gethostname()}-{os.getpid()}"
     self._open()
 
-  def __len__(self) -> int:
-    return len(self._sizes)
-
   def __contains__(self, key: bytes) -> bool:
     return key in self._sizes or self._path(key).exists()
-
-  def request(self, keys: list[bytes]) -> None:
-    """Records the blocks of a prompt."""
-    with self._lock:
-      self.policy.request(keys)
 
   def _path(self, key: bytes) -> pathlib.Path:
     name = key.hex()
@@ -181,94 +146,36 @@ class DiskTier:
             with contextlib.suppress(OSError):
               yield pathlib.Path(entry.path), entry.stat(follow_symlinks=False)
 
-  def _list(self) -> None:
-    """Rebuilds the index from the folder."""
-    files = []
+  def _blocks(self) -> Iterator[tuple[int, bytes, int]]:
     for path, status in self._files(SUFFIX):
       with contextlib.suppress(ValueError):
         key = bytes.fromhex(path.name.removesuffix(SUFFIX))
         if len(key) == KEY_BYTES:
-          files.append((status.st_mtime_ns, key, status.st_size))
-    with self._lock:
-      removed = self._sizes.keys() - {key for _, key, _ in files}
-      for key in removed:
-        self.policy.removed(key)
-      new_files = [file for file in sorted(files) if file[1] not in self._sizes]
-      self._sizes = {key: size for _, key, size in files}
-      self.nbytes = sum(self._sizes.values())
-      for _, key, _ in new_files:
-        self.policy.added(key)
-      self._unlisted = 0
+          yield status.st_mtime_ns, key, status.st_size
 
-  # -------------------------------------------------------------------------
-  # Blocks
-  # -------------------------------------------------------------------------
-
-  def get(self, key: bytes) -> memoryview | None:
-    """Reads the payload of a block; None if it is missing or damaged."""
+  def _read(self, key: bytes) -> bytes:
     path = self._path(key)
     try:
       descriptor = open_regular(path, follow=False)
-      with open(descriptor, "rb", buffering=0) as file:
-        data = file.readall()
-      return unpack(key, data)
-    except FileNotFoundError:
-      self._gone(key)
-    except ValueError as error:
-      self.corrupt += 1
-      self.last_error = f"{path.name}: {error}"
-      self.remove(key)
     except OSError as error:
       if error.errno in (errno.EINVAL, errno.ELOOP):
         # A pipe, a device or a link has taken the block's name.
-        self.corrupt += 1
-        self.last_error = f"{path.name}: {error.strerror}"
-        self.remove(key)
-      else:
-        self._failed(error, reading=True)
-    return None
+        raise ValueError(error.strerror) from None
+      raise
+    with open(descriptor, "rb", buffering=0) as file:
+      return file.readall()
 
-  def put(self, key: bytes, payload: bytes) -> bool:
-    """Writes a block: returns whether it is on the disk afterwards."""
-    size = HEADER_BYTES + len(payload)
-    with self._lock:
-      if key in self._sizes:
-        return True
-      if size > self.budget or not self.policy.admit(key):
-        self.refused += 1
-        return False
-      if self._wait:
-        self._wait -= 1
-        self.skipped += 1
-        return False
-      self._count += 1
-      number = self._count
-    if self._unlisted > self.budget // 16:
-      self._list()
-    # Before the write: the budget holds at every moment.
-    if not self._reserve(size):
-      return False
+  def _write(self, key: bytes, number: int, parts: tuple[bytes, bytes]) -> None:
     path = self._path(key)
     temporary = path.parent / f".{self._me}.{number}{_TEMPORARY}"
     try:
-      self._write(path, temporary, pack(key, payload))
-    except OSError as error:
+      self._write_file(path, temporary, parts)
+    except OSError:
       with contextlib.suppress(OSError):
         temporary.unlink()
-      self._failed(error)
-      return False
-    finally:
-      with self._lock:
-        self._writing -= size
-    with self._lock:
-      self._pause = 0
-      self._unlisted += size
-      self.nbytes += size - self._sizes.get(key, 0)
-      self._sizes[key] = size
-      self.policy.added(key)
-    return True
+      raise
 
-  def _write(
+  def _write_file(
     self, path: pathlib.Path, temporary: pathlib.Path, parts: tuple[bytes, ...]
   ) -> None:
     path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -290,38 +197,5 @@ class DiskTier:
       finally:
         os.close(folder)
 
-  def _reserve(self, size: int) -> bool:
-    """Evicts blocks until a file fits, and reserves its bytes if it does."""
-    while True:
-      with self._lock:
-        if self.nbytes + self._writing + size <= self.budget:
-          self._writing += size
-          return True
-        victims = self.policy.victims()
-        if not victims:
-          self.refused += 1
-          return False
-      for victim in victims:
-        self.evicted += 1
-        self.remove(victim)
-
-  def remove(self, key: bytes) -> None:
-    """Removes a block's file, if it is there."""
-    with contextlib.suppress(OSError):
-      self._path(key).unlink()
-    self._gone(key)
-
-  def _gone(self, key: bytes) -> None:
-    with self._lock:
-      self.nbytes -= self._sizes.pop(key, 0)
-      self.policy.removed(key)
-
-  def _failed(self, error: OSError, *, reading: bool = False) -> None:
-    self.last_error = str(error)
-    if reading:
-      self.read_errors += 1
-      return
-    with self._lock:
-      self.write_errors += 1
-      self._pause = min(_MOST_PAUSE, 2 * self._pause + 1)
-      self._wait = self._pause
+  def _delete(self, key: bytes) -> None:
+    self._path(key).unlink()

@@ -1,22 +1,24 @@
-"""Store of blocks in two tiers: host memory, and a folder on disk.
+"""Store of blocks in tiers: host memory, a folder on disk, object storage.
 
 Guarantees: `get` returns the bytes that were put under a key, or None. Failures
-of a disk, a policy or another process do not raise: they are counted, and the
-first of each kind is logged as a warning. Several threads may call.
+of a disk, a storage, a policy or another process do not raise: they are
+counted, and the first of each kind is logged as a warning. Several threads may
+call.
 Cost: `put` and `request` return at once; files are written by one thread and
-read by another.
+read by another, objects by `OBJECT_THREADS`.
 Memory: the budget of the host tier, and the blocks that wait to be written, at
 most `queue` bytes; a block beyond that is not written.
 
-A store treats keys and blocks as plain bytes. A block that is put is
-offered to both tiers, whose policies admit it or not; one that is read from
-the disk is offered to host memory again.
+A store treats keys and blocks as plain bytes. A block that is put is offered to
+all tiers, whose policies admit it or not; one that is read from a tier is
+offered to those before it again.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 import os
 import threading
@@ -29,7 +31,12 @@ from ringjax.checks import boolean, integer, positive_int
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.store.disk_tier import DiskTier
 from ringjax.store.host_tier import HostTier
+from ringjax.store.indexed_tier import IndexedTier
+from ringjax.store.object_tier import ObjectTier
 from ringjax.store.tier_policies import TierPolicy, tier_policy
+
+# Requests to an object storage at a time, of reads and of writes.
+OBJECT_THREADS = 8
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -39,26 +46,35 @@ class StoreCounters:
   Attributes:
     host_hits: Number of blocks found in host memory.
     disk_hits: Number of blocks read from the disk.
+    object_hits: Number of blocks read from objects.
     misses: Number of requested blocks that the store did not have.
     host_bytes: Bytes of blocks found in host memory.
     disk_bytes: Bytes of blocks read from the disk.
+    object_bytes: Bytes of blocks read from objects.
     put: Number of blocks offered.
     put_bytes: Bytes of blocks offered.
     written: Number of blocks written to the disk.
     written_bytes: Bytes of blocks written to the disk.
+    objects_written: Number of blocks written as objects.
+    objects_written_bytes: Bytes of blocks written as objects.
     dropped: Number of blocks not written because too many were waiting.
-    errors: Number of calls that raised an error not caused by the disk.
+    errors: Number of calls that raised an error not caused by a disk or a
+      storage.
   """
 
   host_hits: int = 0
   disk_hits: int = 0
+  object_hits: int = 0
   misses: int = 0
   host_bytes: int = 0
   disk_bytes: int = 0
+  object_bytes: int = 0
   put: int = 0
   put_bytes: int = 0
   written: int = 0
   written_bytes: int = 0
+  objects_written: int = 0
+  objects_written_bytes: int = 0
   dropped: int = 0
   errors: int = 0
 
@@ -90,6 +106,7 @@ class Store:
   Attributes:
     host: The tier in host memory, or None.
     disk: The tier on the disk, or None.
+    objects: The tier in an object storage, or None.
     counters: Counts of reads and writes.
   """
 
@@ -98,9 +115,8 @@ class Store:
     *,
     host: int = 0,
     disk: tuple[str | os.PathLike[str], int] | None = None,
-    policy: TierPolicy
-    | str
-    | tuple[TierPolicy | str, TierPolicy | str] = "lru",
+    objects: tuple[str, int] | None = None,
+    policy: TierPolicy | str | tuple[TierPolicy | str, ...] = "lru",
     sync: bool = False,
     queue: int = 1 << 28,
   ):
@@ -109,62 +125,70 @@ class Store:
     Args:
       host: Bytes in host memory; 0 for no such tier.
       disk: A folder and its bytes; None for no such tier.
+      objects: An address, gs://bucket/name for example, and its bytes; None
+        for no such tier.
       policy: "lru", "lfu", "once_used_first", "second_hit",
-        "predicted_reuse", or a `TierPolicy`; or a pair of these, for host
-        memory and for the disk.
+        "predicted_reuse", or a `TierPolicy`; or some of these, for host memory,
+        for the disk and for objects. The last may be left out where there are
+        no objects.
       sync: Whether files are synced to the disk, see `disk_tier`.
       queue: Maximum bytes that wait to be written.
 
     Raises:
       OptionError: If there is no tier, an unknown policy, one object for two
-        tiers, or a folder that is refused.
+        tiers, or a folder or an address that is refused.
       InputTypeError: If arguments have other types.
+      StorageError: If objects can't be written.
     """
     integer("host", host, least=0)
     boolean("sync", sync)
     self._queue = positive_int("queue", queue)
-    if not host and disk is None:
+    if not host and disk is None and objects is None:
       raise OptionError(
         "host",
-        "0 bytes, and no disk",
+        "0 bytes, and no disk or objects",
         "a tier",
         "pass host=1 << 30, or disk=(folder, bytes)",
       )
-    if disk is not None and not (isinstance(disk, tuple) and len(disk) == 2):
-      raise InputTypeError(
-        "disk",
-        type(disk).__name__,
-        "a folder and its bytes",
-        "pass disk=(folder, 1 << 33)",
-      )
-    pair = policy if isinstance(policy, tuple) else (policy, policy)
-    if len(pair) != 2:
-      raise OptionError(
-        "policy",
-        f"{len(pair)} policies",
-        "one, or one for each of the two tiers",
-        "pass policy=('lru', 'second_hit')",
-      )
-    first, second = map(tier_policy, pair)
-    if first is second and host and disk is not None:
-      raise OptionError(
-        "policy",
-        "one policy object for both tiers",
-        "one for each: it remembers what is in its tier",
-        "pass policy=(LRU(), LRU())",
-      )
-    self.host = HostTier(host, first) if host else None
+    for name, value, example in (
+      ("disk", disk, "folder"),
+      ("objects", objects, "'gs://bucket/name'"),
+    ):
+      if value is not None and not (
+        isinstance(value, tuple) and len(value) == 2
+      ):
+        raise InputTypeError(
+          name,
+          type(value).__name__,
+          "a place and its bytes",
+          f"pass {name}=({example}, 1 << 33)",
+        )
+    policies = _policies(policy, (bool(host), disk is not None, bool(objects)))
+    self.host = HostTier(host, policies[0]) if host else None
     self.disk: DiskTier | None = None
     if disk is not None:
-      self.disk = DiskTier(disk[0], disk[1], second, sync=sync)
+      self.disk = DiskTier(disk[0], disk[1], policies[1], sync=sync)
+    self.objects: ObjectTier | None = None
+    if objects is not None:
+      self.objects = ObjectTier(objects[0], objects[1], policies[2])
+    # Tiers that are read and written by threads, in the order of reads.
+    self._outside: list[IndexedTier] = [
+      tier for tier in (self.disk, self.objects) if tier is not None
+    ]
     self.counters = StoreCounters()
     self._lock = threading.Lock()
     self._waiting: dict[bytes, bytes] = {}
+    # Tiers to which a waiting block is still to be written.
+    self._unwritten: dict[bytes, int] = {}
     self._waiting_bytes = 0
     self._warned: set[str] = set()
     pool = concurrent.futures.ThreadPoolExecutor
     self._reader = pool(1, "ringjax store reads")
     self._writer = pool(1, "ringjax store writes")
+    threads = OBJECT_THREADS if self.objects is not None else 1
+    self._object_reader = pool(threads, "ringjax store reads of objects")
+    self._object_writer = pool(threads, "ringjax store writes of objects")
+    self._object_writes: set[concurrent.futures.Future[None]] = set()
     self._tell()
 
   # -------------------------------------------------------------------------
@@ -174,7 +198,7 @@ class Store:
   def request(self, keys: Sequence[bytes]) -> None:
     """Notify the policies of a prompt's blocks, from the first one on."""
     keys = list(keys)
-    for tier in (self.host, self.disk):
+    for tier in (self.host, *self._outside):
       if tier is not None:
         self._guarded(lambda tier=tier: tier.request(keys))
 
@@ -183,7 +207,7 @@ class Store:
     return bool(has_key)
 
   def _has(self, key: bytes) -> bool:
-    tiers = (self.host, self._waiting, self.disk)
+    tiers = (self.host, self._waiting, *self._outside)
     return any(tier is not None and key in tier for tier in tiers)
 
   def put(self, key: bytes, payload: bytes) -> None:
@@ -201,7 +225,8 @@ class Store:
   def _put(self, key: bytes, payload: bytes) -> None:
     if self.host is not None:
       self.host.put(key, payload)
-    if self.disk is None or key in self.disk:
+    tiers = [tier for tier in self._outside if key not in tier]
+    if not tiers:
       return
     with self._lock:
       if key in self._waiting:
@@ -210,20 +235,39 @@ class Store:
         self.counters.dropped += 1
         return
       self._waiting[key] = payload
+      self._unwritten[key] = len(tiers)
       self._waiting_bytes += len(payload)
-    self._writer.submit(self._guarded, lambda: self._write(key, payload))
+    for tier in tiers:
+      write = functools.partial(self._write, tier, key, payload)
+      if tier is self.disk:
+        self._writer.submit(self._guarded, write)
+        continue
+      written = self._object_writer.submit(self._guarded, write)
+      with self._lock:
+        self._object_writes.add(written)
+      written.add_done_callback(self._forget)
 
-  def _write(self, key: bytes, payload: bytes) -> None:
-    assert self.disk is not None
+  def _forget(self, written: concurrent.futures.Future[None]) -> None:
+    with self._lock:
+      self._object_writes.discard(written)
+
+  def _write(self, tier: IndexedTier, key: bytes, payload: bytes) -> None:
     try:
       # It may have been written since it was looked up.
-      if key not in self.disk and self.disk.put(key, payload):
+      if key not in tier and tier.put(key, payload):
         with self._lock:
-          self.counters.written += 1
-          self.counters.written_bytes += len(payload)
+          if tier is self.disk:
+            self.counters.written += 1
+            self.counters.written_bytes += len(payload)
+          else:
+            self.counters.objects_written += 1
+            self.counters.objects_written_bytes += len(payload)
     finally:
       with self._lock:
-        self._waiting_bytes -= len(self._waiting.pop(key, b""))
+        self._unwritten[key] -= 1
+        if not self._unwritten[key]:
+          del self._unwritten[key]
+          self._waiting_bytes -= len(self._waiting.pop(key, b""))
     self._tell()
 
   def remove(self, keys: Sequence[bytes]) -> None:
@@ -235,21 +279,19 @@ class Store:
     for key in keys:
       if self.host is not None:
         self._guarded(lambda key=key: self.host.remove(key))
-    disk = self.disk
-    if disk is None:
-      return
-
-    def remove() -> None:
-      for key in keys:
-        disk.remove(key)
-
-    # Queue it after the writes that were put before.
-    self._guarded(lambda: self._writer.submit(remove).result())
+    # After the writes that were put before.
+    for tier in self._outside:
+      remove = functools.partial(_remove_all, tier, keys)
+      if tier is self.disk:
+        self._guarded(lambda call=remove: self._writer.submit(call).result())
+      else:
+        self._await_objects()
+        self._guarded(remove)
 
   def get(self, key: bytes) -> Any:
-    """Get the payload of a block, or None; reads the disk if needed."""
+    """Get the payload of a block, or None; reads disk and objects if needed."""
     payload = self._from_host(key)
-    return self._from_disk(key) if payload is None else payload
+    return self._from_outside(key) if payload is None else payload
 
   def _from_host(self, key: bytes) -> Any:
     payload = None if self.host is None else self.host.get(key)
@@ -261,25 +303,30 @@ class Store:
         self.counters.host_bytes += len(payload)
     return payload
 
-  def _from_disk(self, key: bytes) -> Any:
-    stored = None
-    disk = self.disk
-    if disk is not None:
-      stored = self._guarded(lambda: disk.get(key))
-      self._tell()
-    with self._lock:
+  def _from_outside(self, key: bytes) -> Any:
+    for tier in self._outside:
+      stored = self._guarded(lambda tier=tier: tier.get(key))
       if stored is None:
-        self.counters.misses += 1
-      else:
-        self.counters.disk_hits += 1
-        self.counters.disk_bytes += len(stored)
-    if stored is not None and self.host is not None:
-      host, payload = self.host, bytes(stored)
-      self._guarded(lambda: host.put(key, payload))
-    return stored
+        continue
+      with self._lock:
+        if tier is self.disk:
+          self.counters.disk_hits += 1
+          self.counters.disk_bytes += len(stored)
+        else:
+          self.counters.object_hits += 1
+          self.counters.object_bytes += len(stored)
+      if self.host is not None or tier is not self._outside[0]:
+        payload = bytes(stored)
+        self._guarded(functools.partial(self._put, key, payload))
+      self._tell()
+      return stored
+    with self._lock:
+      self.counters.misses += 1
+    self._tell()
+    return None
 
   def fetch(self, keys: Sequence[bytes]) -> StoreFetch:
-    """Start reading some blocks; those on the disk are read by a thread.
+    """Start reading some blocks; threads read those outside of memory.
 
     Args:
       keys: Keys of the blocks. Reading stops at the first missing block.
@@ -291,18 +338,26 @@ class Store:
       if payload is None:
         break
       fetch.found[remaining.pop(0)] = payload
-    if not remaining or self.disk is None:
+    if not remaining or not self._outside:
       self.counters.misses += bool(remaining)
       fetch._done.set()
       return fetch
 
     def read() -> None:
       try:
-        for key in remaining:
-          payload = self.get(key)
-          if payload is None:
-            return
-          fetch.found[key] = payload
+        # Of objects several at a time: each request takes long.
+        step = 1 if self.objects is None else OBJECT_THREADS
+        for start in range(0, len(remaining), step):
+          batch = remaining[start : start + step]
+          payloads = (
+            map(self.get, batch)
+            if step == 1
+            else self._object_reader.map(self.get, batch)
+          )
+          for key, payload in zip(batch, payloads, strict=True):
+            if payload is None:
+              return
+            fetch.found[key] = payload
       finally:
         fetch._done.set()
 
@@ -320,11 +375,20 @@ class Store:
   def flush(self) -> None:
     """Waits until all blocks put before are written or refused."""
     self._guarded(lambda: self._writer.submit(lambda: None).result())
+    self._await_objects()
+
+  def _await_objects(self) -> None:
+    """Waits until objects put before are written or refused."""
+    with self._lock:
+      writes = list(self._object_writes)
+    concurrent.futures.wait(writes)
 
   def close(self) -> None:
     """Writes the waiting blocks and ends the threads; frees host memory."""
-    self._writer.shutdown()
-    self._reader.shutdown()
+    for pool in (self._reader, self._object_reader):
+      pool.shutdown()
+    for pool in (self._writer, self._object_writer):
+      pool.shutdown()
 
   def __enter__(self) -> Store:
     return self
@@ -345,17 +409,17 @@ class Store:
       return None
 
   def _tell(self) -> None:
-    """Warn of failures of the disk, once for each kind."""
-    disk = self.disk
-    if disk is None:
-      return
-    for kind, words in (
-      ("write_errors", "cannot be written"),
-      ("read_errors", "cannot be read"),
-      ("corrupt", "held a file that is not what was written"),
-    ):
-      if getattr(disk, kind):
-        self._warn(kind, f"{disk.root} {words}: {disk.last_error}")
+    """Warn of failures of disk and objects, once for each kind."""
+    for tier in self._outside:
+      name = "disk" if tier is self.disk else "objects"
+      for kind, words in (
+        ("write_errors", "cannot be written"),
+        ("read_errors", "cannot be read"),
+        ("corrupt", "held a block that is not what was written"),
+      ):
+        if getattr(tier, kind):
+          text = f"{tier.place} {words}: {tier.last_error}"
+          self._warn(f"{name}.{kind}", text)
 
   def _warn(self, kind: str, words: str) -> None:
     with self._lock:
@@ -368,3 +432,47 @@ class Store:
     except RuntimeWarning:
       # Warnings are errors here, and nothing may raise into an engine.
       logging.getLogger(__name__).warning(text)
+
+
+def _policies(
+  policy: TierPolicy | str | tuple[TierPolicy | str, ...],
+  present: tuple[bool, bool, bool],
+) -> list[TierPolicy]:
+  """Policies of host memory, disk and objects.
+
+  Args:
+    policy: Policy of all tiers, or of each.
+    present: Whether there is such a tier, of each.
+
+  Raises:
+    OptionError: If their number is another one, or tiers share an object.
+  """
+  count = 2 + present[2]
+  given = policy if isinstance(policy, tuple) else (policy,) * count
+  if len(given) != count:
+    raise OptionError(
+      "policy",
+      f"{len(given)} policies",
+      "one, or one for each of host memory, disk and objects"
+      if present[2]
+      else "one, or one for each of the two tiers",
+      "pass policy=('lru', 'second_hit', 'lru')"
+      if present[2]
+      else "pass policy=('lru', 'second_hit')",
+    )
+  # Without objects the third one is not used.
+  policies = [tier_policy(x) for x in (*given, "lru")[:3]]
+  used = [x for x, in_use in zip(policies, present, strict=True) if in_use]
+  if len({id(x) for x in used}) < len(used):
+    raise OptionError(
+      "policy",
+      "one policy object for several tiers",
+      "one for each: it remembers what is in its tier",
+      "pass policy=(LRU(), LRU())",
+    )
+  return policies
+
+
+def _remove_all(tier: IndexedTier, keys: Sequence[bytes]) -> None:
+  for key in keys:
+    tier.remove(key)

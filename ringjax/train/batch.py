@@ -7,6 +7,7 @@ the token; labels were shifted before, so no shard needs one of a neighbour.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,6 +50,8 @@ class Batch(NamedTuple):
     context: Chunks that an encoder reads for each row, or None.
     whole: Rows of context and these tokens together, for a teacher, or None.
     lag: Lag of a draft's view of its target's keys, int32 [A, B, 1], or None.
+    inputs: Further numbers of tokens that a loss after pre-training reads, by
+      their names, float32 [A, B, T] each; or None.
   """
 
   tokens: Int[ArrayLeaf, "A B T"]
@@ -59,6 +62,7 @@ class Batch(NamedTuple):
   context: Chunks | None = None
   whole: Batch | None = None
   lag: Int[ArrayLeaf, "A B 1"] | None = None
+  inputs: dict[str, Float[ArrayLeaf, "A B T"]] | None = None
 
 
 def whole_rows(tokens: Int[np.ndarray, "B T"]) -> Batch:
@@ -206,14 +210,49 @@ def place(
       (`ops.loss.IGNORE_INDEX`, for tokens without a label).
     ShapeError: If A, the batch's axes or the shards do not divide the rows.
   """
-  count, length = np.shape(rows.tokens)
-  check(count * part.hosts, length, attend, accumulate)
+  put = placer(np.shape(rows.tokens), attend, accumulate, part)
   check_ids(rows, vocab)
+  ordered = functools.partial(put, in_order=True)
+  return Batch(
+    *jax.tree.map(ordered, tuple(getattr(rows, name) for name in BY_TOKEN)),
+    context=jax.tree.map(put, getattr(rows, "context", None)),
+    whole=jax.tree.map(ordered, getattr(rows, "whole", None)),
+    lag=jax.tree.map(put, getattr(rows, "lag", None)),
+    inputs=jax.tree.map(ordered, getattr(rows, "inputs", None)),
+  )
+
+
+def placer(
+  shape: Sequence[int],
+  attend: ShardingContext,
+  accumulate: int = 1,
+  part: ProcessShare = _WHOLE,
+) -> Callable[..., jax.Array]:
+  """Function that moves arrays of rows [B / hosts, ...] to the devices.
+
+  With `in_order` their second axis is that of the tokens, in token order, which
+  the layout permutes and the mesh shards; else only rows are sharded. Results
+  are [A, B / A, ...].
+
+  Args:
+    shape: Number of rows and of tokens of each, (B / hosts, T).
+    attend: Sharding context, with mesh, axis and layout.
+    accumulate: Micro-batches, A.
+    part: Share of the batch that the rows are.
+
+  Raises:
+    ShapeError: If A, the batch's axes or the shards do not divide the rows.
+  """
+  count, length = shape
+  check(count * part.hosts, length, attend, accumulate)
   rows_here = count // accumulate
   rows_each, first = rows_here * part.hosts, rows_here * part.host
   axes = attend.batch_axes(rows_each)
 
-  def put(x: np.ndarray, *, over: str | None = attend.axis) -> jax.Array:
+  def put(x: np.ndarray, *, in_order: bool = False) -> jax.Array:
+    if in_order:
+      # Shards of uneven layouts have empty slots.
+      x = attend.layout.permute(np.asarray(x), shards=attend.size)
     x = x.reshape(rows_here, accumulate, *x.shape[1:]).swapaxes(0, 1)
     if attend.mesh is None:
       return jax.device_put(x)
@@ -224,18 +263,10 @@ def place(
 
     return jax.make_array_from_callback(
       (accumulate, rows_each, *x.shape[2:]),
-      NamedSharding(attend.mesh, P(None, axes or None, over)),
+      NamedSharding(
+        attend.mesh, P(None, axes or None, attend.axis if in_order else None)
+      ),
       shard,
     )
 
-  def ordered(x: np.ndarray) -> jax.Array:
-    # Shards of uneven layouts have empty slots.
-    return put(attend.layout.permute(np.asarray(x), shards=attend.size))
-
-  put_unsharded = functools.partial(put, over=None)
-  return Batch(
-    *jax.tree.map(ordered, tuple(getattr(rows, name) for name in BY_TOKEN)),
-    context=jax.tree.map(put_unsharded, getattr(rows, "context", None)),
-    whole=jax.tree.map(ordered, getattr(rows, "whole", None)),
-    lag=jax.tree.map(put_unsharded, getattr(rows, "lag", None)),
-  )
+  return put

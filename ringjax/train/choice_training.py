@@ -21,8 +21,12 @@ from jaxtyping import Array, Float, PyTree
 from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.linear_maps import INDEX_PATH
-from ringjax.nn.attention_layers.choosing_attention import ChoosingAttention
-from ringjax.nn.attention_layers.indexed_attention import IndexedAttention
+from ringjax.nn.attention_layers.choosing.choosing_attention import (
+  ChoosingAttention,
+)
+from ringjax.nn.attention_layers.choosing.indexed_attention import (
+  IndexedAttention,
+)
 from ringjax.nn.attention_layers.latent import Latent
 from ringjax.nn.sums.choice_sums import ChoiceSums
 from ringjax.nn.sums.layer_record import LayerSums
@@ -131,10 +135,20 @@ class ChoiceStatistics(NamedTuple):
 
 def of_indexes(updates: PyTree) -> Any:
   """Updates of a model's indexes; those of other parameters become 0."""
+  return _only(updates, indexes=True)
+
+
+def without_indexes(updates: PyTree) -> Any:
+  """Updates of other parameters; those of a model's indexes become 0."""
+  return _only(updates, indexes=False)
+
+
+def _only(updates: PyTree, *, indexes: bool) -> Any:
+  """Updates of a model's indexes, or of its other parameters; else 0."""
 
   def keep(path: Any, x: Any) -> Any:
     name = jax.tree_util.keystr(path, simple=True, separator=".")
-    if INDEX_PATH in name:
+    if (INDEX_PATH in name) == indexes:
       return x
     return jax.tree.map(jnp.zeros_like, x)
 

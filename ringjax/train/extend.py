@@ -23,11 +23,13 @@ import json
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ringjax.checks import number, one_of, positive_int
 from ringjax.errors import ConfigError, OptionError
 from ringjax.models.checkpoint import create
 from ringjax.models.contents import read_config
+from ringjax.models.heads.added_layer import refuse_head
 from ringjax.models.rope_scaling import (
   ContextExtension,
   LinearExtension,
@@ -144,9 +146,20 @@ def extend_context(model: Transformer, scaling: RopeScaling) -> Transformer:
 
   Raises:
     ConfigError: See `scaled_config`.
+    OptionError: If some weights are codes, or the model has an EAGLE-3 head.
   """
+  kinds = (x.dtype for x in jax.tree.leaves(model))
+  if any(jnp.issubdtype(kind, jnp.integer) for kind in kinds):
+    raise OptionError(
+      "model",
+      "one whose weights are codes, to extend its context",
+      "weights of floats",
+      "edit the config.json of its folder, and load and code that",
+    )
+  refuse_head(model, "extend its context")
   config = scaled_config(json.loads(model.source), scaling)
-  like = jax.eval_shape(lambda: create(config))
+  predicts = model.config.predicts is not None
+  like = jax.eval_shape(lambda: create(config, predict_layers=predicts))
   leaves = jax.tree.leaves(model)
   if [x.shape for x in leaves] != [x.shape for x in jax.tree.leaves(like)]:
     # Equal layers share an array, and these are no longer equal.

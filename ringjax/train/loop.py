@@ -115,11 +115,12 @@ class TrainingReport:
 
   Attributes:
     step: Steps taken in all.
-    loss: Mean negative log-likelihood of their labels.
+    loss: Mean negative log-likelihood of their labels, or mean of
+      `Objective.posttraining`.
     objective: Minimised quantity, of the last step.
     gradient_norm: Global norm of the last step's gradients.
     tokens: Tokens read, including padding and tokens without a label.
-    labels: Sum of the labels' weights.
+    labels: Sum of the labels' weights, or number of pairs of answers.
     skipped: Number of steps that were not finite.
     seconds: Seconds that the steps took, without saves.
     first: Whether the time of compiling is included.
@@ -128,6 +129,12 @@ class TrainingReport:
     experts: Statistics of the last step's routing; None without experts.
     choice: Statistics of the keys that layers chose in the last step; None if
       all read all.
+    policy: Statistics of the last step's policy, see `rj.rl`; None of other
+      losses.
+    means: Means of a loss after pre-training over all the steps, by their
+      names; None without one.
+    predicted: Negative log-likelihood of the last step's labels by the layer
+      that predicts one token further; None if it is not trained.
   """
 
   step: int
@@ -142,6 +149,9 @@ class TrainingReport:
   held_out: float | None = None
   experts: RouterStatistics | None = None
   choice: ChoiceStatistics | None = None
+  policy: PyTree = None
+  means: dict[str, float] | None = None
+  predicted: float | None = None
 
   @property
   def tokens_per_s(self) -> float:
@@ -389,6 +399,15 @@ class _Metrics:
     finite: list[Any] = [x for x in self._steps if x.finite]
     labels = sum(x.weight for x in finite)
     last: Any = self._steps[-1]
+    means = None
+    if last.means is not None:
+      sums = lambda name, field: sum(
+        getattr(x.means[name], field) for x in finite
+      )
+      means = {
+        name: sums(name, "total") / (sums(name, "count") or math.nan)
+        for name in last.means
+      }
     report = TrainingReport(
       step=step,
       loss=sum(x.loss * x.weight for x in finite) / (labels or math.nan),
@@ -401,6 +420,9 @@ class _Metrics:
       first=self._first,
       experts=last.experts,
       choice=last.choice,
+      policy=last.policy,
+      means=means,
+      predicted=last.predicted,
     )
     self.start, self._first = end, False
     self._steps, self.tokens = [], 0

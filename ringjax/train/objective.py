@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree, Shaped
 
-from ringjax.checks import number, positive_int
+from ringjax.checks import number, one_of, positive_int
 from ringjax.errors import OptionError
 from ringjax.kv.base import CallCache, NoCache
 from ringjax.kv.encoder_states import StatesAlone
@@ -27,11 +29,14 @@ from ringjax.models.cepe import CepeTransformer
 from ringjax.models.checkpoint import cast
 from ringjax.models.longspec import LaggedCache
 from ringjax.models.transformer import Transformer, tokens_of
+from ringjax.nn.draft_layers.eagle_layer import EagleLayer
+from ringjax.nn.draft_layers.predict_layer import FIRST
 from ringjax.nn.linear import Head
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
 from ringjax.nn.sums.layer_record import LayerRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.loss import IGNORE_INDEX, blockwise_cross_entropy
+from ringjax.ops.narrow_product import FLOAT, PRODUCTS, narrow_products
 from ringjax.parallel import collectives
 from ringjax.train.batch import Batch
 from ringjax.train.choice_training import (
@@ -44,6 +49,17 @@ from ringjax.train.expert_balance import (
   RoutingTotals,
   has_routers,
 )
+from ringjax.train.methods.eagle_loss import (
+  DECAY,
+  STEPS,
+  eagle_losses,
+  eagle_outputs,
+)
+from ringjax.train.posttraining.posttraining_loss import (
+  LossTerms,
+  Mean,
+  PosttrainingLoss,
+)
 from ringjax.typing import Index
 
 # Tokens per step of the head, on each shard.
@@ -55,11 +71,18 @@ class LossSums(NamedTuple):
 
   Fields:
     loss: Objective, with the z-loss and the losses of experts' balance.
-    nll: Sum of weighted negative log-likelihoods.
-    weight: Sum of the labels' weights.
+    nll: Sum of weighted negative log-likelihoods, or of the losses of
+      `Objective.posttraining`.
+    weight: Sum of the labels' weights, or of what that loss counts.
     wrong: Number of labels outside of the vocabulary, whose losses are NaN.
     routing: Sums of the routing in layers with experts; None without any.
     choice: Sums of the choices in layers that choose keys; None without any.
+    policy: Sums of a policy's ratios and divergences, see `rj.rl`; None of
+      other losses.
+    metrics: Means of a loss after pre-training, by their names, or None.
+    predicted: Mean negative log-likelihood of the layer that predicts one token
+      further, of an EAGLE-3 head the mean loss of its predictions, times
+      `weight`; None if it is not trained.
   """
 
   loss: jax.Array
@@ -68,6 +91,9 @@ class LossSums(NamedTuple):
   wrong: jax.Array
   routing: RoutingTotals | None = None
   choice: ChoiceTotals | None = None
+  policy: PyTree = None
+  metrics: dict[str, Mean] | None = None
+  predicted: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +104,9 @@ class Objective:
     z_loss: Factor of the squared logsumexp.
     block: Tokens per step of the head, on each shard.
     dtype: Dtype of the computation; None: the parameters'.
+    products: Products of linear maps, of `ops.narrow_product.PRODUCTS`: "float"
+      or, of 8-bit numbers, "int8" and "float8". Routers, experts, the head,
+      frozen codes and maps that latent attention splits stay "float".
     distil: Factor of the divergence from the decoder alone that reads the
       context as text (CEPED); 0 for none.
     top: Number of the teacher's likeliest tokens that the divergence sums over.
@@ -86,18 +115,41 @@ class Objective:
     index_loss: Factor of the sum over layers of the mean over tokens of
       `rj.index_loss`, from which only indexes learn; 0: they do not learn.
     index_warm_up: Whether queries read all keys, and only indexes learn.
+    posttraining: Loss in place of the labels' negative log-likelihood, such as
+      `Dpo()`; None for that likelihood.
+    predict_loss: Factor of the mean loss of the layer that predicts one token
+      further (DeepSeek-V3: 0.3, later 0.1); 0: it does not learn. For an
+      EAGLE-3 head 1, see `methods.eagle_loss`.
+    predict_steps: Number of predictions in a row of an EAGLE-3 head, each from
+      its output before; None: 7. Other layers make one.
   """
 
   z_loss: float = 0.0
   block: int = _BLOCK
   dtype: DTypeLike | None = None
+  products: str = FLOAT
   distil: float = 0.0
   top: int = 50
   expert_balance: ExpertBalance = ExpertBalance()
   index_loss: float = 1.0
   index_warm_up: bool = False
+  posttraining: PosttrainingLoss | None = None
+  predict_loss: float = 0.0
+  predict_steps: int | None = None
 
   def __post_init__(self) -> None:
+    if self.posttraining is not None:
+      self._check_posttraining(self.posttraining)
+    number("predict_loss", self.predict_loss, least=0)
+    if self.predict_steps is not None:
+      positive_int("predict_steps", self.predict_steps)
+    if self.predict_loss and self.index_warm_up:
+      raise OptionError(
+        "predict_loss",
+        f"{self.predict_loss:g} with index_warm_up, where only indexes learn",
+        "one of them",
+        "train the indexes in a run of their own",
+      )
     number("index_loss", self.index_loss, least=0)
     if self.index_warm_up and not self.index_loss:
       raise OptionError(
@@ -107,7 +159,28 @@ class Objective:
         "leave index_loss out",
       )
     number("distil", self.distil, least=0)
+    positive_int("block", self.block)
+    one_of("products", self.products, PRODUCTS)
     positive_int("top", self.top)
+
+  def _check_posttraining(self, loss: PosttrainingLoss) -> None:
+    for name in ("z_loss", "distil", "index_warm_up"):
+      if getattr(self, name):
+        raise OptionError(
+          name,
+          f"{getattr(self, name)} with {type(loss).__name__}, which replaces "
+          "the likelihood of labels",
+          "one of them",
+          f"leave {name} out",
+        )
+    if self.products != FLOAT:
+      raise OptionError(
+        "products",
+        f"{self.products!r} with {type(loss).__name__}, whose other "
+        "log-probabilities are of products in floats",
+        repr(FLOAT),
+        "leave products out",
+      )
 
   def sums(
     self, model: Transformer, batch: Batch, attend: ShardingContext
@@ -148,17 +221,39 @@ class Objective:
         warm_up=self.index_warm_up,
         index_learns=self.index_loss > 0,
       )
-    h = _hidden(model, batch, attend, places)
+    predicts = model.config.predicts
+    eagle = self.predict_loss > 0 and isinstance(predicts, EagleLayer)
+    self._check_steps(eagle)
+    with narrow_products(self.products):
+      if self.predict_loss and not eagle:
+        h, further = _hidden_and_predicted(model, batch, attend, places)
+      else:
+        h, further = hidden_states(model, batch, attend, places), None
     summed_loss = lambda z: jnp.sum(
-      _head_losses(model, batch, h, attend, self.block, z)
+      head_losses(model, batch, h, attend, self.block, z)
     )
-    loss = summed_loss(self.z_loss)
-    # Without a z-loss both are the same, and are computed once.
-    nll = summed_loss(0.0) if self.z_loss else loss
+    weight, metrics = jnp.sum(_weights(batch)), None
+    if self.posttraining is None:
+      loss = summed_loss(self.z_loss)
+      # Without a z-loss both are the same, and are computed once.
+      nll = summed_loss(0.0) if self.z_loss else loss
+    else:
+      if manual:
+        raise OptionError(
+          "posttraining",
+          f"{type(self.posttraining).__name__} in a shard_map over "
+          f"{sorted(manual)}",
+          "the tokens of all shards, whose answers are added up",
+          "compute the loss outside of the shard_map, with mesh= and axis=",
+        )
+      loss, weight, metrics = self._posttraining_terms(
+        self.posttraining, model, batch, h, attend
+      )
+      nll = loss
     if self.distil:
       divergence = jnp.sum(_divergences(model, batch, h, attend, self.top))
       loss = loss + jnp.float32(self.distil) * divergence
-    routing, choice, weight = None, None, jnp.sum(_weights(batch))
+    routing, choice = None, None
     # The step divides by the weight.
     if places.recorder is not None and has_routers(model):
       balance_loss, routing = balance.total(model, places)
@@ -170,6 +265,14 @@ class Objective:
       factor = jnp.float32(self.index_loss)
       loss = loss + factor * choice.index_loss() * weight
       choice = jax.lax.stop_gradient(choice)
+    predicted = None
+    if eagle:
+      predicted = self._unrolled(model, batch, attend, places, h)
+    elif further is not None:
+      predicted = self._predicted(model, batch, attend, places, further)
+    if predicted is not None:
+      loss = loss + jnp.float32(self.predict_loss) * predicted
+      predicted = jax.lax.stop_gradient(predicted)
     labels, vocab = batch.labels, model.config.vocab
     in_vocab = (labels >= 0) & (labels < vocab)
     wrong = ~in_vocab & (labels != IGNORE_INDEX)
@@ -178,9 +281,80 @@ class Objective:
       jax.lax.stop_gradient(nll),
       weight,
       jnp.sum(wrong.astype(jnp.float32)),
-      routing,
-      choice,
+      routing=routing,
+      choice=choice,
+      metrics=metrics,
+      predicted=predicted,
     )
+
+  def _posttraining_terms(
+    self,
+    loss: PosttrainingLoss,
+    model: Transformer,
+    batch: Batch,
+    h: jax.Array,
+    attend: ShardingContext,
+  ) -> LossTerms:
+    """Sums of a loss of the log-probabilities of the labels."""
+    counted = (_weights(batch) != 0).astype(jnp.float32)
+    unit = batch._replace(weights=counted)
+    logprobs = -head_losses(model, unit, h, attend, self.block, 0.0)
+    return loss.terms(logprobs, batch)
+
+  def _predicted(
+    self,
+    model: Transformer,
+    batch: Batch,
+    attend: ShardingContext,
+    places: Tokens,
+    h: Float[Array, "B T D"],
+  ) -> jax.Array:
+    """Mean loss of the predicting layer, times the weight of the batch.
+
+    The layer's label at a token is that of the model. The first token of a
+    document has no hidden state before it, and no label here.
+    """
+    weights = _weights(batch)
+    zero = jnp.zeros((), weights.dtype)
+    with_previous = jnp.where(places.pos > 0, weights, zero)
+    weighted = batch._replace(weights=with_previous)
+    losses = head_losses(model, weighted, h, attend, self.block, 0.0)
+    share = jnp.sum(weights) / jnp.maximum(jnp.sum(with_previous), 1e-9)
+    return jnp.sum(losses) * share
+
+  def _check_steps(self, eagle: bool) -> None:
+    """Refuses several predictions in a row of a layer that makes one."""
+    if self.predict_steps is not None and not eagle:
+      raise OptionError(
+        "predict_steps",
+        f"{self.predict_steps} without the loss of an EAGLE-3 head",
+        "a head, whose outputs it reads again",
+        "leave predict_steps out",
+      )
+
+  def _unrolled(
+    self,
+    model: Transformer,
+    batch: Batch,
+    attend: ShardingContext,
+    places: Tokens,
+    h: Float[Array, "B T D"],
+  ) -> jax.Array:
+    """Mean loss of an EAGLE-3 head's predictions, times the batch's weight.
+
+    Prediction j has no label at the first j + 1 tokens of a document.
+    """
+    steps = STEPS if self.predict_steps is None else self.predict_steps
+    outputs = eagle_outputs(model, places, attend, steps)
+    losses = eagle_losses(model, h, outputs, attend)
+    weights = _weights(batch)
+    first = jnp.arange(FIRST, FIRST + steps)[None, None]
+    begun = places.pos[..., None] >= first
+    counted = jnp.where(begun, weights[..., None], 0.0)
+    means = jnp.sum(losses * counted, (0, 1))
+    means = means / jnp.maximum(jnp.sum(counted, (0, 1)), 1e-9)
+    decay = jnp.asarray(DECAY ** np.arange(steps), jnp.float32)
+    return jnp.sum(means * decay) / jnp.sum(decay) * jnp.sum(weights)
 
 
 def sums(
@@ -197,8 +371,8 @@ def each_token(
 
   The arguments are those of `Objective.sums`.
   """
-  h = _hidden(model, batch, attend)
-  return _head_losses(model, batch, h, attend, _BLOCK, 0.0)
+  h = hidden_states(model, batch, attend)
+  return head_losses(model, batch, h, attend, _BLOCK, 0.0)
 
 
 def each_token_cached(
@@ -227,7 +401,7 @@ def each_token_cached(
     places.at, replicated=False, sees=True, tokens=batch.tokens
   )
   h, cache = model.hidden(batch.tokens, places, cache, attend)
-  return _head_losses(model, batch, h, attend, _BLOCK, 0.0), cache
+  return head_losses(model, batch, h, attend, _BLOCK, 0.0), cache
 
 
 def _places(
@@ -238,12 +412,12 @@ def _places(
   )
 
 
-def _hidden(
+def hidden_states(
   model: Transformer,
   batch: Batch,
   attend: ShardingContext,
   places: Tokens | None = None,
-) -> jax.Array:
+) -> Float[Array, "B T D"]:
   """Input of the head, [B, T, D]; the batch's context, if any, is encoded.
 
   `places` are the tokens of `_places`, which receive the layers' routing.
@@ -265,6 +439,27 @@ def _hidden(
   places = _places(model, batch, attend) if places is None else places
   h, _ = model.hidden(batch.tokens, places, cache, attend)
   return h
+
+
+def _hidden_and_predicted(
+  model: Transformer, batch: Batch, attend: ShardingContext, places: Tokens
+) -> tuple[jax.Array, jax.Array]:
+  """Inputs of the head [B, T, D], of the model and of its predicting layer.
+
+  Raises:
+    OptionError: If the model has no such layer.
+  """
+  predicts = model.config.predicts
+  if predicts is None or not predicts.by_token:
+    raise OptionError(
+      "predict_loss",
+      f"a {model.config.family} without a layer that predicts further tokens",
+      "a model with one",
+      "add one with rj.models.with_predict_layer(model), or load it with "
+      "predict_layers=True",
+    )
+  cache = NoCache(len(model.kinds))
+  return model.hidden_and_predicted(batch.tokens, places, cache, attend)
 
 
 def _weights(batch: Batch) -> jax.Array:
@@ -289,7 +484,9 @@ def _divergences(
   assert batch.whole is not None
   size, layout = attend.size, attend.layout
   teacher_batch = batch.whole._replace(context=None, whole=None)
-  teacher_h = layout.restore(_hidden(model, teacher_batch, attend), shards=size)
+  teacher_h = layout.restore(
+    hidden_states(model, teacher_batch, attend), shards=size
+  )
   teacher_h = layout.permute(teacher_h[:, -h.shape[1] :], shards=size)
   teacher_h = attend.constrain(jax.lax.stop_gradient(teacher_h))
   width = h.shape[-1]
@@ -307,21 +504,25 @@ def _divergences(
   return divergences[..., 0] * _weights(batch)
 
 
-def _head_losses(
+def head_losses(
   model: Transformer,
   batch: Batch,
-  h: jax.Array,
+  h: Float[Array, "B T D"],
   attend: ShardingContext,
   block: int,
   z_loss: float,
-) -> jax.Array:
+  *,
+  temperature: float = 1.0,
+) -> Float[Array, "B T"]:
   """Weighted losses [B, T] of hidden states [B, T, D].
+
+  Logits are divided by `temperature`.
 
   Each shard computes those of the tokens it has, `block` at a time: the head is
   gathered once, and its gradient is summed over the shards once, in float32,
   after all steps. Left to itself a compiler may do either in each step.
   """
-  h, w = _head(model, h)
+  h, w, soft_cap = head_operands(model, h, temperature)
 
   def losses(
     h: jax.Array, w: jax.Array, labels: jax.Array, weights: jax.Array
@@ -332,32 +533,55 @@ def _head_losses(
       labels,
       weights,
       block,
-      logits_soft_cap=model.config.logit_cap,
+      logits_soft_cap=soft_cap,
       z_loss=z_loss,
     )
 
-  operands = h, w, batch.labels, _weights(batch)
+  return on_shards(attend, losses, h, w, batch.labels, _weights(batch))
+
+
+def on_shards(
+  attend: ShardingContext,
+  f: Callable[..., Float[Array, "B T"]],
+  h: Float[Array, "B T D"],
+  w: Float[Array, "D V"],
+  *by_token: Shaped[Array, "B T"],
+) -> Float[Array, "B T"]:
+  """f(h, w, *by_token) on each shard's own tokens: [B, T] of [B, T, D].
+
+  Args:
+    attend: Sharding context of the tokens.
+    f: Function of some tokens that returns a number for each.
+    h: Hidden states, [B, T, D].
+    w: Matrix that every shard needs, [D, V]; its gradient is summed over the
+      shards once.
+    by_token: Further arrays of tokens, [B, T].
+  """
   spec = P() if attend.mesh is None else attend.spec(h)
   axes = {axis for entry in spec for axis in collectives.names(entry)}
   if not axes:
-    return losses(*operands)
+    return f(h, w, *by_token)
   return jax.shard_map(
-    losses,
+    f,
     mesh=attend.mesh,
-    in_specs=(spec, P(), spec, spec),
+    in_specs=(spec, P(), *[spec] * len(by_token)),
     out_specs=spec,
     axis_names=axes,
-  )(*operands)
+  )(h, w, *by_token)
 
 
-def _head(model: Transformer, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """(h [B, T, D], W [D, V]) whose product are the logits."""
+def head_operands(
+  model: Transformer, h: Float[Array, "B T D"], temperature: float = 1.0
+) -> tuple[Float[Array, "B T D"], Float[Array, "D V"], float | None]:
+  """(h [B, T, D], W [D, V], soft cap) of logits that are h W, capped.
+
+  A temperature divides h and the cap c: c/t tanh(h/t W / (c/t)) is the capped
+  logit over t.
+  """
   if model.config.logit_scale != 1.0:
     h = h * jnp.asarray(model.config.logit_scale, h.dtype)
-  head = model.head
-  if head is None:
-    return h, model.embed.weight[...].T
-  w = head.weight[...]
+  head, soft_cap = model.head, model.config.logit_cap
+  w = model.embed.weight[...].T if head is None else head.weight[...]
   if isinstance(head, Head) and head.bias is not None:
     # A bias is one more row of the matrix, and h has a 1 for it.
     bias = head.bias[...].astype(w.dtype) * jnp.asarray(
@@ -365,4 +589,7 @@ def _head(model: Transformer, h: jax.Array) -> tuple[jax.Array, jax.Array]:
     )
     h = jnp.concatenate([h, jnp.ones_like(h[..., :1])], -1)
     w = jnp.concatenate([w, bias[None]], 0)
-  return h, w
+  if temperature == 1.0:
+    return h, w, soft_cap
+  h = h * jnp.asarray(1 / temperature, h.dtype)
+  return h, w, None if soft_cap is None else soft_cap / temperature

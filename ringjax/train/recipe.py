@@ -8,7 +8,7 @@ each has its own length, batch and RoPE scaling.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,14 +23,17 @@ from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.data.batches.loader import Loader
 from ringjax.data.batches.packing import BestFit, PackedBatch, Packer
 from ringjax.data.batches.placement import place_rows
+from ringjax.data.chats.chat_documents import ChatDocuments, PairDocuments
 from ringjax.errors import CheckpointMismatchError, OptionError, ShapeError
 from ringjax.kv.state import StateShape
 from ringjax.models import work_profile
 from ringjax.models.cepe import CepeTransformer
 from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import Transformer
+from ringjax.models.weights.coded_weights import refuse_codes
 from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.nn.sharding_context import ContextParallel
+from ringjax.nn.stack import stages_error
 from ringjax.ops.attention.strategies import nesting
 from ringjax.ops.mask import Mask, SameSegment, SeparateDocuments
 from ringjax.parallel.layout import LAYOUTS as NAMED_LAYOUTS
@@ -47,6 +50,15 @@ from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.methods.draft_training import DraftTraining
 from ringjax.train.methods.encoder_training import ContextSplit, EncoderTraining
 from ringjax.train.methods.lora import Lora
+from ringjax.train.methods.predict_training import PredictTraining
+from ringjax.train.optimizers.coded_moments import with_coded_moments
+from ringjax.train.optimizers.muon import scale_by_muon
+from ringjax.train.posttraining import reference_logprobs
+from ringjax.train.posttraining.posttraining_loss import PosttrainingLoss
+from ringjax.train.posttraining.reference_logprobs import (
+  REFERENCE,
+  ReferenceLogprobs,
+)
 
 LAYOUTS: dict[str, Layout] = NAMED_LAYOUTS | {
   # Slots in order; `place_rows` places each row's documents on the shards.
@@ -57,32 +69,37 @@ SEGMENTS: dict[str, Mask] = {
   "same": SameSegment(),
   "separate": SeparateDocuments(),
 }
-# Each from (b1, b2, eps) to the transformation that optax calls scale_by_...
+# Each from (b1, b2, eps, mesh) to the transformation that optax calls
+# scale_by_...
 _SCALES: dict[
-  str, Callable[[float, float, float], optax.GradientTransformation]
+  str,
+  Callable[[float, float, float, Mesh | None], optax.GradientTransformation],
 ] = {
-  "adamw": optax.scale_by_adam,
-  "lion": lambda b1, b2, eps: optax.scale_by_lion(b1, b2),
-  "adafactor": lambda b1, b2, eps: optax.scale_by_factored_rms(),
-  "sgd": lambda b1, b2, eps: optax.trace(b1),
+  "adamw": lambda b1, b2, eps, mesh: optax.scale_by_adam(b1, b2, eps),
+  "lion": lambda b1, b2, eps, mesh: optax.scale_by_lion(b1, b2),
+  "adafactor": lambda b1, b2, eps, mesh: optax.scale_by_factored_rms(),
+  "sgd": lambda b1, b2, eps, mesh: optax.trace(b1),
+  "muon": lambda b1, b2, eps, mesh: scale_by_muon(b1, b2, eps, mesh=mesh),
 }
 OPTIMIZERS = tuple(_SCALES)
+# How moments are stored between updates.
+MOMENTS = ("float32", "int8")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 # Fields that only some optimizers or schedules have.
 _USERS = {
-  "b1": ("name", ("adamw", "lion", "sgd")),
-  "b2": ("name", ("adamw", "lion")),
-  "eps": ("name", ("adamw",)),
+  "b1": ("name", ("adamw", "lion", "sgd", "muon")),
+  "b2": ("name", ("adamw", "lion", "muon")),
+  "eps": ("name", ("adamw", "muon")),
   "decay": ("schedule", ("wsd",)),
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
-  """An optimizer of optax and its learning rate schedule.
+  """An optimizer and its learning rate schedule.
 
   Attributes:
-    name: Name of the optimizer: adamw, lion, adafactor or sgd.
+    name: Name of the optimizer: adamw, lion, adafactor, sgd or muon.
     learning_rate: the highest learning rate.
     end_learning_rate: Learning rate of the last step, unless it is the only
       one.
@@ -91,11 +108,15 @@ class Optimizer:
       end.
     warmup: Steps from 0 to `learning_rate`.
     decay: Fraction of all steps in which "wsd" falls; default 0.2.
-    b1: Decay of the first moment, for all but adafactor; default 0.9.
-    b2: Decay of the second moment, for adamw and lion; default 0.95.
-    eps: Number added to the root of the second moment, for adamw; default 1e-8.
+    b1: Decay of the first moment, for all but adafactor; default 0.9, for muon
+      0.95, where it is that of matrices.
+    b2: Decay of the second moment, for adamw, lion and muon; default 0.95.
+    eps: Number added to the root of the second moment, for adamw and muon;
+      default 1e-8.
     weight_decay: Weight decay of matrices; other parameters have none.
     clip: Maximum of the gradients' global norm; None for none.
+    moments: Storage of moments between updates: float32, or int8, codes of
+      blocks, for all but adafactor, whose moments are small.
   """
 
   name: str = "adamw"
@@ -109,9 +130,19 @@ class Optimizer:
   eps: float | None = None
   weight_decay: float = 0.1
   clip: float | None = 1.0
+  moments: str = "float32"
 
   def __post_init__(self) -> None:
     one_of("name", self.name, OPTIMIZERS)
+    one_of("moments", self.moments, MOMENTS)
+    if self.moments != "float32" and self.name == "adafactor":
+      raise OptionError(
+        "moments",
+        f"{self.moments!r} with 'adafactor', whose moments are sums of rows "
+        "and columns",
+        "'float32'",
+        "leave it out, or pass name='adamw'",
+      )
     one_of("schedule", self.schedule, SCHEDULES)
     for name in ("learning_rate", "end_learning_rate", "weight_decay"):
       number(name, getattr(self, name), least=0)
@@ -162,16 +193,27 @@ class Optimizer:
     """The learning rate of one of `total` steps."""
     return float(np.asarray(self.learning_rates(total)(step)))
 
-  def build(self, total: int) -> optax.GradientTransformation:
-    """The optimizer of `total` steps."""
-    b1 = 0.9 if self.b1 is None else self.b1
+  def build(
+    self, total: int, mesh: Mesh | None = None
+  ) -> optax.GradientTransformation:
+    """The optimizer of `total` steps.
+
+    Args:
+      total: Steps of the schedule.
+      mesh: Devices that share the matrices of muon; None for one.
+    """
+    default_b1 = 0.95 if self.name == "muon" else 0.9
+    b1 = default_b1 if self.b1 is None else self.b1
     b2 = 0.95 if self.b2 is None else self.b2
     eps = 1e-8 if self.eps is None else self.eps
+    scale = _SCALES[self.name](b1, b2, eps, mesh)
+    if self.moments == "int8":
+      scale = with_coded_moments(scale)
     # A transformation that is left out keeps its place in a saved state's tree.
     identity = optax.identity()
     return optax.chain(
       identity if self.clip is None else optax.clip_by_global_norm(self.clip),
-      _SCALES[self.name](b1, b2, eps),
+      scale,
       optax.add_decayed_weights(self.weight_decay, decayed)
       if self.weight_decay
       else identity,
@@ -286,11 +328,19 @@ class Recipe:
     strategy: Attention strategy, by its name in
       `ringjax.dot_product_attention`.
     remat: Activations that are kept for the backward pass, of `remat.POLICIES`.
+    feedforward_block: Tokens of a step of the feedforward, on each shard; the
+      head's are `Objective.block`. A device holds the hidden activations of so
+      many tokens at a time.
+    stage_rows: Rows of a data shard that pass the stages of a mesh with an axis
+      "stage" together. Fewer rows leave stages idle for a smaller part of the
+      time, see `with_stage_rounds`.
     lora: Adapters in place of all parameters, or None.
     cepe: Whether to train the encoder and the cross-attention of a model that
       has them, and not its decoder.
     draft: Training of the block of a `DraftTransformer`, and not its target;
       None: the model is not a draft.
+    predict_only: Whether to train the layer that predicts one token further,
+      and not the model before it.
     packer: Packer of documents into rows.
     seed: Seed of the data and of adapters.
     loop_config: Logging, saving and failure-tolerance settings.
@@ -302,9 +352,12 @@ class Recipe:
   layout: str = "striped"
   strategy: str = "ring"
   remat: str = "attention"
+  feedforward_block: int = 2048
+  stage_rows: int = 1
   lora: Lora | None = None
   cepe: bool = False
   draft: DraftTraining | None = None
+  predict_only: bool = False
   packer: Packer = BestFit()
   seed: int = 0
   loop_config: loop.LoopConfig = loop.LoopConfig()
@@ -329,8 +382,17 @@ class Recipe:
     if self.strategy != "auto":
       nesting.named(self.strategy)
     one_of("remat", self.remat, remat.POLICIES)
+    positive_int("feedforward_block", self.feedforward_block)
+    positive_int("stage_rows", self.stage_rows)
     integer("seed", self.seed, least=0)
-    methods = {"lora": self.lora, "cepe": self.cepe, "draft": self.draft}
+    if self.objective.posttraining is not None:
+      self._check_posttraining(self.objective.posttraining)
+    methods = {
+      "lora": self.lora,
+      "cepe": self.cepe,
+      "draft": self.draft,
+      "predict_only": self.predict_only,
+    }
     methods = [name for name, value in methods.items() if value]
     if len(methods) > 1:
       raise OptionError(
@@ -351,6 +413,7 @@ class Recipe:
       )
     if self.draft is not None:
       self._check_draft(self.draft)
+    self._check_predict()
     undistilled = [
       s for s in self.stages if s.context is None or s.context.repeated
     ]
@@ -360,6 +423,68 @@ class Recipe:
         f"{self.objective.distil:g} with a stage whose decoder reads all",
         "stages with a context of other tokens, which the teacher reads too",
         "train those stages in a run of their own",
+      )
+
+  def _check_posttraining(self, loss: PosttrainingLoss) -> None:
+    """Refuses what a loss after pre-training is not computed with."""
+    name = type(loss).__name__
+    for method in ("cepe", "draft"):
+      if getattr(self, method):
+        raise OptionError(
+          method,
+          f"it with {name}, a loss of a model's own answers",
+          "a training of all parameters or of adapters",
+          f"leave {method} out",
+        )
+    for stage in self.stages:
+      self.objective_of(stage)
+      unsupported = {
+        "context": stage.context,
+        "segments": stage.segments != "same",
+        # The initial model has the old context.
+        "rope_scaling": stage.rope_scaling and REFERENCE in loss.reads,
+      }
+      for option, value in unsupported.items():
+        if value:
+          raise OptionError(
+            option,
+            f"{option} in a stage of {name}",
+            "stages of whole rows, of the context that the model has",
+            "leave it out, or extend the context in a run of its own",
+          )
+    unknown = [x for x in loss.reads if x != REFERENCE]
+    if unknown:
+      raise OptionError(
+        "posttraining",
+        f"{name}, which reads {', '.join(unknown)}",
+        f"a loss that reads {REFERENCE} or nothing, which rj.train.train adds",
+        "make batches with these inputs, and steps with make_step",
+      )
+
+  def _check_predict(self) -> None:
+    others = {
+      "cepe": self.cepe,
+      "draft": self.draft,
+      "distil": self.objective.distil,
+      "a posttraining loss": self.objective.posttraining,
+      "a stage with a context": any(stage.context for stage in self.stages),
+      "a stage with index_warm_up": any(x.index_warm_up for x in self.stages),
+    }
+    used = [name for name, value in others.items() if value]
+    factor = self.objective.predict_loss
+    if factor and used:
+      raise OptionError(
+        "predict_loss",
+        f"{factor:g} with {used[0]}",
+        "a training of the model's own next tokens",
+        "leave predict_loss out",
+      )
+    if self.predict_only and not factor:
+      raise OptionError(
+        "predict_only",
+        "True with predict_loss=0, by which the layer does not learn",
+        "a factor above 0",
+        "pass objective=Objective(predict_loss=0.3)",
       )
 
   def _check_draft(self, draft: DraftTraining) -> None:
@@ -387,10 +512,14 @@ class Recipe:
       )
 
   @property
-  def adapter(self) -> Lora | EncoderTraining | DraftTraining | None:
+  def adapter(
+    self,
+  ) -> Lora | EncoderTraining | DraftTraining | PredictTraining | None:
     """Method that trains something else than all parameters, or None."""
     if self.draft is not None:
       return self.draft
+    if self.predict_only:
+      return PredictTraining()
     return EncoderTraining() if self.cepe else self.lora
 
   def objective_of(self, stage: Stage) -> steps.Objective:
@@ -416,8 +545,13 @@ class Recipe:
     It does not have the segments, which differ between stages.
     """
     remat_policy = remat.policy(self.remat)
+    options = {
+      "remat": remat_policy,
+      "block": self.feedforward_block,
+      "stage_rows": self.stage_rows,
+    }
     if axis is None or mesh is None or mesh.shape[axis] == 1:
-      return ContextParallel(mesh=mesh, remat=remat_policy)
+      return ContextParallel(mesh=mesh, **options)
     # Documents on few shards need a ring that may stop early.
     ring = self.strategy in ("auto", "ring") and self.layout == "documents"
     return ContextParallel(
@@ -425,7 +559,7 @@ class Recipe:
       axis=axis,
       layout=LAYOUTS[self.layout],
       strategy="documents" if ring else self.strategy,
-      remat=remat_policy,
+      **options,
     )
 
 
@@ -446,7 +580,8 @@ class TrainResult:
   """The trained model, and how its training ended.
 
   Attributes:
-    model: Trained model, with its adapters added.
+    model: Trained model, with its adapters added; those over codes, or over
+      layers in host memory, are added when a layer runs.
     step: Number of steps taken.
     stopped: Signal that ended it early, or None.
     adapter: Adapter settings and arrays, for `save_adapter` and
@@ -501,9 +636,10 @@ def train(
 
   Args:
     recipe: Settings of the training.
-    model: Initial model, float32 parameters on the mesh. Its buffers are
-      donated, unless adapters are trained. To resume, its shapes with their
-      shardings are enough (`ringjax.models.abstract`).
+    model: Initial model, float32 parameters on the mesh; codes, too, for
+      adapters (QLoRA). Its buffers are donated, unless adapters are trained. To
+      resume, its shapes with their shardings are enough
+      (`ringjax.models.abstract`).
     data: Sources of rows, for all stages or for each.
     mesh: Mesh of the devices; None for one device.
     axis: Mesh axis that shards the sequence, or None.
@@ -516,6 +652,9 @@ def train(
 
   Raises:
     RingjaxError: See `check` and `loop.fit`.
+    OptionError: If a source is not of the kind that the loss learns from.
+    CheckpointMismatchError: If log-probabilities of the initial model are not
+      there, and its weights are not, either.
   """
   mixtures = [data] * len(recipe.stages) if isinstance(data, Mixture) else data
   if len(mixtures) != len(recipe.stages):
@@ -528,24 +667,13 @@ def train(
   attend = recipe.attend(mesh, axis)
   part = batches.share_of(attend)
   check(recipe, model, attend)
+  _check_sources(recipe, mixtures)
   loaders = [
-    Loader(
-      mixture.sources,
-      length=stage.length,
-      batch=stage.batch,
-      # Each stage has another order, which is the same in each run.
-      seed=recipe.seed + index,
-      packer=recipe.packer,
-      weights=mixture.weights,
-      host=part.host,
-      hosts=part.hosts,
-      separate=stage.segments == "separate",
-    )
-    for index, (stage, mixture) in enumerate(
-      zip(recipe.stages, mixtures, strict=True)
-    )
+    _loader(recipe, index, mixture, part)
+    for index, mixture in enumerate(mixtures)
   ]
-  optimizer = recipe.optimizer.build(recipe.total)
+  references = _references(recipe, model, mixtures, attend, checkpoints)
+  optimizer = recipe.optimizer.build(recipe.total, mesh)
   adapter = recipe.adapter
   method = steps.AllParameters() if adapter is None else adapter
   base = model
@@ -577,7 +705,9 @@ def train(
           optimizer, stage_attend, recipe.objective_of(stage), method
         ),
         place=lambda rows, stage=stage: batches.place(
-          stage.rows(recipe.placed(rows, attend), recipe),
+          stage.rows(recipe.placed(rows, attend), recipe)
+          if references is None
+          else references.attached(recipe.placed(rows, attend)),
           attend,
           stage.accumulate,
           part,
@@ -613,6 +743,93 @@ def train(
   )
 
 
+def _loader(
+  recipe: Recipe, index: int, mixture: Mixture, part: batches.ProcessShare
+) -> Loader:
+  """The loader of a stage."""
+  stage = recipe.stages[index]
+  return Loader(
+    mixture.sources,
+    length=stage.length,
+    batch=stage.batch,
+    # Each stage has another order, which is the same in each run.
+    seed=recipe.seed + index,
+    packer=recipe.packer,
+    weights=mixture.weights,
+    host=part.host,
+    hosts=part.hosts,
+    separate=stage.segments == "separate",
+  )
+
+
+def _check_sources(recipe: Recipe, mixtures: Sequence[Mixture]) -> None:
+  """Refuses sources that the loss or the packer does not fit."""
+  loss = recipe.objective.posttraining
+  for stage, mixture in zip(recipe.stages, mixtures, strict=True):
+    for source in mixture.sources:
+      if loss is not None:
+        loss.check_source(source)
+      if not isinstance(source, ChatDocuments | PairDocuments):
+        continue
+      longest = int(source.lengths.max())
+      if longest > stage.length:
+        raise OptionError(
+          "length",
+          f"{stage.length} for a chat or pair of {longest} tokens",
+          "rows as long as the longest, which is not cut",
+          f"pass length={longest} or more, or ChatEncoding("
+          f"length={stage.length}, too_long='truncate')",
+        )
+      if not isinstance(source, PairDocuments):
+        continue
+      if loss is None:
+        raise OptionError(
+          "sources",
+          "pairs of answers without a loss of pairs: the rejected ones would "
+          "be learned",
+          "Objective(posttraining=Dpo()), for instance",
+          "set --config.posttraining.loss=dpo, or pass chats",
+        )
+      if not isinstance(recipe.packer, BestFit):
+        raise OptionError(
+          "packer",
+          f"{type(recipe.packer).__name__} for pairs of answers",
+          "BestFit(), which keeps both answers of a pair in one row",
+          "set packer='best_fit'",
+        )
+
+
+def _references(
+  recipe: Recipe,
+  model: Transformer,
+  mixtures: Sequence[Mixture],
+  attend: ContextParallel,
+  checkpoints: Checkpoints | None,
+) -> ReferenceLogprobs | None:
+  """Log-probabilities of the initial model, if the loss reads them."""
+  loss = recipe.objective.posttraining
+  if loss is None or REFERENCE not in loss.reads:
+    return None
+
+  def rows() -> Iterator[tuple[PackedBatch, int]]:
+    for index, mixture in enumerate(mixtures):
+      loader = _loader(recipe, index, mixture, batches.ProcessShare())
+      stage = recipe.stages[index]
+      for step in range(stage.steps):
+        yield loader.at(step), stage.accumulate
+
+  return reference_logprobs.prepared(
+    model,
+    rows(),
+    attend,
+    placed=lambda rows: recipe.placed(rows, attend),
+    dtype=recipe.objective.dtype,
+    block=recipe.objective.block,
+    folder=None if checkpoints is None else checkpoints.root,
+    resumes=checkpoints is not None and checkpoints.holds(),
+  )
+
+
 def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
   """Checks before the first step that all stages can run.
 
@@ -625,8 +842,8 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
     ShapeError: If the mesh does not divide the rows.
     ConfigError: If the model does not support the RoPE scaling.
     OptionError: If the model does not support the layout or the segments, has
-      no encoder for the context of a stage, or has layers in host memory or on
-      disk, for which only adapters can be trained.
+      no encoder for the context of a stage, or has codes, or layers in host
+      memory or on disk, for which only adapters can be trained.
   """
   recipe.objective.expert_balance.of_model(model)
   if isinstance(model, DraftTransformer) != (recipe.draft is not None):
@@ -636,10 +853,40 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
       "DraftTraining() for the draft of a target, and None for other models",
       "make a draft with rj.models.longspec.with_draft(target)",
     )
-  if recipe.adapter is None or recipe.lora is None:
+  if attend.stages > 1:
+    _check_stages(recipe, model)
+  predicts = model.config.predicts is not None
+  factor = recipe.objective.predict_loss
+  if factor and not predicts:
+    raise OptionError(
+      "predict_loss",
+      f"{factor:g} for a {model.config.family} without a layer that predicts "
+      "further tokens",
+      "a model with one",
+      "add one with rj.models.with_predict_layer(model), or an EAGLE-3 head "
+      "with rj.models.eagle3.with_head(model)",
+    )
+  if model.stack.taps and not recipe.predict_only:
+    raise OptionError(
+      "predict_only",
+      "False for a model with an EAGLE-3 head, whose target stays as it is",
+      "True, by which the head alone is trained",
+      "pass predict_only=True, or rj.models.eagle3.without_head(model)",
+    )
+  if predicts and not factor and recipe.adapter is None:
+    raise OptionError(
+      "predict_loss",
+      "0 for a model with a layer that predicts further tokens, of which only "
+      "weight decay would change the weights",
+      "a factor above 0",
+      "pass objective=Objective(predict_loss=0.1), or load the model without "
+      "predict_layers",
+    )
+  if recipe.lora is None:
     refuse_placed(
       model, "train its weights", "train adapters, with lora=Lora()"
     )
+    refuse_codes(model, "train other weights than adapters of it")
   recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
   if recipe.layout == "documents" and recurrent and attend.size > 1:
     raise OptionError(
@@ -675,6 +922,19 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
       _check_chunks(stage, recipe, encoder, attend)
     if stage.rope_scaling is not None:
       form = extend_context(form, stage.rope_scaling)
+
+
+def _check_stages(recipe: Recipe, model: Transformer) -> None:
+  """Refuses what rows in stages are not trained with."""
+  faults = {
+    "the draft of a target, which reads its keys": recipe.draft,
+    "contexts that an encoder reads": any(x.context for x in recipe.stages),
+    "layers that read tokens' ids or share weights": model.config.inputs,
+  }
+  for name, is_there in faults.items():
+    if is_there:
+      raise stages_error(name)
+  model.stack.check_stages()
 
 
 def _check_choices(recipe: Recipe, model: Transformer) -> None:

@@ -4,10 +4,10 @@
   attention  attention's output and logsumexp, so that no ring is run twice;
              the rest of a layer is computed again
   nothing    a layer is computed again from its input, its ring included
-  offload    as "attention", kept in the host's memory
+  offload    as "attention", and a layer's input, kept in the host's memory
 
-All keep a layer's input. Tiles of attention and blocks of a feedforward are
-always computed again.
+The others keep a layer's input on the device. Tiles of attention and blocks of
+a feedforward are always computed again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax
 
 from ringjax.checks import one_of
 from ringjax.errors import OptionError
+from ringjax.nn.stack import LAYER_INPUT
 from ringjax.ops.attention.attend import NAMES
 
 _HOST = "pinned_host"
@@ -28,7 +29,7 @@ POLICIES: dict[str, Callable[..., Any] | None] = {
   "nothing": jax.checkpoint_policies.nothing_saveable,
   "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
-    names_which_can_be_offloaded=list(NAMES),
+    names_which_can_be_offloaded=[*NAMES, LAYER_INPUT],
     offload_src="device",
     offload_dst=_HOST,
   ),

@@ -1,11 +1,11 @@
 """Sparse attention for a trained dense model, whose training then continues.
 
 Guarantees: weights that the model has are kept, and only those of what chooses
-keys are new. Layers whose queries see all keys before them become sparse, but
-for the last `full_last` of them; layers with a window stay as they are. The
-kind and its sizes are in the key `sparse_attention` of config.json, which is
-this package's own: transformers ignores it and the new weights, and computes
-dense attention.
+or compresses keys are new. Layers whose queries see all keys before them become
+sparse, but for the last `full_last` of them; layers with a window stay as they
+are. The kind and its sizes are in the key `sparse_attention` of config.json,
+which is this package's own: transformers ignores it and the new weights, and
+computes dense attention.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from ringjax.checks import integer, positive_int
 from ringjax.errors import ConfigError, InputTypeError
 from ringjax.models.checkpoint import abstract, cast
 from ringjax.models.contents import read_config
+from ringjax.models.heads.added_layer import refuse_predicting
 from ringjax.models.hf.tensors import parameters
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.coded_weights import refuse_codes
 from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.nn.param import Rules
+from ringjax.ops.attention.sparse.native_sparse import NativeSparse
 from ringjax.parallel.mesh import entering
 
 KEY = "sparse_attention"
@@ -90,8 +92,39 @@ class BlockKind(SparseKind):
   adds_weights: ClassVar[bool] = False
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NativeKind(SparseKind):
+  """Compressed keys, blocks that they weigh most, and a window (NSA).
+
+  Attributes:
+    length: Number of tokens of a compressed key.
+    stride: Number of tokens from one compressed key's first token to the next
+      one's; it divides `length` and `block`.
+    block: Number of positions of a block that is chosen.
+    count: Most blocks that a query reads, `initial` and `local` ones among
+      them.
+    initial: Number of first blocks of the sequence that each query reads.
+    local: Number of blocks up to its own that each query reads.
+    window: Number of tokens of the window, the query's own among them.
+  """
+
+  length: int = 32
+  stride: int = 16
+  block: int = 64
+  count: int = 16
+  initial: int = 1
+  local: int = 2
+  window: int = 512
+  name: ClassVar[str] = "nsa"
+
+  def __post_init__(self) -> None:
+    integer("full_last", self.full_last, least=0)
+    fields = dataclasses.fields(NativeSparse)
+    NativeSparse(**{x.name: getattr(self, x.name) for x in fields})
+
+
 KINDS: dict[str, type[SparseKind]] = {
-  kind.name: kind for kind in (IndexKind, BlockKind)
+  kind.name: kind for kind in (IndexKind, BlockKind, NativeKind)
 }
 
 
@@ -137,8 +170,10 @@ def with_sparse_attention(
   """The model with sparse attention and the same weights.
 
   Args:
-    model: Dense model with floating-point weights on the devices. Equal layers
-      share its arrays where all of them become sparse.
+    model: Dense model with floating-point weights on the devices. The result
+      shares its embeddings, norm and head, and the arrays of equal layers of
+      which all become sparse. Training donates them: load the dense model again
+      to use it afterwards.
     kind: Kind and its sizes, such as "index:heads=4,dim=128,count=2048".
     seed: Seed of the new weights.
     rules: Rules that shard the new weights over the model's mesh.
@@ -157,6 +192,7 @@ def with_sparse_attention(
     )
   refuse_placed(model, "make it sparse", "load it without placement=")
   refuse_codes(model, "make it sparse")
+  refuse_predicting(model, "make it sparse")
   config = sparse_config(json.loads(model.source), kind)
   form = abstract(config, dtype=model.dtype)
   new_params = parameters(form)

@@ -26,9 +26,13 @@ from ringjax.models.transformer import Transformer
 from ringjax.models.weights.coded_weights import refuse_codes
 from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.nn.sharding_context import ShardingContext
-from ringjax.parallel.mesh import with_shardings
-from ringjax.train.batch import Batch
-from ringjax.train.choice_training import ChoiceStatistics, of_indexes
+from ringjax.parallel.mesh import compiler_options, with_shardings
+from ringjax.train.choice_training import (
+  ChoiceStatistics,
+  has_indexes,
+  of_indexes,
+  without_indexes,
+)
 from ringjax.train.expert_balance import (
   RouterStatistics,
   refuse_frozen,
@@ -36,6 +40,7 @@ from ringjax.train.expert_balance import (
   with_updated_biases,
 )
 from ringjax.train.objective import LossSums, Objective
+from ringjax.train.posttraining.posttraining_loss import Mean
 from ringjax.typing import ArrayLeaf
 
 
@@ -59,16 +64,21 @@ class StepMetrics(NamedTuple):
   """Metrics of one step, float32 [].
 
   Fields:
-    loss: Mean negative log-likelihood of a label, without the z-loss.
+    loss: Mean negative log-likelihood of a label, without the z-loss; or the
+      mean of `Objective.posttraining`.
     objective: Mean loss of a label, with the z-loss and the losses of
       experts' balance.
-    weight: Sum of the labels' weights.
+    weight: Sum of the labels' weights, or of what that loss counts.
     gradient_norm: Global norm of the gradients before clipping.
     finite: 1, or 0 for a step that changed nothing.
     skipped: Steps in a row that changed nothing.
     wrong: Number of labels outside of the vocabulary; the loss is then NaN.
     experts: Statistics of the routing; None for a model without experts.
     choice: Statistics of the keys that layers choose; None if all read all.
+    policy: Statistics of a policy, see `rj.rl`; None of other losses.
+    means: Means of a loss after pre-training, as sums, or None.
+    predicted: Mean negative log-likelihood of a label by the layer that
+      predicts one token further; None if it is not trained.
   """
 
   loss: jax.Array
@@ -80,6 +90,9 @@ class StepMetrics(NamedTuple):
   wrong: jax.Array | float = 0.0
   experts: RouterStatistics | None = None
   choice: ChoiceStatistics | None = None
+  policy: PyTree = None
+  means: dict[str, Mean] | None = None
+  predicted: jax.Array | None = None
 
 
 @runtime_checkable
@@ -132,6 +145,11 @@ def _moment_sharding(
   if moment.shape == param.shape:
     return sharding
   spec = [*sharding.spec, *[None] * (param.ndim - len(sharding.spec))]
+  is_blocks = moment.ndim == param.ndim > 0
+  if is_blocks and moment.shape[:-1] == param.shape[:-1]:
+    # The largest number of each block of the last axis.
+    blocks = P(*spec[:-1], None)
+    return NamedSharding(sharding.mesh, blocks)
   for axis in range(param.ndim):
     # Adafactor has a moment for each row and each column of a matrix.
     if moment.shape == param.shape[:axis] + param.shape[axis + 1 :]:
@@ -195,11 +213,12 @@ def make_step(
   attend: ShardingContext,
   objective: Objective,
   method: TrainingMethod | None = None,
-) -> Callable[[TrainState, Any, Batch], tuple[TrainState, StepMetrics]]:
+) -> Callable[[TrainState, Any, Any], tuple[TrainState, StepMetrics]]:
   """Compiles a training step: step(state, frozen, batch).
 
   The state is donated. `frozen` is the model that adapters are added to, None
-  for `AllParameters`; `batch` has the shapes of `place`.
+  for `AllParameters`; `batch` has the shapes of `place`, or what
+  else the objective takes: a tree of arrays [A, B, ...] with `tokens`.
 
   Args:
     optimizer: Optimizer of optax.
@@ -223,20 +242,20 @@ def make_step(
   refuse_frozen(objective.expert_balance, None if all_trained else method)
 
   def loss(
-    params: PyTree, frozen: Transformer | None, batch: Batch
+    params: PyTree, frozen: Transformer | None, batch: Any
   ) -> tuple[jax.Array, LossSums]:
     sums = objective.sums(method.model(params, frozen), batch, attend)
     return sums.loss, sums
 
   def gradients(
-    params: PyTree, frozen: Transformer | None, batch: Batch
+    params: PyTree, frozen: Transformer | None, batch: Any
   ) -> tuple[Any, LossSums]:
     grad = jax.grad(loss, has_aux=True)
     if batch.tokens.shape[0] == 1:
       return grad(params, frozen, jax.tree.map(lambda x: x[0], batch))
 
     def add_micro_batch(
-      accumulated: PyTree, micro_batch: Batch
+      accumulated: PyTree, micro_batch: Any
     ) -> tuple[Any, None]:
       return jax.tree.map(
         jnp.add, accumulated, grad(params, frozen, micro_batch)
@@ -251,7 +270,7 @@ def make_step(
     return jax.lax.scan(add_micro_batch, (grads, zeros[1]), batch)[0]
 
   def step(
-    state: TrainState, frozen: Transformer | None, batch: Batch
+    state: TrainState, frozen: Transformer | None, batch: Any
   ) -> tuple[TrainState, StepMetrics]:
     # Runs once, when the step is traced.
     trained = state.params if frozen is None else frozen
@@ -265,9 +284,11 @@ def make_step(
     # Optimizers mix dtypes, which the caller's configuration may forbid.
     with jax.numpy_dtype_promotion("standard"):
       updates, moments = optimizer.update(grads, state.optimizer, state.params)
+      # Weight decay is an update without a gradient.
       if warm_up:
-        # Weight decay is an update without a gradient.
         updates = of_indexes(updates)
+      elif not (objective.index_loss and has_indexes(trained)):
+        updates = without_indexes(updates)
       params = optax.apply_updates(state.params, updates)
     rate = 0.0 if warm_up else objective.expert_balance.bias_rate
     if rate and sums.routing is not None:
@@ -293,10 +314,14 @@ def make_step(
       wrong=sums.wrong,
       experts=None if sums.routing is None else sums.routing.statistics(),
       choice=None if sums.choice is None else sums.choice.statistics(),
+      policy=None if sums.policy is None else sums.policy.statistics(),
+      means=sums.metrics,
+      predicted=None if sums.predicted is None else sums.predicted * share,
     )
     return new_state, metrics
 
-  return jax.jit(step, donate_argnums=(0,))
+  options = compiler_options(attend.mesh)
+  return jax.jit(step, donate_argnums=(0,), compiler_options=options)
 
 
 def _like(zero: jax.Array, param: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
@@ -20,6 +21,7 @@ import ringjax as rj
 from benchmarks.attention import attention
 from benchmarks.attention.attention import AttentionBenchmark, AttentionSettings
 from benchmarks.attention.layouts import LayoutBenchmark, LayoutSettings
+from benchmarks.model import expert_products
 from benchmarks.shared import harness
 from launch import bench
 from ringjax.bench import timing
@@ -639,3 +641,28 @@ def test_decode_steps():
   assert 0 < far(kinds, "int4") < 0.5
   assert far(hosted, "chosen") < 0.5
   assert all(far(row, "together") < 1e-5 for row in sharing)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_same_codes_of_experts_are_compared(bits):
+  """Those that the kernel reads are those that others decode first."""
+  draw = np.random.default_rng(0)
+  groups = 2 * expert_products.GROUP
+  if bits == 8:
+    codes = draw.integers(-127, 128, (3, groups, 8)).astype(np.int8)
+    scales = draw.uniform(0.5, 1, (3, 1, 8))
+  else:
+    shape = 3, 2, expert_products.GROUP // 2, 8
+    codes = draw.integers(0, 256, shape).astype(np.uint8)
+    scales = draw.uniform(0.5, 1, (3, 2, 1, 8))
+  weights = jnp.asarray(codes), jnp.asarray(scales, jnp.float32)
+  maps = expert_products.expert_maps(weights)
+  rows = jnp.asarray(draw.normal(size=(5, groups)), jnp.float32)
+  for expert in range(3):
+    decoded = expert_products.decoded(weights, jnp.float32)[expert]
+    np.testing.assert_allclose(
+      maps.product(rows, jnp.int32(expert)),
+      rows @ decoded,
+      rtol=1e-5,
+      atol=1e-3,
+    )

@@ -73,13 +73,13 @@ OTHERS = (
   ("train", "mixture", "data_seq"),
 )
 KINDS = ("windowed", "int8", "int4", "float8", "hadamard3", "unrotated")
-# Kinds of caches of few cases, by call. A finding that stands: over data, seq
-# and model a step of h2o copies a layer.
+# Kinds of caches of few cases, by call.
 CACHED = {
   "cached_decode": (
     "kivi4",
     "nuq4",
     "snapkv",
+    "h2o",
     "dense:device=4096,room=1024",
   ),
   "cached_chunk": ("windowed", "int4", "unrotated", "snapkv", "h2o"),

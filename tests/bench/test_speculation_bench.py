@@ -17,6 +17,7 @@ from ringjax.bench.speculation_tasks import KINDS, PROSE, prompt
 from ringjax.data import Bytes
 from ringjax.errors import OptionError
 from ringjax.models import small
+from tests import eagle_heads
 from tests.helpers import refused
 
 TINY = dict(
@@ -129,3 +130,17 @@ def test_bad_input_is_refused(monkeypatch, command, capsys):
   assert "chat, translation" in capsys.readouterr().err
   monkeypatch.setitem(sys.modules, "torch", None)
   refused(OptionError, lambda: run(compare="transformers"), "torch", "[oracle]")
+
+
+def test_transformers_gets_the_target_of_a_head(tmp_path):
+  target = eagle_heads.target()
+  rj.models.save(target, tmp_path / "target")
+  settings = SpeculationSettings(
+    model=str(tmp_path / "target"), contestants=("eagle3",),
+    head=str(eagle_heads.write(tmp_path / "head")), compare="transformers",
+  )  # fmt: skip
+  benchmark = SpeculationBenchmark(settings)
+  assert benchmark.model.config.predicts is not None
+  with benchmark.stack:
+    written = rj.models.load(benchmark.path)
+  assert written.config == target.config

@@ -29,12 +29,14 @@ from tests import checkpoints
 
 LENGTHS, NEW, CHUNK = (41, 9), 20, 16
 CONTEXTS = (13, 7, 22, 30)
+# Layers before which a head reads the stream of a model with two.
+TAPS = (0, 1, 2)
 
 
 @functools.cache
-def model(family="llama3", **more):
+def model(family="llama3", predicts=False, **more):
   config = checkpoints.config(family) | {"initializer_range": 0.25} | more
-  return rj.models.create(config, seed=1)
+  return rj.models.create(config, seed=1, predict_layers=predicts)
 
 
 def texts(lengths, seed=0, vocab=64):
@@ -147,6 +149,17 @@ def _sparse(predicted):
 
 
 @functools.cache
+def _eagle():
+  return rj.models.eagle3.with_head(model(), ids=np.arange(0, 64, 3), taps=TAPS)
+
+
+@functools.cache
+def _choosing(kind):
+  """A model whose layers choose keys by summaries of them."""
+  return rj.train.with_sparse_attention(model(), kind)
+
+
+@functools.cache
 def _integers():
   tokens = np.stack(texts((40, 40), seed=3))
   ranges = rj.infer.activation_ranges(model(), tokens)
@@ -161,8 +174,19 @@ PATHS: dict[str, Path] = {
   "neuron predictors": Path(model=lambda: _sparse(True)),
   "integer products": Path(model=_integers),
   "mixture": Path(model=lambda: model("mixtral")),
+  # A layer that predicts further tokens, whose keys are in the cache.
+  "predicting layer": Path(model=lambda: model(predicts=True)),
+  # A head that reads several layers (EAGLE-3), likewise.
+  "eagle head": Path(model=_eagle),
   # Keys that an index chooses.
   "index of keys": Path(model=lambda: model("deepseek_v32")),
+  # Keys that summaries in the cache choose.
+  "means of blocks": Path(model=lambda: _choosing("moba:block=4,count=3")),
+  "compressed keys": Path(
+    model=lambda: _choosing(
+      "nsa:length=4,stride=2,block=4,count=4,initial=1,local=1,window=5"
+    )
+  ),
   # Contexts that were read apart.
   "parallel": _contexts("parallel"),
   "ape": _contexts("ape:temperature=0.8,scale=0.9"),

@@ -619,6 +619,8 @@ def read(case: Case) -> Reading:
     ),
   )
   cache_bytes = bytes_each(cache)
+  # Coordinates of recorded queries are new arrays, 12 bytes a query.
+  renewed = bytes_each(getattr(cache, "watch", ()))
   experts = config.get("num_local_experts", config.get("num_experts", 0))
   of_experts = [
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize // x.shape[0]
@@ -633,7 +635,7 @@ def read(case: Case) -> Reading:
     CompiledProgram(compiled.as_text()),
     analysis.temp_size_in_bytes,
     analysis.alias_size_in_bytes,
-    cache_bytes - (sizes.states if phase.copies_states else 0),
+    cache_bytes - renewed - (sizes.states if phase.copies_states else 0),
     large,
     sizes,
   )

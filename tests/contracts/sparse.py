@@ -174,6 +174,72 @@ def top_blocks(count: int, block: int, heads: str, pooling: str) -> Case:
   )
 
 
+def top_index_blocks(count: int, block: int, local: int) -> Case:
+  """Blocks by the best score of an index's keys, one choice per kv head."""
+
+  def arrays(r: np.random.Generator, t: int) -> dict[str, np.ndarray]:
+    draw = lambda *shape: r.normal(size=shape).astype(np.float32)
+    return {"q": draw(B, t, K, 4), "keys": draw(B, t, 4)}
+
+  def allowed(x, q, k, visible, seg) -> np.ndarray:
+    del q, k, seg
+    t = visible.shape[1]
+    scores = np.einsum("btke,bse->bkts", x["q"].astype(np.float64), x["keys"])
+    scores = np.where(visible[:, None], scores, -np.inf)
+    scores = np.pad(
+      scores, [(0, 0)] * 3 + [(0, -t % block)], constant_values=-np.inf
+    )
+    scores = scores.reshape(*scores.shape[:3], -1, block).max(-1)
+    distance = np.arange(t)[:, None] // block - np.arange(scores.shape[3])
+    near = (distance >= 0) & (distance < local) & (scores > -np.inf)
+    marked = best(np.where(near, 1e9, scores), count)
+    marked = np.repeat(_of_blocks(marked, block, t), N // K, 1)
+    return marked & visible[:, None]
+
+  selection = lambda **x: rj.TopIndexBlocks(
+    count=count, block=block, local=local, **x
+  )
+  return Case(arrays, selection, allowed)
+
+
+def top_pooled_blocks(count: int, block: int) -> Case:
+  """Blocks that have ended, by an index's pooled keys, and the query's own."""
+  bias = np.random.default_rng(5).normal(size=(block, 4)).astype(np.float32)
+
+  def arrays(r: np.random.Generator, t: int) -> dict[str, np.ndarray]:
+    draw = lambda *shape: r.normal(size=shape).astype(np.float32)
+    return {
+      "q": draw(B, t, 3, 4),
+      "weights": draw(B, t, 3),
+      "keys": draw(B, t, 8),
+    }
+
+  def allowed(x, q, k, visible, seg) -> np.ndarray:
+    del q, k
+    t = visible.shape[1]
+    scores = np.full((B, t, -(-t // block)), -np.inf)
+    for b, c in np.ndindex(B, t // block):
+      inside = np.arange(c * block, (c + 1) * block)
+      if seg[b, inside[0]] == 0 or len(set(seg[b, inside])) > 1:
+        continue
+      keys, gates = np.split(x["keys"][b, inside].astype(np.float64), 2, -1)
+      weights = np.exp(gates + bias)
+      pooled = (weights / weights.sum(0) * keys).sum(0)
+      for i in np.flatnonzero(visible[b, :, inside[-1]]):
+        dots = np.maximum(x["q"][b, i] @ pooled, 0)
+        scores[b, i, c] = x["weights"][b, i] @ dots
+    marked = best(scores, count)
+    for b, i in np.ndindex(B, t):
+      marked[b, i, i // block] |= scores[b, i, i // block] == -np.inf
+    marked = _of_blocks(marked, block, t) & visible
+    return np.repeat(marked[:, None], N, 1)
+
+  selection = lambda **x: rj.TopPooledBlocks(
+    count=count, bias=jnp.asarray(bias), **x
+  )
+  return Case(arrays, selection, allowed)
+
+
 CASES = {
   "given-tokens": given_blocks(1, 1, 6),
   "given-blocks": given_blocks(4, K, 3),
@@ -181,6 +247,8 @@ CASES = {
   "top-tokens": top_tokens(7),
   "top-tokens-tied": top_tokens(7, tied=True),
   "top-tokens-of-blocks": top_tokens_of_blocks(5, 4, 3),
+  "top-index-blocks": top_index_blocks(3, 4, 2),
+  "top-pooled-blocks": top_pooled_blocks(3, 4),
   "top-blocks": top_blocks(3, 4, "query", "mean"),
   "top-blocks-of-kv-heads": top_blocks(2, 8, "kv", "mean"),
   "top-blocks-by-bounds": top_blocks(3, 4, "kv", "bounds"),

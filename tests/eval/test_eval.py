@@ -291,6 +291,23 @@ def test_a_sharded_text_gives_the_same(prefill):
   assert got.nll == pytest.approx(want.nll, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+  ("axes", "prefill"), [(("data",), "chunked"), (("data", "stage"), "auto")]
+)
+def test_devices_of_a_batch_read_rows_of_their_own(axes, prefill):
+  """Three rows over two or four devices: the last ones repeat a row."""
+  shape = (2,) * len(axes)
+  mesh = rj.make_mesh(shape, axes, devices=jax.devices()[: 2 ** len(axes)])
+  model, rows, counts = made(1), texts(3, 49), []
+  want = perplexity(model, rows, length=48, rows=3)
+  got = perplexity(
+    checkpoint.place(model, mesh), rows, length=48, rows=3, prefill=prefill,
+    on_row=counts.append,
+  )  # fmt: skip
+  assert counts == [1, 2, 3]
+  assert got.nll == pytest.approx(want.nll, rel=1e-5)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("chunk", [7, 16, 48, 100])
 def test_what_was_read_may_lie_in_a_cache(chunk):
@@ -772,6 +789,32 @@ def test_curves_by_script(tmp_path):
   assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_figures_of_a_kind_of_training_are_drawn(tmp_path, monkeypatch):
+  pytest.importorskip("matplotlib")
+  log, plot = tmp_path / "log.jsonl", tmp_path / "run.png"
+  common = {"stage": 0, "loss": 1.0, "gradient_norm": 1.0,
+            "learning_rate": 1e-3, "tokens_per_s": 10.0}  # fmt: skip
+  rows = [
+    {"step": n, **common, "rollouts_reward": n / 4, "rollouts_tokens": 9}
+    for n in (1, 2)
+  ]
+  log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  titles = []
+  monkeypatch.setattr(
+    "matplotlib.axes.Axes.set_title",
+    lambda self, title, **_: titles.append(title),
+  )
+  status, out, err = run("curves", f"--log={log}", f"--plot={plot}")
+  assert status == 0, err
+  assert out.splitlines()[2].split()[-2:] == ["0.5", "9"]
+  assert "mean reward of a batch" in titles
+  assert not any("margin" in title for title in titles)
+  rows[1]["rollouts_reward"] = "much"
+  log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  status, _, err = run("curves", f"--log={log}")
+  assert status == 2 and "rollouts_reward 'much'" in err
+
+
 def test_steps_that_were_not_finite_are_gaps(tmp_path, monkeypatch):
   pytest.importorskip("matplotlib")
   log, plot = tmp_path / "log.jsonl", tmp_path / "run.png"
@@ -872,7 +915,7 @@ def test_no_flag_is_without_effect(argv, unused):
 @pytest.mark.parametrize(
   ("argv", "words"),
   [
-    ((), "wanted needle or perplexity or caches"),
+    ((), "wanted needle or suite or perplexity or caches"),
     (("needles",), "got needles"),
     (("curves",), "--log"),
     (("curves", "--log=/nowhere"), "/nowhere"),

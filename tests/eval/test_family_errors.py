@@ -35,7 +35,9 @@ def test_every_family_is_there():
   """By the name that its config.json has, and as a model of its kind."""
   types = {random_config(name)["model_type"] for name in RANDOM_FAMILIES}
   text = (
-    "gemma3", "gemma3n", "gemma4", "llama4", "muse_glimmer", "muse_spark",
+    "gemma3", "gemma3n", "gemma4", "glm5_next", "llama4", "minimax_m3_vl",
+    "mistral_large4", "muse_glimmer",
+    "muse_spark",
     "qwen3_5", "qwen3_5_moe",
   )  # fmt: skip
   # Without keys there is nothing to encode.

@@ -23,7 +23,7 @@ from ringjax.models.weights.calibration import (
   save_calibration,
 )
 from ringjax.serve import Engine, Request
-from tests import checkpoints
+from tests import checkpoints, object_servers
 from tests.helpers import SMALL
 
 # `rj.infer.calibrate` is the function.
@@ -279,6 +279,21 @@ def test_a_file_from_before_the_sink_is_read(model, found, tmp_path):
   assert (again, again.first, again.outliers) == (old, None, None)
   kind = rj.kv.KINDS["nuq3"].with_options({"calibration": str(tmp_path)})
   assert moved(model, kind) > 0
+
+
+def test_a_calibration_at_an_address(model, found):
+  with object_servers.served("memory") as bucket:
+    calibration = files.make(found[1].model, found[1].arrays)
+    place = save_calibration(calibration, f"{bucket}/nuq")
+    for source in (f"{bucket}/nuq", place):
+      assert load_calibration(source, model) == calibration
+    kind = kind_text.parse(f"nuq3:calibration={bucket}/nuq")
+    assert model.cache_kind(kind).codec.calibration == calibration
+    with pytest.raises(CheckpointFormatError, match="no such object"):
+      load_calibration(f"{bucket}/other", model)
+    place.write_bytes(place.read_bytes()[:-9])
+    with pytest.raises(CheckpointFormatError, match="whole safetensors"):
+      load_calibration(place, model)
 
 
 def test_normalized_levels_keep_mean_and_deviation():

@@ -37,6 +37,7 @@ VALUES = {
   EngineConfig: {
     "rows": 2, "capacity": 256, "longest": 64, "page": 16, "piece": 8,
     "pieces": 2, "prompt_tile": 8, "row_tile": 16, "budget": 32,
+    "prefill": "sparse:xattention,threshold=1.0", "one_order": True,
     "cache_kind": "int8", "dtype": "bfloat16",
     "share": "answers", "shared_reads": "never", "speculate": "suffix",
     "preempt": "swap", "important": 0.25, "layout": "pages", "layer_parts": 2,

@@ -43,13 +43,17 @@ KINDS = (
   "kimi_linear",  # decays of channels, latent keys without a rotation
   "falcon_h1",  # two caches of a layer
   "deepseek_v4",  # compressed keys, an index of them, mixed streams
+  "glm5_next",  # blocks of latents by an index's pooled keys, decays, streams
+  "mistral_large4",  # a learned rotation, an index that layers share
+  "hy_v4",  # an index that layers share, beside several streams
+  "minimax_m3_vl",  # blocks that an index chooses for each kv head
 )
 # A layer of these hands its state from shard to shard.
 STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "mamba2", "granitemoehybrid",
           "granitemoehybrid_dense", "bamba", "nemotron_h", "lfm2", "jamba",
           "mamba", "falcon_mamba",
           "bailing_hybrid", "deepseek_v4", "kimi_linear", "falcon_h1",
-          "minimax",
+          "glm5_next", "minimax",
           "olmo_hybrid", "recurrent_gemma", "zamba2")  # fmt: skip
 # These four have no layer in common.
 QUICK = ("llama3", "gpt_oss", "deepseek_v3", "qwen3_next")

@@ -53,8 +53,9 @@ def drafters(model):
 
 
 # Drafters with tests of their own: test_draft_models.py has another tokenizer,
-# test_longspec.py a block that is made for the model.
-ELSEWHERE = {"translated", "longspec"}
+# test_longspec.py a block that is made for the model, test_predict_draft.py a
+# layer of the model, test_eagle_draft.py and test_dflash_draft.py heads.
+ELSEWHERE = {"translated", "longspec", "mtp", "eagle3", "dflash"}
 
 
 def test_every_drafter_is_tested(loaded):

@@ -57,9 +57,7 @@ def test_texts_become_a_corpus(bucket):
 @pytest.mark.parametrize(
   ("module", "flag"),
   [
-    (generate, "store"),
     (generate, "adapter"),
-    (serve, "store"),
     (serve, "api_keys"),
     (serve, "log_calls"),
     (evaluate, "plot"),
@@ -132,8 +130,8 @@ def test_a_training_is_stopped_and_resumed(bucket, tmp_path, monkeypatch):
     "--config.lora.targets=('q',)",
   )  # fmt: skip
   assert status == 0, err
-  status, _, err = script(train, *flags, f"--out={out}", "--tensorboard")
-  assert status == 2 and "--out with --tensorboard" in err
+  status, _, err = script(train, *flags, f"--out={out}", "--metrics=wandb")
+  assert status == 2 and "--out with --metrics" in err
 
 
 @pytest.mark.long

@@ -14,7 +14,8 @@ import ringjax as rj
 from launch import calibrate
 from ringjax.models import tiny
 from ringjax.models.weights.calibration import FILE
-from tests import checkpoints
+from ringjax.paths import as_path
+from tests import checkpoints, object_servers
 from tests.helpers import script
 
 run = functools.partial(script, calibrate)
@@ -206,3 +207,30 @@ def test_neurons_are_written_and_predicted(tmp_path, ask):
   assert clash.status == 2 and "--flash" in clash.err
   status, _, err = run("--rank=3", *quick)
   assert status == 2 and "without --neurons" in err
+
+
+@pytest.mark.slow
+def test_what_is_measured_is_read_from_an_address(tmp_path, ask):
+  text = tmp_path / "text.txt"
+  text.write_text("a few words, again and again. " * 20)
+  prompt_flags = ("--max_new_tokens=4", "--prompt=What is a ring?", "--json")
+  with object_servers.served("memory") as bucket:
+    place, folder = f"{bucket}/measured", tmp_path / "measured"
+    tokens = {}
+    for out in (place, folder):
+      for flag in ([], ["--ranges"]):
+        status, _, err = run(f"--text={text}", f"--out={out}", *QUICK, *flag)
+        assert status == 0, err
+      for flag in (
+        f"--cache=nuq4:calibration={out}",
+        f"--integer={out}:shadow=4",
+      ):
+        ran = ask(*prompt_flags, flag)
+        assert ran.status == 0, ran.err
+        tokens.setdefault(out, []).append(json.loads(ran.out)["tokens"])
+    assert tokens[place] == tokens[folder]
+    assert len(list(as_path(place).iterdir())) == 2
+    status, _, err = run(f"--out={place}/other", "--bits=4.5", *QUICK)
+    assert status == 2 and "--bits; wanted a folder" in err
+    ran = ask(*prompt_flags, f"--integer={place}/nothing:shadow=4")
+    assert ran.status == 2 and "without activation_ranges" in ran.err

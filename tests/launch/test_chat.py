@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -9,8 +10,10 @@ import pathlib
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -18,11 +21,13 @@ import pytest
 import ringjax as rj
 from launch import chat
 from launch.answers.conversation import Conversation, Interrupted
+from launch.answers.conversation_group import ConversationGroup
 from launch.shared import common
 from ringjax.data import ChatTemplate, Tokenizer
 from ringjax.errors import OptionError, PromptError
 from ringjax.infer import Session, Stop
 from ringjax.models import tiny
+from ringjax.parallel.peers import Peers
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PLAIN = (
@@ -227,7 +232,7 @@ def test_a_model_that_is_not_fetched(tmp_path, monkeypatch):
     values, stdin=io.StringIO("x\n"), stdout=io.StringIO(), stderr=err
   )
   assert status == 2
-  assert "python -m launch.fetch smollm2-135m" in err.getvalue()
+  assert "launch.fetch smollm2-135m" in err.getvalue()
 
 
 @pytest.mark.long
@@ -287,3 +292,94 @@ def test_ctrl_c_in_a_terminal(tmp_path):
   messages = json.loads(saved.read_text())
   assert messages[0]["content"] == "import os" and messages[1]["content"]
   assert "import os" in (tmp_path / "chat_history").read_text()
+
+
+@pytest.mark.long
+def test_those_that_follow_have_the_same_conversation(model, tokenizer):
+  """After an answer that is ended, one that was not begun, and a reset."""
+  leading, following = (
+    ConversationGroup(peers) for peers in Peers.in_threads(2, timeout_s=60)
+  )
+  talks = [conversation(model, tokenizer) for _ in range(2)]
+  thread = threading.Thread(
+    target=following.follow, args=(talks[1],), daemon=True
+  )
+  thread.start()
+
+  def ask(message, most):
+    calls = iter(range(100))
+    leading.ask(message)
+    return talks[0].ask(
+      message,
+      lambda text: None,
+      stopped=lambda: leading.stopped(next(calls) >= most),
+    )
+
+  assert ask("return", most=100).ended == "max_new_tokens"
+  leading.reset()
+  talks[0].reset()
+  turn = ask("import os", most=3)
+  assert turn.ended == "Ctrl-C" and len(turn.tokens) < NEW
+  with pytest.raises(Interrupted):
+    ask("x = 1", most=0)
+  with pytest.raises(PromptError):
+    ask("too long " * 400, most=100)
+  ask("x = 2", most=100)
+  leading.end()
+  thread.join(240)
+  assert not thread.is_alive()
+  first, second = talks
+  assert first.messages == second.messages and len(first.messages) == 4
+  for group in (leading, following):
+    group.peers.close()
+
+
+@pytest.mark.slow
+def test_two_processes_hold_one_conversation(tmp_path, model, tokenizer):
+  """Only process 0 has the template and the lines; Ctrl-C ends an answer."""
+  template, saved = tmp_path / "t.jinja", tmp_path / "m.json"
+  template.write_text(PLAIN.replace("<|end|>", "\n"))
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = free.getsockname()[1]
+  argv = [
+    sys.executable, "-m", "launch.chat", f"--model={tiny.path()}",
+    f"--coordinator=localhost:{port}", "--num_processes=2", "--mesh=seq:2",
+    "--context=60000",
+  ]  # fmt: skip
+  options = dict(
+    cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE, text=True,
+  )  # fmt: skip
+  with contextlib.ExitStack() as stack:
+    first, second = (
+      stack.enter_context(subprocess.Popen([*argv, *flags], **options))
+      for flags in (
+        ["--process_id=0", f"--chat_template={template}",
+         "--max_new_tokens=50000"],
+        ["--process_id=1", "--chat_template=/nowhere",
+         "--max_new_tokens=50000"],
+      )
+    )  # fmt: skip
+    for process in (first, second):
+      stack.callback(process.kill)
+    first.stdin.write("import os\n")
+    first.stdin.flush()
+    assert first.stdout.read(3)
+    first.send_signal(signal.SIGINT)
+    for line in first.stderr:
+      if "until Ctrl-C]" in line:
+        break
+    first.stdin.write(f"/save {saved}\n/reset\n/save {saved}.2\n")
+    _, err = first.communicate(timeout=240)
+    assert first.returncode == 0, err
+    out, err = second.communicate(timeout=240)
+    assert second.returncode == 0 and out == "", err
+  question, reply = json.loads(saved.read_text())
+  assert question["content"] == "import os"
+  assert json.loads(pathlib.Path(f"{saved}.2").read_text()) == []
+  ids = ChatTemplate(
+    template.read_text(), tokenizer.special_names, trusted=True
+  ).tokens([question], tokenizer)
+  new = rj.infer.generate(model, [ids], max_new_tokens=3)
+  assert reply["content"].startswith(tokenizer.decode(new[0][:2]))

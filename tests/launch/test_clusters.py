@@ -13,8 +13,9 @@ import subprocess
 import sys
 
 import pytest
+from absl import flags
 
-from launch import serve
+from launch import serve, train
 from launch.serving import flag_modes
 from launch.shared import common
 from launch.shared.flag_helpers import names_of
@@ -128,7 +129,7 @@ def test_a_pod_s_hosts_get_the_command(tmp_path):
   last = shlex.split(command.strip().splitlines()[-1])
   assert last[1:] == [
     "-m",
-    "launch.train",
+    "ringjax.launch.train",
     "--distributed",
     f"--config={config}",
     "--mesh=seq:64",
@@ -152,7 +153,7 @@ def test_a_pod_s_server_is_started_again(tmp_path):
   command = lines[lines.index("--command=") + len("--command=") :]
   assert ".[tpu,gcs,serve]" in command
   last = command.strip().splitlines()[-1]
-  assert "-m launch.serve --distributed --model=a\\ b;" in last
+  assert "-m ringjax.launch.serve --distributed --model=a\\ b;" in last
   for statuses, end in (("3 137 0", 0), ("3 2 0", 2)):
     (tmp_path / "left").write_text(statuses)
     starts = tmp_path / ".venv" / "bin" / "python"
@@ -186,7 +187,9 @@ def test_a_server_of_slurm_is_started_again(tmp_path):
     assert str(ran.returncode) == status
     lines = starts.read_text().splitlines()
     assert len(lines) == count
-    assert lines[0].endswith("-m launch.serve --distributed --model=DIR")
+    assert lines[0].endswith(
+      "-m ringjax.launch.serve --distributed --model=DIR"
+    )
 
 
 def test_a_pod_without_a_name_is_refused():
@@ -223,3 +226,56 @@ def test_a_jobset_names_files_and_hosts_that_agree(name):
   mesh = re.search(r"--mesh=(\S+)", text)[1]
   sizes = [int(size) for size in re.findall(r":(\d+)", mesh)]
   assert x * y == hosts * chips == math.prod(sizes)
+
+
+@pytest.mark.parametrize(
+  "name", sorted(file.name for file in SCRIPTS.iterdir() if file.is_file())
+)
+def test_scripts_and_their_examples_are_valid(name):
+  """Shells and YAML can be read; each flag is one of the script it is for."""
+  text = (SCRIPTS / name).read_text()
+  if name.endswith(".yaml"):
+    yaml = pytest.importorskip("yaml")
+    documents = list(yaml.safe_load_all(text))
+    assert [x["kind"] for x in documents][:1] == ["JobSet"]
+    for container in containers(documents[0]):
+      check_flags(container["command"])
+  else:
+    subprocess.run(["bash", "-n", SCRIPTS / name], check=True)
+  joined = text.replace("\\\n", " ")
+  for line in joined.splitlines():
+    example = re.match(r"#   (.*(?:pod\.sh|\.sbatch)) (--.*)", line)
+    if example is not None:
+      script = "serve" if "serve" in example[1].lower() else "train"
+      check_flags(["python", "-m", f"launch.{script}", *example[2].split()])
+
+
+def containers(jobset):
+  """Containers of the pods of a JobSet."""
+  (job,) = jobset["spec"]["replicatedJobs"]
+  return job["template"]["spec"]["template"]["spec"]["containers"]
+
+
+def check_flags(command):
+  """The flags of a command are those of its script."""
+  script = {"serve": serve, "train": train}[command[2].rsplit(".", 1)[-1]]
+  values = flags.FlagValues()
+  script.define(values)
+  for word in command[3:]:
+    assert word.startswith("--"), word
+    name = word[2:].partition("=")[0]
+    assert name in values, word
+
+
+def test_commands_of_the_page_are_valid():
+  text = (ROOT / "docs" / "clusters.md").read_text().replace("\\\n", " ")
+  text = re.sub(r" +", " ", text)
+  pattern = r"docs/clusters/(pod\.sh|serve\.sbatch|train\.sbatch)((?: --\S+)+)"
+  commands = list(re.finditer(pattern, text))
+  assert len(commands) >= 4
+  for command in commands:
+    line_start = text[: command.start()].splitlines()[-1]
+    serves = "serve" in command[1] or "SCRIPT=serve" in line_start
+    script = "serve" if serves else "train"
+    words = [word.strip("`.,;:") for word in command[2].split()]
+    check_flags(["python", "-m", f"launch.{script}", *words])

@@ -21,7 +21,7 @@ from launch.shared import answering, console
 from ringjax.data import Bytes
 from ringjax.data.gguf.gguf_file import open_gguf
 from ringjax.models import contents
-from tests import checkpoints
+from tests import checkpoints, predicting
 from tests.models import test_gguf as gguf_files
 
 TOKENS = np.arange(12, dtype=np.int32)[None]
@@ -222,6 +222,41 @@ def test_codes_of_8_bits_become_floats(turn, tmp_path):
   np.testing.assert_array_equal(have[other], arrays[other])
   made = json.loads((out / "config.json").read_text())
   assert "quantization_config" not in made and "auto_map" not in made
+
+
+def test_a_quantised_layer_that_predicts_becomes_floats(turn, tmp_path):
+  """With the copies of embedding and head that its folder has."""
+  tensors = checkpoints.tensors("glm4_moe") | predicting.layer_tensors(
+    "glm4_moe"
+  )
+  count = checkpoints.config("glm4_moe")["num_hidden_layers"]
+  config = predicting.settings("glm4_moe") | {
+    "dtype": "float32",
+    "quantization_config": {
+      "activation_scheme": "dynamic",
+      "fmt": "e4m3",
+      "quant_method": "fp8",
+      "weight_block_size": [128, 128],
+    },
+  }
+  name = f"model.layers.{count}.self_attn.o_proj.weight"
+  codes = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+  blocks = tuple(-(-n // 128) for n in codes.shape)
+  scales = {f"{name}_scale_inv": np.full(blocks, 0.5, np.float32)}
+  packed = tensors | scales | {name: codes}
+  folder = checkpoints.write_folder(packed, config, tmp_path / "a")
+  ran = turn(f"--model={folder}", f"--out={tmp_path / 'b'}")
+  assert ran.status == 0, ran.err
+  got = load_file(tmp_path / "b" / "model.safetensors")
+  assert got.keys() == tensors.keys()
+  want = codes.astype(np.float32) * 0.5
+  np.testing.assert_array_equal(got[name], want)
+  for other in tensors.keys() - {name}:
+    np.testing.assert_array_equal(got[other], tensors[other])
+  said = json.loads((tmp_path / "b" / "config.json").read_text())
+  assert said["num_nextn_predict_layers"] == 1
+  model = rj.models.load(tmp_path / "b", predict_layers=True)
+  assert model.config.predicts is not None
 
 
 def test_layers_that_guess_are_copied(turn, tmp_path):

@@ -614,6 +614,23 @@ def test_a_batch_over_processes_is_read_by_all(folder, run_together):
     assert one.out.splitlines()[-1] == str(want.tolist())
 
 
+@pytest.mark.slow
+def test_processes_measure_as_one(folder, run_together):
+  """The perplexity of launch.evaluate, on the same mesh."""
+  argv = (
+    "-m", "launch.evaluate", "perplexity", f"--model={folder}",
+    "--lengths=64,32", "--rows=2", "--mesh=seq:8", "--json",
+  )  # fmt: skip
+  (one,) = run_together(*argv, processes=1)
+  first, second = run_together(*argv, processes=2)
+  assert [x.status for x in (one, first, second)] == [0] * 3, (one, first)
+  assert second.out == ""
+  expected, result = json.loads(one.out), json.loads(first.out)
+  assert result["complete"] and result.keys() == expected.keys()
+  for curve, right in zip(result["curves"], expected["curves"], strict=True):
+    np.testing.assert_allclose(curve["nll"], right["nll"], atol=1e-5)
+
+
 # ---------------------------------------------------------------------------
 # Parts
 # ---------------------------------------------------------------------------

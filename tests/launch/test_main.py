@@ -16,6 +16,7 @@ import launch
 import ringjax
 from launch import evaluate, plan
 from launch.__main__ import scripts
+from launch.shared import entry_points
 from launch.shared.flag_helpers import FlagHelper
 from ringjax.infer import GenerateConfig
 
@@ -120,18 +121,45 @@ def test_installed_commands_start_the_script_of_their_name(tmp_path):
   commands = project["project"]["scripts"]
   wanted = {f"ringjax-{name}" for name in {*scripts()} - {*NOT_INSTALLED}}
   others = {"ringjax-lm-eval": "ringjax.eval.lm_eval_model:main"}
-  entry_point = "launch.shared.entry_points:main"
+  entry_point = "ringjax.launch.shared.entry_points:main"
   assert commands == dict.fromkeys(wanted, entry_point) | others
   # What pip writes for an entry point.
   command = tmp_path / "ringjax-tokenize"
-  command.write_text("from launch.shared.entry_points import main\nmain()\n")
+  module = entry_point.removesuffix(":main")
+  command.write_text(f"from {module} import main\nmain()\n")
   done = subprocess.run(
     [sys.executable, command, "--help"],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
     capture_output=True,
     text=True,
   )
-  assert "python -m launch.tokenize --tokenizer" in done.stdout, done.stderr
+  # Commands in the help are those of the installed package.
+  usage = "python -m ringjax.launch.tokenize --tokenizer"
+  assert usage in done.stdout, done.stderr
+
+
+def test_the_wheel_installs_one_top_level_package():
+  """`launch` is in the wheel by the link `ringjax/launch` alone."""
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+  find = project["tool"]["setuptools"]["packages"]["find"]
+  assert find["include"] == ["ringjax*"]
+  assert (ROOT / "ringjax" / "launch").resolve() == ROOT / "launch"
+
+
+def test_the_installed_package_starts_its_own_scripts():
+  """Child processes and messages name the package as it was imported."""
+  code = (
+    "from ringjax.launch.shared import console, entry_points\n"
+    "print(entry_points.script_command('serve')[-1])\n"
+    "console.Screen('x').say('see python -m launch.plan kvr')"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+  )
+  assert done.stdout == "ringjax.launch.serve\n", done.stderr
+  assert done.stderr == "see python -m ringjax.launch.plan kvr\n"
+  assert entry_points.script_command("serve")[-1] == "launch.serve"
+  assert entry_points.command_text("python -m launch") == "python -m launch"
 
 
 @pytest.mark.one_case

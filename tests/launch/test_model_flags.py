@@ -62,6 +62,8 @@ _WITHOUT_FILES = [
   ("--speculate=model:model=DIR/no", "does not exist"),
   ("--speculate=longspec", "folder of a draft model"),
   ("--speculate=longspec:model=DIR/no", "does not exist"),
+  ("--speculate=eagle3:model=DIR/no", "does not exist"),
+  ("--speculate=dflash", "--speculate=dflash:model=FOLDER"),
   ("--integer=DIR:shadow=4", "without activation_ranges.safetensors"),
   ("--integer=DIR,devices=2", "options after a colon"),
 ]

@@ -48,7 +48,10 @@ QUICK = {
   r"READ = 16_384": "READ = 1_024",
   r"REQUESTS = 400": "REQUESTS = 100",
   r"HERE = \[.*\]": "HERE = [512]",
+  r"LENGTH, STEPS = 256, 32": "LENGTH, STEPS = 128, 12",
   r"SIZES, ROUNDS = .*": "SIZES, ROUNDS = [8], 1",
+  r"STEPS, GROUPS = .*": "STEPS, GROUPS = 5, 2",
+  r"DRAFT_STEPS = .*": "DRAFT_STEPS = 20",
 }
 
 
@@ -230,6 +233,33 @@ def small_weights_are_named(printed: str) -> None:
   assert float(last) < float(mean)
 
 
+def some_keys_are_read(printed: str) -> None:
+  """Tiles are left out, an index begins as nothing, and pages are copied."""
+  parts = re.findall(r"^threshold [\d.]+: (\d+)% of the tiles", printed, re.M)
+  first, second = map(int, parts)
+  assert second < first < 100
+  assert printed.count("48213") >= 2
+  assert "equal to dense: True" in printed
+  recalls = re.findall(r"recall ([\d.]+), of the worst", printed)
+  assert len(recalls) == 2 and all(0.2 < float(x) <= 1 for x in recalls)
+  hot, copied = re.search(r"([\d,]+) chosen .* ([\d,]+) were", printed).groups()
+  assert int(hot.replace(",", "")) > 0 < int(copied.replace(",", ""))
+
+
+def a_rewarded_model_drafts_in_four_bits(printed: str) -> None:
+  """Both sides have the same numbers, and drafts and codes keep the answers."""
+  first, last = re.search(
+    r"^reward ([\d.]+) to ([\d.]+)", printed, re.M
+  ).groups()
+  assert float(last) > float(first)
+  difference = re.search(r"engine differ by ([\d.e+-]+)", printed)[1]
+  assert float(difference) < 1e-4
+  sizes = re.findall(r"^(?:floats|four bits): ([\d.]+) MB", printed, re.M)
+  assert float(sizes[1]) < float(sizes[0]) / 4
+  assert "same tokens: True" in printed
+  assert float(re.search(r"([\d.]+) tokens a call", printed)[1]) > 1
+
+
 # What a notebook must have printed; one that isn't here fails.
 PRINTS: dict[str, Callable[[str], None]] = {
   "01_generate": lambda printed: found(printed, 1),
@@ -249,6 +279,8 @@ PRINTS: dict[str, Callable[[str], None]] = {
   "15_integers": fewer_bits_lose_little,
   "16_window_flash": the_disk_is_read_less,
   "17_real_weights": small_weights_are_named,
+  "18_sparse_attention": some_keys_are_read,
+  "19_rewards_to_four_bits": a_rewarded_model_drafts_in_four_bits,
 }
 # The first is for every commit.
 MARKS = {
@@ -262,6 +294,8 @@ MARKS = {
   "15_integers": pytest.mark.slow,
   "16_window_flash": pytest.mark.long,
   "17_real_weights": pytest.mark.slow,
+  "18_sparse_attention": pytest.mark.slow,
+  "19_rewards_to_four_bits": pytest.mark.slow,
 }
 # What of Colab's runtimes shows most; the others are for a CPU.
 RUNTIMES = {

@@ -14,6 +14,7 @@ import pytest
 from launch import serve
 from launch.shared import common
 from ringjax.errors import OptionError
+from tests import object_servers
 from tests.helpers import refused, until
 from tests.launch.conftest import PATIENCE_S, command
 
@@ -147,6 +148,24 @@ def test_a_server_of_its_own(chat_folder):
       process.send_signal(signal.SIGTERM)
       assert read(link)["usage"]["completion_tokens"] == 300
     assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.slow
+def test_another_server_finds_prefixes_in_an_object_storage(chat_folder):
+  pytest.importorskip("uvicorn")
+  body = BODY | {"prompt": "def main(x): return x\n" * 26, "max_tokens": 3}
+  answers = []
+  with object_servers.served("s3") as bucket:
+    for _ in range(2):
+      store = f"--store={bucket}/pages"
+      with serving(chat_folder, store) as (process, port):
+        with post(port, body) as link:
+          answers.append(read(link))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+  details = [x["usage"]["prompt_tokens_details"] for x in answers]
+  assert [x["cached_tokens"] for x in details] == [0, 544]
+  assert answers[0]["choices"] == answers[1]["choices"]
 
 
 @pytest.mark.slow

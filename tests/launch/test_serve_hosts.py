@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 
+import numpy as np
 import pytest
 
 import ringjax as rj
@@ -109,15 +110,28 @@ def test_two_processes_serve_until_one_is_killed(folder):
     assert "rank 1" in log and "while serving" in log
 
 
+def check_echo(folder, logprobs):
+  """A text that both processes have read has the numbers of one."""
+  scorer = rj.infer.TextScorer(rj.models.load(folder))
+  (score,) = scorer.scores([PROMPT])
+  assert logprobs[0] is None
+  np.testing.assert_allclose(logprobs[1:], score.logprobs, atol=1e-4)
+
+
 @pytest.mark.slow
-def test_two_processes_end_by_a_signal(folder):
+@pytest.mark.parametrize("told", [(1, 0), (1,)])
+def test_two_processes_end_by_a_signal(folder, told):
+  """By one at all of them, or at one that serves no clients."""
   pytest.importorskip("uvicorn")
   with serving(folder) as (processes, ports):
     wait_until_ready(processes, ports)
+    with post(ports[0], max_tokens=0, echo=True, logprobs=1) as response:
+      (choice,) = json.loads(response.read())["choices"]
+      check_echo(folder, choice["logprobs"]["token_logprobs"])
     with post(ports[0], max_tokens=100, stream=True) as response:
       assert b"data: " in response.readline()
-      for process in reversed(processes):
-        process.send_signal(signal.SIGTERM)
+      for number in told:
+        processes[number].send_signal(signal.SIGTERM)
       events = response.read()
     assert b'"length"' in events and events.endswith(b"data: [DONE]\n\n")
     for process in processes:

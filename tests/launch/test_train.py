@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import pathlib
 import re
@@ -18,6 +19,7 @@ from absl import flags
 import ringjax as rj
 from launch import train
 from launch.shared import common, sources
+from launch.training import metric_backends
 from ringjax.data.batches import corpus
 from ringjax.data.text.bytelevel import Bytes
 from ringjax.errors import DataError, OptionError
@@ -38,7 +40,7 @@ run = functools.partial(script, train)
 # How ml_collections reads a file.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module")
 
-CONFIGS = sorted((ROOT / "launch" / "configs" / "train").glob("*.py"))
+CONFIGS = sorted((ROOT / "launch" / "configs").glob("*/*.py"))
 SMALL = """
 from launch.train import default_config
 
@@ -145,6 +147,96 @@ def test_a_stopped_run_goes_on_to_the_same_end(small, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_preferences_that_are_stopped_go_on_to_the_same_end(
+  tmp_path, monkeypatch
+):
+  complete, parts = tmp_path / "complete", tmp_path / "parts"
+  folder = ROOT / "launch" / "configs" / "posttraining"
+  flags = (
+    "--config=configs/posttraining/dpo.py",
+    "--mesh=seq:2",
+    "--config.log_every=1",
+    "--config.stages=({'steps': 3, 'length': 256, 'batch': 2},)",
+    "--config.optimizer={'learning_rate': 1e-3}",
+  )
+  assert run(*flags, f"--out={complete}")[0] == 0
+  inner = train._TrainingRun._report
+
+  def report(self, train_recipe, model, mesh, stage, metrics):
+    inner(self, train_recipe, model, mesh, stage, metrics)
+    if metrics.step == 1:
+      signal.raise_signal(signal.SIGTERM)
+
+  monkeypatch.setattr(train._TrainingRun, "_report", report)
+  assert run(*flags, f"--out={parts}")[0] == 143
+  assert (parts / "checkpoints" / "reference.npz").exists()
+  status, _, err = run(*flags, f"--out={parts}")
+  assert status == 0, err
+  assert "margin" in err
+  rows = {row["step"]: row for row in lines(complete)}
+  assert rows[1]["reward_margin"] == pytest.approx(0, abs=1e-4)
+  for row in lines(parts):
+    for name in ("loss", "reward_margin", "reward_accuracy", "labels"):
+      assert row[name] == rows[row["step"]][name]
+  for a, b in zip(
+    weights(complete / "model"), weights(parts / "model"), strict=True
+  ):
+    np.testing.assert_array_equal(a, b)
+  template = (complete / "model" / "chat_template.jinja").read_text()
+  assert template == (folder / "chat.jinja").read_text()
+  # Another loss is another training.
+  status, _, err = run(
+    *flags, f"--out={parts}", "--config.posttraining.beta=0.2"
+  )
+  assert status == 2
+  assert "posttraining.beta" in err
+
+
+@pytest.mark.slow
+def test_chats_that_are_cut_are_counted(tmp_path):
+  out = tmp_path / "out"
+  folder = ROOT / "launch" / "configs" / "posttraining"
+  status, _, err = run(
+    "--config=configs/posttraining/sft.py",
+    "--mesh=seq:2",
+    f"--out={out}",
+    "--config.stages=({'steps': 2, 'length': 64, 'batch': 2},)",
+    "--config.lora.rank=2",
+    "--config.merge=False",
+    "--config.sources=({'kind': 'chats', 'too_long': 'truncate', "
+    f"'path': '{folder}/chats.jsonl', 'template': '{folder}/chat.jinja'}},)",
+  )
+  assert status == 0, err
+  assert "cut to the length of a row" in err
+  assert all(0 < row["labels"] < row["tokens"] for row in lines(out))
+  assert (out / "adapter" / "adapter_config.json").exists()
+  template = (out / "adapter" / "chat_template.jinja").read_text()
+  assert template == (folder / "chat.jinja").read_text()
+  assert not (out / "model").exists()
+
+
+def test_adapters_that_cannot_be_written_alone_are_refused(small, tmp_path):
+  """Before the first step: without the model nothing would be written."""
+  overrides = ("--config.lora.rank=2", "--config.merge=False")
+  config = overridden(small, *overrides)
+  model = checkpoint.create(json.loads(config.model.to_json()))
+  rj.models.save(model, tmp_path / "base")
+
+  def check(lora, folder, config=config):
+    train._check_alone(config, folder, model, lora)
+
+  base = str(tmp_path / "base")
+  check(Lora(rank=2), base)
+  with pytest.raises(OptionError, match="merge: got False with fresh weights"):
+    check(Lora(rank=2), None)
+  with pytest.raises(OptionError, match="embeddings of new tokens"):
+    check(Lora(rank=2, new_tokens=3), base)
+  predicting = overridden(small, *overrides, "--config.predict_loss=0.1")
+  with pytest.raises(OptionError, match="layer that predicts further"):
+    check(Lora(rank=2), base, predicting)
+
+
+@pytest.mark.slow
 def test_adapters_from_a_folder(small, tmp_path):
   base = tmp_path / "base"
   first = ("--mesh=seq:2", f"--config={small}")
@@ -219,6 +311,11 @@ def test_each_stage_may_have_sources_of_its_own(small, tmp_path, monkeypatch):
       marks=pytest.mark.slow,
     ),
     ("--config.start={'kind': 'habit'}", "one of lookup"),
+    ("--config.posttraining={'loss': 'ppo'}", "posttraining.loss: got 'ppo'"),
+    ("--config.posttraining={'loss': 'ipo', 'smooth': 1}", "posttraining: got"),
+    ("--config.posttraining={'loss': 'dpo', 'beta': 0}", "beta: got 0"),
+    ("--config.posttraining={'loss': 'dpo'}", "rope_scaling in a stage of Dpo"),
+    ("--config.sources=({'kind': 'chats', 'path': 'x', 'turn': 1},)", "turn"),
     ("--config.start={'kind': 'lookup', 'backs': 1}", "start: got backs"),
     ("--config.start={'kind': 'lookup', 'back': ((1, 2),)}", "llama of 2"),
     ("--config.start={'kind': 'rotary_lookup', 'back': ((1,),)}", "llama of 2"),
@@ -548,6 +645,7 @@ def seen(values: dict, **more) -> dict:
 def test_what_another_objective_is():
   same = seen({})
   assert seen({"log_every": 3, "layout": "zigzag", "remat": "all"}) == same
+  assert seen({"stage_rows": 2}) == same != seen({"stage_rounds": 2})
   assert seen({"z_loss": 1e-4}) != same
   assert seen({"dtype": "bfloat16"}) != same
   assert seen({}, tokenizer=Bytes(chat_template="x")) == same
@@ -571,7 +669,7 @@ def test_adapters_are_of_one_model():
             "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24,
             "num_hidden_layers": 2, "num_attention_heads": 4}  # fmt: skip
   mesh = rj.make_mesh((4,), ("model",), devices=jax.devices()[:4])
-  of = lambda seed, **more: train._fingerprint(
+  of = lambda seed, **more: train.checksums(
     rj.models.create(config, seed=seed, **more)
   )
   assert of(1) == of(1) == of(1, mesh=mesh)
@@ -580,7 +678,7 @@ def test_adapters_are_of_one_model():
   model = rj.models.create(config, seed=1)
   w = model.embed.weight
   w[...] = w[...][:, ::-1]
-  assert train._fingerprint(model) != of(1)
+  assert train.checksums(model) != of(1)
 
 
 def test_a_log_goes_on_without_the_line_that_was_cut_off(tmp_path):
@@ -760,20 +858,104 @@ def test_wrong_flags(small, tmp_path, argv, words):
   assert words in err and "Traceback" not in err
 
 
-def test_files_for_tensorboard(small, tmp_path):
-  flags = (f"--config={small}", f"--out={tmp_path / 'out'}", "--tensorboard",
-           "--mesh=seq:2",
-           "--config.stages=({'steps': 2, 'length': 160, 'batch': 1},)",
-           )  # fmt: skip
-  try:
-    import tensorboardX  # noqa: F401
-  except ModuleNotFoundError:
-    status, _, err = run(*flags)
-    assert status == 2 and "pip install tensorboardX" in err
-    return
-  assert run(*flags)[0] == 0
-  (written,) = (tmp_path / "out" / "tensorboard").iterdir()
-  assert b"gradient_norm" in written.read_bytes()
+BACKEND = """
+class Backend:
+  def __init__(self, folder):
+    self._file = (folder / "figures.txt").open("a")
+  def log_scalar(self, event, value, **kwargs):
+    print(kwargs["step"], event, value, file=self._file)
+  def close(self):
+    print("closed", file=self._file)
+    self._file.close()
+
+def of_metrax(folder):
+  from metrax.logging import TensorboardBackend
+  return TensorboardBackend(str(folder / "metrax"))
+"""
+
+
+def test_figures_for_other_libraries(small, tmp_path, monkeypatch):
+  """All that are installed, and a backend of one's own."""
+  (tmp_path / "own_backend.py").write_text(BACKEND)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.setenv("WANDB_MODE", "offline")
+  out = tmp_path / "out"
+  libraries = {"tensorboard": "tensorboardX", "wandb": "wandb",
+               "own_backend:of_metrax": "metrax"}  # fmt: skip
+  installed = [
+    name
+    for name, module in libraries.items()
+    if importlib.util.find_spec(module)
+  ]
+  names = ["own_backend:Backend", *installed]
+  flags = (f"--config={small}", f"--out={out}", "--mesh=seq:2",
+           "--config.log_every=1", "--config.save_every=1")  # fmt: skip
+  stages = "--config.stages=({'steps': %d, 'length': 160, 'batch': 1},)"
+  status, _, err = run(*flags, stages % 2, f"--metrics={','.join(names)}")
+  assert status == 0, err
+  lines = (out / "figures.txt").read_text().splitlines()
+  rows = [
+    json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()
+  ]
+  for row in rows:
+    assert f"{row['step']} loss {row['loss']}" in lines
+  assert len(rows) == 2 and lines[-1] == "closed"
+  for name in {"tensorboard", "own_backend:of_metrax"} & {*installed}:
+    (written,) = (out / name.rpartition("_")[2]).iterdir()
+    assert b"gradient_norm" in written.read_bytes()
+  if "wandb" in installed:
+    run_id = (out / "wandb_id").read_text()
+    assert list((out / "wandb").glob(f"offline-run-*-{run_id}/*.wandb"))
+  absent = [name for name in ("tensorboard", "wandb") if name not in installed]
+  for name in absent:
+    status, _, err = run(*flags, f"--metrics={name}")
+    assert status == 2 and f"pip install {libraries[name]}" in err
+  for name, words in (
+    ("prometheus", "one of tensorboard, wandb"),
+    ("own_backend:other", "AttributeError"),
+    ("no_such_module:x", "ModuleNotFoundError"),
+  ):
+    status, _, err = run(*flags, f"--metrics={name}")
+    assert status == 2 and words in err
+
+
+def test_a_backend_that_fails_ends_alone(tmp_path, monkeypatch):
+  (tmp_path / "faulty_backends.py").write_text(
+    BACKEND + "class Full(Backend):\n"
+    "  def log_scalar(self, *args, **kwargs):\n"
+    "    raise OSError('no room')\n"
+    "def shut(folder): raise ValueError('no key')\n"
+  )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  names = [f"faulty_backends:{name}" for name in ("Full", "Backend", "shut")]
+  messages = []
+  backends = metric_backends.MetricBackends(
+    names[:2], tmp_path, messages.append
+  )
+  for number in (1, 2):
+    backends.report(number, {"loss": 0.5})
+  backends.close()
+  lines = (tmp_path / "figures.txt").read_text().splitlines()
+  assert lines == ["closed", "1 loss 0.5", "2 loss 0.5", "closed"]
+  assert len(messages) == 1 and "Full failed" in messages[0]
+  with pytest.raises(OptionError, match=r"shut, which failed .*no key"):
+    metric_backends.MetricBackends(names[1:], tmp_path, messages.append)
+  lines = (tmp_path / "figures.txt").read_text().splitlines()
+  assert lines[4:] == ["closed"]
+
+
+@pytest.mark.slow
+def test_a_run_of_wandb_is_continued(tmp_path, monkeypatch):
+  pytest.importorskip("wandb")
+  monkeypatch.setenv("WANDB_MODE", "offline")
+  ids = []
+  for number in (1, 2):
+    backends = metric_backends.MetricBackends(["wandb"], tmp_path, print)
+    backends.report(number, {"loss": 0.5})
+    backends.close()
+    ids.append((tmp_path / "wandb_id").read_text())
+  assert ids[0] == ids[1]
+  assert list((tmp_path / "wandb").glob(f"offline-run-*-{ids[0]}"))
 
 
 @pytest.mark.long
@@ -823,7 +1005,7 @@ def test_every_config_can_be_built(path):
     step.make_step(optimizer, attend, made.objective),
     step.form(optimizer, model),
     None,
-    Batch(one, one, weight, one, one),
+    Batch(one, one, weight, one, one, inputs={"reference": weight}),
   )
   assert figures.loss.shape == ()
   assert jax.tree.structure(state.params) == jax.tree.structure(model)

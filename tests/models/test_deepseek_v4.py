@@ -11,11 +11,13 @@ from flax import nnx
 import ringjax as rj
 from ringjax import models
 from ringjax.errors import ConfigError, OptionError
+from ringjax.models.families import FAMILIES
 from ringjax.models.weights.linear_maps import rounded_maps
 from ringjax.nn.residuals import HyperConnection
 from ringjax.ops.rope import Yarn
 from ringjax.serve import Engine, Request
 from tests import checkpoints
+from tests.models.hf.test_packings import FORMATS
 
 NAME = "deepseek_v4"
 
@@ -139,6 +141,30 @@ def test_what_chooses_and_weighs_keys_is_not_rounded(model):
   assert not [x for x in names if "index" in x or x.endswith("gate")]
   adapted = rj.train.Lora(targets=("gate", "value")).start(model)
   assert adapted and not [path for path in adapted if "index" in path]
+
+
+@pytest.mark.long
+def test_published_folders_are_unpacked(tmp_path):
+  """Blocks of float8, experts of four bits, and scales that are exponents."""
+  kind, random = FORMATS["deepseek_v4"], np.random.default_rng(3)
+  config = checkpoints.config(NAME) | {"moe_intermediate_size": 32}
+  maps = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3")
+  packed, plain = {}, {}
+  for name, array in checkpoints.tensors(NAME).items():
+    published = FAMILIES[NAME].spellings(name)[-1]
+    packed[published] = plain[name] = array
+    if name.removesuffix(".weight").endswith(maps):
+      shape = (32 if size == 26 else size for size in array.shape)
+      codes, floats = kind.encode(random, published, *shape)
+      packed |= codes
+      plain[name] = floats.astype(np.float32)
+  assert sum(x.dtype == np.int8 for x in packed.values()) == 4 * 6
+  write = checkpoints.write_folder
+  stated = {"quantization_config": kind.config, "expert_dtype": "fp4"}
+  folder = write(packed, config | stated, tmp_path / "packed")
+  ids = checkpoints.expected(NAME).prompt
+  expected = models.load(write(plain, config, tmp_path / "plain"))(ids)
+  np.testing.assert_array_equal(models.load(folder)(ids), expected)
 
 
 @pytest.mark.long

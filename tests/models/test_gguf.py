@@ -19,8 +19,10 @@ from ringjax.data.gguf.gguf_file import GgufTensor, open_gguf
 from ringjax.data.gguf.gguf_tokenizer import tokenizer_files
 from ringjax.models.gguf.architectures import config_of
 from ringjax.models.gguf.gguf_folder import open_model
+from ringjax.paths import as_path, upload_folder
 from ringjax.serve.prefix.stage_pages import weight_sums, whole_digest
 from ringjax.serve.prefix.store_link import weights_digest
+from tests import object_servers
 
 _SIZES = dict(
   vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -849,6 +851,17 @@ def test_parts_are_one_model(tmp_path):
     w.close()
   for path in (first.parent, second):
     _same(path, tmp_path / "hf")
+  with object_servers.served("memory") as bucket:
+    upload_folder(first.parent, as_path(f"{bucket}/parts"))
+    with object_servers.with_faults() as storage:
+      for path in (f"{bucket}/parts", f"{bucket}/parts/{second.name}"):
+        _same(path, tmp_path / "hf")
+      # Only ranges are read.
+      whole = [x for x, *_ in storage.requests if x == "cat_file"]
+      assert len(storage.ranges) == len(whole)
+    as_path(f"{bucket}/parts/{second.name}").unlink()
+    with pytest.raises(rj.errors.CheckpointFormatError, match="no such file"):
+      rj.models.load(f"{bucket}/parts")
   # The second one under the name of the first.
   kept = first.read_bytes()
   first.write_bytes(second.read_bytes())

@@ -277,11 +277,12 @@ def test_a_layer_reads_what_the_last_index_before_it_handed_on():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [SHARED, "mistral_large4"])
 @pytest.mark.parametrize("layout", [Striped(), Zigzag()])
-def test_a_shared_choice_on_shards(layout, tmp_path):
-  expected = checkpoints.expected(SHARED)
+def test_a_shared_choice_on_shards(layout, name, tmp_path):
+  expected = checkpoints.expected(name)
   mesh = make_mesh(4, "auto")
-  path = checkpoints.write(SHARED, tmp_path / "model")
+  path = checkpoints.write(name, tmp_path / "model")
   model = rj.models.load(path, mesh=mesh, dtype=jnp.float32)
   order = layout.padded_order(40, 4)
   attend = ContextParallel(mesh=mesh, axis="seq", layout=layout)
@@ -290,9 +291,10 @@ def test_a_shared_choice_on_shards(layout, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_shared_choice_in_sessions_rows_and_an_engine(tmp_path):
-  expected = checkpoints.expected(SHARED)
-  model = rj.models.load(checkpoints.write(SHARED, tmp_path / "model"))
+@pytest.mark.parametrize("name", [SHARED, "mistral_large4"])
+def test_a_shared_choice_in_sessions_rows_and_an_engine(name, tmp_path):
+  expected = checkpoints.expected(name)
+  model = rj.models.load(checkpoints.write(name, tmp_path / "model"))
   session = rj.infer.Session(model, 64, batch=2)
   rj.infer.read_context(model, expected.prompt[:, :11], cache=session)
   new = rj.infer.generate(

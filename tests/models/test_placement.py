@@ -449,6 +449,25 @@ def test_faults_of_files(copied, monkeypatch):
     model(TOKENS)
 
 
+def test_a_failed_read_ahead_is_read_again(copied, monkeypatch):
+  """What fails between calls is no call's error: the next reads it again."""
+  model = rj.models.load(copied, placement="disk")
+  want = np.asarray(model(TOKENS))
+  preadv, failed = os.preadv, threading.Event()
+
+  def broken(*args):
+    if threading.current_thread().name != layer_reader.READ_AHEAD:
+      return preadv(*args)
+    failed.set()
+    raise OSError(5, "Input/output error")
+
+  monkeypatch.setattr(os, "preadv", broken)
+  model.stack.placed[0][0].disk[0].reader.release()
+  for _ in range(3):
+    np.testing.assert_array_equal(np.asarray(model(TOKENS)), want)
+  assert failed.wait(60)
+
+
 @pytest.mark.long
 def test_faults_on_a_mesh(copied):
   """No device waits for one whose read failed."""

@@ -17,7 +17,8 @@ from tests.helpers import refused
 
 NAMES = checkpoints.image_names()
 # The rest has a rotation, heads or experts of its own, or nothing new.
-QUICK, LONG = ("qwen3_vl",), ("gemma3", "mistral3", "qwen3_vl_moe")
+QUICK = ("qwen3_vl",)
+LONG = ("gemma3", "mistral3", "mistral_large4_images", "qwen3_vl_moe")
 # Names of each kind: of today, of old, and of what hears, too.
 SHORT = ("qwen3_vl", "llava", "gemma3", "smolvlm", "emu3", "qwen2_5_omni")
 # Float32 against float64.
@@ -76,6 +77,16 @@ def test_what_sees_is_left_by_its_name(name, tmp_path):
   seeing = {key for key in shapes if checkpoints.sees(key, outer(name))}
   assert set(held.unused) == seeing and seeing
   assert {t.stored_name for t in held.tensors} == set(shapes) - seeing
+
+
+def test_a_layer_that_predicts_is_left_by_its_name(tmp_path):
+  """It has the name of a layer after the others of the text model."""
+  name = "glm5_next_images"
+  number = outer(name)["text_config"]["num_hidden_layers"]
+  extra = f"model.language_model.layers.{number}.eh_proj.weight"
+  arrays = checkpoints.tensors(name) | {extra: np.zeros((2, 3), np.float32)}
+  folder = checkpoints.write_folder(arrays, outer(name), tmp_path)
+  assert extra in found(folder).unused
 
 
 @pytest.mark.parametrize("name", ["llava", "mistral3", "internvl"])

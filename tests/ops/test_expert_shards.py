@@ -178,11 +178,68 @@ def test_what_is_sent_is_what_the_choice_states(name):
 def test_a_backward_pass_keeps_its_inputs_alone():
   """Neither copies of tokens nor what was sent."""
   sizes, over, tokens_over, _ = CASES["rounds"]
-  run = sharded(mesh_of(**sizes), over, tokens_over, rounds(8, 8))
+  run = jax.jit(sharded(mesh_of(**sizes), over, tokens_over, rounds(8, 8)))
   weights, x, experts, mixing = problem(64)
   _, pull = jax.vjp(lambda w, x, m: run(w, x, experts, m), weights, x, mixing)
   inputs = {a.shape for a in (*weights, x, experts, mixing)}
   assert {a.shape for a in jax.tree.leaves(pull) if a.ndim} <= inputs
+
+
+def parts(equation):
+  """Traced programs among an equation's parameters."""
+  for value in equation.params.values():
+    for part in value if isinstance(value, tuple | list) else (value,):
+      part = getattr(part, "jaxpr", part)
+      if hasattr(part, "eqns"):
+        yield part
+
+
+def holds(equation, name):
+  """Whether an equation is an operation, or has it in its parts."""
+  return equation.primitive.name == name or any(
+    holds(inner, name) for part in parts(equation) for inner in part.eqns
+  )
+
+
+def loops(jaxpr, name):
+  """Bodies of the innermost loops that hold an operation."""
+  for equation in jaxpr.eqns:
+    if not holds(equation, name):
+      continue
+    inner = [body for part in parts(equation) for body in loops(part, name)]
+    if not inner and equation.primitive.name == "while":
+      inner = [equation.params["body_jaxpr"].jaxpr]
+    yield from inner
+
+
+def needs(body, first, then):
+  """Whether an operation `then` of a body reads what a `first` computed."""
+  from_first = set()
+  for equation in body.eqns:
+    inputs = {v for v in equation.invars if not hasattr(v, "val")}
+    if holds(equation, then) and inputs & from_first:
+      return True
+    if holds(equation, first) or inputs & from_first:
+      from_first.update(equation.outvars)
+  return False
+
+
+@pytest.mark.parametrize(("chunk", "overlapped"), [(8, True), (16, False)])
+def test_sends_of_a_turn_do_not_wait_for_its_products(chunk, overlapped):
+  """Nor do products wait for sends; forward, and backward.
+
+  A single chunk has one round as a rule, whose sends have no other products.
+  """
+  run = sharded(mesh_of(seq=4), ("seq",), ("seq",), rounds(chunk, 8))
+  weights, x, experts, mixing = problem(64)
+  loss = lambda x: jnp.sum(run(weights, x, experts, mixing))
+  jaxpr = jax.make_jaxpr(jax.grad(loss))(x).jaxpr
+  bodies = [*loops(jaxpr, "all_to_all")]
+  assert len(bodies) == 2
+  for body in bodies:
+    assert any(holds(equation, "tanh") for equation in body.eqns)
+    assert needs(body, "all_to_all", "tanh") is not overlapped
+    assert needs(body, "tanh", "all_to_all") is not overlapped
 
 
 @pytest.mark.parametrize(
@@ -204,6 +261,8 @@ def test_the_choice_goes_by_bytes(tokens, chosen, shards, kind):
 
 def test_a_long_call_is_sent_in_chunks():
   dispatch = choose_dispatch(65536, 4096, 8, 2, 4)
+  sent = 3 * 65 * dispatch.capacity * (2 * 2 * 4096 + 8)
+  assert dispatch.chunk == 1024 and f" {sent:,} in rounds" in dispatch.reason
   rows = dispatch.chunk * 8
   assert rows <= expert_shards._CHUNK_ROWS
   assert dispatch.capacity >= rows / 4

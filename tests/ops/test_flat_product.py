@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from ringjax.models.weights.coded_weights import _FP4_LEVELS, _NF4_LEVELS
+from ringjax.ops.block_product_tpu import BlockCodes
 from ringjax.ops.flat_product_tpu import (
   FlatProductTPU,
   LiveTiles,
@@ -37,6 +39,55 @@ def multiplied(kernel, x, weight, layer, holds):
   if kernel is None:
     return flat_product(x, weight, live, (layer,))
   return kernel.product(x, weight, (layer,), live)
+
+
+# Groups, levels, dtype of steps, and whether there are least numbers.
+CODES = {
+  "int8": (0, None, "float32", False),
+  "8 bits in groups, as Q8_0": (32, None, "float16", False),
+  "8 bits in groups of 16": (16, None, "float32", True),
+  "int4": (64, tuple(range(16)), "float32", True),
+  "4 bits in groups of 32, as Q4_0": (
+    32, tuple(range(-8, 8)), "float16", False
+  ),
+  "nf4": (64, _NF4_LEVELS, "bfloat16", False),
+  "mxfp4": (32, _FP4_LEVELS, "bfloat16", False),
+}  # fmt: skip
+
+
+def codes_of(kind, inner, outer, layers=2, seed=0):
+  """Random codes of a stack of layers."""
+  group, levels, dtype, has_least = CODES[kind]
+  rng = np.random.default_rng(seed)
+  group = group or inner
+  groups, rows = inner // group, group if levels is None else group // 2
+  bounds = (-128, 128, np.int8) if levels is None else (0, 256, np.uint8)
+  codes = rng.integers(
+    *bounds[:2], (layers, groups, rows, outer), dtype=bounds[2]
+  )
+  scales = layers, groups, outer
+  step = rng.uniform(0.5, 1, scales) / 512
+  minimum = rng.normal(size=scales) / 64 if has_least else None
+  return BlockCodes(
+    codes=jnp.asarray(codes),
+    step=jnp.asarray(step, dtype),
+    least=None if minimum is None else jnp.asarray(minimum, dtype),
+    levels=levels,
+  )
+
+
+def decoded(weight):
+  """Numbers of a stack of layers of codes, float64."""
+  float64 = lambda x: np.asarray(x, np.float64)
+  codes = np.asarray(weight.codes)
+  numbers = float64(codes)
+  if weight.levels is not None:
+    table = np.array(weight.levels, np.float64)
+    numbers = np.concatenate([table[codes >> 4], table[codes & 15]], 2)
+  numbers = numbers * float64(weight.step)[:, :, None]
+  if weight.least is not None:
+    numbers = numbers + float64(weight.least)[:, :, None]
+  return numbers.reshape(numbers.shape[0], -1, numbers.shape[-1])
 
 
 class LittleMemory(FlatProductTPU):
@@ -86,6 +137,45 @@ def test_a_gate_is_computed_with_its_products(kind):
   )
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", CODES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_codes_are_the_weight_that_they_stand_for(kind, dtype):
+  """Alone and as a gate, by the kernel, by its loop, and tile after tile."""
+  gate, up = (codes_of(kind, INNER, OUTER, seed=n) for n in (1, 2))
+  x, holds = drawn(TILES, ROWS, INNER, dtype=dtype), jnp.asarray(HOLDS)
+  rows = np.asarray(x, np.float64)[HOLDS]
+  want = [rows @ decoded(weight)[1] for weight in (gate, up)]
+  scale = {"float32": 2e-5, "bfloat16": 2e-2}[dtype]
+  for kernel in (KERNEL, LittleMemory(interpret=True), None):
+    run = functools.partial(multiplied, kernel)
+    got = run(x, gate, jnp.int32(1), holds)
+    assert got.dtype == x.dtype
+    np.testing.assert_allclose(
+      np.asarray(got, np.float64)[HOLDS], want[0], rtol=scale, atol=scale
+    )
+    moved = jnp.full_like(x, jnp.nan).at[4, 3].set(x[2, 9])
+    alone = run(moved, gate, jnp.int32(1), jnp.arange(TILES) == 4)[4, 3]
+    np.testing.assert_array_equal(
+      *(np.asarray(a, np.float32) for a in (alone, got[2, 9]))
+    )
+    product = gated_by(kernel, x, (gate, up), jnp.int32(1), holds)
+    np.testing.assert_allclose(
+      np.asarray(product, np.float64)[HOLDS],
+      want[0] * want[1],
+      rtol=2 * scale,
+      atol=2 * scale,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gated_by(kernel, x, weights, layer, holds):
+  live, index = LiveTiles.of(holds), (layer,)
+  if kernel is None:
+    return flat_gated(x, weights, live, index, jnp.multiply)
+  return kernel.gated(x, weights, index, live, jnp.multiply)
+
+
 def test_the_tiles_stay_in_the_vector_memory_where_they_fit():
   form = _WeightForm(inner=14336, outer=4096, maps=1)
   blocks = lambda tiles: FlatProductTPU(chip="tpu-v5e")._blocks(
@@ -112,7 +202,10 @@ def test_the_bits_of_a_row_depend_on_that_row_alone(kernel):
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("heads", "width"), [(2, 128), (4, 256), (16, 128)])
+@pytest.mark.parametrize(
+  ("heads", "width"),
+  [(2, 128), (4, 256), (16, 128), (6, 64), (5, 192), (2, 200)],
+)
 def test_a_weight_by_heads_is_one_by_columns(heads, width, dtype):
   x = drawn(TILES, ROWS, 1024, dtype=dtype)
   weight = drawn(2, 1024, heads, width, dtype=dtype, seed=1)
@@ -155,7 +248,7 @@ def test_a_call_without_rows_is_computed():
     ((2, 16, 256), (256, 200), "multiples of 128"),
     ((2, 12, 256), (256, 128), "12 rows"),
     ((1, 16, 1 << 18), (1 << 18, 128), "do not fit"),
-    ((2, 16, 256), (256, 2, 64), "heads of 64"),
+    ((2, 16, 256), (256, 3, 128), "3 heads"),
     ((2, 16, 256), (256, 28, 128), "28 heads"),
   ],
 )
@@ -178,8 +271,8 @@ def test_a_cpu_multiplies_tile_by_tile():
   assert np.all(np.any(np.asarray(y[HOLDS], np.float32), (1, 2)))
 
 
-def shaped_product(devices, *, tiles, layers):
-  """Products with one layer of a stack after another."""
+def shaped_product(devices, *, tiles, layers, kind=None):
+  """Products with one layer of a stack after another, of floats or codes."""
   mesh = jax.sharding.Mesh(np.array(devices), ("data",))
   replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   kernel = FlatProductTPU(chip=chips.machine_name(devices[0].device_kind))
@@ -193,9 +286,13 @@ def shaped_product(devices, *, tiles, layers):
   shaped = lambda shape, dtype: jax.ShapeDtypeStruct(
     shape, dtype, sharding=replicated
   )
+  weight = shaped((layers, 4096, 4096), jnp.bfloat16)
+  if kind is not None:
+    codes = codes_of(kind, 4096, 4096, layers)
+    weight = jax.tree.map(lambda x: shaped(x.shape, x.dtype), codes)
   arguments = (
     shaped((tiles, 128, 4096), jnp.bfloat16),
-    shaped((layers, 4096, 4096), jnp.bfloat16),
+    weight,
     shaped((tiles,), jnp.bool_),
     shaped((), jnp.int32),
   )

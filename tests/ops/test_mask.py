@@ -10,6 +10,7 @@ import ringjax as rj
 from ringjax.ops import mask as masks
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.mask import (
+  Behind,
   Beyond,
   BlockCausal,
   Causal,
@@ -17,6 +18,7 @@ from ringjax.ops.mask import (
   ChunksBack,
   Coords,
   Prefix,
+  Since,
   Window,
   extent,
 )
@@ -51,6 +53,9 @@ SEES = {
   "all chunks before": (ChunksBack(5, 2), lambda q, k: q // 5 - k // 5 >= 2),
   "beyond": (Beyond(3), lambda q, k: q - k >= 3),
   "far beyond": (Beyond(2**33), lambda q, k: q - k >= 2**33),
+  "one behind": (Behind(1), lambda q, k: q - k == 1),
+  "far behind": (Behind(2**31 - 2), lambda q, k: q - k == 2**31 - 2),
+  "since": (Since(2**30), lambda q, k: k >= 2**30),
   "prefix": (Prefix(LAST), lambda q, k: k < LAST),
 }
 

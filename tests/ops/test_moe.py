@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringjax.ops.experts.moe import mix
+from ringjax.ops.experts.moe import mix, mix_in_tiles
 from ringjax.ops.experts.row_blocks import block_rows
+from ringjax.ops.flat_product_tpu import LiveTiles
 
 DIM, HIDDEN = 8, 16
 
@@ -124,3 +125,41 @@ def test_experts_without_tokens_cost_nothing():
 )
 def test_block_rows(rows, experts, want):
   assert block_rows(rows, experts) == want
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("scale_input", [False, True])
+def test_tiles_have_the_sums_of_their_tokens(scale_input):
+  """Neighbours change no bit, and tiles without tokens are not computed."""
+  x, w, v, experts, weights = arrays(*problem(5 * 8, 6, 2))
+  ran = []
+
+  def f(e, rows):
+    jax.debug.callback(lambda e: ran.append(int(e)), e)
+    return jnp.tanh(rows @ w[e]) @ v[e]
+
+  @jax.jit
+  def in_tiles(x, experts, weights, holds):
+    tiled = lambda a: a.reshape(5, 8, -1)
+    chosen = jnp.where(holds[..., None], tiled(experts), 6)
+    live = LiveTiles.of(jnp.any(holds, 1))
+    return mix_in_tiles(
+      f, tiled(x), chosen, tiled(weights), 6, live, scale_input=scale_input
+    )
+
+  crowd = np.ones((5, 8), bool)
+  crowd[1] = crowd[4, 3:] = False
+  got = in_tiles(x, experts, weights, crowd)
+  want = truth(*problem(5 * 8, 6, 2), scale_input).reshape(5, 8, -1)
+  np.testing.assert_allclose(got[crowd], want[crowd], rtol=0, atol=2e-5)
+  jax.effects_barrier()
+  ran.clear()
+  # Another place, and numbers of no token beside it.
+  alone = np.zeros((5, 8), bool)
+  alone[3, 6] = True
+  moved = lambda a: jnp.full_like(a, jnp.nan).at[30].set(a[2])
+  chosen = jnp.zeros_like(experts).at[30].set(experts[2])
+  lone = in_tiles(moved(x), chosen, moved(weights), alone)
+  np.testing.assert_array_equal(lone[3, 6], got[0, 2])
+  jax.effects_barrier()
+  assert sorted(ran) == sorted(np.asarray(experts[2]).tolist())

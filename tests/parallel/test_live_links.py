@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from ringjax.errors import OptionError, PeerError
+from ringjax.parallel.links import live_link
 from ringjax.parallel.links.array_messages import receive_arrays
 from ringjax.parallel.links.connection import Connection, HostileMessageError
 from ringjax.parallel.links.link_group import LinkGroup
@@ -179,13 +181,13 @@ def test_an_error_of_the_function_ends_the_link():
     assert b.ending is LinkEnding.BROKEN
 
 
-def test_an_error_that_no_one_expects_ends_the_link():
+def test_an_error_that_no_one_expects_ends_the_link(monkeypatch):
   with pair() as (a, b):
 
     def fail(*_: Any) -> None:
       raise MemoryError("no room for it")
 
-    b.wire.frame = fail  # pyrefly: ignore
+    monkeypatch.setattr(b.wire, "frame", fail)
     a.tell("row")
     error = error_of(b.take)
     assert str(error) == "this process failed: MemoryError: no room for it"
@@ -246,10 +248,10 @@ def test_one_that_is_gone_is_noticed_by_all_that_wait():
     assert error_of(b.take) is b.error is error_of(lambda: b.send("row"))
 
 
-def test_one_whose_messages_are_dropped_is_silent():
+def test_one_whose_messages_are_dropped_is_silent(monkeypatch):
   with pair(patience_s=0.4) as (a, b):
     # Half-open: nothing of "a" arrives, though it hears the other side.
-    a.wire.send = lambda *_: None  # pyrefly: ignore
+    monkeypatch.setattr(a.wire, "send", lambda *_: None)
     assert str(error_of(b.take)) == "a did nothing for 0.4 s"
     assert b.ending is LinkEnding.SILENT
     # It learns that it was given up, and why.
@@ -332,6 +334,33 @@ def test_telling_never_waits_for_one_that_reads_nothing():
     assert link.error is None
     until(lambda: link.error is not None)
   assert link.ending is LinkEnding.SILENT
+
+
+def test_one_that_reads_too_slowly_is_given_up(monkeypatch):
+  """A single long message is sent; those that queue after it have a limit."""
+  monkeypatch.setattr(live_link, "MOST_QUEUED_BYTES", 1 << 20)
+  row = np.zeros(1 << 17, np.float32)
+  with pair() as (a, b):
+    a.tell("long", [np.zeros(1 << 20, np.float32)])
+    assert b.take().arrays[0].size == 1 << 20
+    for _ in range(4):
+      # What was sent does not count.
+      until(lambda: not a._queued_bytes)
+      a.tell("row", [row])
+      b.take()
+    assert a.error is None
+  own_end, peer_end = socket.socketpair()
+  link = LiveLink(Connection(own_end, 60.0, "rank 2"), rank=2).start()
+  with peer_end:
+    for _ in range(8):
+      link.tell("row", [row])
+      # It reads, but not as much as comes.
+      peer_end.recv(1 << 10)
+    until(lambda: not link._receiver.is_alive())
+  assert link.error is not None and link.error.rank == 2
+  assert link.ending is LinkEnding.SLOW
+  assert "rank 2 receives too slowly" in str(link.error)
+  assert link._queued_bytes <= (1 << 20) + row.nbytes + 100
 
 
 def test_the_reason_of_an_end_before_the_start_is_not_lost():
@@ -547,10 +576,9 @@ def test_one_that_was_suspended_itself_gives_up_no_one():
   with process(2.0, 120.0) as (child, link):
     child.send_signal(signal.SIGSTOP)
     # Nothing waits for it when it wakes: only its clock has run on.
-    send, link.wire.send = link.wire.send, lambda *_: None  # pyrefly: ignore
-    time.sleep(4.0)
-    child.send_signal(signal.SIGCONT)
-    link.wire.send = send  # pyrefly: ignore
+    with mock.patch.object(link.wire, "send", return_value=None):
+      time.sleep(4.0)
+      child.send_signal(signal.SIGCONT)
     link.tell("last")
     link.close("done")
     assert child.wait(PATIENCE_S) == 0

@@ -98,3 +98,11 @@ def test_devices_without_coordinates_keep_their_order():
   assert set(mesh.axis_types) == {AxisType.Auto}
   kinds = (AxisType.Auto, AxisType.Explicit)
   assert rj.make_mesh((2, 2), ("data", "seq"), axis_types=kinds).size == 4
+
+
+def test_a_compilers_options_are_those_of_the_meshs_devices():
+  """Other compilers refuse the options of TPUs."""
+  mesh = rj.make_mesh((1,), ("seq",), devices=jax.devices()[:1])
+  assert meshes.compiler_options(mesh) == {}
+  assert meshes.compiler_options(mesh.abstract_mesh) == {}
+  assert meshes.compiler_options(None) == {}

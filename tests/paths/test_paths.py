@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pathlib
+from contextlib import nullcontext
 
 import pytest
 
 from ringjax import paths
-from ringjax.data.gguf import gguf_file
 from ringjax.errors import InputTypeError, OptionError, StorageError
-from ringjax.models.weights import calibration
 from ringjax.paths import object_store
 from ringjax.store import disk_tier, tier_policies
 from ringjax.store.flash import neuron_file
@@ -105,6 +104,25 @@ def test_an_object_is_created_once(bucket):
   assert file.read_bytes() == b"first"
 
 
+def test_an_object_is_replaced_only_in_a_version(bucket):
+  """Where the client compares versions; others replace any."""
+  file = bucket / "version"
+  file.write_bytes(b"first")
+  facts = file.facts()
+  file.store.write(str(file), b"second", replaces=facts)
+  compares = bool(file.store.scheme.match)
+  assert compares == str(bucket).startswith("s3")
+  expected = pytest.raises(FileExistsError) if compares else nullcontext()
+  with expected:
+    file.store.write(str(file), b"third", replaces=facts)
+  assert file.read_bytes() == (b"second" if compares else b"third")
+  facts = file.facts()
+  file.unlink()
+  if compares:
+    with pytest.raises(FileExistsError):
+      file.store.write(str(file), b"fourth", replaces=facts)
+
+
 def test_a_folder_becomes_objects_the_named_file_last(bucket):
   place = bucket / "folder"
   with paths.filling(place, last="b.json") as local:
@@ -179,8 +197,6 @@ def test_other_addresses_are_refused(path, words):
   [
     lambda path: disk_tier.DiskTier(path, 1 << 20, tier_policies.LRU()),
     lambda path: neuron_file.NeuronFile(path),
-    lambda path: calibration.write_tensors(path, {}, {}),
-    lambda path: gguf_file.open_gguf(path),
   ],
 )
 def test_what_takes_no_address_makes_no_folder(call, tmp_path, monkeypatch):

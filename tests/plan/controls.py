@@ -16,6 +16,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
+from ringjax.ops.experts import grouped_product
+from ringjax.ops.experts.expert_shards import ExpertShards, mix_sharded
+from ringjax.ops.experts.grouped_product_tpu import (
+  ExpertMaps,
+  GroupedProductTPU,
+)
+from ringjax.parallel import chips
+from ringjax.parallel.mesh import compiler_options
 from ringjax.plan.compiler.aot import Built
 
 HEADS, DIM = 4, 128
@@ -117,6 +125,49 @@ def kernel(devices, *, stated):
     (n * size, n), jnp.bfloat16, sharding=NamedSharding(mesh, spec)
   )
   return Built(function=jax.jit(function), arguments=(x, x), mesh=mesh)
+
+
+def experts(devices, *, asynchronous, tokens=16_384):
+  """Gradients of a sharded mixture's experts, those of Qwen3-30B-A3B."""
+  mesh = rj.make_mesh((-1,), ("seq",), devices=devices)
+  count, chosen, width, hidden = 128, 8, 2048, 768
+  over = NamedSharding(mesh, P("seq"))
+  form = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=over)
+  maps = ((width, hidden), (width, hidden), (hidden, width))
+  weights = tuple(form(jnp.bfloat16, count, *sizes) for sizes in maps)
+  rows = tokens * mesh.size
+  kernel = GroupedProductTPU(chip=chips.machine_name(devices[0].device_kind))
+
+  def products(kernel, weights, rows, blocks):
+    gate, up, down = (ExpertMaps(stacked=w) for w in weights)
+    gated = lambda gate, up: jax.nn.silu(gate) * up
+    h = grouped_product.gated(kernel, gated, rows, (gate, up), blocks)
+    return grouped_product.products(kernel, h, (down,), blocks)[0]
+
+  def local(weights, x, experts, mixing):
+    grouped = grouped_product.GroupedExperts(
+      kernel=kernel, f=products, weights=weights
+    )
+    shards = ExpertShards(over=("seq",), tokens=("seq",))
+    return mix_sharded(
+      products, weights, x, experts, mixing, count, shards, grouped=grouped
+    )
+
+  run = jax.shard_map(
+    local, mesh=mesh, in_specs=(P("seq"),) * 4, out_specs=P("seq")
+  )
+  loss = lambda *args: jnp.sum(run(*args).astype(jnp.float32) ** 2)
+  options = compiler_options(mesh) if asynchronous else {}
+  return Built(
+    function=jax.jit(jax.grad(loss, (0, 1, 3)), compiler_options=options),
+    arguments=(
+      weights,
+      form(jnp.bfloat16, rows, width),
+      form(jnp.int32, rows, chosen),
+      form(jnp.float32, rows, chosen),
+    ),
+    mesh=mesh,
+  )
 
 
 def large(devices):

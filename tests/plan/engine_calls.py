@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -13,6 +16,9 @@ from ringjax.kv.base import bytes_each
 from ringjax.kv.storage.page_pool import PagePool
 from ringjax.models.checkpoint import abstract
 from ringjax.models.partition.layer_parts import layer_parts
+from ringjax.models.weights.coded_weights import KINDS, coded_model
+from ringjax.nn.param import Rules
+from ringjax.nn.weights.block_codes import with_shards
 from ringjax.ops.attention.cached.pooled import pool_tile
 from ringjax.plan.compiler.aot import Built
 from ringjax.serve.calls import (
@@ -25,6 +31,7 @@ from ringjax.serve.calls import (
 )
 from ringjax.serve.prefix.shared_rows import shared_tiles
 from ringjax.serve.row_sampler import RowNumbers
+from ringjax.train.methods.lora import with_adapters
 
 ROWS = 16
 # Rows and tokens of each call.
@@ -39,8 +46,8 @@ _SIZES = {
 
 
 def call_arrays(pool, name, page, tokens, devices, vocab):
-  """Arguments of an empty call over a pool of so many tokens a device."""
-  shards = len(devices)
+  """Arguments of an empty call over a pool of so many tokens a shard."""
+  shards = pool.shards
   batch, count = _SIZES[name]
   zeros = lambda *shape: np.zeros(shape, np.int32)
   no = np.zeros(batch, bool)
@@ -69,17 +76,65 @@ def call_arrays(pool, name, page, tokens, devices, vocab):
   return arrays._replace(shared=shared)
 
 
-def call(devices, *, model, name, kind, page, tokens, prompts=None, trips=1.0):
+def _with_adapters(form, rank, sharding):
+  """A model of shapes with two adapters of this rank."""
+  lora = rj.train.Lora(rank=rank)
+
+  def adapted(model):
+    return with_adapters(model, [(lora, lora.start(model, seed=0))] * 2)
+
+  def placed(x, old=sharding):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=old)
+
+  return jax.tree.map(placed, jax.eval_shape(adapted, form))
+
+
+def _with_codes(form, kind, mesh):
+  """A model of shapes with codes of a kind in the place of weights."""
+  make = functools.partial(coded_model, **KINDS[kind])
+  is_parameter = lambda x: isinstance(x, nnx.Variable)
+
+  def placed(x):
+    sharding = Rules().sharding(x, mesh)
+    array = x.get_value()
+    shaped = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+    return x.replace(shaped)
+
+  coded = jax.eval_shape(make, form)
+  coded = jax.tree.map(placed, coded, is_leaf=is_parameter)
+  return with_shards(coded, lambda x: x.get_value().sharding.spec)
+
+
+def call(
+  devices,
+  *,
+  model,
+  name,
+  kind,
+  page,
+  tokens,
+  prompts=None,
+  trips=1.0,
+  rank=0,
+  codes=None,
+  mesh_axis="seq",
+):
   """A call for answers or prompts, over a pool of so many tokens a device.
 
   With `prompts` it is one program of the call for answers `name` and of that
   call for prompts, in tiles of rows, whose loops have `trips` (`Built`). Its
-  facts have the pool's bytes on a device.
+  facts have the pool's bytes on a device. Rows have adapters of this `rank`,
+  weights are `codes` of `coded_weights.KINDS`.
   """
-  shards = len(devices)
-  mesh = rj.make_mesh((shards,), ("seq",), devices=devices)
+  mesh = rj.make_mesh((len(devices),), (mesh_axis,), devices=devices)
+  axis = "seq" if mesh_axis == "seq" else None
+  shards = 1 if axis is None else len(devices)
   form = abstract(model, mesh=mesh)
-  attend = rj.models.CachedAttention(mesh=mesh, axis="seq")
+  if codes is not None:
+    form = _with_codes(form, codes, mesh)
+  if rank:
+    form = _with_adapters(form, rank, NamedSharding(mesh, P()))
+  attend = rj.models.CachedAttention(mesh=mesh, axis=axis)
   pool = PagePool.spec(
     form.kinds,
     rows=ROWS,
@@ -88,7 +143,8 @@ def call(devices, *, model, name, kind, page, tokens, prompts=None, trips=1.0):
     dtype=jnp.bfloat16,
     kind=form.cache_kind(kind),
     mesh=mesh,
-    axis="seq",
+    axis=axis,
+    head_axis=None if mesh_axis == "seq" else mesh_axis,
   )
   whole = NamedSharding(mesh, P())
   shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
@@ -98,6 +154,8 @@ def call(devices, *, model, name, kind, page, tokens, prompts=None, trips=1.0):
   arrays = call_arrays(pool, name, page, tokens, devices, vocab)
   if prompts is not None:
     calls = arrays, call_arrays(pool, prompts, page, tokens, devices, vocab)
+    if rank:
+      calls = tuple(x._replace(adapter=zeros(len(x.ends))) for x in calls)
     allowed = tuple(np.zeros((len(x.ends), vocab), bool) for x in calls)
     board = RowBoard(
       zeros(ROWS), np.zeros((ROWS, vocab), bool), zeros(ROWS, vocab)
@@ -110,6 +168,8 @@ def call(devices, *, model, name, kind, page, tokens, prompts=None, trips=1.0):
       facts={"pool": bytes_each(pool.slots)},
       data_trips=trips,
     )
+  if rank:
+    arrays = arrays._replace(adapter=zeros(batch))
   if name == "trees":
     arrays = arrays._replace(parents=zeros(batch, count))
   board = RowBoard(

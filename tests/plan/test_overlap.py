@@ -185,6 +185,12 @@ def test_a_loop_that_data_counts_turns_as_often_as_is_said():
     found = overlap.check(text, "v5e", data_trips=trips)
     assert found.total_cycles == turns * 2000
     assert found.counted_by_data == {"main/while.1": turns}
+  # The loop's own scope comes first, but not that of a loop around it.
+  for scope, turns in (("expected_trips_16/while", 16),
+                       ("expected_trips_16/while/body/while", 3)):  # fmt: skip
+    stated = text.replace("transpose(jvp())/while", scope)
+    found = overlap.check(stated, "v5e", data_trips=3)
+    assert found.total_cycles == turns * 2000
   for wrong in (-1, math.inf, [("", math.nan)]):
     with pytest.raises(OptionError, match="data_trips"):
       overlap.check(text, "v5e", data_trips=wrong)

@@ -11,6 +11,7 @@ FOLDER/stream.json.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import sys
@@ -20,7 +21,6 @@ from typing import Any
 import jax
 import numpy as np
 
-DEVICES = 4
 MODEL = dict(
   model_type="llama",
   vocab_size=262,
@@ -38,6 +38,7 @@ ENGINES: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
   (dict(model=4), dict(preempt="swap", cache_kind="int8")),
   (dict(data=2, model=2), dict(speculate="lookup:count=3,adapt=False")),
   (dict(seq=2, model=2), dict(speculate="early:layers=1,count=2")),
+  (dict(seq=4, model=2), dict(preempt="swap")),
 )
 TIMEOUT_S = 8.0
 
@@ -92,7 +93,7 @@ def answers(numbers: list[int]) -> list[Any]:
     engine = make_engine(number)
     served: Any = engine
     if jax.process_count() > 1:
-      served = rj.serve.EngineGroup(engine, timeout_s=120)
+      served = rj.serve.EngineGroup(engine, timeout_s=300)
       if jax.process_index():
         served.follow()
         continue
@@ -165,13 +166,15 @@ def stream(folder: pathlib.Path) -> None:
 
 def main(work: str, folder: str, port: str, size: str, rank: str) -> None:
   jax.config.update("jax_platforms", "cpu")
-  jax.config.update("jax_num_cpu_devices", DEVICES // int(size))
+  numbers = [0] if work == "stream" else [int(n) for n in work.split(",")]
+  (devices,) = {math.prod(ENGINES[n][0].values()) for n in numbers}
+  jax.config.update("jax_num_cpu_devices", devices // int(size))
   if int(size) > 1:
     jax.distributed.initialize(f"localhost:{port}", int(size), int(rank))
   if work == "stream":
     stream(pathlib.Path(folder))
     return
-  results = answers([int(n) for n in work.split(",")])
+  results = answers(numbers)
   if not int(rank):
     path = pathlib.Path(folder) / f"{size}.json"
     path.write_text(json.dumps(results))

@@ -16,7 +16,7 @@ import pytest
 import ringjax as rj
 from ringjax import transfer
 from ringjax.data import Bytes
-from ringjax.errors import InputTypeError
+from ringjax.errors import InputTypeError, OptionError, PeerError
 from ringjax.parallel.links.connection import as_json
 from ringjax.serve import Engine, Request, RowSampling, cluster
 from ringjax.serve.cluster import block_keys, short_key
@@ -238,6 +238,51 @@ def test_prefill_apart_from_decode_is_one_engine(model, alone, devices):
     (answer,) = live.submit(request).result().answers
     assert [x.token for x in answer.logprobs] == answer.tokens
     assert all(len(x.top) == 2 for x in answer.logprobs)
+
+
+@pytest.mark.long
+def test_instances_score_and_embed_texts(model):
+  """Also while one of them is lost, over HTTP and with errors by name."""
+  # Two passes of at most 2,048 tokens.
+  texts = [
+    [5],
+    [7, 9, 200, 31],
+    list(range(40)),
+    *([n] * 130 for n in range(8)),
+  ]
+  scorer = rj.infer.TextScorer(model)
+  with Live(model, "both", "prefill") as live:
+    rows = live.router.texts
+    killed = []
+
+    def kill(count):
+      if not killed:
+        killed.append(count)
+        live.kill("both0")
+
+    scores = rows.scores(texts, top=2, on_batch=kill)
+    assert killed and live.router.counters.lost == 1
+    expected = scorer.scores(texts, top=2)
+    for score, right in zip(scores, expected, strict=True):
+      for values, wanted in zip(score, right, strict=True):
+        np.testing.assert_allclose(values, wanted, atol=1e-5)
+    np.testing.assert_allclose(
+      rows.embeddings(texts[:3]), scorer.embeddings(texts[:3]), atol=1e-5
+    )
+    at = rj.serve.app(live.router)
+    body = dict(echo=True, logprobs=1, max_tokens=0)
+    (choice,) = choices(complete(at, prompt=texts[2], **body))
+    assert len(choice["logprobs"]["token_logprobs"]) == 40
+    answer = get(at, "/v1/embeddings", {"input": ["a", "bc"]})
+    assert len(answer.json["data"][1]["embedding"]) == 16
+    wide = get(at, "/v1/embeddings", {"input": "a", "dimensions": 17})
+    assert wide.status == 400 and "1 to 16" in wide.data.decode()
+    with pytest.raises(OptionError, match="adapter"):
+      rows.scores(texts, adapter="none")
+    live.kill("prefill1")
+    threading.Timer(1.0, live.later, [WAIT_S + 1]).start()
+    with pytest.raises(PeerError, match="no instance that scores"):
+      rows.scores(texts[:1])
 
 
 @pytest.mark.long

@@ -16,7 +16,9 @@ from ringjax.serve import Engine, Request, RowSampling
 from ringjax.serve import calls as calls_module
 from ringjax.serve.drafts.row_drafts import ENGINE_DRAFTERS
 from ringjax.serve.engine_config import EngineConfig
+from tests import eagle_heads, predicting
 from tests.helpers import refused
+from tests.infer import test_dflash_draft
 from tests.serve.test_engine import alone, check, engine, requests, served
 
 DRAFTS = "lookup:count=3,adapt=false"
@@ -324,6 +326,36 @@ def test_a_block_reads_the_pages_of_rows(loaded, family, devices, options):
   # Extents have room for more rows.
   assert at.counters.preemptions or options.get("layout") == "doubling"
   assert 0 < at.counters.accepted < at.counters.drafted
+
+
+@pytest.mark.long
+@pytest.mark.long_cases(1)
+@pytest.mark.parametrize(
+  ("name", "options"),
+  [
+    ("glm4_moe", dict(layout="contiguous", kind="int8")),
+    ("deepseek_v3", {}),
+    ("llama3", {}),
+    ("eagle3", dict(kind="int8")),
+    ("dflash", {}),
+  ],
+)
+def test_a_layer_of_the_model_drafts(name, options):
+  """Rows make room for one another, and share pages of their prompts."""
+  heads = {
+    "eagle3": (eagle_heads.model, speculate.Eagle3),
+    "dflash": (test_dflash_draft.model, speculate.DFlash),
+  }
+  if name in heads:
+    make, kind = heads[name]
+    model = make()
+  else:
+    model, kind = predicting.model(name), speculate.PredictDraft
+  drafter = kind(count=3, adapt=False)
+  rng = np.random.default_rng(1)
+  at = check(model, None, rng, 10, speculate=drafter, **options)
+  assert 0 < at.counters.accepted < at.counters.drafted
+  assert at.counters.cached_tokens
 
 
 @pytest.mark.slow

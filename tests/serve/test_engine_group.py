@@ -6,9 +6,12 @@ What processes add, collectives and signals, is in test_engine_processes.py.
 from __future__ import annotations
 
 import contextlib
+import json
+import random
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,8 +20,15 @@ import pytest
 import ringjax as rj
 from ringjax.data import Bytes
 from ringjax.errors import OptionError, PeerError, PromptError
+from ringjax.parallel.door import shut
 from ringjax.parallel.peers import Peers
-from ringjax.serve import Engine, EngineGroup, Request, RowSampling
+from ringjax.serve import (
+  Engine,
+  EngineGroup,
+  Request,
+  RowSampling,
+  text_requests,
+)
 from ringjax.serve.api.grammar import GrammarCompiler
 from ringjax.serve.hosts import engine_facts
 from tests.serve.conftest import BYTES_MODEL
@@ -50,11 +60,18 @@ class Replicas:
     failures: Errors that `on_failure` got, by rank.
   """
 
-  def __init__(self, engines: list[Engine], **options: Any):
+  def __init__(
+    self,
+    engines: list[Engine],
+    *,
+    peers: list[Peers] | None = None,
+    **options: Any,
+  ):
     self.errors: list[Exception | None] = [None] * len(engines)
     self.failures: list[list[PeerError]] = [[] for _ in engines]
     self.groups: list[Any] = [None] * len(engines)
-    peers = Peers.in_threads(len(engines), timeout_s=60.0)
+    if peers is None:
+      peers = Peers.in_threads(len(engines), timeout_s=60.0)
     joined = [threading.Event() for _ in engines]
 
     def join(rank: int) -> None:
@@ -88,6 +105,79 @@ class Replicas:
       thread.join(PATIENCE_S)
       assert not thread.is_alive()
     return self.errors
+
+
+class Network:
+  """Connections of rank 1 to rank 0, which delay bytes and may drop them.
+
+  Attributes:
+    drops: Whether all bytes are dropped, as of a cable that is cut: neither
+      side sees an end of the connection.
+  """
+
+  def __init__(self) -> None:
+    self.drops = False
+    self._target = 0
+    self._server = socket.create_server(("127.0.0.1", 0))
+    self._sockets = [self._server]
+    self._threads: list[threading.Thread] = []
+    self._run(self._accept)
+
+  def _run(self, work: Callable[..., None], *args: Any) -> None:
+    thread = threading.Thread(target=work, args=args, daemon=True)
+    self._threads.append(thread)
+    thread.start()
+
+  def _accept(self) -> None:
+    with contextlib.suppress(OSError):
+      while True:
+        accepted, _ = self._server.accept()
+        connected = socket.create_connection(("127.0.0.1", self._target))
+        self._sockets += [accepted, connected]
+        self._run(self._forward, accepted, connected)
+        self._run(self._forward, connected, accepted)
+
+  def _forward(self, source: socket.socket, target: socket.socket) -> None:
+    delays = random.Random(len(self._threads))
+    with contextlib.suppress(OSError):
+      while data := source.recv(1 << 12):
+        if delays.random() < 0.1:
+          # As long as a packet that is sent again takes.
+          time.sleep(delays.uniform(0, 0.05))
+        if not self.drops:
+          target.sendall(data)
+    if not self.drops:
+      shut(target)
+
+  def peers(self, timeout_s: float) -> list[Peers]:
+    """Two ranks that meet over this network."""
+    cards, all_here = ["", ""], threading.Barrier(2)
+    groups: list[Any] = [None, None]
+
+    def join(rank: int) -> None:
+      def exchange(card: str) -> list[str]:
+        fields = json.loads(card)
+        if not rank:
+          self._target = fields["port"]
+          fields["port"] = self._server.getsockname()[1]
+        cards[rank] = json.dumps(fields)
+        all_here.wait(PATIENCE_S)
+        return cards
+
+      groups[rank] = Peers.meet(rank, 2, exchange, timeout_s=timeout_s)
+
+    threads = [threading.Thread(target=join, args=(r,)) for r in range(2)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join(PATIENCE_S)
+    return groups
+
+  def close(self) -> None:
+    for link in self._sockets:
+      shut(link)
+    for thread in self._threads:
+      thread.join(PATIENCE_S)
 
 
 @contextlib.contextmanager
@@ -177,6 +267,7 @@ def test_answers_are_those_of_one_engine(model, options):
       dropped.answers[0].finish == "cancelled" and dropped.answers[0].tokens
     )
     assert late.result().finish == "deadline"
+    check_texts(leader, engines[0])
     assert leader.missing == "" and leader.open
     figures = {figure.name: figure.value for figure in leader.figures()}
     assert figures["engine_processes"] == 2
@@ -198,6 +289,104 @@ def test_answers_are_those_of_one_engine(model, options):
     assert counts["drafted_steps"]
   elif "share" not in options:
     assert counts["swapped"]
+
+
+def check_texts(leader: EngineGroup, reference: Engine) -> None:
+  """Texts between the steps of answers have the numbers of `TextScorer`."""
+  texts = [prompt.tolist() for prompt in prompts(5)]
+  request = Request(prompt=prompts(3)[2], max_new_tokens=40)
+  handle = leader.submit(request)
+  scorer = rj.infer.TextScorer(reference.base)
+  seen: list[int] = []
+  scores = leader.texts.scores(texts, top=2, on_batch=seen.append)
+  for score, expected in zip(scores, scorer.scores(texts, top=2), strict=True):
+    for values, right in zip(score, expected, strict=True):
+      np.testing.assert_allclose(values, right, atol=1e-5)
+  assert seen == [5]
+  np.testing.assert_allclose(
+    leader.texts.embeddings(texts, pooling="mean"),
+    scorer.embeddings(texts, pooling="mean"),
+    atol=1e-5,
+  )
+  with pytest.raises(OptionError, match="adapter"):
+    leader.texts.scores(texts, adapter="none")
+  with pytest.raises(PromptError):
+    leader.texts.embeddings([[]])
+  # A text that the engine refuses is refused in all processes.
+  with pytest.raises(PromptError, match="context"):
+    leader.texts.embeddings([[1] * (reference.base.config.max_positions + 1)])
+  assert handle.result().finish == "length"
+
+
+def test_a_process_that_is_told_to_end_ends_all(model):
+  """After the open requests; further ones are refused."""
+  with replicas([engine(model) for _ in range(2)]) as group:
+    leader = group.groups[0]
+    handle = leader.submit(Request(prompt=[5, 6], max_new_tokens=60))
+    group.groups[1].leave()
+    end = time.monotonic() + PATIENCE_S
+    while leader.open:
+      assert time.monotonic() < end
+      time.sleep(0.01)
+    with pytest.raises(OptionError, match="ending|closed"):
+      leader.submit(Request(prompt=[5], max_new_tokens=5))
+    assert handle.result().finish == "length"
+    assert group.ended() == [None] * 2
+  # In process 0, without a request.
+  with replicas([engine(model) for _ in range(2)]) as group:
+    group.groups[0].leave()
+    assert group.ended() == [None] * 2
+
+
+def test_texts_of_several_passes_end_before_the_group(model, monkeypatch):
+  """A process asks to end after the first of them."""
+  monkeypatch.setattr(text_requests, "_PASS_TEXTS", 1)
+  texts = [prompt.tolist() for prompt in prompts(3)]
+  with replicas([engine(model) for _ in range(2)]) as group:
+    leader = group.groups[0]
+
+    def on_batch(count: int) -> None:
+      if count == 1:
+        group.groups[1].leave()
+        end = time.monotonic() + PATIENCE_S
+        while leader.open:
+          assert time.monotonic() < end
+          time.sleep(0.01)
+        # The thread that drives has seen it.
+        time.sleep(0.5)
+
+    embeddings = leader.texts.embeddings(texts, on_batch=on_batch)
+    with pytest.raises(OptionError, match="ending|closed"):
+      leader.texts.embeddings(texts)
+    assert group.ended() == [None] * 2
+  scorer = rj.infer.TextScorer(model)
+  np.testing.assert_allclose(embeddings, scorer.embeddings(texts), atol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["", "last"])
+def test_numbers_of_another_shape_are_not_split(pooling):
+  text_pass = text_requests.TextPass(
+    texts=(np.array([1, 2], np.int32),), pooling=pooling
+  )
+  for shape in ((), (1,), (2, 1), (1, 1, 1)):
+    with pytest.raises(ValueError, match="numbers of texts"):
+      text_pass.split(np.zeros(shape, np.float32))
+  assert len(text_pass.split(np.zeros((1, 1), np.float32))) == 1
+
+
+def test_options_that_are_objects_are_compared_by_their_contents(model):
+  codecs = [
+    rj.kv.Codec(keys=rj.kv.Integers(bits=8), values=rj.kv.Integers(bits=bits))
+    for bits in (8, 4, 8)
+  ]
+  models = [model, rj.models.create(BYTES_MODEL, seed=1), model]
+  for options in (
+    [rj.kv.CacheConfig(codec=codec) for codec in codecs],
+    [rj.infer.speculate.DraftModel(model=draft) for draft in models],
+    [3, 4, 3],
+  ):
+    first, other, again = map(engine_facts._option, options)
+    assert first == again != other
 
 
 @pytest.mark.long
@@ -264,6 +453,34 @@ def test_a_lost_process_ends_all_requests(model, monkeypatch):
 
 
 @pytest.mark.long
+def test_a_network_that_delays_and_is_cut(model):
+  """Delays change no token; a cut ends all requests, on both of its sides."""
+  submitted = requests(3)
+  with engine(model) as alone:
+    handles = [alone.submit(request) for request in submitted]
+    alone.run()
+    expected = as_lists(handle.result() for handle in handles)
+  network = Network()
+  engines = [engine(model) for _ in range(2)]
+  with (
+    contextlib.closing(network),
+    replicas(engines, peers=network.peers(4.0)) as group,
+  ):
+    leader = group.groups[0]
+    handles = [leader.submit(request) for request in submitted]
+    assert as_lists(handle.result() for handle in handles) == expected
+    handle = leader.submit(Request(prompt=[5, 6], max_new_tokens=80))
+    next(iter(handle))
+    network.drops = True
+    with pytest.raises(PeerError, match="rank 1 has said nothing for 4 s"):
+      handle.result()
+    (error,) = group.ended()[1:]
+    assert isinstance(error, PeerError) and error.rank == 0
+    tokens = handle.answers[0].tokens
+    assert 0 < len(tokens) < 80 and handle.answers[0].finish == "error"
+
+
+@pytest.mark.long
 def test_an_error_of_a_step_is_that_of_all(model, monkeypatch):
   engines = [engine(model) for _ in range(2)]
   with replicas(engines) as group:
@@ -310,6 +527,10 @@ def test_what_is_refused(model):
       engines[0].between_steps(),
     ):
       pass
+    with pytest.raises(OptionError, match="EngineGroup"):
+      engines[0].texts.scores([[5, 6]])
+    with pytest.raises(OptionError, match="process 1"):
+      group.groups[1].texts.scores([[5, 6]])
     # None of these calls had an effect.
     assert leader.submit(one).result().finish == "length"
   assert group.ended() == [None, None]

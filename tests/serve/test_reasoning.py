@@ -174,6 +174,23 @@ def test_calls_after_thoughts_that_mention_them(stream):
   assert json.loads(call["function"]["arguments"]) == {"x": 1}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_that_stay_in_the_text_have_no_calls(stream):
+  thought = f"<think>Use {CALL}?</think>\n\n"
+  at = served(f"{thought}So: {CALL}", thought, reasoning_parser="none")
+  for calls in (1, 0):
+    answer = chat(at, tools=TOOLS, stream=stream)
+    parts = (
+      [e["choices"][0]["delta"] for e in answer.events]
+      if stream
+      else [choices(answer)[0]["message"]]
+    )
+    content = "".join(part.get("content") or "" for part in parts)
+    assert content == thought + "So:" * calls
+    assert not any("reasoning" in part for part in parts)
+    assert sum(len(part.get("tool_calls", ())) for part in parts) == calls
+
+
 def test_parsers_by_name():
   text = CASES["seed_oss"][2]
   plain = TEMPLATE.replace("think>", "x>")
@@ -194,6 +211,20 @@ def test_histories_with_reasoning():
   chat(at, **body)
   prompt = Bytes().decode(at.engine.requests[-1].prompt)
   assert prompt.endswith("because")
+  # GPT-OSS's template has another name, and one text before calls.
+  at = served(
+    "ok",
+    template="{{ tool_calls }}<|channel|>{{ messages[1].thinking }}"
+    "|{{ messages[1].content }}",
+  )
+  chat(at, **body)
+  prompt = Bytes().decode(at.engine.requests[-1].prompt)
+  assert prompt == "<|channel|>because|a"
+  function = {"name": "f", "arguments": "{}"}
+  calls = [{"id": "1", "type": "function", "function": function}]
+  chat(at, messages=[body["messages"][0], said | {"tool_calls": calls}])
+  prompt = Bytes().decode(at.engine.requests[-1].prompt)
+  assert prompt == "<|channel|>because\na|"
   said["reasoning"] = 3
   error(chat(at, **body), 400, "messages[1].reasoning")
 

@@ -97,7 +97,8 @@ def test_a_stream_ends_with_the_response(size, tools):
   if size is not None:
     assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
     assert "function_call" not in {x["type"] for x in whole["output"]}
-  parsed = events(respond(at, **body, stream=True))
+  options = {"include_obfuscation": False}
+  parsed = events(respond(at, **body, stream=True, stream_options=options))
   kinds = [event["type"] for event in parsed]
   assert kinds[:2] == ["response.created", "response.in_progress"]
   assert kinds[-1] == f"response.{whole['status']}"
@@ -244,6 +245,12 @@ def test_grammars_and_choices_are_those_of_chats(talking):
     ({"conversation": "c"}, ["conversation", "supported"]),
     ({"include": ["file_search_call.results"]}, ["include"]),
     ({"top_logprobs": 2}, ["top_logprobs", "include"]),
+    ({"stream_options": {"include_obfuscation": False}},
+     ["stream_options", "stream: true"]),
+    ({"stream": True, "stream_options": {"include_usage": True}},
+     ["stream_options", "include_usage"]),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}},
+     ["include_obfuscation", "not padded"]),
     ({"include": ["message.output_text.logprobs"], "stream": True},
      ["include", "stream"]),
     ({"max_output_tokens": 10**6}, ["input", "together"]),

@@ -13,6 +13,7 @@ import ringjax as rj
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.serve import Engine, Request, RowSampling
 from ringjax.serve.prefix.store_link import StoreLink
+from tests import object_servers
 from tests.helpers import refused, swept
 
 PAGE = 16
@@ -84,6 +85,25 @@ def test_from_the_disk_on_a_mesh(loaded, tmp_path):
   with rj.store.Store(disk=(tmp_path / "blocks", 1 << 24)) as store:
     check(model, mesh, 1, store, cache_kind="int4", capacity=128)
   assert store.counters.disk_hits > 0 and store.counters.written > 0
+
+
+def test_from_an_object_storage_after_a_restart(loaded):
+  """The second engine has another store, as another machine."""
+  model, _ = loaded("llama3")
+  requests = conversations(np.random.default_rng(2), model.config.vocab)[:3]
+  results, counters = [], []
+  with object_servers.served("memory") as bucket:
+    for _ in range(2):
+      with (
+        rj.store.Store(objects=(f"{bucket}/pages", 1 << 24)) as store,
+        engine(model, None, store=store) as at,
+      ):
+        results.append(answers(at, requests))
+      counters.append((at.counters.stored_tokens, store.counters))
+  assert results[0] == results[1]
+  (first_tokens, first), (again_tokens, again) = counters
+  assert again_tokens > first_tokens and again.object_hits > 0
+  assert first.objects_written > 0 and first.errors == again.errors == 0
 
 
 EVERY = itertools.product(

@@ -254,7 +254,7 @@ def test_what_is_refused(unchecked, tmp_path):
   refused(
     OptionError,
     lambda: Store(host=1, disk=(tmp_path, 1), policy=(one, one)),
-    "both tiers",
+    "several tiers",
   )
   path = tmp_path / "file"
   path.write_bytes(b"")

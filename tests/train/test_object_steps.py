@@ -352,6 +352,57 @@ def test_a_dead_process_removes_nothing_of_the_next_one(root, monkeypatch):
   dead.close()
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_process_that_sleeps_before_its_last_request(
+  root, monkeypatch, again
+):
+  """Another one has taken its lease, and has written the step or not."""
+  monkeypatch.setattr(object_lease, "LEASE_S", 0.2)
+  monkeypatch.setattr(object_lease, "_POLL_S", 0.05)
+  slow, taken = Checkpoints(root), []
+
+  def fault(number, name, address):
+    if name == "pipe_file" and address.endswith("/5.json") and not taken:
+      taken.append(Checkpoints(root))
+      time.sleep(0.3)
+      taken[0].claim()
+      if again:
+        taken[0].save(5, saver.state(6))
+        taken[0].wait()
+
+  with object_servers.with_faults(fault):
+    slow.save(5, saver.state(5))
+    with pytest.raises(CheckpointWriteError, match="another process writes"):
+      slow.wait()
+    slow.close()
+    assert taken[0].steps() == [5] * again
+    if again:
+      same(taken[0].restore(like=saver.state(0))[0], saver.state(6))
+    taken[0].close()
+
+
+def test_a_manifest_that_is_deleted_while_it_is_compared_is_written(root):
+  """As by hand: this process still has the lease."""
+  moments = []
+
+  def fault(number, name, address):
+    if not address.endswith("/5.json"):
+      return
+    if name == "pipe_file" and not moments:
+      moments.append(name)
+      paths.as_path(address).write_bytes(b"{}")
+    elif name == "cat_file" and len(moments) == 1:
+      moments.append(name)
+      paths.as_path(address).unlink()
+
+  with Checkpoints(root) as c:
+    with object_servers.with_faults(fault):
+      c.save(5, saver.state(5))
+      c.wait()
+    assert moments == ["pipe_file", "cat_file"]
+    same(c.restore(like=saver.state(0))[0], saver.state(5))
+
+
 def test_a_refreshment_under_way_does_not_outlive_the_lease(root, monkeypatch):
   monkeypatch.setattr(object_lease, "REFRESH_S", 0.01)
   refreshes = threading.Event()
@@ -368,6 +419,26 @@ def test_a_refreshment_under_way_does_not_outlive_the_lease(root, monkeypatch):
     lease.release()
     time.sleep(0.3)
   assert names(root) == []
+
+
+def test_refreshments_go_on_after_one_whose_answer_was_lost(root, monkeypatch):
+  """Its second attempt is refused, as the first has changed the object."""
+  monkeypatch.setattr(object_lease, "REFRESH_S", 0.01)
+  writes, again = [], threading.Event()
+
+  def fault(number, name, address):
+    if name == "pipe_file" and threading.current_thread().name == "lease":
+      writes.append(address)
+      if len(writes) == 1:
+        raise FileExistsError(address)
+      again.set()
+
+  lease = object_lease.ObjectLease(paths.as_path(root) / "writer")
+  lease.acquire()
+  with object_servers.with_faults(fault):
+    assert again.wait(10)
+  lease.check()
+  lease.release()
 
 
 # ---------------------------------------------------------------------------

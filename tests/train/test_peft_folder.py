@@ -112,6 +112,21 @@ def test_maps_of_one_tensor_share_an_adapter(tmp_path):
     np.testing.assert_allclose(after[key], wanted, atol=1e-4)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ernie4_5_moe", "glm4_moe"])
+def test_adapters_of_a_layer_that_is_not_loaded_are_left_out(name, tmp_path):
+  config = checkpoints.config(name)
+  predicting = rj.models.create(config, seed=1, predict_layers=True)
+  how = Lora(rank=3, targets=("q", "v"))
+  params = drawn(predicting, how)
+  save_adapter(tmp_path / "a", predicting, how, params)
+  same(load_adapter(tmp_path / "a", predicting)[1], params)
+  model = rj.models.abstract(config)
+  _, without = load_adapter(tmp_path / "a", model)
+  assert set(without) == set(how.start(rj.models.create(config)))
+  same(without, {path: params[path] for path in without})
+
+
 @pytest.fixture
 def folder(tmp_path):
   model = rj.models.create(checkpoints.config("llama2"), seed=1)

@@ -36,7 +36,8 @@ from tests.train.test_step import CONFIG, documents
 
 INDEX = "index:heads=2,dim=4,count=5"
 BLOCKS = "moba:block=4,count=2"
-KINDS = (INDEX, BLOCKS)
+NATIVE = "nsa:length=4,stride=2,block=4,count=3,initial=1,local=1,window=3"
+KINDS = (INDEX, BLOCKS, NATIVE)
 
 
 @functools.cache
@@ -48,6 +49,21 @@ def dense():
 @functools.cache
 def sparse(kind):
   return with_sparse_attention(dense(), kind)
+
+
+@functools.cache
+def trained_native():
+  """Native sparse attention with random gates and compressed keys."""
+  model, rng = sparse(NATIVE), np.random.default_rng(3)
+
+  def noisy(path, p):
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    if ".native." not in name:
+      return p
+    noise = 0.3 * rng.standard_normal(p.shape).astype(np.float32)
+    return p + noise
+
+  return jax.tree_util.tree_map_with_path(noisy, model)
 
 
 def tokens(rows=2, length=21):
@@ -140,6 +156,90 @@ def test_gradients_are_those_of_all_pairs(warm_up):
     assert bool(np.abs(expected).max() > 1e-6) == learns, name
 
 
+@jax.numpy_rank_promotion("allow")
+def native_output(attention, h, rotate):
+  """Attention of a layer of native sparse attention, with all pairs."""
+  sizes, native = attention.spec.sizes, attention.native
+  length = h.shape[1]
+  q, k, v = rotate(attention.q(h)), rotate(attention.k(h)), attention.v(h)
+  q = q.reshape(*q.shape[:2], k.shape[2], -1, k.shape[3])
+  at = jnp.arange(length)
+  first = jnp.arange(0, length, sizes.stride)
+  token = first[:, None] + jnp.arange(sizes.length)
+  padding = [(0, 0), (0, sizes.length), (0, 0), (0, 0)]
+  pool = lambda x, w: jnp.einsum(
+    "bcnkh,nkh->bckh", jnp.pad(x, padding)[:, token], w[...]
+  )
+
+  def branch(keys, values, allowed):
+    s = jnp.einsum("btkgh,bskh->bkgts", q, keys) * k.shape[3] ** -0.5
+    sees = allowed.any(-1, keepdims=True)
+    p = jax.nn.softmax(jnp.where(allowed | ~sees, s, -jnp.inf), -1)
+    p = jnp.where(sees, p, 0)
+    return jnp.einsum("bkgts,bskh->btkgh", p, values), p
+
+  keys, values = pool(k, native.keys), pool(v, native.values)
+  of_windows, p = branch(keys, values, token[:, -1] <= at[:, None])
+  number = jnp.arange(-(-length // sizes.block))
+  inside = token[..., None] // sizes.block == number
+  overlap = inside.sum(1) / sizes.stride
+  scores = jax.lax.stop_gradient(p.sum(2) @ overlap)
+  query_block = at[:, None] // sizes.block
+  fixed = (number < sizes.initial) | (number > query_block - sizes.local)
+  scores = jnp.where(fixed, jnp.inf, scores)
+  scores = jnp.where(number <= query_block, scores, -jnp.inf)
+  best, chosen = jax.lax.top_k(scores, min(sizes.count, number.size))
+  reads = (jax.nn.one_hot(chosen, number.size) > 0) & (best > -jnp.inf)[
+    ..., None
+  ]
+  reads = jnp.any(reads, -2)[..., at // sizes.block]
+  causal = at <= at[:, None]
+  of_blocks, _ = branch(k, v, (reads & causal)[:, :, None])
+  in_window = causal & (at > at[:, None] - sizes.window)
+  of_window, _ = branch(k, v, in_window)
+  first_gates = jnp.asarray([0.1, 0.45, 0.45])
+  gates = jax.nn.sigmoid(
+    native.gates(h) + jnp.log(first_gates / (1 - first_gates))
+  )
+  branches = jnp.stack([of_windows, of_blocks, of_window], -1)
+  gates = gates.reshape(*branches.shape[:4], 1, 3)
+  out = jnp.sum(branches * gates, -1)
+  return attention.o(out.reshape(*out.shape[:2], -1, out.shape[-1]))
+
+
+def native_reference(model, ids, labels):
+  """Mean loss of the labels, of whole rows."""
+  x = model.embed.weight[...][ids]
+  rope = model.config.layers[0].attention.rope
+  tables = rope.tables(jnp.arange(ids.shape[1])[None], ids.shape[1])
+  for n in range(len(model.config.layers)):
+    block = model.stack.layer(0, 0, n)
+    h = block.pre_attention(x)
+    x = x + native_output(block.attention, h, lambda y: rope.rotate(y, tables))
+    x = x + block.feedforward(block.pre_feedforward(x), ContextParallel())
+  logits = jax.nn.log_softmax(model.logits(model.norm(x)), -1)
+  return -jnp.mean(jnp.take_along_axis(logits, labels[..., None], -1))
+
+
+@pytest.mark.long
+def test_gradients_of_native_sparse_attention_are_those_of_all_pairs():
+  """The gates and compressed keys of the model are trained already."""
+  model, ids = trained_native(), tokens(length=18)
+  got, statistics = gradient(model, batches.whole_rows(ids))
+  form = lambda model: native_reference(model, ids[:, :-1], ids[:, 1:])
+  want = {
+    name: np.asarray(p.get_value())
+    for name, p in parameters(jax.jit(jax.grad(form))(model)).items()
+  }
+  assert got.keys() == want.keys()
+  for name, expected in want.items():
+    np.testing.assert_allclose(
+      got[name], expected, atol=1e-6, rtol=1e-5, err_msg=name
+    )
+    assert np.abs(expected).max() > 1e-6, name
+  assert 0 < statistics.recall_worst <= statistics.recall <= 1
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_give_the_gradients_of_one_device(kind):
@@ -159,9 +259,16 @@ def test_shards_give_the_gradients_of_one_device(kind):
 
 
 @pytest.mark.long
-def test_an_index_of_a_family_learns_beside_its_mixture(tmp_path):
+@pytest.mark.parametrize(
+  "name",
+  [
+    "deepseek_v32",
+    pytest.param("hy_v4", marks=pytest.mark.slow),
+    pytest.param("mistral_large4", marks=pytest.mark.slow),
+  ],
+)
+def test_an_index_of_a_family_learns_beside_its_mixture(name, tmp_path):
   """From rows of latents; nothing else learns from its loss."""
-  name = "deepseek_v32"
   folder = checkpoints.write(name, tmp_path / "model")
   model = rj.models.load(folder, dtype="float32")
   rows = batches.whole_rows(checkpoints.expected(name).tokens[:, :18])
@@ -203,6 +310,9 @@ def test_a_folder_of_a_model_whose_last_layer_is_full(kind, tmp_path):
   )
   loaded = rj.models.load(tmp_path / "model")
   np.testing.assert_array_equal(loaded(ids), model(ids))
+  if kind == NATIVE:
+    # Its three branches are never plain attention.
+    return
   # Each layer has its own weights: with room for all keys it is dense again.
   all_keys = kind.replace("count=5", "count=21").replace("count=2", "count=6")
   reads_all = with_sparse_attention(dense(), f"{all_keys},full_last=1")
@@ -224,7 +334,9 @@ def greedy(model, prompt, count):
   return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+  "kind", [INDEX, BLOCKS, pytest.param(NATIVE, marks=pytest.mark.long)]
+)
 def test_a_cache_gives_what_training_computes(kind):
   """In a chunk of a prompt and token by token."""
   model, ids = sparse(kind), tokens()
@@ -313,6 +425,23 @@ def two_stages(**options):
     loop_config=rj.train.recipe.loop.LoopConfig(log_every=1, save_every=1),
     **options,
   )
+
+
+@pytest.mark.long
+def test_an_index_without_a_loss_stays_as_it_is():
+  """Weight decay does not move it, either."""
+  fresh = lambda: with_sparse_attention(rj.models.create(CONFIG), INDEX, seed=3)
+  weights = lambda model: {
+    k: np.asarray(p.get_value()) for k, p in parameters(model).items()
+  }
+  before = weights(fresh())
+  stages = (recipe.Stage(steps=2, length=16, batch=2),)
+  how = dataclasses.replace(
+    two_stages(objective=Objective(index_loss=0.0)), stages=stages
+  )
+  after = weights(recipe.train(how, fresh(), text()).model)
+  for name, value in before.items():
+    assert bool((after[name] != value).any()) == (".index." not in name), name
 
 
 @pytest.mark.long
@@ -422,18 +551,23 @@ def test_caches_and_contexts_that_are_refused(kind):
     refused(
       OptionError,
       lambda cache=cache: model.init_cache(1, 32, kind=cache),
-      "sparse_attention",
+      "choose keys",
     )
   refused(
     OptionError,
     lambda: model.init_cache(1, 32, placement="host"),
-    "sparse_attention",
+    "choose keys",
   )
-  if kind == INDEX:
+  refused(
+    OptionError,
+    lambda: rj.infer.calibrate(model, tokens(length=8)),
+    "choose keys",
+  )
+  if kind != BLOCKS:
     refused(
       OptionError,
       lambda: attention_statistics(model, tokens()[:, :4]),
-      "sets of keys",
+      "sets of keys" if kind == INDEX else "add up several attentions",
     )
   refused(
     OptionError,
@@ -445,7 +579,7 @@ def test_caches_and_contexts_that_are_refused(kind):
     lambda: rj.infer.generate(
       model, [[1, 2, 3]], max_new_tokens=1, prefill="sparse:xattention"
     ),
-    "index chooses" if kind == INDEX else "chooses",
+    {INDEX: "an index", BLOCKS: "mean keys", NATIVE: "compressed keys"}[kind],
   )
 
 

@@ -15,7 +15,7 @@ import pathlib
 
 from ml_collections import ConfigDict
 
-from launch.train import default_config
+from ringjax.launch.train import default_config
 from ringjax.models import small
 
 DOCUMENTS, LINKS = 4, 5

@@ -12,7 +12,7 @@ Result    not measured
 
 from ml_collections import ConfigDict
 
-from launch.train import default_config
+from ringjax.launch.train import default_config
 
 
 def get_config() -> ConfigDict:

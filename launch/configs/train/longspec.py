@@ -12,7 +12,7 @@ Result    the target accepts 0.36 to 0.5 of drafts of 4 bytes, 2.4 to 3 tokens a
 
 from ml_collections import ConfigDict
 
-from launch.train import default_config
+from ringjax.launch.train import default_config
 from ringjax.models import small
 
 

@@ -8,7 +8,7 @@ Result    loss 1.8 nats a byte in the last steps
 
 from ml_collections import ConfigDict
 
-from launch.train import default_config
+from ringjax.launch.train import default_config
 
 MODEL = {
   "architectures": ["LlamaForCausalLM"],

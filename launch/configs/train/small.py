@@ -13,7 +13,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from launch.train import default_config
+from ringjax.launch.train import default_config
 
 LAYERS = 4
 MODEL = {

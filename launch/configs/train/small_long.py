@@ -11,7 +11,7 @@ Result    loss 1.29 in the last stage; one of several keys is found in texts of
 
 from ml_collections import ConfigDict
 
-from launch.configs.train import small
+from ringjax.launch.configs.train import small
 
 
 def get_config() -> ConfigDict:

@@ -13,7 +13,7 @@ Result    1.563 nats a byte of held-out library text, where the model has 1.621
 
 from ml_collections import ConfigDict
 
-from launch.configs.train import small
+from ringjax.launch.configs.train import small
 
 
 def get_config() -> ConfigDict:

@@ -13,8 +13,8 @@ learn, and each query reads 128 keys.
 
 from ml_collections import ConfigDict
 
-from launch.configs.train import small
-from launch.train import default_config
+from ringjax.launch.configs.train import small
+from ringjax.launch.train import default_config
 from ringjax.models import small as small_model
 
 _SOURCES = {"library": 0.2, "copies": 0.1, "questions": 0.2}

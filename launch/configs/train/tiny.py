@@ -11,7 +11,7 @@ Result    loss 0.35 in the last stage; passkeys in held-out text of 4,096 to
 
 from ml_collections import ConfigDict
 
-from launch.train import default_config
+from ringjax.launch.train import default_config
 
 LAYERS, FULL, WINDOW = 5, (3,), 64
 MODEL = {

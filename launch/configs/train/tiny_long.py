@@ -12,7 +12,7 @@ Result    loss 0.36 in the last stage; the perplexity of held-out text falls
 
 from ml_collections import ConfigDict
 
-from launch.configs.train import tiny
+from ringjax.launch.configs.train import tiny
 
 
 def get_config() -> ConfigDict:

@@ -69,8 +69,18 @@ class DocumentSource(Protocol):
 
   def read(
     self, document: int, start: int, stop: int
-  ) -> tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"] | None]:
-    """Tokens `start` to `stop` of a document, or fewer, and their weights."""
+  ) -> (
+    tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"] | None]
+    | tuple[
+      Int[np.ndarray, " n"],
+      Float[np.ndarray, " n"] | None,
+      Int[np.ndarray, " n"],
+    ]
+  ):
+    """Tokens `start` to `stop` of a document, or fewer, and their weights.
+
+    Third, if a document has several, its segments [n], from 1 on.
+    """
     ...
 
 

@@ -41,9 +41,14 @@ from jaxtyping import Float, Int
 from ringjax.checks import positive_int
 from ringjax.errors import DataError, OptionError
 
-# Reads tokens `start` to `stop` of a document, fewer at its end; and their
-# weights as labels, if they are not all 1.
-Read = Callable[[int, int, int], tuple[np.ndarray, np.ndarray | None]]
+# Reads tokens `start` to `stop` of a document, fewer at its end; their weights
+# as labels, if they are not all 1; and, of a document of several segments, the
+# segments, from 1 on. Such a document is never cut.
+Read = Callable[
+  [int, int, int],
+  tuple[np.ndarray, np.ndarray | None]
+  | tuple[np.ndarray, np.ndarray | None, np.ndarray],
+]
 
 # Number of tokens of each document.
 Counts = Int[np.ndarray, " _"] | Sequence[int | np.integer]
@@ -292,6 +297,7 @@ def fill(
     length: Tokens that a row holds, T.
     read: Function that returns a document's tokens. It is asked for one more
       than a piece has, the label of its last, unless the document ends there.
+      Segments of a document are numbered on, as documents are.
     first: Segment of a row's first piece.
 
   Returns:
@@ -306,8 +312,8 @@ def fill(
   )
   weights = np.zeros(shape, np.float32)
   for b, row in enumerate(rows):
-    at = 0
-    for number, (document, start, stop) in enumerate(row, first):
+    at, number = 0, first
+    for document, start, stop in row:
       count = stop - start
       if at + count > length:
         raise DataError(
@@ -316,7 +322,7 @@ def fill(
           f"at most {length}",
           "plan for the length that is filled",
         )
-      ids, label_weights = read(document, start, stop + 1)
+      ids, label_weights, *optional_segments = read(document, start, stop + 1)
       if not count <= len(ids) <= count + 1:
         raise DataError(
           "read",
@@ -332,6 +338,25 @@ def fill(
       )
       positions[b, slots] = np.arange(count)
       segments[b, slots] = number
+      if optional_segments:
+        parts = optional_segments[0]
+        if start or len(ids) > count:
+          raise DataError(
+            "packer",
+            f"tokens {start} to {stop} of document {document}, which has "
+            f"{int(parts.max())} segments",
+            "whole documents: a cut would part its segments",
+            "pass packer=BestFit(), and rows as long as the longest document",
+          )
+        begins = np.flatnonzero(np.diff(parts, prepend=parts[0] - 1))
+        part = np.cumsum(np.diff(parts, prepend=parts[0]) != 0)
+        positions[b, slots] -= begins[part]
+        segments[b, slots] += part
+        # The last token of a segment has no label.
+        ends = at + begins[1:] - 1
+        labels[b, ends], weights[b, ends] = 0, 0.0
+        number += int(part[-1])
+      number += 1
       at += count
   return PackedBatch(tokens, labels, weights, positions, segments)
 

@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,6 +28,7 @@ LINE_BYTES = 64 << 20
 
 Path = str | os.PathLike[str]
 OnBad = Callable[[str], None]
+T = TypeVar("T")
 
 
 def find(folder: Path, pattern: str = "**/*.txt") -> list[AnyPath]:
@@ -93,21 +95,55 @@ def from_jsonl(
     DataError: If a line is bad, and there is no `on_bad`.
     OSError: If a file cannot be read.
   """
+
+  def text_of(place: str, content: object) -> str:
+    if not isinstance(content, dict) or not isinstance(content.get(field), str):
+      kind = type(content).__name__
+      if isinstance(content, dict):
+        kind = (
+          f"an object with {field!r} of {type(content.get(field)).__name__}"
+        )
+      raise _fault(place, kind, f"an object with a text {field!r}")
+    try:
+      return as_text(field, content[field])
+    except PromptError as error:
+      raise _fault(place, str(error), "text that has a UTF-8 form") from None
+
+  yield from from_lines(paths, text_of, on_bad=on_bad)
+
+
+def from_lines(
+  paths: Iterable[Path],
+  read: Callable[[str, object], T],
+  *,
+  on_bad: OnBad | None = None,
+) -> Iterator[T]:
+  """Reads each line of JSON-lines files; blank lines are skipped.
+
+  Args:
+    paths: Paths or addresses of the files; a line has at most `LINE_BYTES`.
+    read: Function of a line's place, FILE:NUMBER, and its JSON.
+    on_bad: Called with the error of a bad line, which is then left out.
+
+  Raises:
+    DataError: If a line is bad, and there is no `on_bad`.
+    OSError: If a file cannot be read.
+  """
   for path in paths:
     with open_binary(path) as file:
       number = 0
       while line := file.readline(LINE_BYTES + 1):
         number += 1
         place = f"{path}:{number}"
-        with _reported(on_bad) as texts:
+        with _reported(on_bad) as values:
           if len(line) > LINE_BYTES:
             # Skips the rest of the line.
             while line and not line.endswith(b"\n"):
               line = file.readline(LINE_BYTES)
             raise _fault(place, f"over {LINE_BYTES} bytes", "a shorter line")
           if line.strip():
-            texts.append(_text_of(place, line, field))
-        yield from texts
+            values.append(read(place, _json(place, line)))
+        yield from values
 
 
 def build(
@@ -149,20 +185,11 @@ def build(
   )
 
 
-def _text_of(where: str, line: bytes, field: str) -> str:
+def _json(where: str, line: bytes) -> object:
   try:
-    content = json.loads(_decoded(where, line))
+    return json.loads(_decoded(where, line))
   except (json.JSONDecodeError, RecursionError) as error:
     raise _fault(where, f"no JSON: {error}", "an object a line") from None
-  if not isinstance(content, dict) or not isinstance(content.get(field), str):
-    kind = type(content).__name__
-    if isinstance(content, dict):
-      kind = f"an object with {field!r} of {type(content.get(field)).__name__}"
-    raise _fault(where, kind, f"an object with a text {field!r}")
-  try:
-    return as_text(field, content[field])
-  except PromptError as error:
-    raise _fault(where, str(error), "text that has a UTF-8 form") from None
 
 
 def _decoded(where: str, data: bytes) -> str:
@@ -174,8 +201,8 @@ def _decoded(where: str, data: bytes) -> str:
 
 
 @contextlib.contextmanager
-def _reported(on_bad: OnBad | None) -> Iterator[list[str]]:
-  """Passes an error of the block to `on_bad`; yields a list for its text."""
+def _reported(on_bad: OnBad | None) -> Iterator[list[Any]]:
+  """Passes an error of the block to `on_bad`; yields a list for its value."""
   try:
     yield []
   except DataError as error:

@@ -2,7 +2,9 @@
 
 Guarantees: every count and length is compared with the bytes that are left
 before memory of its size is allocated; each tensor is inside of the file, and
-no two overlap. Tensors are read through a memory map, and not copied before.
+no two overlap. Tensors are read through a memory map, and not copied before; of
+a file in an object storage by ranges, the header in blocks of 1 MiB and the
+bytes of a tensor in one request.
 Ref: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -18,11 +20,16 @@ import struct
 from typing import Any, NoReturn
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 
-from ringjax.checks import local_path
 from ringjax.errors import CheckpointFormatError, OptionError
-from ringjax.paths import ObjectPath, as_path
+from ringjax.paths import (
+  AnyPath,
+  ObjectArray,
+  ObjectFacts,
+  ObjectPath,
+  as_path,
+)
 from ringjax.regular_files import inside, open_regular
 
 SUFFIX = ".gguf"
@@ -102,33 +109,51 @@ class GgufFiles:
   """A GGUF file, or all parts of a split one.
 
   Attributes:
-    path: Folder of the files.
+    path: Folder of the files, or its address.
     name: Name of the file, or of the first part.
     metadata: Metadata of the first part.
     tensors: Tensors by their names in the file.
-    status: Status of each file when it was checked.
+    status: Status of each file, or facts of the object, when it was checked.
   """
 
-  path: pathlib.Path
+  path: AnyPath
   name: str
   metadata: dict[str, Any]
   tensors: dict[str, GgufTensor]
-  status: dict[str, os.stat_result]
+  status: dict[str, os.stat_result | ObjectFacts]
 
   def floats(
     self, name: str, index: int | None = None
   ) -> Float[np.ndarray, ...]:
     """Dequantises a tensor, or one index of its first axis, to float32."""
     gguf, t = package(), self.tensors[name]
+    kind = gguf.GGMLQuantizationType(t.type)
+    if isinstance(self.path, ObjectPath):
+      return _dequantised(_object_rows(self.path, t, index), kind)
     with open(open_inside(self.path, t.file), "rb") as file:
       data = np.memmap(file, np.uint8, "r", t.offset, (t.nbytes,))
-      kind = gguf.GGMLQuantizationType(t.type)
       rows = data.reshape(*t.shape[:-1], -1)
-      rows = rows if index is None else rows[index]
-      # Blocks of bad scales become NaN, which the caller refuses by name.
-      with np.errstate(all="ignore"):
-        x = gguf.dequantize(rows, kind)
-    return np.asarray(x, np.float32)
+      return _dequantised(rows if index is None else rows[index], kind)
+
+
+def _dequantised(
+  rows: UInt8[np.ndarray, ...], kind: Any
+) -> Float[np.ndarray, ...]:
+  # Blocks of bad scales become NaN, which the caller refuses by name.
+  with np.errstate(all="ignore"):
+    return np.asarray(package().dequantize(rows, kind), np.float32)
+
+
+def _object_rows(
+  folder: ObjectPath, t: GgufTensor, index: int | None
+) -> UInt8[np.ndarray, ...]:
+  """Bytes of a tensor in an object, or of one index of its first axis."""
+  address, start, nbytes, shape = folder / t.file, t.offset, t.nbytes, t.shape
+  if index is not None:
+    nbytes //= shape[0]
+    start, shape = start + index * nbytes, shape[1:]
+  data = address.store.read(str(address), start, start + nbytes)
+  return np.frombuffer(data, np.uint8).reshape(*shape[:-1], -1)
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
@@ -162,24 +187,28 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFiles:
   """Reads and checks the headers of a model.
 
   Args:
-    path: A GGUF file, a part of a split one, or a folder with one of these.
+    path: A GGUF file, a part of a split one, or a folder with one of these; or
+      the address of one.
 
   Raises:
     CheckpointFormatError: If a file is missing, cut off or contradictory.
-    OptionError: If the package gguf is not installed, or the path is an
-      address: the file is mapped into memory.
+    OptionError: If the package gguf, or the client of an address, is not
+      installed.
+    StorageError: If an object can't be read.
   """
-  place = pathlib.Path(local_path("path", path)).expanduser()
+  place = as_path(path).expanduser()
   root, names = place.parent, [place.name]
   if place.is_dir():
     root = place
-    names = sorted(filter(_has_suffix, os.listdir(root)))
+    names = sorted(x.name for x in root.iterdir() if _has_suffix(x.name))
     stems = {m["stem"] if (m := _SPLIT.fullmatch(n)) else n for n in names}
     if len(stems) != 1:
       fault("folder", f"{len(stems)} GGUF models", "one", "pass its file")
   elif not place.exists():
     fault(shown(place), "no such file", "a GGUF file", "pass another path")
-  elif inside(root, place.name) is None:
+  elif (
+    isinstance(place, pathlib.Path) and inside(place.parent, place.name) is None
+  ):
     # A link that the caller names may point anywhere; parts are beside its
     # target.
     target = place.resolve()
@@ -192,7 +221,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFiles:
     fault(shown(missing[0]), "no such file", want, remedy)
   metadata: dict[str, Any] = {}
   tensors: dict[str, GgufTensor] = {}
-  status: dict[str, os.stat_result] = {}
+  status: dict[str, os.stat_result | ObjectFacts] = {}
   for number, file in enumerate(files):
     status[file], count, of_file = _read(root, file)
     _check_split(file, count, number, len(files))
@@ -243,7 +272,7 @@ def _check_split(
 class _Cursor:
   """Cursor in a header, which never reads beyond the end of its file."""
 
-  def __init__(self, label: str, data: mmap.mmap | bytes):
+  def __init__(self, label: str, data: mmap.mmap | bytes | ObjectArray):
     self.label, self.data, self.at = label, data, 0
 
   def take(self, count: int, what: str) -> bytes:
@@ -255,7 +284,8 @@ class _Cursor:
         "a whole file",
       )
     self.at += count
-    return self.data[self.at - count : self.at]
+    # Of a map a copy, as of an object's numbers.
+    return bytes(self.data[self.at - count : self.at])
 
   def number(self, form: str, what: str) -> int:
     return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
@@ -305,8 +335,15 @@ class _Cursor:
 
 
 def _read(
-  root: pathlib.Path, file: str
-) -> tuple[os.stat_result, dict[str, Any], dict[str, GgufTensor]]:
+  root: AnyPath, file: str
+) -> tuple[os.stat_result | ObjectFacts, dict[str, Any], dict[str, GgufTensor]]:
+  if isinstance(root, ObjectPath):
+    facts = (root / file).facts()
+    if facts is None or facts.size < 24:
+      size = "no such object" if facts is None else f"{facts.size} bytes"
+      fault(shown(file), size, "at least 24 bytes")
+    data = ObjectArray(root / file, np.dtype(np.uint8), 0, facts.size)
+    return facts, *_header(file, data)
   with open(open_inside(root, file), "rb") as opened:
     status = os.fstat(opened.fileno())
     if status.st_size < 24:
@@ -316,7 +353,7 @@ def _read(
 
 
 def _header(
-  file: str, data: mmap.mmap | bytes
+  file: str, data: mmap.mmap | bytes | ObjectArray
 ) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
   label = shown(file)
   c = _Cursor(label, data)

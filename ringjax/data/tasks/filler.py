@@ -105,7 +105,7 @@ class Decoded:
     lengths, empty = self.source.lengths, 0
     while empty < _MOST_USELESS and len(lengths):
       document = int(rng.integers(len(lengths)))
-      ids, _ = self.source.read(document, 0, int(lengths[document]))
+      ids = self.source.read(document, 0, int(lengths[document]))[0]
       lines = _split(self.tokenizer.decode(ids))
       empty = 0 if lines else empty + 1
       yield from lines

@@ -25,7 +25,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -77,6 +77,21 @@ except ImportError:
 
 def _script() -> str:
   return _SCRIPT.format(source=inspect.getsource(render))
+
+
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
+
+
+class MarkedTokens(NamedTuple):
+  """Tokens of a chat, and the ranges that its template marks as answers.
+
+  Fields:
+    ids: Token ids, int32 [T].
+    spans: First token and end of each marked text, in their order.
+  """
+
+  ids: Int[np.ndarray, " T"]
+  spans: list[tuple[int, int]]
 
 
 _workers = isolated.Workers(_script)
@@ -202,11 +217,72 @@ class ChatTemplate:
     """
     chat = self._chat(messages, add_generation_prompt, tools, more)
     marks = _Marks(chat, self.source, tokenizer)
+    return marks.encoded(self._marked(chat, marks, tokenizer, now))
+
+  @property
+  def marks_answers(self) -> bool:
+    """Whether the template marks answers, by {% generation %}."""
+    return _GENERATION.search(self.source) is not None
+
+  def marked_answers(
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Encodes,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    now: datetime.datetime | None = None,
+    **more: Any,
+  ) -> MarkedTokens:
+    """Encodes a chat, with the ranges of tokens in {% generation %}.
+
+    Args:
+      messages: Messages, as `tokens` takes them.
+      tokenizer: Tokenizer of the model.
+      tools: JSON schemas of functions, for templates that know them.
+      now: Time for templates that write the date.
+      **more: Further variables of the template.
+
+    Raises:
+      TemplateError: See `tokens`; and if a token crosses the border between an
+        answer and other text, or the template alters marked text.
+      PromptError, InputTypeError, TokenizerError: See `tokens`.
+    """
+    chat = self._chat(messages, False, tools, more)
+    free = _free_characters(chat, self.source)
+    borders = {name: next(free) for name in render.GENERATION_VARIABLES}
+    # The strings of the chat are not used as marks, so these are not.
+    chat |= borders
+    marks = _Marks(chat, self.source, tokenizer)
     text = self._marked(chat, marks, tokenizer, now)
-    parts: list[str | int] = []
-    for part in tokenizer.specials.split(text):
-      parts += marks.broken(part) if isinstance(part, str) else [part]
-    return tokenizer.encode_parts(parts)
+    pieces = re.split(f"([{''.join(borders.values())}])", text)
+    ids = self.tokens(
+      messages,
+      tokenizer,
+      add_generation_prompt=False,
+      tools=tools,
+      now=now,
+      **more,
+    )
+    ends, prefix = [], ""
+    for piece, border in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
+      prefix += piece
+      expected = [*borders.values()][len(ends) % 2]
+      encoded = marks.encoded(prefix)
+      is_whole = not border and len(encoded) == len(ids)
+      if (border != expected and not is_whole) or not np.array_equal(
+        encoded, ids[: len(encoded)]
+      ):
+        raise TemplateError(
+          "chat template",
+          f"a border of {{% generation %}} after "
+          f"{marks.unmark(prefix[-20:])!r} that is "
+          "inside of a token or out of order",
+          "borders between tokens",
+          "let {% generation %} begin and end next to a special token or a "
+          "line break, and answers begin with a word",
+        )
+      ends.append(len(encoded))
+    return MarkedTokens(ids, [*zip(ends[:-1:2], ends[1:-1:2], strict=True)])
 
   def _marked(
     self,
@@ -326,6 +402,7 @@ class _Marks:
 
   def __init__(self, chat: dict[str, Any], source: str, tokenizer: Encodes):
     special = set(tokenizer.specials.by_text)
+    self._tokenizer = tokenizer
     self._control = sorted(
       (t for t in tokenizer.added if t in source and _steers(t)), key=len
     )
@@ -393,6 +470,13 @@ class _Marks:
 
   def unmark(self, text: str) -> str:
     return text.translate(self._back)
+
+  def encoded(self, text: str) -> Int[np.ndarray, " T"]:
+    """Token ids of a rendered text with marks."""
+    parts: list[str | int] = []
+    for part in self._tokenizer.specials.split(text):
+      parts += self.broken(part) if isinstance(part, str) else [part]
+    return self._tokenizer.encode_parts(parts)
 
   def broken(self, text: str) -> list[str | int]:
     """The unmarked text, cut so that no control token forms from messages."""

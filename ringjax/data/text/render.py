@@ -18,6 +18,8 @@ if TYPE_CHECKING:
   from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 OUTPUT_CHARS = 4_000_000
+# Variables whose texts are written around the body of {% generation %}.
+GENERATION_VARIABLES = "ringjax_generation_start", "ringjax_generation_end"
 _RANGE = 10_000
 # Number of templates that are kept compiled.
 _TEMPLATES = 16
@@ -99,14 +101,22 @@ def _environment() -> ImmutableSandboxedEnvironment:
   from jinja2.sandbox import ImmutableSandboxedEnvironment
 
   class Generation(jinja2.ext.Extension):
-    """{% generation %}: marks the text of an assistant; here it only writes."""
+    """{% generation %}: the text of an assistant, between two variables.
+
+    The variables are `GENERATION_VARIABLES`, and undefined unless a caller
+    looks for these texts.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
       line = next(parser.stream).lineno
       body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-      return jinja2.nodes.Scope(body, lineno=line)
+      start, end = (
+        jinja2.nodes.Output([jinja2.nodes.Name(name, "load")], lineno=line)
+        for name in GENERATION_VARIABLES
+      )
+      return [start, jinja2.nodes.Scope(body, lineno=line), end]
 
   def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)

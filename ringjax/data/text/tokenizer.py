@@ -174,8 +174,8 @@ class Tokenizer:
         tokenizer_config.json, special_tokens_map.json,
         generation_config.json, config.json and chat_template.jinja; a GGUF
         file; an address, gs://bucket/model; the name of a model that
-        `python -m launch.fetch` has downloaded; or a name on the Hugging Face
-        Hub, "Qwen/Qwen3-8B".
+        `python -m ringjax.launch.fetch` has downloaded; or a name on the
+        Hugging Face Hub, "Qwen/Qwen3-8B".
       untrusted: Whether a separate process, with 2 GB and 20 s, tries the
         file first; for folders that you do not trust.
       revision: Branch, tag or commit of a name on the hub.

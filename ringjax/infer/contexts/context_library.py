@@ -6,6 +6,10 @@ Documents do not see each other.
 Cost: a prefill of each document after the prefix; documents of a call are read
 together, over the mesh's data axes too, and long ones over the sequence's axis.
 Memory: blocks are in host memory, or where a store puts them.
+
+On a mesh of several processes all make the same calls, and each has all blocks.
+With stores, a document is reused if the stores of all processes have it: each
+may have its own, or all open one folder.
 """
 
 from __future__ import annotations
@@ -40,11 +44,14 @@ from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
 from ringjax.kv.storage.exported_blocks import Blocks
 from ringjax.models.grouping import kind_rows
 from ringjax.models.transformer import Transformer
-from ringjax.nn.attention_layers.choosing_attention import refuse_sparse
+from ringjax.nn.attention_layers.choosing.choosing_attention import (
+  refuse_sparse,
+)
 from ringjax.nn.attention_layers.folded_attention import refuse_folded
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.nn.stack import runs
 from ringjax.ops.mask import Coords
+from ringjax.parallel.joint_outcome import exchanged, processes_of
 from ringjax.store import Store, block_file
 
 
@@ -185,6 +192,7 @@ class ContextLibrary:
     empty_session = Session(model, 1, **self.options)
     sharding = ShardingContext(mesh=empty_session.mesh, axis=empty_session.axis)
     self._data, self.shards = sharding.data_size, empty_session.shards
+    self._ranks = processes_of(empty_session.mesh)
     self._structure = jax.tree.structure(empty_session.cache.slots)
     self.origin = context_origin(model, self.kind, empty_session.cache.dtype)
 
@@ -213,11 +221,7 @@ class ContextLibrary:
       )
     keys = [prefix_key(self.origin, self.prefix, text) for text in texts]
     by_key = dict(zip(keys, texts, strict=True))
-    contexts: dict[bytes, EncodedContext] = {}
-    for key, text in by_key.items():
-      stored = self._stored_context(key, text)
-      if stored is not None:
-        contexts[key] = stored
+    contexts = self._stored_contexts(by_key)
     new = {key: text for key, text in by_key.items() if key not in contexts}
     self.counters.reused += len(texts) - len(new)
     order = sorted(new, key=lambda key: new[key].size)
@@ -268,6 +272,25 @@ class ContextLibrary:
     return dataclasses.replace(
       context, blocks=blocks, prefix_blocks=prefix_blocks
     )
+
+  def _stored_contexts(
+    self, texts: dict[bytes, np.ndarray]
+  ) -> dict[bytes, EncodedContext]:
+    """Contexts that all processes of the mesh have, by their keys."""
+    contexts = {
+      key: context
+      for key, text in texts.items()
+      if (context := self._stored_context(key, text)) is not None
+    }
+    if not self._ranks:
+      return contexts
+    present = [key in contexts for key in texts]
+    in_all = np.all(exchanged(present, self._ranks, channel="contexts"), 0)
+    return {
+      key: contexts[key]
+      for key, in_all_processes in zip(texts, in_all, strict=True)
+      if in_all_processes
+    }
 
   def _stored_context(
     self, key: bytes, text: np.ndarray

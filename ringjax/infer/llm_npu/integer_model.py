@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import math
 import os
-import pathlib
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from ringjax.checks import integer, local_path, number, one_of
+from ringjax.checks import integer, number, one_of
 from ringjax.errors import (
   CheckpointMismatchError,
   ConfigError,
@@ -42,6 +41,7 @@ from ringjax.models.weights.placed_maps import with_maps
 from ringjax.nn.linear import Linear
 from ringjax.nn.weights.integer import IntegerLinear, NotedLinear
 from ringjax.ops.integer_product import LARGEST
+from ringjax.paths import AnyPath, as_path
 
 FILE = "activation_ranges.safetensors"
 SCALES = ("channel", "tensor")
@@ -62,9 +62,12 @@ class ActivationRanges:
   model: str
   sizes: Mapping[str, np.ndarray]
 
-  def save(self, folder: str | os.PathLike[str]) -> pathlib.Path:
-    """Writes activation_ranges.safetensors into a folder: returns its path."""
-    path = pathlib.Path(local_path("folder", folder)) / FILE
+  def save(self, folder: str | os.PathLike[str]) -> AnyPath:
+    """Writes activation_ranges.safetensors into a folder: returns its path.
+
+    The folder may be an address.
+    """
+    path = as_path(folder, "folder") / FILE
     files.write_tensors(path, self.sizes, {"model": self.model})
     return path
 
@@ -78,7 +81,7 @@ class ActivationRanges:
       CheckpointFormatError: If the file is missing or incomplete.
       CheckpointMismatchError: If the ranges are of another model.
     """
-    path = pathlib.Path(local_path("folder", folder)) / FILE
+    path = as_path(folder, "folder") / FILE
     arrays, metadata = files.read_tensors(path)
     ranges = cls(metadata.get("model", ""), arrays)
     ranges.check(model, str(path))

@@ -147,7 +147,8 @@ class ElasticSession:
       if not isinstance(kind, LayerCacheSpec) or not kind.value:
         raise OptionError(
           "model",
-          f"a {model.config.family} with recurrent layers or cached latents",
+          f"a {model.config.family} with recurrent layers, cached latents, or "
+          "means of keys",
           "keys and values that travel, in every layer",
           "use rj.infer.generate",
         )

@@ -48,6 +48,30 @@ _LOGIT_TOKENS = 256
 _SHORTEST = 16
 
 
+def text_batches(
+  lengths: Sequence[int], batch_tokens: int, batch_texts: int
+) -> Iterator[tuple[list[int], int]]:
+  """Numbers of the texts of each pass, longest first, and its length.
+
+  The texts of a pass alone are one pass again.
+
+  Args:
+    lengths: Number of tokens of each text.
+    batch_tokens: Maximum number of tokens of a pass of several texts.
+    batch_texts: Maximum number of texts of a pass.
+  """
+  order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+  at = 0
+  while at < len(order):
+    width = max(_SHORTEST, 1 << (lengths[order[at]] - 1).bit_length())
+    count, most = 1, min(batch_texts, len(order) - at)
+    while count < most and 2 * count * width <= batch_tokens:
+      count *= 2
+    count = min(count, most)
+    yield order[at : at + count], width
+    at += count
+
+
 class TokenScores(NamedTuple):
   """Log-probabilities of the tokens of a text after its first one.
 
@@ -228,19 +252,6 @@ class TextScorer:
     cached = CachedAttention(mesh=self._mesh, axis=self._axis)
     return dataclasses.replace(plan, attend=cached)
 
-  def _batches(self, lengths: list[int]) -> Iterator[tuple[list[int], int]]:
-    """Numbers of the texts of each pass, longest first, and its length."""
-    order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
-    at = 0
-    while at < len(order):
-      width = max(_SHORTEST, 1 << (lengths[order[at]] - 1).bit_length())
-      count, most = 1, min(self._batch_texts, len(order) - at)
-      while count < most and 2 * count * width <= self.batch_tokens:
-        count *= 2
-      count = min(count, most)
-      yield order[at : at + count], width
-      at += count
-
   @entering(lambda scorer, *_, **__: scorer._mesh)
   def _call(
     self, texts: list[np.ndarray], width: int, *options: Any
@@ -294,7 +305,10 @@ class TextScorer:
         self.model.config, ids.size, f"a text of {ids.size:,} tokens"
       )
     num_read = 0
-    for numbers, width in self._batches([ids.size for ids in rows]):
+    lengths = [ids.size for ids in rows]
+    for numbers, width in text_batches(
+      lengths, self.batch_tokens, self._batch_texts
+    ):
       batch = [rows[n] for n in numbers]
       values = self._call(batch, width, top, pooling, adapter)
       yield numbers, values

@@ -1,5 +1,6 @@
 """Speculation: tokens are drafted, and one call of the model checks several."""
 
+from ringjax.infer.speculate.dflash_draft import DFlash
 from ringjax.infer.speculate.draft_model import DraftModel, EarlyExit, SelfDraft
 from ringjax.infer.speculate.drafter import (
   Draft,
@@ -9,8 +10,10 @@ from ringjax.infer.speculate.drafter import (
   TextDrafter,
   TextReader,
 )
+from ringjax.infer.speculate.eagle_draft import Eagle3
 from ringjax.infer.speculate.longspec import LongSpec
 from ringjax.infer.speculate.lookup import PromptLookup
+from ringjax.infer.speculate.predict_draft import PredictDraft
 from ringjax.infer.speculate.rounds import SpeculationReport
 from ringjax.infer.speculate.speculation import DRAFTERS, drafter_of
 from ringjax.infer.speculate.suffixes import Suffixes
@@ -20,12 +23,15 @@ from ringjax.infer.speculate.verifiers import VERIFIERS
 __all__ = [
   "DRAFTERS",
   "VERIFIERS",
+  "DFlash",
   "Draft",
   "DraftModel",
   "Drafter",
   "Drafting",
+  "Eagle3",
   "EarlyExit",
   "LongSpec",
+  "PredictDraft",
   "PromptLookup",
   "SelfDraft",
   "SpeculationReport",

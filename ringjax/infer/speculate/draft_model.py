@@ -172,17 +172,18 @@ class SelfDraft(ModelDrafter):
 
 
 def check_layers(model: Transformer, layers: Sequence[Any]) -> None:
-  """Refuses recurrent layers, whose states follow a single text.
+  """Refuses layers whose states or summaries of keys follow a single text.
 
   Raises:
-    OptionError: If the model has recurrent layers.
+    OptionError: If the model has such layers.
   """
   mixers = [mixer for layer in layers for mixer in layer.mixers]
   if all(isinstance(m.cache_shape(1), LayerCacheSpec) for m in mixers):
     return
   raise OptionError(
     "speculate",
-    f"a draft model of family {model.config.family}, with recurrent layers",
+    f"a draft model of family {model.config.family}, with recurrent layers "
+    "or summaries of keys",
     "one whose cache can go back, or a chain in the target's tokens",
     "leave widths out, or take another draft model",
   )

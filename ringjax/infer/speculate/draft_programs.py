@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax.infer.finite import NOT_FINITE, finite_rows, or_not_finite
 from ringjax.infer.sampling import law, log_weights, noise
@@ -122,6 +122,28 @@ class TreeShape(NamedTuple):
   best: int
 
 
+@runtime_checkable
+class DraftCall(Protocol):
+  """Arguments of a program that drafts a chain; see `_Drafting`."""
+
+  @property
+  def drawn(self) -> bool: ...
+  @property
+  def sampler(self) -> Callable[..., Any]: ...
+  @property
+  def pos(self) -> Any: ...
+  @property
+  def at(self) -> Any: ...
+  @property
+  def seen(self) -> Any: ...
+
+  def read(
+    self, tokens: Int[Array, "B T"], pos: Int[Array, "B T"], cache: PyTree
+  ) -> tuple[Any, Any]:
+    """Reads tokens [B, T]; returns logits [B, T, V] and the cache."""
+    ...
+
+
 class _Drafting(NamedTuple):
   """Arguments shared by the parts of a drafting program.
 
@@ -207,7 +229,7 @@ def drafted(
     model, attend, drawn, sampler, live, read.pos + read.count, at, seen, length
   )
   if isinstance(shape, int):
-    draft, draft_cache = _chain(call, shape, logits, draft_cache)
+    draft, draft_cache = chained(call, shape, logits, draft_cache)
   else:
     draft, draft_cache = _tree(call, shape, logits, draft_cache)
   if snapshot is not None:
@@ -215,10 +237,21 @@ def drafted(
   return jax.tree.map(attend.everywhere, draft), draft_cache
 
 
-def _chain(
-  call: _Drafting, count: int, logits: Float[Array, "B V"], cache: ModelCache
+def chained(
+  call: DraftCall, count: int, logits: Float[Array, "B V"], cache: PyTree
 ) -> tuple[tuple[Any, Any, Any], Any]:
-  """Drafts `count` tokens one after the other."""
+  """Drafts `count` tokens one after the other.
+
+  Args:
+    call: Arguments of the drafting program.
+    count: Number of tokens, n.
+    logits: Logits of the first one, [B, V].
+    cache: Cache, or other state, that `call.read` takes and returns.
+
+  Returns:
+    Tokens [B, n], their distributions or None, None in place of parents; and
+    the cache.
+  """
 
   def draft_step(
     carry: tuple[Any, Any, Any], step: jax.Array
@@ -319,7 +352,7 @@ def _best(
 
 
 def _next(
-  call: _Drafting,
+  call: DraftCall,
   logits: Float[Array, "B V"],
   at: Int[Array, " B"],
   seen: Bool[Array, "B V"] | None,
@@ -332,7 +365,7 @@ def _next(
 
 
 def _by_law(
-  call: _Drafting, q: Float[Array, "B V"], at: Int[Array, " B"], stream: int
+  call: DraftCall, q: Float[Array, "B V"], at: Int[Array, " B"], stream: int
 ) -> Int[Array, " B"]:
   rows = jnp.arange(q.shape[0])
   gumbel = noise(call.sampler, rows, at, q.shape[1], stream=stream)

@@ -8,15 +8,21 @@
 | `early` | the target's first layers |
 | `self` | the target with a smaller cache |
 | `translated` | a small model with another tokenizer, through text |
+| `mtp` | the model's layer that predicts one token further |
+| `eagle3` | the model's EAGLE-3 head, which reads several of its layers |
+| `dflash` | the model's DFlash head, which drafts a block in one pass |
 | `longspec` | a block that reads the target's last keys |
 """
 
 from __future__ import annotations
 
+from ringjax.infer.speculate.dflash_draft import DFlash
 from ringjax.infer.speculate.draft_model import DraftModel, EarlyExit, SelfDraft
 from ringjax.infer.speculate.drafter import Drafter
+from ringjax.infer.speculate.eagle_draft import Eagle3
 from ringjax.infer.speculate.longspec import LongSpec
 from ringjax.infer.speculate.lookup import PromptLookup
+from ringjax.infer.speculate.predict_draft import PredictDraft
 from ringjax.infer.speculate.suffixes import Suffixes
 from ringjax.infer.speculate.translated import TranslatedDraft
 from ringjax.option_text import named
@@ -31,6 +37,9 @@ DRAFTERS: dict[str, type[Drafter]] = {
     SelfDraft,
     TranslatedDraft,
     LongSpec,
+    PredictDraft,
+    Eagle3,
+    DFlash,
   )
 }
 

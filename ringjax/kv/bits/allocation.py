@@ -59,7 +59,9 @@ CANDIDATES = ("hadamard4", "hadamard3", "hadamard2")
 BY = ("layer", "head", "part")
 MEASURES = ("loss", "kl")
 _FORMAT = "ringjax-kv-bits-1"
-_REMEDY = "allocate again: python -m launch.calibrate --model=DIR --bits=3.2"
+_REMEDY = (
+  "allocate again: python -m ringjax.launch.calibrate --model=DIR --bits=3.2"
+)
 
 # For each layer of the model the numbers of its KV heads' candidates.
 Table = tuple[tuple[int, ...], ...]
@@ -446,7 +448,8 @@ def _calibration(codec: Codec) -> str:
     "candidates",
     "code books without a calibration",
     "the calibration of this model",
-    "pass 'nuq3:calibration=DIR'; to make one: python -m launch.calibrate",
+    "pass 'nuq3:calibration=DIR'; to make one: "
+    "python -m ringjax.launch.calibrate",
   )
 
 

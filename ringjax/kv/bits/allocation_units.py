@@ -35,7 +35,7 @@ def attention_layers(model: Transformer) -> list[LayerCacheSpec]:
 
   Raises:
     ConfigError: If the model has no keys and values.
-    OptionError: If a layer keeps two sets of keys.
+    OptionError: If a layer keeps two sets of keys, or was made sparse.
   """
   specs = [x for x in model.kinds if isinstance(x, LayerCacheSpec)]
   if not specs:
@@ -46,6 +46,16 @@ def attention_layers(model: Transformer) -> list[LayerCacheSpec]:
       "its states need no codec",
     )
   check_one_set_of_keys(specs, "codecs by layer")
+  for spec in specs:
+    reading = spec.reading
+    if reading and reading.most is not None and reading.index is None:
+      raise OptionError(
+        "model",
+        f"layers in which {reading.chooser} chooses keys (sparse_attention), "
+        "for codecs by layer",
+        "layers that read all keys",
+        "leave it out: such a model's caches are dense, bfloat16, int8 or int4",
+      )
   return specs
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
+from ringjax.checks import is_address
 from ringjax.errors import OptionError
 from ringjax.kv.codecs import page_outliers
 from ringjax.kv.codecs.code_book import CodeBook
@@ -89,7 +90,7 @@ class Calibration:
         "calibration",
         f"one without {', '.join(missing)}",
         "one of this model's layers",
-        "calibrate this model with python -m launch.calibrate",
+        "calibrate this model with python -m ringjax.launch.calibrate",
       )
     arrays: list[Any] = [self._array(number, part, name) for name in names]
     if vectors.sinks:
@@ -216,6 +217,9 @@ class Calibrated(Codec):
       return
     if self.calibration is None:
       raise self.uncalibrated()
+    if is_address(self.calibration):
+      # Looked at when it is read.
+      return
     path = pathlib.Path(self.calibration)
     if path.is_dir() and not (path / CALIBRATION_FILE).is_file():
       raise self.uncalibrated(f"{path}, without {CALIBRATION_FILE}")

@@ -41,6 +41,7 @@ from ringjax.ops.attention.cached.separate_contexts import (
 )
 from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.mask import Coords
+from ringjax.parallel.local_arrays import whole_on_host
 from ringjax.typing import ArrayLeaf, Index
 
 
@@ -232,22 +233,14 @@ def exported(
 ) -> list[Blocks]:
   """Copy tokens of rows to arrays of the host; see `ModelCache.export`.
 
-  Args:
-    cache: Cache on devices of this process only.
-    spans: Row, first position, and position after the last, of each export.
+  Of a cache that is spread over several processes each of them gets all tokens;
+  all make the same call.
 
-  Raises:
-    OptionError: If the cache is sharded over several processes.
+  Args:
+    cache: Cache of tokens on devices.
+    spans: Row, first position, and position after the last, of each export.
   """
-  leaves = jax.tree.leaves(cache.slots)
-  if not all(x.is_fully_addressable for x in leaves):
-    raise OptionError(
-      "contexts",
-      "a cache that is spread over several processes",
-      "the devices of one process",
-      "encode contexts in each process, or pass combine='full'",
-    )
-  at, slots = jax.device_get((cache.at, cache.slots))
+  at, slots = whole_on_host((cache.at, cache.slots))
   slots = tuple(cache.unfilled(kind, x) for kind, x in enumerate(slots))
   exports = []
   for row, start, stop in spans:

@@ -66,6 +66,7 @@ def check_layers(
     )
   if policy is not None and policy.moves:
     _check_moves(layers, policy)
+  _check_learned(layers, kind)
   if policy is None or not policy.reads:
     return
   rotates_late = any(s.reading is not None and s.reading.late for s in layers)
@@ -78,6 +79,24 @@ def check_layers(
     )
 
 
+def _check_learned(layers: Sequence[LayerCacheSpec], kind: CacheConfig) -> None:
+  """Refuse learned rotations of keys that are rotated outside of a call."""
+  ropes = [layer.reading.rope for layer in layers if layer.reading is not None]
+  if not any(rope is not None and rope.learned for rope in ropes):
+    return
+  policy = kind.policy
+  reads_later = policy is not None or kind.tier.device is not None
+  unrotated = kind.layout.unrotated and reads_later
+  # Moments are those of queries before their rotation.
+  if unrotated or (policy is not None and policy.moments):
+    raise OptionError(
+      "kind",
+      f"a rotation with learned factors, which are weights, for {kind}",
+      "a kind that rotates keys in a call of the model alone",
+      "leave unrotated out, or use a policy other than expected",
+    )
+
+
 def _check_moves(layers: Sequence[LayerCacheSpec], policy: Policy) -> None:
   """Refuse layers whose attention depends on more than token distances."""
   for shape in layers:
@@ -86,7 +105,7 @@ def _check_moves(layers: Sequence[LayerCacheSpec], policy: Policy) -> None:
     if reading is None or shape.reach is not None:
       got = "a layer that looks back a window"
     elif reading.most is not None:
-      got = "a layer whose index chooses keys"
+      got = f"a layer in which {reading.chooser} chooses keys"
     elif reading.mask != Causal():
       got = f"a layer whose queries see {reading.mask}"
     elif reading.rope is not None and reading.rope.scaling.by_length:

@@ -1,7 +1,9 @@
 """Recorded queries and their statistics, for eviction policies.
 
 Guarantees: the newest queries of each row, whatever layout they came in; sums
-over all queries of a row. Rows are independent.
+over all queries of a row. Rows are independent. A query stays in its place as
+long as it is recorded, so that a step writes the queries of its tokens alone;
+`QueryWatch.order` tells the order in which they came.
 Memory: L B W N H scalars for W queries; L B N H (H + 1) float32 for moments.
 """
 
@@ -21,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax import tree
-from ringjax.kv.base import CacheSpec
+from ringjax.kv.base import CacheSpec, scattered_layer
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
@@ -96,6 +98,8 @@ class QueryWatch:
     source: Index among W old and T new queries that each place got in the last
       call, int32 [B, W]; -1 for none.
     call: During a call, coordinates of its tokens, [B, T].
+    places: During a call of fewer than W tokens, place that each of its queries
+      gets, int32 [B, T]; W for none.
     sharded: Whether the call's tokens are sharded over `axis`.
     mesh: Device mesh; None for one device.
     axis: Mesh axis of the sequence.
@@ -105,6 +109,7 @@ class QueryWatch:
   count: Float[ArrayLeaf, " B"] | None = None
   source: Int[ArrayLeaf, "B W"] | None = None
   call: Coords | None = None
+  places: Int[ArrayLeaf, "B T"] | None = None
   sharded: bool = False
   mesh: Mesh | None = None
   axis: str | None = None
@@ -188,23 +193,25 @@ class QueryWatch:
     joined = Coords(
       *(jnp.concatenate([x, y], 1) for x, y in zip(old, at, strict=True))
     )
-    size = joined.pos.shape[1]
-    index = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
+    index = lax.broadcasted_iota(jnp.int32, joined.pos.shape, 1)
     # Queries of the call are newer, ordered by document and position.
     new = (index >= window).astype(jnp.int32)
     real = (joined.seg > 0).astype(jnp.int32)
     order = lax.sort(
       (real, new, joined.seg, joined.pos, index), dimension=1, num_keys=5
-    )[4][:, -window:]
-    pick = lambda x: jnp.take_along_axis(x, order, 1)
-    newest = Coords(*map(pick, joined))
+    )[4]
+    source, places = _in_free_places(order, window)
+    newest = Coords(*(jnp.take_along_axis(x, source, 1) for x in joined))
     return dataclasses.replace(
-      watch, at=newest, source=jnp.where(newest.seg > 0, order, -1)
+      watch,
+      at=newest,
+      source=jnp.where(newest.seg > 0, source, -1),
+      places=places if places.shape[1] < window else None,
     )
 
   def committed(self) -> QueryWatch:
     """Drop the state that exists only during a call."""
-    return dataclasses.replace(self, call=None, sharded=False)
+    return dataclasses.replace(self, call=None, places=None, sharded=False)
 
   def note(
     self,
@@ -219,7 +226,10 @@ class QueryWatch:
       old, new.astype(old.dtype), layer, 0
     )
     take = lambda old: lax.dynamic_index_in_dim(old, layer, 0, keepdims=False)
-    if noted.newest is not None:
+    if noted.newest is not None and self.places is not None:
+      newest = _placed(noted.newest, layer, self._all(rotated()), self.places)
+      noted = noted._replace(newest=newest)
+    elif noted.newest is not None:
       old, source = take(noted.newest), self.source
       assert source is not None
       window = old.shape[1]
@@ -247,6 +257,20 @@ class QueryWatch:
 
   def _counted(self, at: Coords) -> jax.Array:
     return (at.seg > 0) & (at.pos >= _FIRST)
+
+  def _all(self, q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """The call's queries on every shard of the sequence."""
+    if not self.sharded or self.axis is None:
+      return q
+    axis = self.axis
+    return jax.shard_map(
+      lambda q: collectives.gather(q, axis, 1),
+      mesh=self.mesh,
+      in_specs=P(None, axis),
+      out_specs=P(),
+      axis_names={axis},
+      check_vma=False,
+    )(q)
 
   def _rows(self, q: jax.Array, index: jax.Array) -> jax.Array:
     """Gather queries [B, W, N, H]; arbitrary where the index is negative."""
@@ -285,11 +309,15 @@ class QueryWatch:
     return dataclasses.replace(self, at=at, source=source)
 
   def order(self, window: int) -> Int[Array, "B _"]:
-    """Indices of the newest `window` queries, after empty places."""
+    """Indices of the newest `window` queries, after empty places.
+
+    Queries of a row came in the order of documents and positions.
+    """
     assert self.at is not None
-    real = (self.at.seg > 0).astype(jnp.int32)
-    order = jnp.argsort(real, axis=1, stable=True).astype(jnp.int32)
-    return order[:, -window:]
+    pos, seg = jnp.asarray(self.at.pos), jnp.asarray(self.at.seg)
+    index = lax.broadcasted_iota(jnp.int32, pos.shape, 1)
+    pos = jnp.where(seg > 0, pos, 0)
+    return lax.sort((seg, pos, index), dimension=1, num_keys=3)[2][:, -window:]
 
   def ordered(self, order: Int[Array, "B W"]) -> QueryWatch:
     """Reorder the places."""
@@ -319,8 +347,70 @@ class QueryWatch:
 
 
 tree.register(
-  QueryWatch, ("at", "count", "source", "call"), ("sharded", "mesh", "axis")
+  QueryWatch,
+  ("at", "count", "source", "call", "places"),
+  ("sharded", "mesh", "axis"),
 )
+
+
+def _in_free_places(
+  order: Int[Array, "B _"], window: int
+) -> tuple[Int[Array, "B W"], Int[Array, "B T"]]:
+  """Leave old queries in their places, and put new ones in the other places.
+
+  Args:
+    order: Indices of W old and T new queries, [B, W + T]; the last W of them
+      are recorded. Empty places count as old queries.
+    window: Number of places, W.
+
+  Returns:
+    The index of each place's query, and the place of each new one; W for none.
+  """
+  tokens = order.shape[1] - window
+  # Sorting again inverts an order; a scatter would be sent between devices.
+  rank = lax.broadcasted_iota(jnp.int32, order.shape, 1)
+  rank = lax.sort((order, rank), dimension=1, num_keys=1)[1]
+  recorded = rank >= tokens
+  is_free, is_new = ~recorded[:, :window], recorded[:, window:]
+  place = lax.broadcasted_iota(jnp.int32, is_free.shape, 1)
+  # The n-th new query that is recorded gets the n-th free place.
+  free_places = jnp.argsort(~is_free, axis=1, stable=True).astype(jnp.int32)
+  new_queries = jnp.argsort(~is_new, axis=1, stable=True).astype(jnp.int32)
+  nth = lambda mask: jnp.cumsum(mask, 1, dtype=jnp.int32) - 1
+  clipped = lambda n, most: jnp.clip(n, 0, most - 1)
+  query = jnp.take_along_axis(new_queries, clipped(nth(is_free), tokens), 1)
+  source = jnp.where(is_free, window + query, place)
+  at = jnp.take_along_axis(free_places, clipped(nth(is_new), window), 1)
+  return source, jnp.where(is_new, at, window)
+
+
+def _placed(
+  old: Float[Array, "L B W N H"],
+  layer: Index,
+  new: Float[Array, "B T N H"],
+  places: Int[Array, "B T"],
+) -> Float[Array, "L B W N H"]:
+  """Write queries to their places of a layer; those of place W to none."""
+  new = new.astype(old.dtype)
+  scattering = lax.ScatterDimensionNumbers(
+    update_window_dims=(2, 3),
+    inserted_window_dims=(0, 2),
+    scatter_dims_to_operand_dims=(0, 2),
+    operand_batching_dims=(1,),
+    scatter_indices_batching_dims=(0,),
+  )
+
+  def put(old: jax.Array, layer: Index) -> jax.Array:
+    layers = jnp.full_like(places, layer)
+    return lax.scatter(
+      old,
+      jnp.stack([layers, places], -1),
+      new,
+      scattering,
+      mode=lax.GatherScatterMode.FILL_OR_DROP,
+    )
+
+  return scattered_layer(old, layer, put)
 
 
 def moments_of(

@@ -17,6 +17,7 @@ from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.layer_spec import LayerKV
 from ringjax.kv.storage.slots import REPLICATED
 from ringjax.kv.storage.window import WindowSlots
+from ringjax.kv.summaries.summary_spec import SummarySlots, SummarySpec
 from ringjax.ops.attention.cached.code_format import as_stored, token_axis
 from ringjax.ops.mask import Coords
 from ringjax.parallel.programs import bounded
@@ -31,14 +32,15 @@ class Blocks(NamedTuple):
   Fields:
     at: Coordinates [n], in order of position.
     parts: For each kind of layer keys [L, K, n, H] and values [L, K, n, J];
-      codes on a TPU are [L, K, X, n].
+      codes on a TPU are [L, K, X, n]. Of summaries those of the windows that
+      end with the tokens.
     kind: Kind of the cache that exported them.
 
   Layers with a ring buffer export only the last `reach` tokens.
   """
 
   at: Coords
-  parts: tuple[LayerKV, ...]
+  parts: tuple[LayerKV | SummarySlots, ...]
   kind: CacheConfig
 
 
@@ -118,6 +120,14 @@ def check_blocks(cache: KVCache, blocks: Blocks, at: Coords) -> None:
       "the positions at which they were read",
       "make both caches with kind='unrotated'",
     )
+  if moved and any(isinstance(x, SummarySpec) for x in cache.shapes):
+    raise OptionError(
+      "at",
+      "other positions for keys with summaries (means or compressed keys), "
+      "which are of rotated keys",
+      "the positions at which they were read",
+      "leave at= out, or read the text as tokens",
+    )
 
 
 def appended_blocks(cache: KVCache, parts: PyTree, at: Coords) -> KVCache:
@@ -144,6 +154,14 @@ def _appended(cache: KVCache, parts: PyTree, at: Coords) -> KVCache:
   allocated = dataclasses.replace(cache, held=slot_table, rings=rings)
 
   def append_layer(kind: int, old: PyTree, new: PyTree) -> PyTree:
+    if isinstance(old, SummarySlots):
+      spec = cache.shapes[kind]
+      assert isinstance(spec, SummarySpec)
+      first = jnp.min(at.pos) // spec.sizes.stride
+      put = lambda x, new: lax.dynamic_update_slice_in_dim(
+        x, new[:, None], first, 3
+      )
+      return jax.tree.map(lambda x, y: put(x, y) if y.size else x, old, new)
     table = allocated.table(kind)
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:

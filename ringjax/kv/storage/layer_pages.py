@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,23 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from ringjax.typing import ArrayLeaf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PageGroup:
+  """Layers that share page tables.
+
+  Attributes:
+    reach: Number of earlier tokens that a query attends to; None for all.
+    kinds: Indices of the kinds of layers in the group.
+    pages: Number of pages on all devices, N.
+    token_bytes: Bytes of one token in all layers of the group.
+  """
+
+  reach: int | None
+  kinds: tuple[int, ...]
+  pages: int
+  token_bytes: int
 
 
 class PageWrites(NamedTuple):
@@ -33,7 +51,8 @@ class LayerPages(NamedTuple):
 
   Fields:
     pages: The pages, [L, ...].
-    part: Index of the array in its kind.
+    part: Index of the array in its kind; 2 and 3 for summaries of keys and of
+      values.
     layers: Numbers of the layers.
   """
 

@@ -49,6 +49,7 @@ from ringjax.kv.storage.call_tiles import CallTiles
 from ringjax.kv.storage.entry_slots import row_states
 from ringjax.kv.storage.layer_pages import (
   LayerPages,
+  PageGroup,
   PageWrites,
   chosen_layers,
   layer_range,
@@ -57,30 +58,13 @@ from ringjax.kv.storage.layer_pages import (
   written_pages,
 )
 from ringjax.kv.storage.pooled_cache import PooledCache, PooledRows
+from ringjax.kv.summaries.summary_spec import SummarySlots, SummarySpec
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.attention.cached.code_format import row_major, token_axis
 from ringjax.ops.attention.cached.pooled import SharedTiles
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
 from ringjax.typing import ArrayLeaf, Index
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PageGroup:
-  """Layers that share page tables.
-
-  Attributes:
-    reach: Number of earlier tokens that a query attends to; None for all.
-    kinds: Indices of the kinds of layers in the group.
-    pages: Number of pages on all devices, N.
-    token_bytes: Bytes of one token in all layers of the group.
-  """
-
-  reach: int | None
-  kinds: tuple[int, ...]
-  pages: int
-  token_bytes: int
-
 
 # Page number beyond all pages.
 _FAR = 1 << 30
@@ -91,8 +75,9 @@ class PagePool:
   """Pages of all layers of a model.
 
   Attributes:
-    slots: For each kind of layer its `LayerKV`, [L, N, K, P, H], or a recurrent
-      one's `State` with a row for each served row.
+    slots: For each kind of layer its `LayerKV`, [L, N, K, P, H], or the
+      `SummarySlots` of its keys, or a recurrent one's `State` with a row for
+      each served row.
     constants: For each kind of layer its codec constants, [L, K, n].
     groups: Groups of layers that share page tables.
     page: Slots per page, P.
@@ -179,14 +164,16 @@ class PagePool:
       kinds = tuple(
         n
         for n, s in enumerate(shapes)
-        if isinstance(s, LayerCacheSpec)
+        if isinstance(s, LayerCacheSpec | SummarySpec)
         and (s.reach if kind.layout.windowed else None) == reach
       )
       total = 0
       for n in kinds:
-        pages_of_kind[n] = shapes[n].filled_slots(
-          dataclasses.replace(room, batch=num_pages, axes=axes)
-        )
+        page_room = dataclasses.replace(room, batch=num_pages, axes=axes)
+        if isinstance(shapes[n], SummarySpec):
+          pages_of_kind[n] = shapes[n].page_slots(page_room)
+        else:
+          pages_of_kind[n] = shapes[n].filled_slots(page_room)
         total += sum(
           math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
           for x in pages_of_kind[n]
@@ -411,7 +398,7 @@ class PagePool:
     slots = list(self.slots)
     for kind in self.groups[group].kinds:
       arrays = (next(written) if x.size else x for x in slots[kind])
-      slots[kind] = LayerKV(*arrays)
+      slots[kind] = type(slots[kind])(*arrays)
     return dataclasses.replace(self, slots=tuple(slots))
 
   def read_states(self, row: Int[Array, ""]) -> tuple[Any, ...]:
@@ -464,6 +451,8 @@ class PagePool:
         return lax.fori_loop(0, x.shape[0], layer, x) if x.size else x
 
       for kind in group.kinds:
+        # Layers with summaries refuse trees, whose tokens move.
+        assert not isinstance(slots[kind], SummarySlots)
         slots[kind] = LayerKV(*map(move_tokens, slots[kind]))
     return dataclasses.replace(self, slots=tuple(slots))
 
@@ -660,7 +649,9 @@ class PagePool:
     return tuple(
       LayerPages(x, part, tuple(self.shapes[kind].which))
       for kind in self.groups[group].kinds
-      for part, x in enumerate(self.slots[kind])
+      for part, x in enumerate(
+        self.slots[kind], 2 * isinstance(self.slots[kind], SummarySlots)
+      )
       if x.size
     )
 

@@ -24,6 +24,8 @@ from ringjax.kv.layer_spec import (
 )
 from ringjax.kv.state import State, StateLayer
 from ringjax.kv.storage.call_tiles import CacheTile, CallTiles
+from ringjax.kv.summaries.summary_layers import PooledSummaryLayer
+from ringjax.kv.summaries.summary_spec import SummarySlots
 
 if TYPE_CHECKING:
   from ringjax.kv.storage.layer_pages import PageWrites
@@ -62,9 +64,7 @@ class PooledRows:
   def axis(self) -> str | None:
     return self.pool.axis
 
-  def layer(
-    self, kind: int, slots: PyTree, index: Index
-  ) -> PooledLayer | StateLayer:
+  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     ends = jnp.asarray(self.ends)
     rows = jnp.arange(ends.shape[0], dtype=jnp.int32)
     tables = tuple(map(jnp.asarray, self.tables))
@@ -241,9 +241,18 @@ class PooledCache(CallCache):
 
   def layer(
     self, kind: int, slots: PyTree, index: Index
-  ) -> PooledLayer | StateLayer:
+  ) -> PooledLayer | PooledSummaryLayer | StateLayer:
     if isinstance(slots, State):
       return slots.layer(self, index)
+    if isinstance(slots, SummarySlots):
+      return PooledSummaryLayer(
+        cache=self,
+        slots=slots,
+        index=index,
+        spec=self.pool.shapes[kind],
+        unrotated=self.pool.kind.layout.unrotated,
+        group=self.pool._group(kind),
+      )
     return PooledLayer(self, slots, index, kind, self.pool._group(kind))
 
   def borrowing(self) -> PooledCache:

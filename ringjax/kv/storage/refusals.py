@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool
 
 from ringjax.errors import OptionError, PromptError, ShapeError
 from ringjax.kv.base import CallCoords
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.storage.pages import host
+from ringjax.kv.summaries.summary_spec import SummarySpec
 from ringjax.ops.mask import SameSegment
 
 if TYPE_CHECKING:
@@ -146,6 +148,69 @@ def refuse_documents(
       "a cache that keeps all tokens: what others drop depends on which "
       "documents see each other",
       'pass model.init_cache(..., kind="dense")',
+    )
+
+
+def refuse_gaps(cache: ModelCache, coords: CallCoords) -> None:
+  """Refuse positions that leave gaps, for layers with summaries of windows.
+
+  Traced arrays are not checked, nor those of several processes.
+
+  Args:
+    cache: Cache of the call.
+    coords: Coordinates of the call's tokens.
+
+  Raises:
+    OptionError: If a row's positions are not those after its tokens.
+  """
+  summarized = any(isinstance(x, SummarySpec) for x in cache.shapes)
+  if coords.pos is None or not summarized:
+    return
+  length = cache.length
+  arrays = [x for x in (length, coords.pos, coords.seg) if x is not None]
+  if any(isinstance(x, jax.core.Tracer) for x in arrays):
+    return
+  if not all(getattr(x, "is_fully_addressable", True) for x in arrays):
+    return
+  ends, pos = host(length), host(coords.pos)
+  real = np.ones_like(pos) if coords.seg is None else host(coords.seg)
+  pos, real = (
+    np.broadcast_to(x, (ends.size, pos.shape[1])) for x in (pos, real)
+  )
+  for row, end in enumerate(ends):
+    row_pos = np.sort(pos[row][real[row] > 0])
+    if not np.array_equal(row_pos, end + np.arange(row_pos.size)):
+      raise OptionError(
+        "positions",
+        f"{row_pos[:8].tolist()} in row {row}, which has {end} tokens, for "
+        "layers that choose by means or compressed keys of successive tokens",
+        f"successive positions from {end} on",
+        "leave positions out",
+      )
+
+
+def refuse_holes(cache: ModelCache, kept: Bool[Array, "B T"]) -> None:
+  """Refuse to drop tokens before kept ones, for layers with summaries.
+
+  A traced array is not checked.
+
+  Args:
+    cache: Cache of the call.
+    kept: Tokens of the last call that stay.
+
+  Raises:
+    OptionError: If a row keeps a token after one that it drops.
+  """
+  summarized = any(isinstance(x, SummarySpec) for x in cache.shapes)
+  if not summarized or isinstance(kept, jax.core.Tracer):
+    return
+  if not np.array_equal(np.logical_and.accumulate(host(kept), 1), host(kept)):
+    raise OptionError(
+      "kept",
+      "tokens after dropped ones, for layers that choose by means or "
+      "compressed keys of successive tokens",
+      "the first tokens of the last call",
+      "pass jnp.arange(T)[None] < accepted[:, None], or use keep_first",
     )
 
 

@@ -298,7 +298,7 @@ class ContiguousSlots(SlotGroup):
     count: jax.Array,
   ) -> jax.Array:
     """Write the first `count` [B] of n tokens from slot `start` [B] on."""
-    rows = lambda old: _by_rows(old, new, layer, start, count)
+    rows = lambda old: written_rows(old, new, layer, start, count)
     if new.shape[0] == 1:
       return rows(old)
     if old.ndim == new.ndim:
@@ -624,14 +624,14 @@ def _window(
   return first, new, jnp.broadcast_to(by_token(real, new), new.shape)
 
 
-def _by_rows(
-  old: jax.Array,
-  new: jax.Array,
+def written_rows(
+  old: Shaped[Array, " ..."],
+  new: Shaped[Array, " ..."],
   layer: Index,
-  start: jax.Array,
-  count: jax.Array,
-) -> jax.Array:
-  """Write tokens row after row, for `ContiguousSlots._put`."""
+  start: Int[Array, " B"],
+  count: Int[Array, " B"],
+) -> Shaped[Array, " ..."]:
+  """Write tokens row after row, see `ContiguousSlots._put`."""
   first, new, real = _window(old, new, start, count)
   lead = old.ndim - new.ndim
 

@@ -6,21 +6,28 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ringjax.models.families.predict_layers import PredictNames
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import LLAMA, TensorNames
 from ringjax.models.hf.unknown_keys import UnknownKeys
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention_layers.attention import Attention
-from ringjax.nn.attention_layers.block_attention import BlockAttention
+from ringjax.nn.attention_layers.choosing.block_attention import BlockAttention
+from ringjax.nn.attention_layers.choosing.indexed_attention import (
+  IndexedAttention,
+)
+from ringjax.nn.attention_layers.choosing.native_attention import (
+  NativeAttention,
+)
 from ringjax.nn.attention_layers.folded_attention import (
   DualChunk,
   FoldedAttention,
   SelfExtend,
 )
-from ringjax.nn.attention_layers.indexed_attention import IndexedAttention
 from ringjax.nn.block import Feedforward, Layer, Mixer
 from ringjax.nn.feedforward import Experts, Gated, Router
 from ringjax.nn.linear import Norm
+from ringjax.ops.attention.sparse.native_sparse import NativeSparse
 from ringjax.ops.mask import Causal, Mask, Window
 from ringjax.ops.rope import LengthScaled, Rope, Unscaled
 
@@ -103,6 +110,8 @@ class Family:
     wrapper: A model that holds one of this family, or None.
     spellings: Function from a tensor's name to the names that it may have in a
       folder, the first of which is the name itself.
+    predict: The layer that predicts one token further, in folders that have
+      one; None: none is read.
   """
 
   name: str
@@ -112,9 +121,18 @@ class Family:
   unread: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
   wrapper: Wrapper | None = None
   spellings: Callable[[str], tuple[str, ...]] = lambda name: (name,)
+  predict: PredictNames | None = None
 
   def __post_init__(self):
     object.__setattr__(self, "types", self.types or (self.name,))
+
+  def tensor_names(self, config: TransformerConfig) -> TensorNames:
+    """Names of a model's tensors, with those of its predicting layer."""
+    names = self.names(config)
+    if config.predicts is None:
+      return names
+    assert self.predict is not None
+    return self.predict.named(names, config)
 
   def read(
     self, config: Mapping[str, Any], unknown: UnknownKeys
@@ -128,7 +146,11 @@ class Family:
     Raises:
       ConfigError: If a value is out of range, or a key is not known.
     """
-    return self.config(ConfigReader(config, unknown=unknown))
+    reader = ConfigReader(config, unknown=unknown)
+    if self.predict is not None:
+      # Read with the layer, see `PredictNames`.
+      reader.ignore(self.predict.key)
+    return self.config(reader)
 
 
 def pattern(
@@ -298,7 +320,7 @@ def _sparse(r: ConfigReader, layers: Sequence[Layer]) -> tuple[Layer, ...]:
   if entry is None:
     return tuple(layers)
   part = r.part("sparse_attention", entry, closed=True)
-  kinds = {"index": _indexed, "moba": _of_blocks}
+  kinds = {"index": _indexed, "moba": _of_blocks, "nsa": _native}
   kind = part.text("type")
   if kind not in kinds:
     raise part.error("type", kind, f"one of {', '.join(kinds)}")
@@ -345,6 +367,16 @@ def _of_blocks(part: ConfigReader) -> Callable[[Mixer], Mixer]:
   """Read the sizes of the blocks that each query chooses."""
   sizes = {name: part.whole(name) for name in ("block", "count")}
   return lambda attention: BlockAttention.of(attention, **sizes)
+
+
+def _native(part: ConfigReader) -> Callable[[Mixer], Mixer]:
+  """Read the sizes of native sparse attention."""
+  minimum = {"initial": 0}
+  sizes = {
+    field.name: part.whole(field.name, least=minimum.get(field.name, 1))
+    for field in dataclasses.fields(NativeSparse)
+  }
+  return lambda attention: NativeAttention.of(attention, **sizes)
 
 
 def _context(r: ConfigReader) -> tuple[int, str | None]:

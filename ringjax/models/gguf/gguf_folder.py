@@ -137,6 +137,7 @@ def open_model(path: str | os.PathLike[str]) -> Folder:
   Raises:
     CheckpointFormatError, ConfigError, UnsafeFormatError: See `Folder.open`.
     OptionError: If it is a GGUF file and the package gguf is not installed.
+    StorageError: If an object can't be read.
   """
   path = fetched_models.resolve(path)
   if not isinstance(path, str | os.PathLike) or not is_gguf(path):

@@ -230,7 +230,7 @@ def stored_tensor(
         "one of " + ", ".join(
           (*PLAIN.values(), *(kind.name for kind in BLOCKS.values()))
         ),
-        "make a folder of it first: python -m launch.convert",
+        "make a folder of it first: python -m ringjax.launch.convert",
       )  # fmt: skip
   return dataclasses.replace(tensor, form=form)
 

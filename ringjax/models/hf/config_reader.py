@@ -230,6 +230,29 @@ class ConfigReader:
         raise self.error("layer_types", name, f"one of {', '.join(_KINDS)}")
     return tuple(types)
 
+  def kinds(
+    self,
+    key: str,
+    known: Sequence[str],
+    default: Sequence[str],
+    *,
+    longer: bool = False,
+  ) -> list[str]:
+    """A name for each layer.
+
+    Args:
+      key: Key of the list.
+      known: Names that are supported.
+      default: List of a file without one.
+      longer: Whether names may follow those of the layers; they are dropped.
+    """
+    names, count = self.value(key, default=list(default)), self.layers()
+    valid = isinstance(names, list) and all(x in list(known) for x in names)
+    if not valid or len(names) < count or (len(names) > count and not longer):
+      want = f"{count} names, each {' or '.join(known)}"
+      raise self.error(key, names, want)
+    return names[:count]
+
   def flags(self, key: str, default: Sequence[int]) -> list[bool]:
     """A list of 0 and 1 for the layers; empty means the default."""
     count = self.layers()

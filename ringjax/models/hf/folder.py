@@ -93,7 +93,8 @@ class Folder:
         "path",
         shown(root),
         "a folder",
-        "make one of the file: python -m launch.convert --model=FILE --out=DIR"
+        "make one of the file: python -m ringjax.launch.convert --model=FILE "
+        "--out=DIR"
         if root.suffix == ".gguf"
         else "download the model first: hf download NAME --local-dir FOLDER",
       )

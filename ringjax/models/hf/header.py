@@ -62,6 +62,8 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E5M2": jnp.float8_e5m2,
   }.items()
 }
+# Dtypes as which tensors are read: powers of two as their exponents.
+READ_DTYPES: dict[str, np.dtype] = {**DTYPES, "F8_E8M0": np.dtype(np.uint8)}
 
 
 class TensorInfo(NamedTuple):
@@ -69,7 +71,7 @@ class TensorInfo(NamedTuple):
 
   Attributes:
     file: Name of its file in the folder.
-    dtype: NumPy's dtype, or its name in the format where NumPy has none.
+    dtype: NumPy's dtype, or its name in the format where it is not read.
     shape: Shape on disk.
     nbytes: Bytes on disk.
     offset: Offset of its first byte in the file.
@@ -213,5 +215,5 @@ def _tensor(
       f"2^{MAX_ELEMENTS.bit_length() - 1} elements",
     )
   # A dtype without NumPy's equivalent keeps its name.
-  dtype = DTYPES.get(info["dtype"], info["dtype"])
+  dtype = READ_DTYPES.get(info["dtype"], info["dtype"])
   return TensorInfo(file, dtype, tuple(shape), end - begin, start + begin)

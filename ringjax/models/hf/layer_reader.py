@@ -39,6 +39,8 @@ from ringjax.models.hf.tensor_boxes import TensorBoxes
 _IDLE_S = 10.0
 # Longest time that a call waits for others to release their layers.
 _ROOM_S = 5.0
+# Name of the thread that reads ahead.
+READ_AHEAD = "ringjax-read-ahead"
 
 # Alignment of arrays in bytes.
 _ALIGN = 64
@@ -234,7 +236,10 @@ class LayerReader:
     self._asked_at = time.monotonic()
     if self._thread is None:
       self._thread = threading.Thread(
-        target=_ahead, args=(weakref.ref(self),), daemon=True
+        name=READ_AHEAD,
+        target=_ahead,
+        args=(weakref.ref(self),),
+        daemon=True,
       )
       self._thread.start()
     if next_layer not in self._entries and next_layer not in self._wanted:
@@ -282,6 +287,11 @@ class LayerReader:
       entry.error = error
       self._count(-entry.nbytes)
     with self._changed:
+      if entry.error is not None and not demanded:
+        # A failure between two calls is of neither: whoever needs the layer
+        # reads it again and raises what that read meets.
+        self._entries.pop(key, None)
+        entry.dropped = True
       entry.finished = True
       self._changed.notify_all()
 

@@ -249,6 +249,8 @@ class TensorNames:
     layer: Prefix of a layer's names, with {} for its number.
     number: (a layer's number here, the path of a parameter in it) -> the
       number of the checkpoint's layer that has it.
+    prefix: Function from a layer's number and the path of a parameter in it to
+      the prefix of its name, for layers without a common one; None: `layer`.
     parts: A part here -> its name after the prefix. Where a part has a
       weight and a bias, the name is what comes before ".weight".
     leaves: A parameter here -> its whole name after the prefix, where it is
@@ -267,6 +269,7 @@ class TensorNames:
     shared: A whole name -> the parameters of shared blocks in its rows.
     streams: A parameter of the start or end of streams here -> its whole name,
       with {} for the number of a stream if each has its own.
+    rope_factors: Name of the logarithms of a learned rotation's factors.
     base: Prefix of all names but the head's, which a folder leaves out if it
       has a model that was saved without its head.
     buffers: Endings of tensors that may be present and are not read.
@@ -274,6 +277,7 @@ class TensorNames:
 
   layer: str = "model.layers.{}."
   number: Callable[[int, str], int] = lambda layer, path: layer
+  prefix: Callable[[int, str], str] | None = None
   parts: Mapping[str, str]
   leaves: Mapping[str, str] = _none()
   fused: Mapping[str, Fusion] = _none()
@@ -290,8 +294,15 @@ class TensorNames:
   inputs: Mapping[str, str] = _none()
   shared: Mapping[str, tuple[str, ...]] = _none()
   streams: Mapping[str, str] = _none()
+  rope_factors: str = "model.rotary_emb.alpha"
   base: str = ""
   buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+  def start(self, layer: int, path: str) -> str:
+    """Prefix of the name of a parameter in a layer."""
+    if self.prefix is not None:
+      return self.prefix(layer, path)
+    return self.layer.format(self.number(layer, path))
 
 
 LLAMA = {

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, BFloat16, Float, Integer, Shaped, UInt8
 
 from ringjax.models.hf.codes import PackedForm, StoredTensor
 from ringjax.models.hf.names import Form, FusedColumns
@@ -24,15 +24,20 @@ from ringjax.models.hf.names import Form, FusedColumns
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-  """Codes float8_e4m3 [M, N], and a float32 scale for each block.
+  """Codes float8_e4m3 [M, N], and a scale for each block.
 
   Attributes:
     form: Form of the parameters in the floats [M, N].
     block: Rows and columns of a block; the last one may be smaller.
+    scale: Name of the scales; None: that of the codes and "_scale_inv".
+    exponents: Whether scales are powers of two, stored as exponents, uint8;
+      otherwise they are float32.
   """
 
   form: Form
   block: tuple[int, int]
+  scale: str | None = None
+  exponents: bool = False
 
   @property
   def stored(self) -> tuple[int, ...]:
@@ -44,13 +49,20 @@ class Float8:
     blocks = tuple(-(-n // b) for n, b in zip(shape, self.block, strict=True))
     return (
       StoredTensor(name, shape, jnp.float8_e4m3fn, (0, 1)),
-      StoredTensor(f"{name}_scale_inv", blocks, jnp.float32, (None, None)),
+      StoredTensor(
+        self.scale or f"{name}_scale_inv",
+        blocks,
+        jnp.uint8 if self.exponents else jnp.float32,
+        (None, None),
+      ),
     )
 
   def unpack(
-    self, codes: Float[Array, " ..."], scales: Float[Array, " ..."]
+    self, codes: Float[Array, " ..."], scales: Shaped[Array, " ..."]
   ) -> Float[Array, "M N"]:
     """The unpacked floats, float32 [M, N]."""
+    if self.exponents:
+      scales = powers_of_two(scales)
     for axis, (n, b) in enumerate(zip(codes.shape, self.block, strict=True)):
       scales = jnp.repeat(scales, b, axis)
       scales = jax.lax.slice_in_dim(scales, 0, n, axis=axis)
@@ -66,6 +78,23 @@ class Float8:
 # Values of a code's lower three bits; the fourth is the sign.
 _FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 BLOCK4 = 32
+
+
+def powers_of_two(exponents: UInt8[Array, " ..."]) -> Float[Array, " ..."]:
+  """2^(e - 127) of exponents e, float32; 255, which is NaN, becomes inf."""
+  bits = exponents.astype(jnp.uint32) << 23
+  # 2^-127 has no exponent bits in float32: it is a subnormal number.
+  bits = jnp.where(exponents == 0, jnp.uint32(1 << 22), bits)
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def float4_values(
+  codes: Integer[Array, "*shape"],
+) -> BFloat16[Array, "*shape 2"]:
+  """Values of two codes in each byte, the lower bits first."""
+  pair = jnp.stack([codes & 15, (codes >> 4) & 15], -1)
+  value = jnp.asarray(_FLOAT4, jnp.bfloat16)[pair & 7]
+  return jnp.where(pair & 8, -value, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,16 +127,8 @@ class Float4:
 
   def _rows(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
     """The floats, bfloat16 [E, O, I], which holds each of them exactly."""
-    low, high = codes & 15, codes >> 4
-    code = jnp.stack([low, high], -1).reshape(*scales.shape, BLOCK4)
-    value = jnp.asarray(_FLOAT4, jnp.bfloat16)[code & 7]
-    value = jnp.where(code & 8, -value, value)
-    # A power of two by its exponent; 255, which stands for NaN, becomes inf.
-    bits = scales.astype(jnp.uint32) << 23
-    # 2^-127 has no exponent bits in float32: it is a subnormal number.
-    bits = jnp.where(scales == 0, jnp.uint32(1 << 22), bits)
-    power = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    power = power.astype(jnp.bfloat16)
+    value = float4_values(codes).reshape(*scales.shape, BLOCK4)
+    power = powers_of_two(scales).astype(jnp.bfloat16)
     return (value * power[..., None]).reshape(*scales.shape[:2], -1)
 
   def unpack(
@@ -132,6 +153,32 @@ class Float4:
     return tuple(
       self._rows(*(a[:, :, j] for a in pairs)).swapaxes(1, 2) for j in range(2)
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float4Rows(PackedForm):
+  """Codes of four bits, two in a byte, and exponents for 32 of a row.
+
+  Attributes:
+    scale: Name of the exponents, uint8 [M, N / 32].
+  """
+
+  scale: str
+
+  def pieces(self, name: str) -> tuple[StoredTensor, ...]:
+    """Tensors on disk, in the order of `unpack`'s arguments."""
+    m, n = self.stored
+    return (
+      StoredTensor(name, (m, n // 2), jnp.int8, (0, None)),
+      StoredTensor(self.scale, (m, n // BLOCK4), jnp.uint8, (0, None)),
+    )
+
+  def unpack(self, *x: Shaped[Array, " ..."]) -> Float[Array, "M N"]:
+    """The unpacked floats, bfloat16 [M, N], all of them exact."""
+    codes, exponents = x
+    values = float4_values(codes).reshape(*exponents.shape, BLOCK4)
+    powers = powers_of_two(exponents).astype(jnp.bfloat16)
+    return (values * powers[..., None]).reshape(exponents.shape[0], -1)
 
 
 Packed = Float8 | Float4 | PackedForm

@@ -21,7 +21,7 @@ from jaxtyping import Int, PyTree
 from ringjax.models.hf.codes import Awq, Gptq, PackedRows, Scaled
 from ringjax.models.hf.config_reader import ConfigReader, error
 from ringjax.models.hf.folder import Folder
-from ringjax.models.hf.packed import BLOCK4, Float4, Float8
+from ringjax.models.hf.packed import BLOCK4, Float4, Float4Rows, Float8
 from ringjax.models.hf.tensors import CheckpointTensor
 
 _PLAIN = (
@@ -84,7 +84,11 @@ class Float4Packing(Packing):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8Packing(Packing):
-  """Float8 with a scale for each block, which is named "_scale_inv".
+  """Float8 with a scale for each block, beside maps of four bits.
+
+  Scales are named "_scale_inv", or, as in DeepSeek-V4, "scale" in place of
+  "weight"; they are floats, or exponents of powers of two. Maps of four bits
+  have an exponent for each 32 numbers of a row.
 
   Attributes:
     block: Rows and columns of a block.
@@ -94,8 +98,19 @@ class Float8Packing(Packing):
 
   def form(self, form: PyTree, name: str, have: Mapping[str, Any]) -> Any:
     codes = have.get(name)
-    packed = codes is not None and codes.dtype == jnp.float8_e4m3fn
-    return Float8(form, self.block) if packed else form
+    if codes is None or len(form.stored) != 2:
+      return form
+    names = (f"{name}_scale_inv", packed_name(name, "scale"))
+    scale = next((x for x in names if x in have), None)
+    exponents = scale is not None and have[scale].dtype == np.uint8
+    if codes.dtype == jnp.float8_e4m3fn:
+      return Float8(form, self.block, scale, exponents)
+    m, n = form.stored
+    # The scales of other codes are missing, or of another shape.
+    in_rows = codes.dtype == np.int8 and codes.shape == (m, n // 2)
+    if in_rows and n % BLOCK4 == 0 and exponents and scale is not None:
+      return Float4Rows(form=form, scale=scale)
+    return form
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -538,7 +553,8 @@ def _fp8(r: ConfigReader) -> Packing:
   # Activations are not rounded here.
   one_of(r, "activation_scheme", ("dynamic", "static"), "dynamic")
   r.only("fmt", "e4m3")
-  r.ignore("scale_fmt", "kv_cache_scheme", "dequantize")
+  # The tensors show which experts have four bits.
+  r.ignore("scale_fmt", "kv_cache_scheme", "dequantize", "expert_dtype")
   block = r.value("weight_block_size", default=None)
   if block is None:
     return ScaledPacking(beside=_OTHERS)

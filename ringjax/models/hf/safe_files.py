@@ -69,24 +69,22 @@ def file_identity(path: AnyPath) -> FileIdentity:
   facts = path.facts()
   if facts is None:
     raise FileNotFoundError(errno.ENOENT, "no such object", str(path))
-  return _object_identity(facts)
+  return identity(facts)
 
 
 def opened_identity(file: io.BufferedReader) -> FileIdentity:
   """The identity of a file that `open_inside` opened."""
   if isinstance(file.raw, ObjectReader):
-    return _object_identity(file.raw.facts)
+    return identity(file.raw.facts)
   return identity(os.fstat(file.fileno()))
 
 
-def _object_identity(facts: ObjectFacts) -> FileIdentity:
-  # The version stands for the number of a file.
-  digest = hashlib.sha256(facts.version.encode()).digest()
-  return FileIdentity(0, int.from_bytes(digest[:8], "big"), facts.size, 0)
-
-
-def identity(status: os.stat_result) -> FileIdentity:
-  """The identity of a file, from its `os.stat` result."""
+def identity(status: os.stat_result | ObjectFacts) -> FileIdentity:
+  """The identity of a file, from its `os.stat` result or an object's facts."""
+  if isinstance(status, ObjectFacts):
+    # The version stands for the number of a file.
+    digest = hashlib.sha256(status.version.encode()).digest()
+    return FileIdentity(0, int.from_bytes(digest[:8], "big"), status.size, 0)
   return FileIdentity(
     status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
   )

@@ -107,6 +107,10 @@ def _outer(
       elif leaf.startswith("positions."):
         file = f"{names.positions}.{leaf.removeprefix('positions.')}"
       yield CheckpointTensor(file, form, target)
+  if model.rope_factors is not None:
+    shape = model.rope_factors.get_value().shape
+    target = (("rope_factors", ()),)
+    yield CheckpointTensor(names.rope_factors, Reshape(shape, shape), target)
   if model.streams is not None:
     params = parameters(model.streams)
     for leaf, name in names.streams.items():
@@ -201,7 +205,7 @@ def _layer(
     if names.swapped(name) and len(form.stored) > 1:
       form = SwappedAxes(form)
     targets = tuple((prefix + path, (index, *more)) for path in paths)
-    start = names.layer.format(names.number(layer, paths[0]))
+    start = names.start(layer, paths[0])
     return CheckpointTensor(start + name, form, targets)
 
   def form(path: str) -> Reshape | Transpose:
@@ -236,3 +240,44 @@ def _layer(
     else:
       name = names.parts.get(part) or sparse_name(part)
       yield tensor(f"{name}.{leaf}", form(path), [path])
+
+
+def module_tensors(
+  module: nnx.Module, names: Mapping[str, str]
+) -> list[CheckpointTensor]:
+  """The tensors of a module that is no model, which may be abstract.
+
+  Args:
+    module: Module with all parameters.
+    names: Name of each of its parts, by the part's path.
+  """
+  tensors = []
+  for path, param in parameters(module).items():
+    part, _, leaf = path.rpartition(".")
+    form = _form(_part(module, part), leaf, param.get_value().shape)
+    name = f"{names[part]}.{leaf}"
+    tensors.append(CheckpointTensor(name, form, ((path, ()),)))
+  return tensors
+
+
+def copied_tensors(
+  tensors: Sequence[CheckpointTensor],
+  copies: Mapping[str, str],
+  *,
+  tied: bool,
+) -> list[CheckpointTensor]:
+  """Tensors that store parameters of other tensors once more.
+
+  Args:
+    tensors: The tensors of a model.
+    copies: Name of a tensor -> path of the parameter that it has.
+    tied: Whether the model's head is its embedding.
+  """
+  by_path = {t.targets[0][0]: t for t in tensors if len(t.targets) == 1}
+  paths = {
+    name: "embed.weight" if tied else path for name, path in copies.items()
+  }
+  return [
+    dataclasses.replace(by_path[path], name=name, stored_name=None)
+    for name, path in paths.items()
+  ]

@@ -11,6 +11,7 @@ import itertools
 
 from ringjax.checks import integer
 from ringjax.errors import OptionError
+from ringjax.models.heads.added_layer import refuse_head
 from ringjax.models.transformer import Transformer
 
 
@@ -24,11 +25,13 @@ def layer_parts(model: Transformer, count: int) -> tuple[Transformer, ...]:
     count: Number of parts, at least 1.
 
   Raises:
-    OptionError: If the layers can't be cut into that many parts.
+    OptionError: If the layers can't be cut into that many parts, or a head
+      reads several of them.
   """
   integer("layer_parts", count, least=1)
   if count == 1:
     return (model,)
+  refuse_head(model, "run its layers in parts")
   cuts, layers = model.stack.cuts, len(model.config.layers)
   if count > len(cuts) + 1:
     raise OptionError(

@@ -251,14 +251,14 @@ class ModelShares:
     if folder is not None:
       tensors = contents(folder, family, model, source).tensors
     else:
-      tensors = tuple(checkpoint_tensors(model, family.names(shown)))
+      tensors = tuple(checkpoint_tensors(model, family.tensor_names(shown)))
     packed = [x.name for x in tensors if isinstance(x.form, Packed)]
     if packed:
       raise ConfigError(
         "quantization_config",
         f"packed weights, {packed[0]} for one",
         "floats, of which some rows or columns are read",
-        "convert the folder first: python -m launch.convert",
+        "convert the folder first: python -m ringjax.launch.convert",
       )
     self._stored = {x.name: x for x in tensors}
 
@@ -280,7 +280,7 @@ class ModelShares:
     cut = tuple(kinds[layers[n]] for n in self._shown)
     config = dataclasses.replace(self.config, layers=cut)
     model = _shapes(config, self.dtype)
-    tensors = checkpoint_tensors(model, self._family.names(config))
+    tensors = checkpoint_tensors(model, self._family.tensor_names(config))
     shown_parts: list[dict[str, ModulePart]] = []
     tensors_by_layer = _by_layer(tensors)
     for at, layer in enumerate(cut):

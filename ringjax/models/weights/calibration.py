@@ -6,10 +6,12 @@ it is of this model, complete and of finite numbers; no code is run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
 import pathlib
+import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -20,8 +22,7 @@ import safetensors
 from jaxtyping import Shaped
 from safetensors.numpy import save
 
-from ringjax.checks import local_path
-from ringjax.errors import CheckpointFormatError, OptionError
+from ringjax.errors import CheckpointFormatError, OptionError, StorageError
 from ringjax.kv.bits.allocation import Allocation
 from ringjax.kv.codecs import page_outliers
 from ringjax.kv.codecs.calibration import (
@@ -32,13 +33,15 @@ from ringjax.kv.codecs.calibration import (
 )
 from ringjax.models.fingerprint import fingerprint
 from ringjax.models.grouping import kind_rows
-from ringjax.regular_files import replacing
+from ringjax.paths import AnyPath, ObjectPath, as_path, replacing
 
 if TYPE_CHECKING:
   from ringjax.models.transformer import Transformer
 
 FILE = CALIBRATION_FILE
-_REMEDY = "calibrate again: python -m launch.calibrate --model=DIR --text=FILE"
+_REMEDY = (
+  "calibrate again: python -m ringjax.launch.calibrate --model=DIR --text=FILE"
+)
 
 
 def model_digest(model: Transformer) -> str:
@@ -93,11 +96,9 @@ def write_tensors(
 ) -> None:
   """Writes a safetensors file, which replaces an older one in one step.
 
-  Its folder is created if it does not exist.
+  Its folder is created if it does not exist. The path may be an address.
   """
-  pathlib.Path(local_path("path", path)).parent.mkdir(
-    parents=True, exist_ok=True
-  )
+  as_path(path).parent.mkdir(parents=True, exist_ok=True)
   data = save(dict(arrays), dict(metadata))
   with replacing(path) as file:
     file.write(data)
@@ -108,14 +109,27 @@ def read_tensors(
 ) -> tuple[dict[str, Shaped[np.ndarray, " ..."]], dict[str, str]]:
   """The arrays and the metadata of a safetensors file.
 
+  Args:
+    path: Path of the file, or its address.
+
   Raises:
     CheckpointFormatError: If the file is missing or incomplete.
+    StorageError: If an object can't be read.
   """
+  place = as_path(path)
   try:
-    with safetensors.safe_open(path, "np") as file:
+    with contextlib.ExitStack() as stack:
+      if isinstance(place, ObjectPath):
+        # Its metadata can only be read from a file.
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        data, place = place.read_bytes(), pathlib.Path(folder) / "object"
+        place.write_bytes(data)
+      file = stack.enter_context(safetensors.safe_open(place, "np"))
       metadata = file.metadata() or {}
       names = list(file.keys())
       return {name: file.get_tensor(name) for name in names}, metadata
+  except StorageError:
+    raise
   except (OSError, safetensors.SafetensorError) as error:
     raise CheckpointFormatError(
       f"{path}", f"{error}", "a whole safetensors file", _REMEDY
@@ -124,9 +138,9 @@ def read_tensors(
 
 def save_calibration(
   calibration: Calibration, folder: str | os.PathLike[str]
-) -> pathlib.Path:
-  """Writes a calibration into a folder; returns its path."""
-  path = pathlib.Path(folder) / FILE
+) -> AnyPath:
+  """Writes a calibration into a folder, or at its address; returns its path."""
+  path = as_path(folder) / FILE
   metadata = {
     "model": calibration.model,
     "digest": calibration.digest,
@@ -197,7 +211,7 @@ def load_calibration(
   """Reads the calibration of a model.
 
   Args:
-    path: The file, or the folder that has it.
+    path: The file, or the folder that has it, or its address.
     model: The `Transformer` that must have been measured.
 
   Raises:
@@ -205,7 +219,7 @@ def load_calibration(
       are not finite.
     OptionError: If it is of another model.
   """
-  file = pathlib.Path(local_path("path", path))
+  file = as_path(path)
   if file.is_dir():
     file = file / FILE
   arrays, metadata = read_tensors(file)
@@ -268,5 +282,5 @@ def _check_model(
       "calibration",
       f"{name}, of a model of digest {calibration.model or 'unknown'}",
       f"that of this model, {digest}",
-      "calibrate this model with python -m launch.calibrate",
+      "calibrate this model with python -m ringjax.launch.calibrate",
     )

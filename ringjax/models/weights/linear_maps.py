@@ -14,8 +14,14 @@ from ringjax.models.transformer import Transformer
 from ringjax.models.weights.weight_placement import refuse_placed
 from ringjax.nn.feedforward import ExpertsLayer
 from ringjax.nn.linear import ExpertLinear, Linear
+from ringjax.nn.weights.adapted import AdaptableMap
+from ringjax.nn.weights.block_codes import BlockCodesLinear
+from ringjax.nn.weights.coded import Coded8Linear
 
 M = TypeVar("M", bound=nnx.Module)
+
+# Maps whose weights are codes, which stay codes while they are multiplied.
+CODED = (Coded8Linear, BlockCodesLinear)
 
 
 def linear_maps(model: Transformer) -> Iterator[tuple[str, Linear]]:
@@ -35,10 +41,38 @@ def maps_of(module: nnx.Module, prefix: str) -> dict[str, Linear]:
     module: A stack, or a block.
     prefix: Prefix of the paths.
   """
+  maps: dict[str, Linear] = {}
+  for name, owner, last, leaf in _owners(module):
+    if isinstance(owner, Linear) and last == "weight":
+      maps[f"{prefix}{name}"] = owner
+    elif isinstance(owner, ExpertsLayer) and last in ExpertsLayer.MAPS:
+      maps[f"{prefix}{name}.{last}"] = ExpertLinear(leaf)  # pyrefly: ignore
+  return maps
+
+
+def adaptable_maps(model: Transformer) -> dict[str, AdaptableMap]:
+  """Linear maps of the layers by path, of floats or of codes.
+
+  They are in the order of `linear_maps`, also where some are codes; maps of
+  experts are left out.
+  """
+  maps: dict[str, AdaptableMap] = {}
+  for name, owner, last, leaf in _owners(model.stack):
+    is_expert = "experts" in (leaf.get_metadata().get("axes") or ())
+    is_float = isinstance(owner, Linear) and last == "weight"
+    is_code = isinstance(owner, CODED) and last == "codes"
+    if (is_float or is_code) and not is_expert:
+      maps[f"stack.{name}"] = owner
+  return maps
+
+
+def _owners(
+  module: nnx.Module,
+) -> Iterator[tuple[str, Any, str, nnx.Variable]]:
+  """Parameters of a module: path and module of the owner, name, parameter."""
   leaves = jax.tree_util.tree_flatten_with_path(
     module, is_leaf=lambda x: isinstance(x, nnx.Variable)
   )[0]
-  maps: dict[str, Linear] = {}
   for path, leaf in leaves:
     if not isinstance(leaf, nnx.Variable):
       # Arrays in the host's memory are parts of placed layers.
@@ -50,11 +84,7 @@ def maps_of(module: nnx.Module, prefix: str) -> dict[str, Linear]:
       )
     name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
     last = jax.tree_util.keystr(path[-1:], simple=True)
-    if isinstance(owner, Linear) and last == "weight":
-      maps[f"{prefix}{name}"] = owner
-    elif isinstance(owner, ExpertsLayer) and last in ExpertsLayer.MAPS:
-      maps[f"{prefix}{name}.{last}"] = ExpertLinear(leaf)  # pyrefly: ignore
-  return maps
+    yield name, owner, last, leaf
 
 
 # Part of the paths of an index of keys: attention.index.q, attention.index_q.
@@ -74,6 +104,7 @@ _CHOOSING = (
   ".index_compressor.value",
   ".index_compressor.gate",
   ".compressor.gate",
+  ".native.gates",
 )
 
 
@@ -133,12 +164,12 @@ def inner_size(linear: Linear) -> int:
   return math.prod(shape[first : first + linear.contracted])
 
 
-def replaced(model: M, maps: Mapping[str, nnx.Module]) -> M:
+def replaced(model: M, maps: Mapping[str, nnx.Module | nnx.Variable]) -> M:
   """The model with other modules in place of some maps; it shares the rest.
 
   Args:
     model: A model, or a module of one.
-    maps: New modules by their paths in it.
+    maps: New modules, or parameters, by their paths in it.
   """
   copy_of_model = jax.tree.map(lambda x: x, model)
   for path, module in maps.items():

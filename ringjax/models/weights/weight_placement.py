@@ -305,7 +305,7 @@ def cache_tiers(
   nbytes = [0] * len(model.config.layers)
   for kind in model.kinds:
     for n in getattr(kind, "which", ()):
-      nbytes[n] = kind.numbers() // kind.layers
+      nbytes[n] += kind.numbers() // kind.layers
   total = sum(nbytes)
   return deal(nbytes, {t: getattr(wanted, t) * total for t in TIERS})
 

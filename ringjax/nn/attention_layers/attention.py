@@ -17,14 +17,14 @@ from ringjax.kv.query_reading import KeyReading
 from ringjax.nn.joint_calls import JointLayer
 from ringjax.nn.linear import Identity, LayerNorm, Linear, Norm, RMSNorm
 from ringjax.nn.param import param
-from ringjax.nn.row_tiles import by_tile
+from ringjax.nn.row_tiles import by_tile, by_token
 from ringjax.nn.sharding_context import Attend, Extras
 from ringjax.nn.tokens import Tokens
-from ringjax.ops.attention.cached.block_reading import BlockReading
-from ringjax.ops.attention.cached.selection import KeySelection
+from ringjax.ops.attention.cached.cached_choice import CachedChoice
 from ringjax.ops.attention.scores import Scores
 from ringjax.ops.mask import Causal, Mask
 from ringjax.ops.rope import Rope
+from ringjax.ops.softmax import wide_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,45 @@ class Temperature:
     steps = jnp.floor(place / jnp.float32(self.floor))
     factor = jnp.log1p(steps) * jnp.float32(self.scale) + 1
     return (q.astype(jnp.float32) * factor[:, :, None, None]).astype(q.dtype)
+
+  def build(self, rngs: nnx.Rngs, heads: int) -> Temperature:
+    """Return itself, as it has no parameters."""
+    del rngs, heads
+    return self
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnedTemperature:
+  """Queries scale with their position p: scale ln(p + 1) + bias, for each head.
+
+  Both numbers are learned.
+  """
+
+  def build(
+    self, rngs: nnx.Rngs, heads: int, axis: str | None = "heads"
+  ) -> LearnedTemperatureLayer:
+    """Make the module, for heads of a logical axis."""
+    return LearnedTemperatureLayer(rngs, heads, axis)
+
+
+class LearnedTemperatureLayer(nnx.Module):
+  """The module of `LearnedTemperature`."""
+
+  def __init__(self, rngs: nnx.Rngs, heads: int, axis: str | None):
+    self.scale = param(rngs, (heads,), (axis,), value=0.0)
+    self.bias = param(rngs, (heads,), (axis,), value=1.0)
+
+  def __call__(
+    self, q: Float[Array, "B T N H"], pos: Int[Array, "#B T"]
+  ) -> Float[Array, "B T N H"]:
+    """Scale queries by their positions."""
+    dtype = wide_dtype(q.dtype)
+    steps = jnp.log1p(pos.astype(dtype))[:, :, None]
+    scale, bias = (
+      x[...].astype(dtype)[None, None] for x in (self.scale, self.bias)
+    )
+    factor = scale * steps + bias
+    return (q.astype(dtype) * factor[..., None]).astype(q.dtype)
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
@@ -255,23 +294,36 @@ class GroupedQuery(nnx.Module):
     tokens: Tokens,
     cache: LayerCache,
     attend: Attend,
-    selection: KeySelection | BlockReading | None = None,
+    selection: CachedChoice | None = None,
   ) -> tuple[Float[Array, "B T N J"], LayerCache]:
     """Attention to the keys of a cache and of the call, and the new cache.
 
     With a `selection` to those of them that it chooses.
     """
+    q, cache = self._appended(q, k, v, tokens, cache)
+    return self._seen(q, tokens, cache, attend, selection), cache
+
+  def _appended(
+    self,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K J"],
+    tokens: Tokens,
+    cache: LayerCache,
+  ) -> tuple[Float[Array, "B T N H"], LayerCache]:
+    """Rotated queries, and the cache with the keys and values of the call."""
     spec = self.spec
-    v = self.v_norm(v)
+    v = by_token(self.v_norm, v)
     if spec.value_scale != 1.0:
       v = v * jnp.asarray(spec.value_scale, v.dtype)
     norm_late = spec.qk_norm_late and spec.qk_norm is not None
     if norm_late:
-      unrotated_q, q = q, self.q_norm(tokens.rotate(spec.rope, q))
+      q_rotated = tokens.rotate(spec.rope, q)
+      unrotated_q, q = q, by_token(self.q_norm, q_rotated)
     else:
       unrotated_q, k = (
-        self._clipped(self.q_norm(q)),
-        self._clipped(self.k_norm(k)),
+        self._clipped(by_token(self.q_norm, q)),
+        self._clipped(by_token(self.k_norm, k)),
       )
       q = tokens.rotate(spec.rope, unrotated_q)
     if spec.temperature is not None:
@@ -282,8 +334,7 @@ class GroupedQuery(nnx.Module):
       tokens.at,
       tokens.rotation(spec.rope, after=self.k_norm if norm_late else None),
     )
-    cache = cache.observe(lambda: q, lambda: unrotated_q)
-    return self._seen(q, tokens, cache, attend, selection), cache
+    return q, cache.observe(lambda: q, lambda: unrotated_q)
 
   def _maps(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
     """Project to queries, keys and values."""
@@ -296,7 +347,7 @@ class GroupedQuery(nnx.Module):
     tokens: Tokens,
     cache: LayerCache,
     attend: Attend,
-    selection: KeySelection | BlockReading | None = None,
+    selection: CachedChoice | None = None,
   ) -> Float[Array, "B T N J"]:
     """Attention of queries to the keys that a cache now has."""
     spec = self.spec
@@ -309,7 +360,8 @@ class GroupedQuery(nnx.Module):
       ),
       selection=selection,
     )
-    return self.out_norm(attend(q, tokens, cache, spec.mask, extras))
+    out = attend(q, tokens, cache, spec.mask, extras)
+    return by_token(self.out_norm, out)
 
   def _projected(
     self,

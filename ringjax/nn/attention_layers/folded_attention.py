@@ -174,7 +174,7 @@ class FoldedAttention(Attention):
         alone.
     """
     got = None
-    if not isinstance(attention, Attention) or isinstance(attention, cls):
+    if type(attention) is not Attention:
       got = f"a layer of {type(attention).__name__}"
     elif attention.rope is None:
       got = "a layer without a rotation"

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from ringjax.nn.linear import LayerNorm, Linear
+from ringjax.nn.attention_layers.attention import LearnedTemperature
+from ringjax.nn.linear import Identity, LayerNorm, Linear
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.rope import Rope
 from ringjax.ops.softmax import wide_dtype
@@ -37,10 +38,13 @@ class KeyIndex:
     count: Maximum number of keys that a query reads.
     eps: Epsilon of the norm of the keys.
     interleaved: Whether neighbouring dims are a pair, not those of halves.
+    rotated_last: Whether the last dims of the index are rotated, not the first.
     shared: Whether layers hand on queries, weights and keys of the index, see
       `shared_index`.
     reads: Whether the layer has no index, but reads what the last layer before
       it with an index handed on.
+    normed: Whether its queries are of the layer's normed input (LayerNorm).
+    temperature: Scaling of its queries by position, or None.
   """
 
   heads: int
@@ -48,8 +52,11 @@ class KeyIndex:
   count: int
   eps: float = 1e-6
   interleaved: bool = False
+  rotated_last: bool = False
   shared: bool = False
   reads: bool = False
+  normed: bool = False
+  temperature: LearnedTemperature | None = None
 
   @property
   def handed(self) -> int:
@@ -87,8 +94,8 @@ class KeyIndex:
   ) -> KeyIndexLayer:
     """Make the module, whose queries are computed from `query` numbers.
 
-    `rope` rotates the layer's keys. The first dims of the index are rotated by
-    the same angles, in the pairs that `interleaved` says.
+    `rope` rotates the layer's keys. The first dims of the index, or the last
+    ones, are rotated by the same angles, in the pairs that `interleaved` says.
     """
     return KeyIndexLayer(rngs, self, embed, query, rope)
 
@@ -105,14 +112,23 @@ class KeyIndexLayer(nnx.Module):
     rope: Rope | None,
   ):
     self.spec = spec
-    self._mixed = 0
-    if rope is not None and rope.interleaved and not spec.interleaved:
-      self._mixed = rope.dims
+    rotated = 0 if rope is None else rope.dims
+    mixes = rope is not None and rope.interleaved and not spec.interleaved
+    self._mixed = rotated if mixes else 0
+    self._moved = rotated if spec.rotated_last else 0
+    norm = lambda size: LayerNorm(
+      rngs, (size,), (None,), eps=spec.eps, bias=True
+    )
+    self.q_norm = norm(query) if spec.normed else Identity()
     self.q = Linear(rngs, (query,), (spec.heads, spec.dim), (None, None, None))
     self.k = Linear(rngs, (embed,), (spec.dim,), ("embed", None))
-    self.k_norm = LayerNorm(rngs, (spec.dim,), (None,), eps=spec.eps, bias=True)
+    self.k_norm = norm(spec.dim)
     self.weights = Linear(
       rngs, (embed,), (spec.heads,), ("embed", None), wide=True
+    )
+    temperature = spec.temperature
+    self.temperature = (
+      None if temperature is None else temperature.build(rngs, spec.heads, None)
     )
 
   def queries(
@@ -123,19 +139,27 @@ class KeyIndexLayer(nnx.Module):
     x, latent = lax.stop_gradient((x, latent))
     weights = self.weights(x.astype(jnp.float32)).astype(wide_dtype(x.dtype))
     scale = (spec.heads * spec.dim) ** -0.5
-    q = self._paired(self.q(latent))
+    q = self._paired(self.q(self.q_norm(latent)))
     return q, weights * jnp.asarray(scale, weights.dtype)
+
+  def scaled(
+    self, q: Float[Array, "B T I E"], pos: Int[Array, "#B T"]
+  ) -> Float[Array, "B T I E"]:
+    """Queries times factors of their positions, if the index has any."""
+    return q if self.temperature is None else self.temperature(q, pos)
 
   def keys(self, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
     """Keys before their rotation."""
     return self._paired(self.k_norm(self.k(lax.stop_gradient(x))))
 
   def _paired(self, x: jax.Array) -> jax.Array:
-    """Interleave the two halves of the rotated dims.
+    """Put the rotated dims first, and interleave their two halves.
 
     So one rotation serves these and the layer's own keys; products of queries
     and keys are the same in any order.
     """
+    if self._moved:
+      x = jnp.roll(x, self._moved, -1)
     if not self._mixed:
       return x
     halves = jnp.split(x[..., : self._mixed], 2, -1)

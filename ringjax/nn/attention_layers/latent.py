@@ -15,6 +15,7 @@ Ref:  DeepSeek-AI 2024, arXiv 2405.04434.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,11 +27,19 @@ from jaxtyping import Array, Float, PyTree, Shaped
 from ringjax.kv.base import KV, IndexedLayer, LayerCache
 from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.query_reading import KeyReading
-from ringjax.nn.attention_layers.attention import Temperature
-from ringjax.nn.attention_layers.key_index import KeyIndex
+from ringjax.nn.attention_layers.attention import (
+  LearnedTemperature,
+  Temperature,
+)
+from ringjax.nn.attention_layers.key_index import KeyIndex, KeyIndexLayer
+from ringjax.nn.joint_calls import JointLayer
 from ringjax.nn.linear import Identity, Linear, RMSNorm
+from ringjax.nn.param import param
+from ringjax.nn.row_tiles import by_tile
 from ringjax.nn.sharding_context import Attend, Extras
 from ringjax.nn.tokens import Tokens
+from ringjax.nn.weights.layer_array import LayerArray
+from ringjax.ops.attention.cached.cached_choice import CachedChoice
 from ringjax.ops.attention.cached.selection import KeySelection
 from ringjax.ops.attention.cached.views import KVView
 from ringjax.ops.attention.scores import Scores
@@ -59,6 +68,8 @@ class Latent:
     index: Chooses the keys that are read; None: all.
     temperature: Scaling of the queries by position, or None.
     gated: Whether a sigmoid of the layer's input multiplies each head's output.
+    gate_dims: Number of gates of a head: 1, or `value` for one of each dim.
+    sinks: Whether each head has a learned score that takes part in the softmax.
     latent_scale: Factor on the normed latents of keys and values.
   """
 
@@ -74,8 +85,10 @@ class Latent:
   mask: Mask = Causal()
   unturned: int = 0
   index: KeyIndex | None = None
-  temperature: Temperature | None = None
+  temperature: Temperature | LearnedTemperature | None = None
   gated: bool = False
+  gate_dims: int = 1
+  sinks: bool = False
   latent_scale: float = 1.0
 
   @property
@@ -172,28 +185,97 @@ class LatentLayer(nnx.Module):
       ("heads", None, "embed"),
       bias=spec.bias,
     )
-    self.gate = (
-      Linear(rngs, (embed,), (n,), ("embed", "heads")) if spec.gated else None
+    self.gate = self._gate(rngs, embed) if spec.gated else None
+    self.sinks = param(rngs, (n,), ("heads",)) if spec.sinks else None
+    self.temperature: Any = (
+      None if spec.temperature is None else spec.temperature.build(rngs, n)
     )
-    key_index = spec.index
-    self.index = (
-      None
-      if key_index is None or key_index.reads
-      else key_index.build(rngs, embed, size or embed, spec.rope)
-    )
+    self.index = self._index(rngs, embed, size or embed)
+
+  def _index(
+    self, rngs: nnx.Rngs, embed: int, query: int
+  ) -> KeyIndexLayer | None:
+    """Index of the layer, with queries of `query` numbers; None without."""
+    index, rope = self.spec.index, self.spec.rope
+    if index is None or index.reads:
+      return None
+    return index.build(rngs, embed, query, rope)
+
+  def _gate(self, rngs: nnx.Rngs, embed: int) -> Linear:
+    """Map to the gates of the heads."""
+    n, dims = self.spec.heads, self.spec.gate_dims
+    assert dims in (1, self.spec.value)
+    if dims == 1:
+      return Linear(rngs, (embed,), (n,), ("embed", "heads"))
+    return Linear(rngs, (embed,), (n, dims), ("embed", "heads", None))
 
   def __call__(
     self,
     x: Float[Array, "B T D"],
     tokens: Tokens,
+    cache: LayerCache | JointLayer,
+    attend: Attend,
+  ) -> tuple[Float[Array, "B T D"], Any]:
+    """[B, T, D] and the layer's cache with this call's latents."""
+    q, row, index = attend.rows(self._maps, x)
+    if isinstance(cache, JointLayer):
+      assert self.spec.index is None
+      out, cache = cache.by_call(
+        functools.partial(self._mixed_rows, attend), (q, row)
+      )
+    else:
+      out, cache = self._mixed(q, row, index, tokens, cache, attend)
+    if self.gate is not None:
+      out = by_tile(self._gated, out, attend.rows(self.gate, x))
+    return attend.rows(self.o, out), cache
+
+  def _gated(
+    self, out: Float[Array, "B T ..."], gate: Float[Array, "B T ..."]
+  ) -> Float[Array, "B T ..."]:
+    """Output of the heads, in one axis or in two, times their gates."""
+    of_heads = lambda x: x.reshape(*x.shape[:2], self.spec.heads, -1)
+    gate = jax.nn.sigmoid(gate.astype(wide_dtype(gate.dtype)))
+    heads = of_heads(out) * of_heads(gate).astype(out.dtype)
+    return heads.reshape(out.shape)
+
+  def _mixed_rows(
+    self,
+    attend: Attend,
+    q: Float[Array, "B T I"],
+    row: Float[Array, "B T Y"],
+    tokens: Tokens,
+    cache: LayerCache,
+  ) -> tuple[Float[Array, "B T O"], LayerCache]:
+    """`_mixed` of queries whose heads are in one axis."""
+    heads = q.reshape(*q.shape[:2], self.spec.heads, -1)
+    out, cache = self._mixed(heads, row, (), tokens, cache, attend)
+    return out.reshape(*out.shape[:2], -1), cache
+
+  def _mixed(
+    self,
+    q: Float[Array, "B T N H"],
+    latent_and_shared: Float[Array, "B T Y"],
+    index: tuple[Any, ...],
+    tokens: Tokens,
     cache: LayerCache,
     attend: Attend,
-  ) -> tuple[Float[Array, "B T D"], LayerCache]:
-    """[B, T, D] and the layer's cache with this call's latents."""
+    choice: CachedChoice | None = None,
+  ) -> tuple[Float[Array, "B T N J"], LayerCache]:
+    """Attention to the latents of a cache and of the call, and the new cache.
+
+    Args:
+      q: Queries before their rotation.
+      latent_and_shared: Latents before their norm, and the shared keys.
+      index: Queries, weights and keys of the index; () without.
+      tokens: Coordinates and rotations of the call's tokens.
+      cache: The layer's part of the cache.
+      attend: Attention of the call.
+      choice: Choice of keys whose index keeps its keys itself; None: that of
+        `index`, if the layer has one.
+    """
     spec = self.spec
-    q, latent_and_shared, index = attend.rows(self._maps, x)
-    if spec.temperature is not None:
-      q = spec.temperature(q, tokens.pos)
+    if self.temperature is not None:
+      q = self.temperature(q, tokens.pos)
     q_plain, q_turned = q[..., : spec.plain], q[..., spec.plain :]
     unrotated, q_turned = q_turned, tokens.rotate(spec.rope, q_turned)
     latent = self.kv_norm(latent_and_shared[..., : spec.latent])
@@ -201,7 +283,9 @@ class LatentLayer(nnx.Module):
       latent = latent * jnp.asarray(spec.latent_scale, latent.dtype)
     parts = [latent, latent_and_shared[..., spec.latent :]]
     if spec.index is not None:
-      index = spec.index.exchange(index, tokens, x.dtype)
+      if self.index is not None:
+        index = self.index.scaled(index[0], tokens.pos), *index[1:]
+      index = spec.index.exchange(index, tokens, latent.dtype)
       parts.append(index[2])
     row = jnp.concatenate(parts, -1)[:, None]
     rotation = tokens.rotation(spec.row_rope, first=spec.latent)
@@ -210,7 +294,7 @@ class LatentLayer(nnx.Module):
       lambda: self._row_queries(q_plain, q_turned),
       lambda: self._row_queries(q_plain, unrotated),
     )
-    selection = None
+    selection = choice
     if spec.index is not None:
       selection = KeySelection(
         q=tokens.rotate(spec.rope, index[0]),
@@ -220,7 +304,11 @@ class LatentLayer(nnx.Module):
       )
       if isinstance(cache, IndexedLayer):
         cache = cache.chosen_by(selection)
-    extras = Extras(scale=spec.scale, selection=selection)
+    extras = Extras(
+      scale=spec.scale,
+      selection=selection,
+      sinks=None if self.sinks is None else self.sinks[...],
+    )
     if attend.resident:
       out = self._absorbed(q_plain, q_turned, tokens, cache, attend, extras)
     else:
@@ -230,20 +318,16 @@ class LatentLayer(nnx.Module):
       row = cache.fresh.k[:, 0]
       end = spec.latent + spec.shared
       latent, unrotated = row[..., : spec.latent], row[..., spec.latent : end]
-      if selection is not None:
+      if isinstance(selection, KeySelection):
         selection = dataclasses.replace(selection, keys=row[..., end:])
         extras = dataclasses.replace(extras, selection=selection)
       unrotated = unrotated[:, :, None]
       out = self._expanded(q, latent, unrotated, tokens, attend, extras)
-    if self.gate is not None:
-      gate = attend.rows(self.gate, x)
-      gate = jax.nn.sigmoid(gate.astype(wide_dtype(gate.dtype)))
-      out = out * gate.astype(out.dtype)[..., None]
-    return attend.rows(self.o, out), cache
+    return out, cache
 
   def _maps(self, x: Float[Array, "B T D"]) -> tuple[Any, ...]:
     """Queries, latents, and the index's queries, weights and keys."""
-    latent = self.q_norm(self.q_down(x))
+    latent = by_tile(self.q_norm, self.q_down(x))
     q, down = self.q(latent), self.kv_down(x)
     if self.index is None:
       return q, down, ()
@@ -278,9 +362,14 @@ class LatentLayer(nnx.Module):
     )
     return attend(q, tokens, derived, spec.mask, extras)
 
+  def _up_projection(self) -> Float[Array, "C N Y"]:
+    """Map from latents to the keys and values of all heads."""
+    weight = self.kv.weight.get_value()
+    return weight.array() if isinstance(weight, LayerArray) else weight
+
   def _to_latent(self, q: jax.Array) -> jax.Array:
     """Map queries of plain keys to queries of latents, [B, T, N, C]."""
-    weight = self.kv.weight[...][..., : self.spec.plain]
+    weight = self._up_projection()[..., : self.spec.plain]
     return jnp.einsum(
       "btnh,cnh->btnc", q, weight, preferred_element_type=q.dtype
     )
@@ -301,7 +390,7 @@ class LatentLayer(nnx.Module):
     extras: Extras,
   ) -> jax.Array:
     spec = self.spec
-    out_of = self.kv.weight[...][..., spec.plain :]
+    out_of = self._up_projection()[..., spec.plain :]
     # A value is the first part of its key: weighing whole keys and slicing
     # the sum avoids a copy of all keys.
     views = cache.views(apart=tokens.tree is not None)

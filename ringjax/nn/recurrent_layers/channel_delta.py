@@ -44,6 +44,7 @@ class ChannelDelta(Recurrent):
     taps: Number of tokens that the convolutions see, including the token
       itself.
     eps: Epsilon of the norm of the outputs.
+    flat_rates: Whether files have the rates of the heads in one axis.
     lower_limit: Limit of the logarithms of decays, below 0, to which a sigmoid
       leads; None: a softplus, without a limit.
   """
@@ -54,6 +55,7 @@ class ChannelDelta(Recurrent):
   taps: int
   eps: float
   lower_limit: float | None = None
+  flat_rates: bool = False
 
   def cache_shape(self, layers: int) -> StateShape:
     """Shape of the state that `layers` of this kind keep."""
@@ -94,7 +96,7 @@ class ChannelDeltaLayer(nnx.Module):
     self.z_down, self.z = down(), out_of()
     # In Kimi's files shaped to broadcast with [B, T, N, H].
     shape, axes = (1, 1, n, 1), (None, None, "heads", None)
-    if rank is None:
+    if rank is None or spec.flat_rates:
       shape, axes = (n,), ("heads",)
     self.log_rate = param(rngs, shape, axes, fan_in=1)
     self.offset = param(rngs, (n * h,), ("heads",), value=1.0)

@@ -36,6 +36,7 @@ from ringjax.ops.recurrent.sequence import beside
 from ringjax.ops.rope import Rope
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import redeal
+from ringjax.parallel.call_sharding import manual_over
 from ringjax.parallel.layout import (
   Contiguous,
   into_slots,
@@ -295,6 +296,8 @@ def over_tokens(
     return redeal.from_order(mixed, layout, manual_axis, length), state
   axis, mesh, slots = attend.of_mesh, attend.mesh, None
   assert axis is not None
+  assert mesh is not None
+  all_axes = manual_over(mesh, mesh.axis_names)
   if attend.size > 1:
     redeal.check(layout)
     slots = slots_of(layout, length, attend.size)
@@ -308,10 +311,11 @@ def over_tokens(
       mesh=mesh,
       in_specs=(specs,),
       out_specs=specs,
+      **all_axes,
     )(x)
   # XLA can't partition gathers of windows over some axes: then over all.
   batch = None if per_token else attend.batch_axes(x.seg.shape[0]) or None
-  manual: dict[str, Any] = {"axis_names": {axis}} if per_token else {}
+  manual = manual_over(mesh, {axis}) if per_token else all_axes
   sequence = P(batch, axis)
   mixed, state = jax.shard_map(
     lambda taps, x, state: mix(taps, x, state, axis),
@@ -329,6 +333,7 @@ def over_tokens(
       mesh=mesh,
       in_specs=(spec,),
       out_specs=spec,
+      **all_axes,
     )(mixed)
   return mixed if slots is None else out_of_slots(mixed, slots), state
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from ringjax.nn.sums.sum_record import SumRecord
+
 
 class ChoiceSums(NamedTuple):
   """Sums over the tokens of a call in one layer, float32.
@@ -31,23 +33,25 @@ class ChoiceSums(NamedTuple):
   samples: Float[Array, "*L"]
   tokens: Float[Array, "*L"]
 
+  def joined(self) -> ChoiceSums:
+    """Sums of all rows, from those of groups of rows, [L, M] each."""
+    return ChoiceSums(*(jnp.sum(x, 1) for x in self))
 
-class ChoiceRecord:
+
+class ChoiceRecord(SumRecord[ChoiceSums]):
   """Receives the choice of keys of one layer while it is traced.
 
   Attributes:
-    real: Whether each token is no padding, [B or 1, T].
     warm_up: Whether queries read all keys while the index learns.
     index_learns: Whether the loss of an index is computed.
-    sums: Sums of the layer; None if it chooses no keys.
   """
 
   def __init__(
     self, real: Bool[Array, "#B T"], *, warm_up: bool, index_learns: bool
   ):
-    self.real, self.warm_up = real, warm_up
+    super().__init__(real)
+    self.warm_up = warm_up
     self.index_learns = index_learns
-    self.sums: ChoiceSums | None = None
 
   def add(
     self,
@@ -74,9 +78,11 @@ class ChoiceRecord:
     total = jnp.zeros((), jnp.float32)
     if loss is not None:
       total = jnp.sum(jnp.where(self.real, loss, 0)).astype(jnp.float32)
-    self.sums = ChoiceSums(
-      total,
-      jnp.sum(jnp.mean(share, -1)).astype(jnp.float32),
-      jnp.sum(real[..., 0], dtype=jnp.float32),
-      count,
+    self._add(
+      ChoiceSums(
+        total,
+        jnp.sum(jnp.mean(share, -1)).astype(jnp.float32),
+        jnp.sum(real[..., 0], dtype=jnp.float32),
+        count,
+      )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxtyping import Array, Bool
@@ -20,6 +21,13 @@ class LayerSums(NamedTuple):
 
   router: RouterSums | None
   choice: ChoiceSums | None
+
+  def joined(self, join_rows: Callable[[Array], Array]) -> LayerSums:
+    """Sums of all rows, see `RouterSums.joined`."""
+    return LayerSums(
+      None if self.router is None else self.router.joined(join_rows),
+      None if self.choice is None else self.choice.joined(),
+    )
 
 
 class LayerRecord:

@@ -11,12 +11,15 @@ need not know which losses a training has.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+
+from ringjax.nn.sums.sum_record import SumRecord
 
 
 @runtime_checkable
@@ -47,18 +50,17 @@ class RouterSums(NamedTuple):
   likelihood: Float[Array, "*L B E"]
   squares: Float[Array, "*L B"]
 
+  def joined(self, join_rows: Callable[[Array], Array]) -> RouterSums:
+    """Sums of all rows, from those of groups of rows, [L, M, b, ...] each.
 
-class RouterRecord:
-  """Receives the routing of one layer while it is traced.
+    Args:
+      join_rows: Function that joins the rows of groups, to [L, B, ...].
+    """
+    return RouterSums(*map(join_rows, self))
 
-  Attributes:
-    real: Whether each token is no padding, [B or 1, T].
-    sums: Sums of the layer; None until its router has run.
-  """
 
-  def __init__(self, real: Bool[Array, "#B T"]):
-    self.real = real
-    self.sums: RouterSums | None = None
+class RouterRecord(SumRecord[RouterSums]):
+  """Receives the routing of one layer while it is traced."""
 
   def add(
     self,
@@ -86,11 +88,13 @@ class RouterRecord:
       favoured = _counts(likeliest, real, logits.shape[-1])
     weight = real.astype(jnp.float32)
     squares = jnp.square(jax.nn.logsumexp(logits, -1))
-    self.sums = RouterSums(
-      load,
-      favoured,
-      jnp.sum(likelihoods * weight[..., None], 1),
-      jnp.sum(squares * weight, 1),
+    self._add(
+      RouterSums(
+        load,
+        favoured,
+        jnp.sum(likelihoods * weight[..., None], 1),
+        jnp.sum(squares * weight, 1),
+      )
     )
 
 

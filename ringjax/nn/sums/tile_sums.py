@@ -9,11 +9,12 @@ the log-sum-exp over the chosen tiles and over all keys it is
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from ringjax.nn.sums.sum_record import SumRecord
 
 
 class TileSums(NamedTuple):
@@ -53,17 +54,8 @@ class TileOwners(NamedTuple):
   shards: int
 
 
-class TileRecord:
-  """Receives the tiles of one layer while it is traced.
-
-  Attributes:
-    real: Whether each token is no padding, [B or 1, T].
-    sums: Sums of the layer; None until its attention has run.
-  """
-
-  def __init__(self, real: Bool[Array, "#B T"]):
-    self.real = real
-    self.sums: TileSums | None = None
+class TileRecord(SumRecord[TileSums]):
+  """Receives the tiles of one layer while it is traced."""
 
   def add(
     self,
@@ -110,7 +102,7 @@ class TileRecord:
       jnp.sum(real[..., 0], dtype=jnp.float32),
       by_shard,
     )
-    self.sums = _added(self.sums, sums)
+    self._add(sums)
 
 
 class PageSums(NamedTuple):
@@ -130,17 +122,8 @@ class PageSums(NamedTuple):
   queries: Float[Array, "*L"]
 
 
-class PageRecord:
-  """Receives what one layer reads of pages in host memory while it is traced.
-
-  Attributes:
-    real: Whether each token is no padding, [B or 1, T].
-    sums: Sums of the layer; None until its attention has run.
-  """
-
-  def __init__(self, real: Bool[Array, "#B T"]):
-    self.real = real
-    self.sums: PageSums | None = None
+class PageRecord(SumRecord[PageSums]):
+  """Receives what one layer reads of pages in host memory."""
 
   def add(
     self,
@@ -164,12 +147,4 @@ class PageRecord:
       total(top_read),
       jnp.sum(real[..., 0], dtype=jnp.float32),
     )
-    self.sums = _added(self.sums, sums)
-
-
-Sums = TypeVar("Sums", TileSums, PageSums)
-
-
-def _added(earlier: Sums | None, sums: Sums) -> Sums:
-  """Sums of all attentions of a layer, which may have two."""
-  return sums if earlier is None else jax.tree.map(jnp.add, earlier, sums)
+    self._add(sums)

@@ -14,15 +14,21 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ringjax.errors import OptionError
-from ringjax.nn.linear import Linear
+from ringjax.nn.linear import Linear, linear_product
+from ringjax.nn.row_tiles import current_row_tiles
 from ringjax.nn.weights.adapter_rows import current_adapter_rows
+from ringjax.nn.weights.block_codes import BlockCodesLinear
+from ringjax.nn.weights.coded import Coded8Linear
+
+# Maps that an adapter can be added to.
+AdaptableMap = Linear | Coded8Linear | BlockCodesLinear
 
 
 class AdaptedLinear(nnx.Module):
-  """A `Linear` with low-rank adapters that are added to it.
+  """A map, of floats or codes, with low-rank adapters that are added to it.
 
   Attributes:
     base: Wrapped map.
@@ -31,7 +37,10 @@ class AdaptedLinear(nnx.Module):
   """
 
   def __init__(
-    self, base: Linear, a: Float[Array, " ..."], b: Float[Array, " ..."]
+    self,
+    base: AdaptableMap,
+    a: Float[Array, " ..."],
+    b: Float[Array, " ..."],
   ):
     self.base = base
     self.contracted = base.contracted
@@ -40,7 +49,10 @@ class AdaptedLinear(nnx.Module):
     self.b = nnx.Param(b, by_index=True)
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
-    y, rows = self.base(x), current_adapter_rows()
+    y, tiles = self.base(x), current_row_tiles()
+    if tiles is not None:
+      return tiles.add_by_row(y, x, self._update)
+    rows = current_adapter_rows()
     if rows is None:
       return y
     n = self.contracted
@@ -52,6 +64,12 @@ class AdaptedLinear(nnx.Module):
         "a map of tokens [B, T], row by row",
         "leave this map out of the adapters' targets",
       )
+    return y + self._update(x, rows).reshape(y.shape).astype(y.dtype)
+
+  def _update(
+    self, x: Float[Array, "B T ..."], rows: Int[Array, " B"]
+  ) -> Float[Array, "B T O"]:
+    """Product with the factors of the rows' adapters, outputs in one axis."""
     a, b = self.a.get_value()[rows], self.b.get_value()[rows]
     inner, rank = math.prod(x.shape[2:]), b.shape[1]
     low = jnp.einsum(
@@ -59,16 +77,16 @@ class AdaptedLinear(nnx.Module):
       x.reshape(*x.shape[:2], inner),
       a.reshape(a.shape[0], inner, rank).astype(x.dtype),
     )
-    update = jnp.einsum(
+    return jnp.einsum(
       "btr,bro->bto", low, b.reshape(*b.shape[:2], -1).astype(x.dtype)
     )
-    return y + update.reshape(y.shape).astype(y.dtype)
 
 
-class SummedLinear(nnx.Module):
-  """A `Linear` of a frozen weight and the product of two small ones.
+class LowRankSum(nnx.Module):
+  """A frozen map with one low-rank adapter, added when a layer runs.
 
-  For weights that are fetched when a layer runs: the sum exists only then.
+  A weight of floats, fetched then, becomes W + s A B, so that results are those
+  of layers on the devices to the bit; of codes it is base(x) + s (x A) B.
 
   Attributes:
     base: Map with the frozen weight.
@@ -79,24 +97,45 @@ class SummedLinear(nnx.Module):
 
   def __init__(
     self,
-    base: Linear,
+    base: AdaptableMap,
     a: Float[Array, " ..."],
     b: Float[Array, " ..."],
     scale: float,
   ):
     self.base, self.scale = base, scale
     self.contracted = base.contracted
-    self.a, self.b = nnx.Param(a), nnx.Param(b)
+    self.a = nnx.Param(a, axes=(), wide=False)
+    self.b = nnx.Param(b, axes=(), wide=False)
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
-    weight = self.base.weight.get_value()
-    split = self.contracted
-    into = math.prod(weight.shape[:split])
-    a = self.a.get_value()
-    b = self.b.get_value().reshape(a.shape[-1], -1)
-    update = jnp.matmul(a.reshape(into, -1), b).reshape(weight.shape)
+    if isinstance(self.base, Linear):
+      return self._summed(self.base, self.a.get_value(), self.b.get_value())(x)
+    y, tiles = self.base(x), current_row_tiles()
+    if tiles is not None:
+      return tiles.map_tiles(self._added, y, x.reshape(*x.shape[:2], -1))
+    lead = x.shape[: x.ndim - self.contracted]
+    return self._added(y, x.reshape(*lead, math.prod(x.shape[len(lead) :])))
+
+  def _added(
+    self, y: Float[Array, ...], x: Float[Array, "*lead I"]
+  ) -> Float[Array, ...]:
+    """Outputs y of the base map, and the adapter's, for its inputs x."""
+    a, b = self.a.get_value(), self.b.get_value()
+    rank = a.shape[-1]
+    low = linear_product(x, a.reshape(-1, rank).astype(x.dtype), 1)
+    low = low * jnp.asarray(self.scale, x.dtype)
+    update = linear_product(low, b.reshape(rank, -1).astype(x.dtype), 1)
+    return y + update.reshape(y.shape).astype(y.dtype)
+
+  def _summed(
+    self, base: Linear, a: Float[Array, " ..."], b: Float[Array, " ..."]
+  ) -> Linear:
+    """The map of the summed weight, in the weight's dtype."""
+    weight = base.weight.get_value()
+    factors = a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1)
+    update = jnp.matmul(*factors).reshape(weight.shape)
     update = update * jnp.asarray(self.scale, a.dtype)
-    summed = (weight.astype(update.dtype) + update).astype(weight.dtype)
-    summed_map = jax.tree.map(lambda x: x, self.base)
-    summed_map.weight = self.base.weight.replace(summed)
-    return summed_map(x)
+    total = (weight.astype(update.dtype) + update).astype(weight.dtype)
+    summed = jax.tree.map(lambda x: x, base)
+    summed.weight = base.weight.replace(total)
+    return summed

@@ -2,7 +2,8 @@
 
 Guarantees: a weight is level(code) * step + least, float32, where the product
 is exact for steps of at most 16 bits: a level has at most 8. So the decoded
-weight is a file's number to the bit, before it is rounded to x's dtype.
+weight is a file's number to the bit, before it is rounded to x's dtype. The
+gradient of x is that of the decoded weight, see `coded_product`.
 Cost: for up to 64 tokens on a TPU in bfloat16 the codes are read once, by the
 kernel of `ops.block_product_tpu`, in place in the stack of layers; elsewhere
 groups are read one after another. Neither makes floats of a whole map; for more
@@ -21,16 +22,18 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int8, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from ringjax.nn.linear import ExpertLinear, Linear, linear_product
+from ringjax.nn.row_tiles import TiledWeight, current_row_tiles
+from ringjax.nn.weights.coded_product import coded_product
 from ringjax.nn.weights.layer_array import StackedEntry, stacked_entry
 from ringjax.ops.block_product_tpu import BlockCodes, choose_product
+from ringjax.ops.code_numbers import Levels, floats_of, numbers_of
 from ringjax.ops.sharded_product import WeightShards, product_per_shard
 from ringjax.parallel import collectives
 from ringjax.typing import ArrayLeaf
@@ -47,14 +50,15 @@ class BlockLayout:
 
   Attributes:
     group: Number of weights of an output that share a step, even.
-    levels: Number that each code of 4 bits stands for, 16 of them in -127 to
-      127; None: codes are these numbers, of 8 bits.
+    levels: Number that each code of 4 bits stands for, 16 of them: whole ones
+      in -127 to 127, or floats in -1 to 1; None: codes are whole numbers
+      themselves, of 8 bits.
     step: Dtype of steps.
     minimum: Dtype of the number that is added to a group, None for none.
   """
 
   group: int
-  levels: tuple[int, ...] | None
+  levels: Levels
   step: str
   minimum: str | None = None
 
@@ -70,121 +74,46 @@ class BlockLayout:
 
   def numbers(
     self, codes: Shaped[Array, "*lead rows O"]
-  ) -> tuple[Int8[Array, "*lead rows O"], ...]:
+  ) -> tuple[Shaped[Array, "*lead rows O"], ...]:
     """Levels of codes: those of a group's first half, and of its second.
 
-    For 8 bits there is one part.
+    For 8 bits there is one part. They are int8, or float32 if not whole.
     """
-    if self.levels is None:
-      return (codes.astype(jnp.int8),)
-    halves = (codes >> 4).astype(jnp.int8), (codes & 15).astype(jnp.int8)
-    first = self.levels[0]
-    if self.levels == tuple(range(first, first + 16)):
-      return tuple(x + jnp.int8(first) for x in halves)
-    table = jnp.asarray(np.array(self.levels, np.int8))
-    return tuple(table[x] for x in halves)
+    return numbers_of(codes, self.levels)
 
 
-class BlockCodesLinear(nnx.Module):
-  """A `Linear` with its weight stored as codes in groups along its inputs.
-
-  It is made of arrays, or of their shapes.
-
-  Arrays have a leading axis of layers while their layers share one, and after
-  it one of experts if it takes the place of an `ExpertLinear`. On a mesh those
-  of experts are sharded by expert alone, whatever axis their widths have:
-  `Rules(experts="model", ffn=None)` shards them. Output axes are one axis of
-  the arrays, O, so that no product has to rearrange them; it is sharded as the
-  first output axis would be.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Products:
+  """Products with a map's codes, and their transposes.
 
   Attributes:
     layout: Layout of the codes.
-    codes: Codes of the weight, int8 or uint8 [G, rows, O].
-    step: Step of each group, [G, O].
-    least: Number that is added to each group, [G, O], or None.
-    inputs: Sizes of the axes that are contracted; the last group may end after
-      them.
-    outputs: Sizes of the output axes.
-    shards: Mesh axes that shard the arrays, see `with_shards`.
+    shards: Mesh axes that shard them.
   """
 
-  def __init__(
+  layout: BlockLayout
+  shards: WeightShards
+
+  def of_many(
     self,
-    base: Linear,
-    layout: BlockLayout,
-    codes: Shaped[ArrayLeaf, " ..."] | None,
-    step: Shaped[ArrayLeaf, " ..."] | None,
-    least: Shaped[ArrayLeaf, " ..."] | None,
-    *,
-    inputs: tuple[int, ...],
-    outputs: tuple[int, ...],
-  ):
-    self.contracted, self.inputs, self.layout = base.contracted, inputs, layout
-    self.outputs = outputs
-    self.shards = WeightShards()
-    axes = tuple(base.weight.get_metadata()["axes"])
-    # Groups are sharded like the first axis of the inputs.
-    lead, first = axes[: base.lead], axes[base.lead]
-    out = axes[base.lead + self.contracted]
-    if isinstance(base, ExpertLinear):
-      # Shards run different experts at the same time, so they must not wait for
-      # each other within a product, as they would for sharded groups.
-      first, out = None, None
-    marks = {
-      "wide": True,
-      "by_index": base.by_index,
-      "in_place": True,
-      # A shard has whole entries of the first output axis.
-      "last_axis": outputs[0] if outputs else 1,
-    }
-    self.codes = nnx.Param(codes, axes=(*lead, first, None, out), **marks)
-    self.step = nnx.Param(step, axes=(*lead, first, out), **marks)
-    self.least = (
-      None
-      if least is None
-      else nnx.Param(least, axes=(*lead, first, out), **marks)
-    )
-    self.bias = base.bias
+    x: Float[Array, "*batch I"],
+    entries: tuple[StackedEntry | None, ...],
+  ) -> Float[Array, "*batch O"]:
+    """x . weight, of x's dtype."""
+    arrays = tuple(None if e is None else e.array() for e in entries)
+    return linear_product(x, self.weight(arrays, x.dtype), 1)
 
-  def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
-    lead = x.shape[: x.ndim - self.contracted]
-    rows = math.prod(lead)
-    entries = tuple(
-      None if p is None else stacked_entry(p)
-      for p in (self.codes, self.step, self.least)
-    )
-    x = x.reshape(*lead, math.prod(self.inputs))
-    num_padding = self.layout.group * self._groups - x.shape[-1]
-    x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, num_padding)])
-    if rows <= _FEW:
-      y = self._of_few(x, entries)
-    else:
-      arrays = tuple(None if e is None else e.array() for e in entries)
-      y = linear_product(x, self._weight(arrays, x.dtype), 1)
-    y = y.reshape(*lead, *self.outputs)
-    if self.bias is None:
-      return y
-    return y + self.bias[...][(None,) * len(lead)].astype(y.dtype)
+  def transposed(
+    self,
+    gradient: Float[Array, "*batch O"],
+    entries: tuple[StackedEntry | None, ...],
+  ) -> Float[Array, "*batch I"]:
+    """Gradient of x from that of y."""
+    arrays = tuple(None if e is None else e.array() for e in entries)
+    weight = self.weight(arrays, gradient.dtype)
+    return linear_product(gradient, weight.T, 1)
 
-  def weight(self) -> Float[Array, " ..."]:
-    """The decoded weight, float32 [*lead, *in, *out]."""
-    arrays = tuple(
-      None if p is None else p.get_value()
-      for p in (self.codes, self.step, self.least)
-    )
-    lead = self.step[...].shape[:-2]
-    decode = functools.partial(self._weight, dtype=jnp.float32)
-    for _ in lead:
-      decode = jax.vmap(decode)
-    weight = decode(arrays)
-    weight = lax.slice_in_dim(weight, 0, math.prod(self.inputs), axis=-2)
-    return weight.reshape(*lead, *self.inputs, *self.outputs)
-
-  @property
-  def _groups(self) -> int:
-    return -(-math.prod(self.inputs) // self.layout.group)
-
-  def _of_few(
+  def of_few(
     self,
     x: Float[Array, "*batch I"],
     entries: tuple[StackedEntry | None, ...],
@@ -236,17 +165,13 @@ class BlockCodesLinear(nnx.Module):
     kernel = choose_product(x, weight).algorithm
     return None if kernel is None else kernel.product(x, weight, wide=wide)
 
-  def _weight(
+  def weight(
     self, arrays: tuple[jax.Array | None, ...], dtype: DTypeLike
   ) -> Float[Array, "I ..."]:
+    """The decoded weight."""
     codes, step, minimum = arrays
     assert codes is not None and step is not None
-    parts = self.layout.numbers(codes)
-    x = jnp.concatenate(parts, 1).astype(jnp.float32)
-    x = x * step.astype(jnp.float32)[:, None]
-    if minimum is not None:
-      x = x + minimum.astype(jnp.float32)[:, None]
-    return x.astype(dtype).reshape(-1, *x.shape[2:])
+    return floats_of(codes, step, minimum, self.layout.levels, dtype)
 
   def _by_groups(
     self,
@@ -278,6 +203,133 @@ class BlockCodesLinear(nnx.Module):
     scan_inputs = (jnp.moveaxis(parts, -2, 0), codes, step, minimum)
     y = lax.scan(add, start, scan_inputs)[0]
     return y if wide else y.astype(x.dtype)
+
+
+class BlockCodesLinear(nnx.Module):
+  """A `Linear` with its weight stored as codes in groups along its inputs.
+
+  It is made of arrays, or of their shapes.
+
+  Arrays have a leading axis of layers while their layers share one, and after
+  it one of experts if it takes the place of an `ExpertLinear`. On a mesh those
+  of experts are sharded by expert alone, whatever axis their widths have:
+  `Rules(experts="model", ffn=None)` shards them. Output axes are one axis of
+  the arrays, O, so that no product has to rearrange them; it is sharded as the
+  first output axis would be.
+
+  Attributes:
+    layout: Layout of the codes.
+    codes: Codes of the weight, int8 or uint8 [G, rows, O].
+    step: Step of each group, [G, O].
+    least: Number that is added to each group, [G, O], or None.
+    inputs: Sizes of the axes that are contracted; the last group may end after
+      them.
+    outputs: Sizes of the output axes.
+    axes: Names of the axes of the weight, of an expert's first.
+    widened: Whether the decoded weight stays float32 when a model is cast.
+    by_index: Whether a call reads some entries of the weight, see `param`.
+    shards: Mesh axes that shard the arrays, see `with_shards`.
+  """
+
+  def __init__(
+    self,
+    base: Linear,
+    layout: BlockLayout,
+    codes: Shaped[ArrayLeaf, " ..."] | None,
+    step: Shaped[ArrayLeaf, " ..."] | None,
+    least: Shaped[ArrayLeaf, " ..."] | None,
+    *,
+    inputs: tuple[int, ...],
+    outputs: tuple[int, ...],
+  ):
+    self.contracted, self.inputs, self.layout = base.contracted, inputs, layout
+    self.outputs = outputs
+    self.shards = WeightShards()
+    metadata = base.weight.get_metadata()
+    axes = self.axes = tuple(metadata["axes"])
+    self.widened, self.by_index = bool(metadata["wide"]), base.by_index
+    # Groups are sharded like the first axis of the inputs.
+    lead, first = axes[: base.lead], axes[base.lead]
+    out = axes[base.lead + self.contracted]
+    if isinstance(base, ExpertLinear):
+      # Shards run different experts at the same time, so they must not wait for
+      # each other within a product, as they would for sharded groups.
+      first, out = None, None
+    marks = {
+      "wide": True,
+      "by_index": base.by_index,
+      "in_place": True,
+      # A shard has whole entries of the first output axis.
+      "last_axis": outputs[0] if outputs else 1,
+    }
+    self.codes = nnx.Param(codes, axes=(*lead, first, None, out), **marks)
+    self.step = nnx.Param(step, axes=(*lead, first, out), **marks)
+    self.least = (
+      None
+      if least is None
+      else nnx.Param(least, axes=(*lead, first, out), **marks)
+    )
+    self.bias = base.bias
+
+  def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
+    if (tiles := current_row_tiles()) is not None:
+      bias = None if self.bias is None else self.bias[...]
+      return tiles.product(x, self.tiled_weight(), bias)
+    lead = x.shape[: x.ndim - self.contracted]
+    rows = math.prod(lead)
+    entries = tuple(
+      None if p is None else stacked_entry(p)
+      for p in (self.codes, self.step, self.least)
+    )
+    x = x.reshape(*lead, math.prod(self.inputs))
+    num_padding = self.layout.group * self._groups - x.shape[-1]
+    x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, num_padding)])
+    products = self._products
+    product = products.of_few if rows <= _FEW else products.of_many
+    y = coded_product(product, products.transposed, x, entries)
+    y = y.reshape(*lead, *self.outputs)
+    if self.bias is None:
+      return y
+    return y + self.bias[...][(None,) * len(lead)].astype(y.dtype)
+
+  def tiled_weight(self) -> TiledWeight:
+    """The weight for rows in tiles."""
+    codes, step = map(stacked_entry, (self.codes, self.step))
+    minimum = None if self.least is None else stacked_entry(self.least)
+    return TiledWeight(
+      stacked=BlockCodes(
+        codes=codes.stacked,
+        step=step.stacked,
+        least=None if minimum is None else minimum.stacked,
+        levels=self.layout.levels,
+      ),
+      index=codes.index,
+      contracted=1,
+      inputs=self._groups * self.layout.group,
+      shards=self.shards,
+    )
+
+  def weight(self) -> Float[Array, " ..."]:
+    """The decoded weight, float32 [*lead, *in, *out]."""
+    arrays = tuple(
+      None if p is None else p.get_value()
+      for p in (self.codes, self.step, self.least)
+    )
+    lead = self.step[...].shape[:-2]
+    decode = functools.partial(self._products.weight, dtype=jnp.float32)
+    for _ in lead:
+      decode = jax.vmap(decode)
+    weight = decode(arrays)
+    weight = lax.slice_in_dim(weight, 0, math.prod(self.inputs), axis=-2)
+    return weight.reshape(*lead, *self.inputs, *self.outputs)
+
+  @property
+  def _products(self) -> _Products:
+    return _Products(layout=self.layout, shards=self.shards)
+
+  @property
+  def _groups(self) -> int:
+    return -(-math.prod(self.inputs) // self.layout.group)
 
 
 def with_shards(

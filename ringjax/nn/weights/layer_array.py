@@ -45,6 +45,10 @@ class LayerArray:
     """Dtype of the array."""
     return self.stacked.dtype
 
+  def array(self) -> Shaped[Array, "n ..."]:
+    """The layer's own array."""
+    return lax.dynamic_index_in_dim(self.stacked, self.layer, keepdims=False)
+
   def __getitem__(self, entries: Int[Array, "*n"]) -> Shaped[Array, "*n ..."]:
     """Entries of the layer's array, [*n, ...]."""
     if entries.ndim:
@@ -52,8 +56,7 @@ class LayerArray:
     # Compilers make one slice of both. If the entries are sharded, they gather
     # those of one layer; of a single slice along both axes they would gather
     # the array of all layers.
-    layer = lax.dynamic_index_in_dim(self.stacked, self.layer, keepdims=False)
-    return lax.dynamic_index_in_dim(layer, entries, keepdims=False)
+    return lax.dynamic_index_in_dim(self.array(), entries, keepdims=False)
 
 
 tree.register(LayerArray, data=("stacked", "layer"), meta=())

@@ -37,7 +37,12 @@ from ringjax.ops.attention.strategies.nesting import Strategy
 from ringjax.ops.mask import Coords, Everything
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
-from ringjax.parallel.call_sharding import CallSharding, MeshAxes, device_of
+from ringjax.parallel.call_sharding import (
+  CallSharding,
+  MeshAxes,
+  device_of,
+  manual_over,
+)
 from ringjax.parallel.chips import Machine
 from ringjax.parallel.layout import out_of_slots, slots_of
 
@@ -435,23 +440,23 @@ def _jitted_on_mesh(
   }
   if explicit:
     x = jax.tree.map(lambda a, s: _reshard(a, mesh, s, explicit), x, specs)
-  # An axis of one device shards nothing, and kernels need all axes manual.
-  single = {name for name, size in mesh.shape.items() if size == 1}
-  names = explicit | single | {*place.names, *place.batch, *place.heads}
+  names = explicit | {*place.names, *place.batch, *place.heads}
   if place.fully_manual:
     names |= {*mesh.axis_names} - collectives.manual_axes()
   out_specs = specs.q, specs.q
   if x.selection is not None:
     shared = x.selection.choice_heads(x.q.shape[2], x.k.shape[2]) == 1
     out_specs = *out_specs, P(*specs.q[:2], None if shared else specs.q[2])
+  options = manual_over(mesh, names)
+  if getattr(nesting.innermost(strategy), "interpret", False):
+    # The interpreters of Pallas do not track varying axes.
+    options["check_vma"] = False
   results = jax.shard_map(
     lambda x: _per_shard(_narrow_up(x), place, strategy, lengths),
     mesh=mesh,
     in_specs=(specs,),
     out_specs=out_specs,
-    axis_names=names,
-    # The interpreters of Pallas do not track varying axes.
-    check_vma=not getattr(nesting.innermost(strategy), "interpret", False),
+    **options,
   )(x)
   if slots[0] is not None:
     if explicit:

@@ -5,8 +5,9 @@ token is dropped whatever the load; no expert's weights nor their gradients
 leave their shard. A token's output does not depend on the other tokens.
 Cost: f on a token's k rows, on the shards of their experts, and what
 `choose_dispatch` states is sent.
-Memory: float32 sums of the tokens that a shard sees, or of one chunk's rows;
-of the forward pass nothing is kept but its inputs.
+Memory: float32 sums of the tokens that a shard sees; in rounds also the rows of
+a chunk, and what three rounds send and return. Of the forward pass nothing is
+kept but its inputs.
 Ref:  rows by all-to-all as in Lepikhin et al. 2020, GShard, arXiv 2006.16668,
 but without a capacity beyond which tokens are dropped: there are as many
 rounds as the largest load needs.
@@ -17,7 +18,10 @@ shards have the same tokens. Over the latter, each shard adds up its own
 experts, and a sum over the shards follows. Over the former ones tokens are
 gathered and results reduce-scattered, or rows go to their experts and back in
 rounds of a fixed capacity. The number of rounds is data, the same on all
-shards, so shapes are static and every backend has the collectives.
+shards, so shapes are static and every backend has the collectives. Products of
+a round overlap with the sends of the next one and the results of the last one;
+a call's first send and its last results overlap with nothing. TPUs need the
+option of `mesh.compiler_options` for it.
 
 Order of sums: float32, per token in the order of its experts' numbers on a
 shard, then over shards; in rounds in the order of its choices, on the token's
@@ -33,16 +37,18 @@ call the last bits differ, as blocks have other sizes and sums another order.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
+from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.ops.experts import row_blocks
 from ringjax.ops.experts.grouped_product import GroupedExperts
@@ -55,6 +61,7 @@ _CHUNK_ROWS = 8192
 _GATHERED_BYTES = 256 << 20
 
 Kind = Literal["own", "gather", "rounds"]
+Index = int | Int[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +114,8 @@ def choose_dispatch(
     gather: (R - 1) T D (b + 4), tokens and their float32 sums;
     rounds: (R - 1) n C (2 D b + 8), for n chunks of rows in one round each,
       rows, results and their experts: about 5/2 k T D b (R - 1) / R, as C is
-      5/4 of an even share.
+      5/4 of an even share. Several chunks send an empty round more, which
+      overlaps with the last products, and return one before the first.
 
   Rounds also where gathered tokens and sums would take more than 256 MiB.
 
@@ -128,7 +136,8 @@ def choose_dispatch(
   capacity = min(-(-share // 8) * 8, chunk * chosen)
   others = shards - 1
   gather = others * tokens * width * (itemsize + 4)
-  rounds = others * chunks * capacity * (2 * width * itemsize + 8)
+  sent = chunks + (chunks > 1)
+  rounds = others * sent * capacity * (2 * width * itemsize + 8)
   gathered_bytes = shards * tokens * width * (itemsize + 4)
   compared = f"{gather:,} bytes gathered, {rounds:,} in rounds"
   rounds_kind = Dispatch(
@@ -300,12 +309,12 @@ class _ExpertRows:
       dy = jnp.where((row < rows)[:, None], g[safe // chosen], 0)
       dy = dy.astype(jnp.float32)
       expert = blocks.expert[n]
-      arrays, tree = jax.tree.flatten(self.entry(weights, expert))
+      arrays, structure = jax.tree.flatten(self.entry(weights, expert))
 
       def f(floats: list[jax.Array], part: jax.Array) -> jax.Array:
         float_arrays = iter(floats)
         all_ = [next(float_arrays) if _is_float(a) else a for a in arrays]
-        return self.f(jax.tree.unflatten(tree, all_), part)
+        return self.f(jax.tree.unflatten(structure, all_), part)
 
       inputs = part * factor.astype(x.dtype) if self.scale_input else part
       y, pull = jax.vjp(f, [a for a in arrays if _is_float(a)], inputs)
@@ -378,6 +387,132 @@ def _without_padding(
 
 def _is_float(x: Array) -> bool:
   return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+class _Received(NamedTuple):
+  """Rows that a shard's experts compute in a round.
+
+  Fields:
+    rows: Arrays [n, D] of what was sent of each row.
+    experts: Numbers of the rows' experts on this shard, int32 [n, 1]; their
+      count for none.
+    factor: Mixing weights of the rows, float32 [n, 1].
+  """
+
+  rows: tuple[Float[Array, "n D"], ...]
+  experts: Int[Array, "n 1"]
+  factor: Float[Array, "n 1"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RoundPlan:
+  """Rows that are sent in each round, of the rows of all chunks.
+
+  Round r of a chunk sends to each shard the rows r C to (r + 1) C - 1 of those
+  that go there. Rounds are numbered through all chunks; of a number before the
+  first or after the last round, no row is sent and none is collected.
+
+  Attributes:
+    chosen: Rows of a token, k.
+    capacity: Rows that go to each shard in a round, C.
+    peers: Number of shards that rows go to, R.
+    none: Number that stands for no expert of a shard.
+    mixing: Mixing weights of each chunk's tokens, float32 [n, c, k].
+    order: Rows of each chunk, sorted by the shard they go to, int32 [n, c k].
+    experts: Numbers on their shards of the sorted rows' experts.
+    factor: Mixing weights of the sorted rows, float32 [n, c k].
+    load: Number of rows that go to each shard, int32 [n, R].
+    peer: Shard that each row goes to, int32 [n, c k]; R for none.
+    rank: Number of each row among those of its shard, int32 [n, c k].
+    ends: Number of rounds of the chunks up to each one, int32 [n].
+  """
+
+  chosen: int
+  capacity: int
+  peers: int
+  none: int
+  mixing: Float[Array, "n c k"]
+  order: Int[Array, "n rows"]
+  experts: Int[Array, "n rows"]
+  factor: Float[Array, "n rows"]
+  load: Int[Array, "n R"]
+  peer: Int[Array, "n rows"]
+  rank: Int[Array, "n rows"]
+  ends: Int[Array, " n"]
+
+  def chunk(self, n: Index) -> Int[Array, ""]:
+    """Chunk of a round; the nearest one for none."""
+    finished = jnp.sum(self.ends <= n, dtype=jnp.int32)
+    return jnp.minimum(finished, self.ends.shape[0] - 1)
+
+  def _round(self, n: Index) -> Int[Array, ""]:
+    """Number of a round in its chunk."""
+    chunk = self.chunk(n)
+    return n - jnp.where(chunk > 0, self.ends[chunk - 1], 0)
+
+  def _exists(self, n: Index) -> Bool[Array, ""]:
+    return (n >= 0) & (n < self.ends[-1])
+
+  def sent(
+    self, n: Index
+  ) -> tuple[Int[Array, " p"], Int[Array, " p"], Float[Array, " p"]]:
+    """Rows that a round sends, in order of shards, with experts and weights.
+
+    The number of rows stands for none.
+    """
+    chunk, number = self.chunk(n), self._round(n)
+    load = self.load[chunk]
+    begin = jnp.cumsum(load) - load + number * self.capacity
+    place = jnp.arange(self.capacity, dtype=jnp.int32)
+    is_row = place[None] < load[:, None] - number * self.capacity
+    is_row = is_row & self._exists(n)
+    num_rows = self.order.shape[1]
+    begin = jnp.clip(begin, 0, num_rows)
+
+    def sorted_part(a: jax.Array, empty: int) -> jax.Array:
+      a = row_blocks.windows(a[chunk], begin, self.capacity)
+      return jnp.where(is_row, a, empty).reshape(-1)
+
+    return (
+      sorted_part(self.order, num_rows),
+      sorted_part(self.experts, self.none),
+      sorted_part(self.factor, 0),
+    )
+
+  def token(self, n: Index, row: Int[Array, " p"]) -> Int[Array, " p"]:
+    """Tokens of a round's rows among all tokens; the largest int32 for none."""
+    num_rows = self.order.shape[1]
+    first = self.chunk(n) * (num_rows // self.chosen)
+    none = jnp.iinfo(jnp.int32).max
+    return jnp.where(row < num_rows, first + row // self.chosen, none)
+
+  def collected(
+    self, n: Index, results: Shaped[Array, "p ..."], outputs: Array
+  ) -> Shaped[Array, "rows ..."]:
+    """Outputs of a chunk's rows, with the results that a round returned.
+
+    Args:
+      n: Number of the round.
+      results: Results in the places of `sent`.
+      outputs: Outputs of the chunk's earlier rounds; of another chunk if there
+        were none.
+    """
+    chunk, number = self.chunk(n), self._round(n)
+    peer, place = self.peer[chunk], self.rank[chunk] - number * self.capacity
+    is_here = (place >= 0) & (place < self.capacity) & (peer < self.peers)
+    is_here = is_here & self._exists(n)
+    slot = jnp.where(is_here, peer * self.capacity + place, results.shape[0])
+    column = lambda a: a.reshape(-1, *[1] * (results.ndim - 1))
+    earlier = jnp.where(number > 0, outputs, 0)
+    returned = results.at[slot].get(mode="fill", fill_value=0)
+    return jnp.where(column(is_here), returned, earlier)
+
+
+tree.register(
+  _RoundPlan,
+  ("mixing", "order", "experts", "factor", "load", "peer", "rank", "ends"),
+  ("chosen", "capacity", "peers", "none"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -515,76 +650,6 @@ class _Exchange:
         sends = sends & (at == collectives.axis_index(axis))
     return jnp.where(sends, peer, peer_stride)
 
-  def _plan(
-    self, x: PyTree, experts: Int[Array, "T k"]
-  ) -> tuple[Any, Int[Array, "n c k"], Int[Array, " n"]]:
-    """Arrays of tokens and experts in chunks, and rounds of each chunk."""
-    tokens, chunk = experts.shape[0], self.dispatch.chunk
-    chunks = -(-tokens // chunk)
-
-    def cut(x: jax.Array, value: int = 0) -> jax.Array:
-      padding = [(0, chunks * chunk - tokens)] + [(0, 0)] * (x.ndim - 1)
-      x = jnp.pad(x, padding, constant_values=value)
-      return x.reshape(chunks, chunk, *x.shape[1:])
-
-    # Padding has no expert.
-    experts = cut(experts, self.count)
-    peers = self._peer(experts).reshape(chunks, -1)
-    number = math.prod(collectives.axis_size(a) for a in self.shards.tokens)
-    load = jax.vmap(
-      lambda p: jnp.zeros((number,), jnp.int32).at[p].add(1, mode="drop")
-    )(peers)
-    rounds = -(-jnp.max(load, 1) // self.dispatch.capacity)
-    # The same on all devices: none may wait for another in vain.
-    axes = {*self.shards.over} | collectives.varying_axes(rounds)
-    rounds = collectives.largest(rounds, tuple(sorted(axes)))
-    return jax.tree.map(cut, x), experts, rounds
-
-  def _places(
-    self, experts: Int[Array, "c k"]
-  ) -> Callable[[Array], Int[Array, " n"]]:
-    """Function from a round to the row in each place of what is sent.
-
-    Places are [R * capacity], by the shard to which they go; the number of
-    rows stands for none.
-    """
-    peer, capacity = self._peer(experts).reshape(-1), self.dispatch.capacity
-    number = math.prod(collectives.axis_size(a) for a in self.shards.tokens)
-    order = jnp.argsort(peer, stable=True).astype(jnp.int32)
-    load = jnp.zeros((number,), jnp.int32).at[peer].add(1, mode="drop")
-    start = jnp.cumsum(load) - load
-    nth = jnp.arange(peer.size, dtype=jnp.int32)
-    rank = nth - start[jnp.minimum(peer[order], number - 1)]
-
-    def places(n: jax.Array) -> jax.Array:
-      at = rank - n * capacity
-      inside = (at >= 0) & (at < capacity) & (peer[order] < number)
-      place = jnp.where(inside, peer[order] * capacity + at, number * capacity)
-      none = jnp.full((number * capacity,), peer.size, jnp.int32)
-      return none.at[place].set(order, mode="drop")
-
-    return places
-
-  def _swap(self, x: PyTree) -> Any:
-    """Send the n-th part to shard n; so results return, too."""
-    return jax.tree.map(
-      lambda a: collectives.exchange(a, self.shards.tokens, 0, 0), x
-    )
-
-  def _numbers(
-    self, row: Int[Array, " n"], experts: Array, mixing: Array
-  ) -> tuple[Int[Array, "n 1"], Float[Array, "n 1"]]:
-    """Experts on their shard, and mixing weights, of rows sent to it."""
-    chosen = experts.reshape(-1).at[row].get(mode="fill", fill_value=0)
-    local = jnp.where(
-      row < experts.size, chosen % self.local_experts, self.local_experts
-    )
-    factor = mixing.reshape(-1).at[row].get(mode="fill", fill_value=0)
-    bits = lax.bitcast_convert_type(factor, jnp.int32)
-    local, bits = self._swap(jnp.stack([local, bits], 1)).T
-    factor = lax.bitcast_convert_type(bits, jnp.float32)
-    return local[:, None], factor[:, None]
-
   def _rounds(
     self,
     weights: PyTree,
@@ -594,37 +659,28 @@ class _Exchange:
   ) -> Float[Array, "T D"]:
     tokens, chosen = experts.shape
     scale_input = self.rows.scale_input
-    (x, mixing), experts, rounds = self._plan((x, mixing), experts)
+    plan = self._plan(x, experts, mixing)
 
-    def chunk(_: None, inputs: tuple) -> tuple[None, jax.Array]:
-      x, mixing, experts, rounds = inputs
-      places = self._places(experts)
-
-      def one_round(n: jax.Array, outputs: jax.Array) -> jax.Array:
-        row = places(n)
-        local, factor = self._numbers(row, experts, mixing)
-        sent = x.at[row // chosen].get(mode="fill", fill_value=0)
-        y = self.rows.forward(
-          weights,
-          self._swap(sent),
-          local,
-          factor if scale_input else jnp.ones_like(factor),
-          self.local_experts,
-          self.rows.size(local.size, self.local_experts),
-        )
-        y = self._swap(y.astype(x.dtype))
-        return outputs.at[row].set(y, mode="drop")
-
-      empty = collectives.zeros(
-        (experts.size, x.shape[1]), x.dtype, (x, weights)
+    def compute(_: None, received: _Received) -> tuple[None, jax.Array]:
+      (rows,) = received.rows
+      factor = received.factor
+      y = self.rows.forward(
+        weights,
+        rows,
+        received.experts,
+        factor if scale_input else jnp.ones_like(factor),
+        self.local_experts,
+        self.rows.size(rows.shape[0], self.local_experts),
       )
-      outputs = lax.fori_loop(0, rounds, one_round, empty)
-      outputs = outputs.reshape(*experts.shape, -1).astype(jnp.float32)
-      if not scale_input:
-        outputs = outputs * mixing[..., None]
-      return None, jnp.sum(outputs, 1)
+      return None, y.astype(x.dtype)
 
-    _, sums = lax.scan(chunk, None, (x, mixing, experts, rounds))
+    def add_up(outputs: jax.Array, chunk: Int[Array, ""]) -> jax.Array:
+      outputs = outputs.reshape(-1, chosen, x.shape[1]).astype(jnp.float32)
+      if not scale_input:
+        outputs = outputs * plan.mixing[chunk][..., None]
+      return jnp.sum(outputs, 1)
+
+    _, sums = self._in_rounds(plan, (x,), compute, add_up, None, weights)
     return sums.reshape(-1, sums.shape[-1])[:tokens]
 
   def _rounds_backward(
@@ -637,44 +693,189 @@ class _Exchange:
     dw: list[jax.Array],
   ) -> tuple[list[jax.Array], Float[Array, "T D"], Float[Array, "T k"]]:
     tokens, chosen = experts.shape
-    (x, mixing, g), experts, rounds = self._plan((x, mixing, g), experts)
+    plan = self._plan(x, experts, mixing)
 
-    def chunk(dw: list[jax.Array], inputs: tuple) -> tuple[Any, Any]:
-      x, mixing, g, experts, rounds = inputs
-      places = self._places(experts)
-
-      def one_round(n: jax.Array, sums: tuple) -> tuple:
-        dw, dx, dmixing = sums
-        row = places(n)
-        local, factor = self._numbers(row, experts, mixing)
-        sent = lambda a: a.at[row // chosen].get(mode="fill", fill_value=0)
-        there_x, there_g = self._swap((sent(x), sent(g)))
-        dw, there_dx, there_dmixing = self.rows.backward(
-          weights,
-          there_x,
-          local,
-          factor,
-          there_g,
-          self.local_experts,
-          self.rows.size(local.size, self.local_experts),
-          dw,
-        )
-        row_dx, row_dmixing = self._swap(
-          (there_dx.astype(x.dtype), there_dmixing[:, 0])
-        )
-        dx = dx.at[row].set(row_dx, mode="drop")
-        return dw, dx, dmixing.at[row].set(row_dmixing, mode="drop")
-
-      zeros = lambda shape, dtype: collectives.zeros(shape, dtype, (x, weights))
-      start = (
+    def compute(
+      dw: list[jax.Array], received: _Received
+    ) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array]]:
+      rows, g = received.rows
+      dw, dx, dmixing = self.rows.backward(
+        weights,
+        rows,
+        received.experts,
+        received.factor,
+        g,
+        self.local_experts,
+        self.rows.size(rows.shape[0], self.local_experts),
         dw,
-        zeros((experts.size, x.shape[1]), x.dtype),
-        zeros((experts.size,), jnp.float32),
       )
-      dw, dx, dmixing = lax.fori_loop(0, rounds, one_round, start)
-      dx = dx.reshape(*experts.shape, -1).astype(jnp.float32)
-      return dw, (jnp.sum(dx, 1), dmixing.reshape(experts.shape))
+      return dw, (dx.astype(x.dtype), dmixing)
 
-    dw, (dx, dmixing) = lax.scan(chunk, dw, (x, mixing, g, experts, rounds))
+    def add_up(
+      outputs: tuple[jax.Array, jax.Array], chunk: Int[Array, ""]
+    ) -> tuple[jax.Array, jax.Array]:
+      dx, dmixing = outputs
+      dx = dx.reshape(-1, chosen, x.shape[1]).astype(jnp.float32)
+      return jnp.sum(dx, 1), dmixing.reshape(-1, chosen)
+
+    dw, (dx, dmixing) = self._in_rounds(
+      plan, (x, g), compute, add_up, dw, weights
+    )
     flat = lambda a: a.reshape(-1, a.shape[-1])[:tokens]
     return dw, flat(dx), flat(dmixing)
+
+  def _plan(
+    self,
+    x: Float[Array, "T D"],
+    experts: Int[Array, "T k"],
+    mixing: Float[Array, "T k"],
+  ) -> _RoundPlan:
+    """Rounds of all chunks, and the rows of each chunk by shard."""
+    (tokens, chosen), chunk = experts.shape, self.dispatch.chunk
+    chunks = -(-tokens // chunk)
+    number = math.prod(collectives.axis_size(a) for a in self.shards.tokens)
+
+    def cut(a: jax.Array, value: int = 0) -> jax.Array:
+      padding = [(0, chunks * chunk - tokens), (0, 0)]
+      a = jnp.pad(a, padding, constant_values=value)
+      return a.reshape(chunks, chunk, chosen)
+
+    # Padding has no expert.
+    experts, mixing = cut(experts, self.count), cut(mixing)
+    peer = self._peer(experts).reshape(chunks, -1)
+    row = lax.broadcasted_iota(jnp.int32, peer.shape, 1)
+    sorted_peer, order, local, factor = lax.sort(
+      (
+        peer,
+        row,
+        experts.reshape(chunks, -1) % self.local_experts,
+        mixing.reshape(chunks, -1),
+      ),
+      num_keys=1,
+      is_stable=True,
+    )
+    shard = jnp.arange(number, dtype=jnp.int32)
+    load = jnp.sum(peer[..., None] == shard[None, None], 1, dtype=jnp.int32)
+    # Rows of one shard follow each other: each counts from the first of them.
+    is_first = jnp.diff(sorted_peer, axis=1, prepend=-1) != 0
+    rank = row - lax.cummax(jnp.where(is_first, row, 0), axis=1)
+    rounds = -(-jnp.max(load, 1) // self.dispatch.capacity)
+    # The same on all devices: none may wait for another in vain.
+    axes = {*self.shards.over} | collectives.varying_axes(rounds)
+    rounds = collectives.largest(rounds, tuple(sorted(axes)))
+    return _RoundPlan(
+      chosen=chosen,
+      capacity=self.dispatch.capacity,
+      peers=number,
+      none=self.local_experts,
+      mixing=mixing,
+      order=order,
+      experts=local,
+      factor=factor,
+      load=load,
+      peer=peer,
+      rank=row_blocks.unsorted(order, rank),
+      ends=jnp.cumsum(rounds),
+    )
+
+  def _in_rounds(
+    self,
+    plan: _RoundPlan,
+    tokens: tuple[Float[Array, "T D"], ...],
+    compute: Callable[[Any, _Received], tuple[Any, PyTree]],
+    add_up: Callable[[PyTree, Int[Array, ""]], PyTree],
+    carry: PyTree,
+    weights: PyTree,
+  ) -> tuple[PyTree, PyTree]:
+    """Send rows to their experts and results back, round by round.
+
+    With several chunks the sends of a round run next to the products of its
+    neighbours: the rows of the next round and the results of the last one are
+    in flight, which no product of this round reads.
+
+    Args:
+      plan: Rows of each round.
+      tokens: Arrays whose rows are sent.
+      compute: Function (carry, received) -> carry, results [rows, ...].
+      add_up: Function of a chunk's results in the order of its rows, and of the
+        chunk's number, to what is kept of it; a chunk of several rounds is
+        added up after each, and the last one counts.
+      carry: State of `compute` before the first round.
+      weights: Weights of the experts, for their varying axes.
+
+    Returns:
+      The last carry, and what `add_up` returned for each chunk, stacked.
+    """
+    like = (plan, tokens, weights)
+
+    def send(n: Index) -> _Received:
+      row, local, factor = plan.sent(n)
+      bits = lax.bitcast_convert_type(factor, jnp.int32)
+      local, bits = self._swap(jnp.stack([local, bits], 1)).T
+      token = plan.token(n, row)
+      rows = self._swap(
+        tuple(a.at[token].get(mode="fill", fill_value=0) for a in tokens)
+      )
+      factor = lax.bitcast_convert_type(bits, jnp.float32)
+      return _Received(rows, local[:, None], factor[:, None])
+
+    def collect(n: Index, results: PyTree, chunk_state: Any) -> Any:
+      outputs, sums = chunk_state
+      chunk = plan.chunk(n)
+      outputs = jax.tree.map(
+        functools.partial(plan.collected, n), results, outputs
+      )
+      sums = jax.tree.map(
+        lambda all_, a: lax.dynamic_update_index_in_dim(all_, a, chunk, 0),
+        sums,
+        add_up(outputs, chunk),
+      )
+      return outputs, sums
+
+    num_chunks, num_rows = plan.peer.shape
+    zeros = lambda a: collectives.zeros(a.shape, a.dtype, like)
+    received = jax.eval_shape(send, 0)
+    results = jax.eval_shape(lambda *a: compute(*a)[1], carry, received)
+    with_rows = lambda a: jax.ShapeDtypeStruct(
+      (num_rows, *a.shape[1:]), a.dtype
+    )
+    outputs = jax.tree.map(with_rows, results)
+    sums = jax.eval_shape(add_up, outputs, jnp.int32(0))
+    chunk_state = (
+      jax.tree.map(zeros, outputs),
+      jax.tree.map(
+        lambda a: collectives.zeros((num_chunks, *a.shape), a.dtype, like), sums
+      ),
+    )
+
+    def alone(n: jax.Array, state: Any) -> Any:
+      carry, chunk_state = state
+      carry, results = compute(carry, send(n))
+      return carry, collect(n, self._swap(results), chunk_state)
+
+    def overlapped(n: jax.Array, state: Any) -> Any:
+      carry, received, results, chunk_state = state
+      next_received = send(n + 1)
+      chunk_state = collect(n - 1, self._swap(results), chunk_state)
+      carry, results = compute(carry, received)
+      return carry, next_received, results, chunk_state
+
+    # Loads decide how often the loop runs: once a chunk, if they are even.
+    rounds = plan.ends[-1]
+    with jax.named_scope(f"expected_trips_{num_chunks}"):
+      if num_chunks == 1:
+        # Most often one round, which has no neighbours.
+        carry, (_, sums) = lax.fori_loop(0, rounds, alone, (carry, chunk_state))
+        return carry, sums
+      state = carry, send(0), jax.tree.map(zeros, results), chunk_state
+      carry, _, results, chunk_state = lax.fori_loop(
+        0, rounds, overlapped, state
+      )
+    _, sums = collect(rounds - 1, self._swap(results), chunk_state)
+    return carry, sums
+
+  def _swap(self, x: PyTree) -> Any:
+    """Send the n-th part to shard n; so results return, too."""
+    return jax.tree.map(
+      lambda a: collectives.exchange(a, self.shards.tokens, 0, 0), x
+    )

@@ -34,7 +34,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax import tree
-from ringjax.ops.block_product_tpu import floats_of_bits, with_bits
+from ringjax.ops.code_numbers import (
+  Levels,
+  floats_of_bits,
+  reason_against_decoding,
+  reason_of_scales,
+  with_bits,
+  write_floats,
+  write_levels,
+)
 from ringjax.ops.experts.row_blocks import RowBlocks, blocks_by_expert
 from ringjax.ops.kernel_choice import register, relative_error
 from ringjax.parallel import chips, collectives
@@ -47,8 +55,6 @@ Finish = Callable[[Sequence[Array], DTypeLike], tuple[Array, ...]]
 # Function of the outputs of two maps, row by row and number by number.
 Combine = Callable[[Array, Array], Array]
 _LANES = 128
-# Rows of a register of bytes, and of bfloat16.
-_BYTE_ROWS, _HALF_ROWS = 32, 16
 # Rows of a block: the fewest and the most.
 _LEAST_ROWS, _MOST_ROWS = 16, 256
 # Numbers of a row that one product multiplies. A loop along D over parts of
@@ -77,7 +83,7 @@ class ExpertMaps:
   step: Float[ArrayLeaf, ...] | None = None
   least: Float[ArrayLeaf, ...] | None = None
   index: tuple[Int[ArrayLeaf, ""], ...] = ()
-  levels: tuple[int, ...] | None = None
+  levels: Levels = None
 
   @property
   def grouped(self) -> bool:
@@ -492,22 +498,12 @@ def _why_not(dtype: str, map_: ExpertMaps) -> str | None:
     return None if kind == dtype else f"a map of {kind} for rows of {dtype}"
   if dtype != "bfloat16":
     return f"codes for rows of {dtype}: it multiplies them by bfloat16"
-  for array in (map_.step, map_.least):
-    scale = None if array is None else array.dtype.name
-    if scale not in (None, "float32", "bfloat16", "float16"):
-      return f"steps of {scale}"
-  if not map_.grouped:
-    return None if kind == "int8" else f"codes of {kind}"
-  if map_.levels is not None:
-    first = map_.levels[0]
-    if map_.levels != tuple(range(first, first + 16)):
-      return "levels that are not consecutive"
-  rows = map_.stacked.shape[-2]
-  if rows % _HALF_ROWS or map_.stacked.shape[-3] * rows % _BYTE_ROWS:
-    return f"groups of {map_.group}: it takes multiples of 16 rows of codes"
-  if rows % _BYTE_ROWS and _BYTE_ROWS % rows:
-    return f"groups of {map_.group}: half of a register of codes is left"
-  return None
+  scales = map_.step, map_.least
+  if map_.grouped:
+    return reason_against_decoding(map_.stacked, map_.group, scales)
+  if reason := reason_of_scales(scales):
+    return reason
+  return None if kind == "int8" else f"codes of {kind}"
 
 
 def _rows_of_codes(map_: ExpertMaps) -> Shaped[Array, "*layers E rows F"]:
@@ -639,7 +635,7 @@ class _Visits:
 
 def _kernel(
   shape: _CallSizes,
-  levels: tuple[int, ...] | None,
+  levels: Levels,
   finish: Finish,
   expert: Ref,
   following: Ref,
@@ -691,7 +687,12 @@ def _kernel(
       for scale, float32_scale in zip(scales[m], steps[m], strict=False):
         # A single row of 16 bits can't be read.
         float32_scale[...] = floats_of_bits(scale[...])
-      _decode(shape, levels, buffers[m].at[slot], steps[m], target)
+      codes = buffers[m].at[slot]
+      if shape.group:
+        write_floats(codes, steps[m], target, shape.group, levels)
+      else:
+        # A step of each output multiplies later.
+        write_levels(codes, target)
 
   weights = decoded or [buffer.at[slot] for buffer in buffers]
   for m, weight in enumerate(weights):
@@ -729,51 +730,6 @@ def _multiply(shape: _CallSizes, x: Ref, weight: Ref, sums: Ref) -> None:
     sums[...] += part(k)
 
   lax.fori_loop(1, shape.depth // shape.step, add, None)
-
-
-def _decode(
-  shape: _CallSizes,
-  levels: tuple[int, ...] | None,
-  codes: Ref,
-  scales: Sequence[Ref],
-  out: Ref,
-) -> None:
-  """Writes the weights of codes; a step of each output multiplies later."""
-  if not shape.group:
-    chunk = 2 * _LANES if shape.depth % (2 * _LANES) == 0 else _LANES
-
-    def convert(k: Array, _: None) -> None:
-      rows = pl.ds(pl.multiple_of(k * chunk, chunk), chunk)
-      out[rows, :] = codes[rows, :].astype(jnp.float32).astype(out.dtype)
-
-    lax.fori_loop(0, shape.depth // chunk, convert, None)
-    return
-  step_ref, *least_ref = scales
-  code_rows = shape.group if levels is None else shape.group // 2
-  # Whole registers of codes: one group, or several small ones.
-  num_groups = max(1, _BYTE_ROWS // code_rows)
-  size = num_groups * code_rows
-
-  def convert(k: Array, _: None) -> None:
-    start = pl.multiple_of(k * size, _BYTE_ROWS)
-    numbers = codes[pl.ds(start, size), :].astype(jnp.int32)
-    for n in range(num_groups):
-      group = k * num_groups + n
-      step = step_ref[pl.ds(group, 1), :]
-      part = numbers[n * code_rows : (n + 1) * code_rows]
-      halves = [part]
-      if levels is not None:
-        halves = [
-          ((part >> shift) & 15) + levels[0] for shift in (4, 0)
-        ]  # fmt: skip
-      for half, levels_of in enumerate(halves):
-        weight = levels_of.astype(jnp.float32) * step
-        for least in least_ref:
-          weight += least[pl.ds(group, 1), :]
-        row = pl.multiple_of(group * shape.group + half * code_rows, _HALF_ROWS)
-        out[pl.ds(row, code_rows), :] = weight.astype(out.dtype)
-
-  lax.fori_loop(0, shape.depth // (num_groups * shape.group), convert, None)
 
 
 def _gradient_kernel(

@@ -26,9 +26,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from ringjax.ops.attention.blockwise import loop
 from ringjax.ops.experts.grouped_product import GroupedExperts
 from ringjax.ops.experts.row_blocks import block_rows, blocks_by_expert
+from ringjax.ops.flat_product_tpu import LiveTiles
 from ringjax.parallel import collectives
+from ringjax.typing import Index
+
+# Rows of blocks that are gathered at once, about.
+_GATHERED = 1024
 
 
 def mix(
@@ -92,3 +98,88 @@ def mix(
   if not scale_input:
     outputs = outputs * weights[..., None].astype(jnp.float32)
   return jnp.sum(outputs, 1).astype(x.dtype)
+
+
+def mix_in_tiles(
+  f: Callable[[Array, Array], Array],
+  x: Float[Array, "tiles size D"],
+  experts: Int[Array, "tiles size k"],
+  weights: Float[Array, "tiles size k"],
+  count: int,
+  live: LiveTiles,
+  *,
+  scale_input: bool = False,
+  grouped: GroupedExperts | None = None,
+  wide: bool = False,
+) -> Float[Array, "tiles size D"]:
+  """`mix` of the tokens of tiles, of which those that hold none cost nothing.
+
+  An expert's weights are read once for the tokens of all tiles. A token's bits
+  depend on that token alone.
+
+  Args:
+    f: Function (expert int32 [], rows [n, D]) -> [n, D], row by row.
+    x: Tokens.
+    experts: Experts of each token, int32; E for none, as for places without a
+      token.
+    weights: Weights of the experts, float32.
+    count: Number of experts, E.
+    live: Tiles that hold tokens.
+    scale_input: Whether the weights multiply the inputs of f, not its outputs.
+    grouped: The same experts by a kernel, which then runs instead of f.
+    wide: Whether outputs are float32; else they are of x's dtype.
+
+  Returns:
+    Outputs, undefined for tiles without tokens.
+  """
+  tiles, size, chosen = experts.shape
+  rows, tokens = experts.size, x.reshape(tiles * size, -1)
+  flat_weights = weights.reshape(-1)
+  block = (grouped.block_rows if grouped else block_rows)(rows, count)
+  blocks = blocks_by_expert(experts.reshape(-1), count, block)
+  total = blocks.expert.shape[0]
+
+  def inputs_of(row: Int[Array, " n"]) -> Float[Array, "n D"]:
+    """Inputs of f in places of blocks; of padding zeros."""
+    part = tokens.at[row // chosen].get(mode="fill", fill_value=0)
+    if scale_input:
+      factor = flat_weights.at[row].get(mode="fill", fill_value=0)
+      part = part * factor[:, None].astype(x.dtype)
+    return part
+
+  def by_block(n: Index, y: Array) -> Array:
+    outputs = f(blocks.expert[n], inputs_of(blocks.row[n]))
+    return lax.dynamic_update_slice_in_dim(y, outputs, n * block, 0)
+
+  # Several blocks are gathered at once; the last ones begin early rather than
+  # end late: rows that are gathered twice have the same numbers.
+  step = min(total, max(1, _GATHERED // block))
+
+  def gather(n: Index, y: Array) -> Array:
+    first = jnp.minimum(n * step, total - step)
+    row = lax.dynamic_slice_in_dim(blocks.row, first, step, 0)
+    return lax.dynamic_update_slice_in_dim(
+      y, inputs_of(row.reshape(-1)), first * block, 0
+    )
+
+  empty = lax.empty((total * block, tokens.shape[1]), x.dtype)
+  with jax.named_scope("expert_blocks"):
+    if grouped is None:
+      y = loop(blocks.used, by_block, empty)
+    else:
+      y = loop(-(-blocks.used // step), gather, empty)
+      y = grouped.f(grouped.kernel, grouped.weights, y, blocks)
+  slots, order = blocks.slot.reshape(tiles, size * chosen), live.order
+
+  def add_up(n: Index, sums: Array) -> Array:
+    tile = jnp.asarray(order)[n]
+    outputs = y.at[slots[tile]].get(mode="fill", fill_value=0)
+    outputs = outputs.reshape(size, chosen, -1).astype(jnp.float32)
+    if not scale_input:
+      outputs = outputs * weights[tile][..., None].astype(jnp.float32)
+    of_tile = jnp.sum(outputs, 1).astype(sums.dtype)
+    return lax.dynamic_update_index_in_dim(sums, of_tile, tile, 0)
+
+  with jax.named_scope("row_tiles"):
+    empty = lax.empty(x.shape, jnp.float32 if wide else x.dtype)
+    return loop(jnp.asarray(live.count), add_up, empty)

@@ -50,9 +50,8 @@ def blocks_by_expert(
   rows = experts.shape[0]
   blocks = -(-rows // size) + min(count, rows)
   number = jnp.arange(rows, dtype=jnp.int32)
-  # Sorting again inverts an order, and a window of a sorted array is a slice:
-  # on a TPU gathers and scatters of single numbers take ten times as long, on
-  # a CPU half as long.
+  # A window of a sorted array is a slice: on a TPU gathers of single numbers
+  # take ten times as long.
   sorted_experts, order = lax.sort(
     (experts, number), num_keys=1, is_stable=True
   )
@@ -69,12 +68,7 @@ def blocks_by_expert(
   place = jnp.where(
     sorted_experts < count, number + jnp.cumsum(padding), blocks * size
   )
-  slot = lax.platform_dependent(
-    order,
-    place,
-    cpu=lambda order, place: jnp.zeros_like(place).at[order].set(place),
-    default=lambda order, place: lax.sort((order, place), num_keys=1)[1],
-  )
+  slot = unsorted(order, place)
   # Number of experts whose blocks have ended where a block begins.
   finished = (
     jnp.zeros((blocks,), jnp.int32).at[ends // size].add(1, mode="drop")
@@ -85,12 +79,33 @@ def blocks_by_expert(
   end = jnp.where(expert < count, last[at], 0)
   begin = jnp.clip(begin, 0, rows)
   place_of_row = begin[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-  row = _windows(order, begin, size)
+  row = windows(order, begin, size)
   row = jnp.where(place_of_row < end[:, None], row, rows)
   return RowBlocks(expert, row, slot, ends[-1] // size, begin)
 
 
-def _windows(
+def unsorted(
+  order: Int[Array, "*M N"], numbers: Shaped[Array, "*M N"]
+) -> Shaped[Array, "*M N"]:
+  """Numbers in the order before a sort: the n-th goes to place order[n]."""
+
+  def scattered(order: jax.Array, numbers: jax.Array) -> jax.Array:
+    put = lambda order, numbers: jnp.zeros_like(numbers).at[order].set(numbers)
+    for _ in range(order.ndim - 1):
+      put = jax.vmap(put)
+    return put(order, numbers)
+
+  # On a TPU scatters of single numbers take ten times as long as to sort again,
+  # on a CPU half as long.
+  return lax.platform_dependent(
+    order,
+    numbers,
+    cpu=scattered,
+    default=lambda order, numbers: lax.sort((order, numbers), num_keys=1)[1],
+  )
+
+
+def windows(
   x: Shaped[Array, " N"], begin: Int[Array, " n"], size: int
 ) -> Shaped[Array, "n size"]:
   """Slices of x of `size` numbers, with zeros after its end."""
@@ -135,7 +150,7 @@ def numbers_into_blocks(
 ) -> Float[Array, " P"]:
   """Numbers of the rows of all blocks' places, zeros for padding."""
   sorted_x = lax.sort((blocks.slot, x), num_keys=1)[1]
-  places = _windows(sorted_x, blocks.begin, blocks.row.shape[1])
+  places = windows(sorted_x, blocks.begin, blocks.row.shape[1])
   return jnp.where(blocks.row < x.shape[0], places, 0).reshape(-1)
 
 

@@ -34,7 +34,12 @@ from ringjax.errors import (
   ShapeError,
 )
 from ringjax.parallel import collectives
-from ringjax.parallel.call_sharding import AUTO, CallSharding, locate
+from ringjax.parallel.call_sharding import (
+  AUTO,
+  CallSharding,
+  locate,
+  manual_over,
+)
 from ringjax.parallel.layout import (
   Contiguous,
   Layout,
@@ -212,12 +217,13 @@ def _on_mesh(
   specs = tuple(_spec(a, d, axes_of_dim) for a, d in zip(x, dims, strict=True))
   if explicit:
     x = tuple(_reshard(a, mesh, s) for a, s in zip(x, specs, strict=True))
+  names = explicit | {*collectives.names(place.axis)}
   results = jax.shard_map(
     lambda *x: _run_shard(f, shards, x, dims),
     mesh=mesh,
     in_specs=specs,
     out_specs=tuple(P(*map(axes_of_dim.get, d)) for d in outs),
-    axis_names=explicit | ({place.axis} if place.axis else set()),
+    **(manual_over(mesh, names) if names else {}),
   )(*x)
   if slots is None:
     return results

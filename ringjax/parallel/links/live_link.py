@@ -5,9 +5,11 @@ with a reason: a `PeerError` that names the other side and says what happened.
 All that wait for a message are woken with it, and `on_end` is called with it.
 A side that closes the link tells the other side why.
 Cost: two threads, and a small message each way every `beat_s` seconds.
+Memory: queued messages, at most `MOST_QUEUED_BYTES` and one message.
 
   closed   the other process ended, or its connection broke      (at once)
   silent   it sent no byte within the connection's patience
+  slow     more than `MOST_QUEUED_BYTES` wait to be sent to it
   told     it has reported a failure, of itself or another process
   left     it closed the link without a failure
   broken   it sent a message that is not of the protocol
@@ -60,6 +62,9 @@ _OF_MESSAGES = (
   TypeError,
   ValueError,
 )
+# Maximum bytes of queued messages: a side that receives more slowly than they
+# come is given up before they fill this process's memory.
+MOST_QUEUED_BYTES = 256 << 20
 # Seconds for the last messages of a link that is given up.
 _FLUSH_S = 1.0
 
@@ -69,6 +74,7 @@ class LinkEnding(enum.Enum):
 
   CLOSED = "closed"
   SILENT = "silent"
+  SLOW = "slow"
   TOLD = "told"
   LEFT = "left"
   BROKEN = "broken"
@@ -133,6 +139,7 @@ class LiveLink:
     self._news = threading.Condition()
     self._came: collections.deque[ArrayMessage] = collections.deque()
     self._sending, self._starting = threading.Lock(), threading.Lock()
+    self._counting, self._queued_bytes = threading.Lock(), 0
     self._outbox: queue.SimpleQueue[list[bytes | memoryview] | None] = (
       queue.SimpleQueue()
     )
@@ -170,15 +177,30 @@ class LiveLink:
     """Queue a message to be sent after those before it; never waits.
 
     Fields may change afterwards, arrays must not. Fields that are not for JSON
-    end the link, as a failure of this process; a link that has ended drops the
-    message.
+    end the link, as a failure of this process. So does a message while more
+    than `MOST_QUEUED_BYTES` wait, as a failure of the other side. A link that
+    has ended drops the message.
     """
     if self.error is not None:
       return
     try:
-      self._outbox.put(message_parts(kind, arrays, **fields))
+      parts = message_parts(kind, arrays, **fields)
     except (AttributeError, TypeError, ValueError) as error:
       self._fail_here(f"a message to {self.name}: {error}")
+      return
+    num_bytes = sum(map(len, parts))
+    with self._counting:
+      waiting = self._queued_bytes
+      is_slow = waiting > MOST_QUEUED_BYTES
+      if not is_slow:
+        self._queued_bytes += num_bytes
+        self._outbox.put(parts)
+    if is_slow:
+      why = (
+        f"{self.name} receives too slowly: {waiting:,} bytes wait to be sent, "
+        f"of at most {MOST_QUEUED_BYTES:,}"
+      )
+      self._end(LinkEnding.SLOW, why, self.rank)
 
   def send(
     self, kind: str, arrays: Sequence[np.ndarray] = (), /, **fields: Any
@@ -353,6 +375,8 @@ class LiveLink:
           if queued:
             with self._sending:
               self.wire.send(queued)
+            with self._counting:
+              self._queued_bytes -= sum(map(len, queued))
           else:
             # The interval has changed.
             due = min(due, time.monotonic() + self._beat_s)

@@ -7,7 +7,8 @@ stated, or cycles that the caller knows. Instructions without a cost are listed.
 Instructions are in the order in which they run. A loop's trip count is not
 written down for TPU: it is the constant that its condition compares with, in
 the condition itself or among the inputs of the loop. Without one the count
-depends on data, and the caller states the count to assume.
+depends on data: the loop's scope "expected_trips_N" states the count to assume,
+else the caller does.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _WORD = r"[\w.\-<>]+"
 _COMPUTATION = re.compile(rf"^(ENTRY\s+)?%?({_WORD})\s+\(.*\{{\s*$")
 _NAME = re.compile(rf"^\s+(ROOT\s+)?%?({_WORD}) = ")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+# A loop whose trip count depends on data, traced in a scope that states one.
+_EXPECTED_TRIPS = re.compile(r"expected_trips_(\d+)/while$")
 # Larger numbers mean "unknown".
 _MOST_CYCLES = 1 << 60
 # Operations that take no time, or run in parallel to others: copies between the
@@ -255,9 +258,9 @@ class HloProgram:
         cycles are not needed.
       kernels: Cycles of a call, by a part of the kernel's name; they take
         precedence over the cost that the kernel states.
-      data_trips: Trip counts of loops that depend on data: a number, or pairs
-        of a part of the loop's traced name and a number, of which the first
-        that fits counts; "" fits all.
+      data_trips: Trip counts of loops that depend on data and whose scope
+        states none: a number, or pairs of a part of the loop's traced name and
+        a number, of which the first that fits counts; "" fits all.
 
     Raises:
       OptionError: If it is not a scheduled module, or a count is negative.
@@ -392,13 +395,20 @@ class HloProgram:
     if key not in self._trips:
       count = self._trip_count(computation, loop)
       if count is None:
-        name = loop.op_name or loop.name
-        count = next(
-          (assumed for part, assumed in self._data_trips if part in name), 1.0
-        )
+        count = self._assumed_trips(loop)
         self.counted_by_data[key] = count
       self._trips[key] = float(count)
     return self._trips[key]
+
+  def _assumed_trips(self, loop: HloInstruction) -> float:
+    """Trip count to assume of a loop whose count depends on data."""
+    name = loop.op_name or loop.name
+    stated = _EXPECTED_TRIPS.search(name)
+    if stated:
+      return float(stated[1])
+    return next(
+      (assumed for part, assumed in self._data_trips if part in name), 1.0
+    )
 
   def _trip_count(self, computation: str, loop: HloInstruction) -> int | None:
     stated = re.search(r"known_trip_count\D+(\d+)", loop.text)

@@ -315,15 +315,24 @@ def _bias(name: str, value: Json) -> dict[int, float] | Absent:
 
 def _stream_options(name: str, value: Json) -> bool | Absent:
   parsed = members(name, value, "include_usage", "include_obfuscation")
-  if parsed.pop("include_obfuscation", False) is not False:
+  _refuse_padding(name, parsed)
+  usage = parsed.get("include_usage", False)
+  return flag(f"{name}.include_usage", usage) or ABSENT
+
+
+def _response_stream_options(name: str, value: Json) -> bool:
+  _refuse_padding(name, members(name, value, "include_obfuscation"))
+  return True
+
+
+def _refuse_padding(name: str, options: Mapping[str, Json]) -> None:
+  if options.get("include_obfuscation", False) is not False:
     raise OptionError(
       f"{name}.include_obfuscation",
       "true",
       "false: parts of a stream are not padded",
       "leave it out",
     )
-  usage = parsed.get("include_usage", False)
-  return flag(f"{name}.include_usage", usage) or ABSENT
 
 
 def _response_format(name: str, value: Json) -> dict[str, Any] | Absent:
@@ -535,7 +544,6 @@ RESPONSE: dict[str, Parser] = {
       "temperature",
       "top_p",
       "stream",
-      "stream_options",
       "seed",
       "top_k",
       "min_p",
@@ -557,6 +565,7 @@ RESPONSE: dict[str, Parser] = {
   "logit_bias": _anything,
   "chat_template_kwargs": _anything,
   "input": _anything,
+  "stream_options": _response_stream_options,
   "tools": _anything,
   "tool_choice": _anything,
   "reasoning": _anything,

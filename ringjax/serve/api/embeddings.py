@@ -44,9 +44,19 @@ class EmbeddingCall(NamedTuple):
 
     Args:
       embeddings: Embeddings of length 1, float32 [N, D].
+
+    Raises:
+      ApiError: If there are fewer numbers than were asked for.
     """
-    rows = embeddings
+    rows, width = embeddings, embeddings.shape[1]
     if self.dimensions is not None:
+      if self.dimensions > width:
+        raise refused(
+          "dimensions",
+          self.dimensions,
+          f"1 to {width}",
+          "ask for fewer, or leave it out",
+        )
       rows = rows[:, : self.dimensions]
       length = np.linalg.norm(rows, axis=1, keepdims=True)
       rows = rows / np.maximum(length, np.finfo(np.float32).tiny)
@@ -68,15 +78,12 @@ class EmbeddingCall(NamedTuple):
     return row.tolist()
 
 
-def embedding_call(
-  model: ApiModel, body: dict[str, Any], width: int
-) -> EmbeddingCall:
+def embedding_call(model: ApiModel, body: dict[str, Any]) -> EmbeddingCall:
   """Parse a body of /v1/embeddings.
 
   Args:
     model: The served model.
     body: JSON object of the body.
-    width: Number of numbers of an embedding.
 
   Raises:
     ApiError: If a parameter is unknown, of a wrong type or out of range.
@@ -96,19 +103,11 @@ def embedding_call(
       "shorten it",
       code="context_length_exceeded",
     )
-  dimensions = params.get("dimensions")
-  if dimensions is not None and dimensions > width:
-    raise refused(
-      "dimensions",
-      dimensions,
-      f"1 to {width}",
-      "ask for fewer, or leave it out",
-    )
   return EmbeddingCall(
     ids,
     params.get("model", model.name),
     adapter,
     params.get("pooling", POOLINGS[0]),
-    dimensions,
+    params.get("dimensions"),
     params.get("encoding_format", "float") == "base64",
   )

@@ -43,6 +43,7 @@ from ringjax.checks import number, positive_int
 from ringjax.errors import (
   NotFiniteLogitsError,
   OptionError,
+  PeerError,
   PromptError,
   RingjaxError,
   message,
@@ -133,8 +134,8 @@ class Served(Answers, Protocol):
     ...
 
   @property
-  def texts(self) -> TextRequests | None:
-    """Scores and embeddings of texts; None where there is no model."""
+  def texts(self) -> TextRequests:
+    """Scores and embeddings of texts."""
     ...
 
   @property
@@ -450,7 +451,7 @@ class OpenAIApp:
       await self._answer(parsed.call, client, place, parsed)
     elif isinstance(parsed, EmbeddingCall):
       embed = functools.partial(
-        self._texts("input").embeddings,
+        self.engine.texts.embeddings,
         parsed.texts,
         pooling=parsed.pooling,
         adapter=parsed.adapter,
@@ -472,7 +473,7 @@ class OpenAIApp:
     if path == "/detokenize":
       return model.detokenize(body)
     if path == "/v1/embeddings":
-      return embedding_call(model, body, self._texts("input").width)
+      return embedding_call(model, body)
     salt = f"tenant:{client.tenant}" if client.tenant else ""
     if path == "/v1/responses":
       return response_call(model, body, client.tenant, salt, self._responses)
@@ -550,22 +551,6 @@ class OpenAIApp:
   # Answers
   # -------------------------------------------------------------------------
 
-  def _texts(self, param: str) -> TextRequests:
-    """Reader of texts that are not continued.
-
-    Raises:
-      ApiError: If the backend has none.
-    """
-    if self.engine.texts is None:
-      raise refused(
-        param,
-        "a text to score or to embed, on a router or several processes",
-        "a server of one process that has the model",
-        "send it to a server that runs alone",
-        code="unsupported_parameter",
-      )
-    return self.engine.texts
-
   async def _reading(self, read: Callable[..., Any], client: _Client) -> Any:
     """Result of reading texts, one call after another, while a client is there.
 
@@ -585,13 +570,15 @@ class OpenAIApp:
       return await loop.run_in_executor(
         self._readers, functools.partial(read, on_batch=on_batch)
       )
-    except NotFiniteLogitsError as error:
-      raise ApiError(
-        500, f"the text could not be read: {error}", kind="server_error"
-      ) from None
     except RingjaxError as error:
       if not self.engine.open:
         raise _unavailable() from None
+      # An instance's error has no class of its own.
+      failed = isinstance(error, NotFiniteLogitsError | PeerError)
+      if failed or type(error) is RingjaxError:
+        raise ApiError(
+          500, f"the text could not be read: {error}", kind="server_error"
+        ) from None
       raise from_error(error) from None
     except RuntimeError:
       if self._ended:
@@ -645,7 +632,7 @@ class OpenAIApp:
       scores: list[TokenScores] = []
       if call.prompt_top is not None:
         read = functools.partial(
-          self._texts("echo").scores,
+          self.engine.texts.scores,
           [request.prompt for request in call.requests],
           top=call.prompt_top,
           adapter=call.requests[0].adapter,

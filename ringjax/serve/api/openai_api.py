@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import secrets
 import time
 import uuid
@@ -74,6 +75,8 @@ _FINISH = {"stop": "stop", "length": "length"}
 _NEVER = -9999.0
 # Special tokens that /tokenizer_info names.
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+# Name of reasoning in the messages of a template: GPT-OSS's.
+_THINKING = re.compile(r"""\.thinking\b|['"]thinking['"]""")
 # Number of last tokens of a prompt that contain a mark of reasoning.
 _MARK_TOKENS = 64
 # Assumed characters of the longest token of a tokenizer without bytes: a word
@@ -211,6 +214,7 @@ class ApiModel:
       self._template = ChatTemplate.of(tokenizer, trusted=trusted_template)
     source = "" if self._template is None else self._template.source
     self._reasoning = reasoning_format(reasoning_parser, source)
+    self._template_reasoning = reasoning_format("auto", source)
     self._eos = tuple(i for i in tokenizer.eos_ids if i < vocab)
     self._grammars = GrammarCompiler(tokenizer, vocab)
     # No text of more characters has as few tokens.
@@ -438,14 +442,17 @@ class ApiModel:
   ) -> ReasoningReader | None:
     """Reader of the reasoning in the answers to a chat, or None.
 
-    Calls in channels are read together with the reasoning, by `tools`.
+    Calls in channels are read together with the reasoning, by `tools`. Where
+    reasoning stays in the content, it is read for its calls alone.
     """
-    if self._reasoning is None:
-      return None
-    if tools is not None and tools.form is not None and tools.form.channels:
+    form, shown = self._reasoning, False
+    calls = None if tools is None else tools.form
+    if form is None and calls is not None:
+      form, shown = self._template_reasoning, True
+    if form is None or (calls is not None and calls.channels):
       return None
     end = self.tokenizer.decode(prompt[-_MARK_TOKENS:], special=True)
-    return ReasoningReader.of_prompt(self._reasoning, end)
+    return ReasoningReader.of_prompt(form, end, shown=shown)
 
   def _rendered(
     self, given: dict[str, Any], *, opens: bool = True, whole: bool = False
@@ -475,6 +482,9 @@ class ApiModel:
         if chat_message["role"] != "assistant"
       )
       self._check_length("messages", chars, self._most_chars)
+    if _THINKING.search(template.source):
+      joins = "<|channel|>" in template.source
+      messages = [_with_thinking(x, joins) for x in messages]
     variables = dict(given.get("chat_template_kwargs", {}))
     if given.get("tools"):
       variables["tools"] = given["tools"]
@@ -611,7 +621,7 @@ class ApiModel:
 
   def _around(self, reasoning: ReasoningReader | None) -> Callable[[str], str]:
     """Function that adds reasoning before the answers of a grammar."""
-    if reasoning is None:
+    if reasoning is None or reasoning.shown:
       return lambda grammar: grammar
     by_text = self.tokenizer.specials.by_text
     specials = {text: token.id for text, token in by_text.items()}
@@ -830,7 +840,7 @@ class ApiModel:
 
   def usage(self, call: ApiCall, handles: Sequence[Handle]) -> dict[str, Any]:
     """Usage object of a call whose answers have ended."""
-    if call.reasoning is None:
+    if call.reasoning is None or call.reasoning.shown:
       return usage(handles)
     answers = [answer for handle in handles for answer in handle.answers]
     thought = sum(self.reasoning_tokens(call, answer) for answer in answers)
@@ -838,7 +848,7 @@ class ApiModel:
 
   def reasoning_tokens(self, call: ApiCall, answer: Answer) -> int:
     """Number of tokens of an answer before its content."""
-    if call.reasoning is None:
+    if call.reasoning is None or call.reasoning.shown:
       return 0
     end = call.reasoning.read(answer.text, True).end
     stream, chars = Stream(self.tokenizer, special=call.stops.special), 0
@@ -890,6 +900,23 @@ def _longest_token(tokenizer: AnyTokenizer) -> int:
     (len(tokenizer.piece(i)) for i in ids if not tokenizer.is_special(i)),
     default=1,
   )
+
+
+def _with_thinking(chat_message: dict[str, Any], joins: bool) -> dict[str, Any]:
+  """A message with its reasoning by the name that GPT-OSS's template has.
+
+  Args:
+    chat_message: Message of a history.
+    joins: Whether text before calls is reasoning, too, beside which the
+      template allows no other.
+  """
+  thinking = chat_message.get("reasoning_content")
+  if not thinking:
+    return chat_message
+  if joins and chat_message.get("tool_calls") and chat_message["content"]:
+    thinking = f"{thinking}\n{chat_message['content']}"
+    chat_message = chat_message | {"content": ""}
+  return chat_message | {"thinking": thinking}
 
 
 def _reasoning_members(reasoning: str) -> dict[str, str]:
@@ -1054,6 +1081,8 @@ class AnswerStream:
     if self._call.tools is None:
       return ToolAnswer(thoughts.content, (), thoughts.reasoning)
     parts = self._call.tools.read(thoughts.content, ended)
+    if self._call.reasoning is not None and self._call.reasoning.shown:
+      return parts._replace(content=text[: thoughts.end] + parts.content)
     return parts._replace(reasoning=thoughts.reasoning or parts.reasoning)
 
   def choice(self, first: bool, part: AnswerPart) -> dict[str, Any] | None:

@@ -215,24 +215,31 @@ class ReasoningReader:
   Attributes:
     form: Format of the reasoning.
     opening: State in which the prompt leaves the reasoning.
+    shown: Whether the reasoning stays in the content, with its marks: it is
+      only read to tell calls of tools from those that it mentions.
   """
 
   form: ReasoningFormat
   opening: Opening
+  shown: bool = False
 
   @classmethod
-  def of_prompt(cls, form: ReasoningFormat, prompt: str) -> ReasoningReader:
+  def of_prompt(
+    cls, form: ReasoningFormat, prompt: str, *, shown: bool = False
+  ) -> ReasoningReader:
     """Reader of the answers to a prompt.
 
     Args:
       form: Format of the reasoning.
       prompt: End of the prompt as text, with special tokens.
+      shown: Whether the reasoning stays in the content.
     """
-    prompt = prompt.rstrip()
+    prompt, opening = prompt.rstrip(), Opening.NONE
     if prompt.endswith("".join(form.begin)):
-      return cls(form, Opening.OPENED)
-    is_closed = prompt.endswith("".join(form.end))
-    return cls(form, Opening.CLOSED if is_closed else Opening.NONE)
+      opening = Opening.OPENED
+    elif prompt.endswith("".join(form.end)):
+      opening = Opening.CLOSED
+    return cls(form, opening, shown)
 
   def read(self, text: str, ended: bool) -> Thoughts:
     """Parts of an answer's text so far.

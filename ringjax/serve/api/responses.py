@@ -251,6 +251,10 @@ def _chat_body(
   if "max_output_tokens" in params:
     chat["max_completion_tokens"] = params["max_output_tokens"]
   include = params.get("include", ())
+  if "stream_options" in params and not params.get("stream"):
+    raise OptionError(
+      "stream_options", "it without stream", "both", "pass stream: true"
+    )
   if ("top_logprobs" in params or _LOGPROBS in include) and params.get(
     "stream"
   ):

@@ -222,6 +222,7 @@ def join_message(
   rows: int,
   times: dict[str, Any] | None = None,
   roles: Sequence[str] | None = None,
+  texts: bool = False,
 ) -> dict[str, Any]:
   """Message that asks a router to let a worker join.
 
@@ -237,6 +238,7 @@ def join_message(
     rows: Number of answers that are decoded at the same time.
     times: Measured times of calls, if there are any.
     roles: Roles that the worker can have; default: all.
+    texts: Whether it scores and embeds texts.
   """
   leaf = layout.leaves[0]
   return {
@@ -244,6 +246,7 @@ def join_message(
     "name": name,
     "role": role,
     **({} if roles is None else {"roles": list(roles)}),
+    "texts": texts,
     "address": publisher.address,
     "codec": leaf.codec,
     "dtype": leaf.dtype,

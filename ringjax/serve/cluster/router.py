@@ -33,6 +33,7 @@ Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +43,7 @@ from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.data.text.tokenizer import AnyTokenizer
 from ringjax.errors import InputTypeError, OptionError, PromptError
 from ringjax.infer import inputs
+from ringjax.parallel.links.array_messages import ArrayMessage
 from ringjax.parallel.links.connection import as_json
 from ringjax.serve.api.server_metrics import Figure
 from ringjax.serve.cluster.control_link import checked_beat
@@ -59,6 +61,7 @@ from ringjax.serve.cluster.dispatch.instances import (
 from ringjax.serve.cluster.dispatch.prefix_copies import PrefixCopies
 from ringjax.serve.cluster.dispatch.request_table import RequestTable
 from ringjax.serve.cluster.dispatch.role_control import RoleControl
+from ringjax.serve.cluster.dispatch.text_tasks import TextTasks
 from ringjax.serve.cluster.role_planner import RolePlanner
 from ringjax.serve.cluster.routing import (
   ROLES,
@@ -69,6 +72,7 @@ from ringjax.serve.cluster.routing import (
 from ringjax.serve.cluster.times.phase_times import InstanceTimes
 from ringjax.serve.request import Answer, Handle, RejectedError, Request
 from ringjax.serve.request_fields import request_fields
+from ringjax.serve.text_requests import TextRequests
 
 # Seconds for which requests wait for an instance that is missing: an instance
 # that restarts must load weights and compile.
@@ -170,6 +174,15 @@ class ClusterRouter:
       patience_s=patience_s,
       clock=clock,
     )
+    self._texts = TextTasks(
+      self._work,
+      self._instances,
+      new_task=self._requests.new_task,
+      attempts=attempts,
+      patience_s=patience_s,
+      closed=lambda: self._closed,
+      clock=clock,
+    )
     self._roles = RoleControl(
       roles,
       self._work,
@@ -229,9 +242,10 @@ class ClusterRouter:
     """Always empty: the router does not know its instances' adapters."""
     return ()
 
-  @property
-  def texts(self) -> None:
-    """Always None: a router has no model that could read texts."""
+  @functools.cached_property
+  def texts(self) -> TextRequests:
+    """Scores and embeddings of texts, by the instances."""
+    return TextRequests(self._texts.read, self.vocab)
 
   @property
   def open(self) -> bool:
@@ -407,12 +421,16 @@ class ClusterRouter:
     views = [dataclasses.asdict(view) for view in self.instances()]
     return {"t": "instances", "instances": views}
 
-  def _hear(self, instance: ClusterInstance, fields: dict[str, Any]) -> None:
+  def _hear(self, instance: ClusterInstance, message: ArrayMessage) -> None:
     """Handle a message of an instance."""
     with self._work:
       instance.heard += 1
       self._work.notify_all()
-      self._dispatcher.hear(instance, fields)
+      of_texts = message.fields.get("id") in self._texts.tasks
+      if message.kind == "texts" or (message.kind == "failed" and of_texts):
+        self._texts.hear(instance, message)
+      else:
+        self._dispatcher.hear(instance, message.as_object)
 
   def _lost(self, instance: ClusterInstance, why: str) -> None:
     """Count the loss of an instance, and do its work elsewhere."""

@@ -70,6 +70,8 @@ from ringjax.serve.prefix.prefix_transfer import (
 )
 from ringjax.serve.request import Answer, Request
 from ringjax.serve.request_fields import request_of
+from ringjax.serve.sparse_prompts import pattern_of_prompts
+from ringjax.serve.text_requests import TextPass
 from ringjax.transfer import DeviceServer, Ticket, pull
 from ringjax.transfer.client import Address
 
@@ -97,6 +99,13 @@ def check_engine(engine: object) -> None:
       f"an engine with important={engine.important.share}, as an instance",
       "one whose pages are those of whole prefixes",
       "leave important out",
+    )
+  if pattern_of_prompts(engine.config.prefill) is not None:
+    raise OptionError(
+      "engine",
+      f"an engine with prefill={engine.config.prefill!r}, as an instance",
+      "one whose pages other instances compute alike",
+      "leave prefill out",
     )
 
 
@@ -205,6 +214,11 @@ class ClusterWorker:
     # time.
     self._blocks: BlockLog | None = None
     self._reported_steps, self._reporting = -1, False
+    # Passes of texts, one after another, and their number.
+    self._readers = concurrent.futures.ThreadPoolExecutor(
+      1, "ringjax worker texts"
+    )
+    self._passes = 0
     self._copies = concurrent.futures.ThreadPoolExecutor(
       _COPIES, "ringjax worker copies"
     )
@@ -250,7 +264,9 @@ class ClusterWorker:
 
     The router lets other instances do the rest.
     """
-    self._membership.leave(grace_s, idle=lambda: not self._tasks)
+    self._membership.leave(
+      grace_s, idle=lambda: not (self._tasks or self._passes)
+    )
     self.close()
 
   def close(self) -> None:
@@ -258,6 +274,7 @@ class ClusterWorker:
     self._membership.close()
     self._give_up()
     self._copies.shutdown(wait=False, cancel_futures=True)
+    self._readers.shutdown(wait=False, cancel_futures=True)
     self.publisher.close()
 
   def __enter__(self) -> ClusterWorker:
@@ -318,6 +335,7 @@ class ClusterWorker:
       capacity=self._capacity,
       rows=engine.rows,
       times=None if self.times is None else dataclasses.asdict(self.times),
+      texts=True,
     )
 
   def _give_up(self) -> None:
@@ -361,10 +379,33 @@ class ClusterWorker:
         for offer in task.offers_made:
           # Reads that are under way keep their pages.
           self.publisher.withdraw(offer)
+    elif kind == "texts":
+      self._begin_texts(int(fields["id"]), TextPass.of(fields["texts"]), link)
     elif kind == "part":
       self._part(fields)
     else:
       raise ValueError(f"a message {str(kind)[:40]!r}")
+
+  def _begin_texts(
+    self, number: int, text_pass: TextPass, link: LiveLink
+  ) -> None:
+    """Read texts in a thread, between two steps, and send their numbers."""
+
+    def read() -> None:
+      try:
+        values = text_pass.joined(self._engine.texts.read(text_pass))
+        link.tell("texts", [values], id=number)
+      except Exception as error:
+        self._fail(number, link, error)
+      finally:
+        with self._work:
+          self._passes -= 1
+          self._work.notify_all()
+
+    # A worker that was closed has no threads; the router asks another one.
+    with self._work, contextlib.suppress(RuntimeError):
+      self._readers.submit(read)
+      self._passes += 1
 
   def _end(self, number: int) -> WorkerTask | None:
     """Forget a task."""

@@ -35,6 +35,7 @@ from ringjax.infer.speculate.draft_programs import (
 )
 from ringjax.infer.speculate.drafter import TreeDrafter
 from ringjax.infer.speculate.longspec import SLACK, LongSpec, filled
+from ringjax.infer.speculate.predict_draft import PredictDraft
 from ringjax.kv.cache import KVCache
 from ringjax.kv.storage.pooled_cache import PooledRows
 from ringjax.models.transformer import Transformer
@@ -94,7 +95,7 @@ class ModelRowDrafts:
 
   def __init__(
     self,
-    drafter: TreeDrafter,
+    drafter: TreeDrafter | PredictDraft,
     target: Transformer,
     *,
     rows: int,
@@ -107,7 +108,8 @@ class ModelRowDrafts:
 
     Args:
       drafter: Drafter by a model with the target's vocabulary and a cache that
-        keeps all tokens on the device; or a block that reads the target's keys.
+        keeps all tokens on the device; or a block, or layer of the target, that
+        reads the target's keys.
       target: Model of the engine.
       rows: Number of slots.
       longest: Maximum number of tokens of a row.
@@ -119,7 +121,8 @@ class ModelRowDrafts:
       MeshError: If weights are on other devices than those of the mesh.
       MemoryEstimateError: If the cache does not fit.
     """
-    self._drafter, self._target = drafter, target
+    self._drafter: Any = drafter
+    self._target = target
     self._begin(rows, longest, mesh, axis, dtype)
     if mesh is None:
       # Committed, as what calls return: else each program is compiled twice.
@@ -264,8 +267,13 @@ class ModelRowDrafts:
     self._at[:] = self._tried[:] = 0
     model = self._drafts(held)
     self._warm_up_reading(model)
-    for width in (WINDOW,) if self._drafter.tree else (2, WINDOW):
+    for width in self._widths:
       self._drafted_by(model, self._part({}, width), how, board)
+
+  @property
+  def _widths(self) -> tuple[int, ...]:
+    """Numbers of tokens that drafting calls read."""
+    return (WINDOW,) if self._drafter.tree else (2, WINDOW)
 
   def _warm_up_reading(self, model: Transformer) -> None:
     for width in (WINDOW, WIDE):
@@ -286,11 +294,7 @@ class ModelRowDrafts:
       self._attend,
       shape,
       False,
-      _RowChooser(
-        how._replace(logprobs=how.logprobs & False),
-        board.counts,
-        self._allowed,
-      ),
+      self._chooser(how, board),
       self._cache,
       read,
       read.pos + read.count,
@@ -299,6 +303,12 @@ class ModelRowDrafts:
     )
     tokens, _, parents = jax.device_get(drafts)
     return tokens, parents
+
+  def _chooser(self, how: RowNumbers, board: RowBoard) -> _RowChooser:
+    """Sampler of the rows, by their settings."""
+    return _RowChooser(
+      how._replace(logprobs=how.logprobs & False), board.counts, self._allowed
+    )
 
   def draft(self, row: ServedRow, most: int) -> RowDraft:
     """Draft of a row, if it was prepared; else an empty one.
@@ -419,3 +429,69 @@ class BlockRowDrafts(ModelRowDrafts):
     self._cache = filled(
       model, self._attend, cache, tokens, pos, seg, self._length
     )
+
+
+class PredictRowDrafts(ModelRowDrafts):
+  """Drafts by the target's layer that predicts one token further.
+
+  It reads the rows' pages, which have all tokens but the last one of each, and
+  keeps nothing between steps.
+  """
+
+  _widths = (1,)
+
+  def _begin(
+    self,
+    rows: int,
+    longest: int,
+    mesh: Mesh | None,
+    axis: str | None,
+    dtype: DTypeLike,
+  ) -> None:
+    del rows, dtype
+    self._model, self._length = self._target, jnp.int32(longest)
+    self._attend = CachedAttention(mesh=mesh, axis=axis)
+    self._pages: Any = None
+    self._cache: Any = ()
+
+  def nbytes(self) -> int:
+    return 0
+
+  def unread(self, rows: Sequence[ServedRow]) -> int:
+    del rows
+    return 0
+
+  def _drafts(self, held: Callable[[], PooledRows]) -> Transformer:
+    self._pages = held()
+    return self._model
+
+  def _warm_up_reading(self, model: Transformer) -> None:
+    del model
+
+  def _read(self, model: Transformer, unread: dict[int, np.ndarray]) -> Missing:
+    """Last token of each row."""
+    del model
+    read = self._part({slot: new[-1:] for slot, new in unread.items()}, 1)
+    last: Any = np.array(read.pos)
+    for slot, new in unread.items():
+      last[slot] += new.size - 1
+    return read._replace(pos=last)
+
+  def _drafted_by(
+    self, model: Transformer, read: Missing, how: RowNumbers, board: RowBoard
+  ) -> tuple[np.ndarray, np.ndarray | None]:
+    pages, self._pages = self._pages, None
+    tokens, _ = self._drafter.program(
+      model,
+      self._attend,
+      self._drafter.count,
+      False,
+      self._chooser(how, board),
+      pages,
+      np.asarray(read.tokens)[:, 0],
+      read.pos,
+      np.asarray(read.count) > 0,
+      board.seen,
+      self._length,
+    )
+    return jax.device_get(tokens), None

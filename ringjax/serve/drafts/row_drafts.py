@@ -15,6 +15,7 @@ from ringjax.errors import OptionError
 from ringjax.infer.speculate.draft_model import ModelDrafter
 from ringjax.infer.speculate.drafter import Drafter, TextDrafter, TextReader
 from ringjax.infer.speculate.longspec import LongSpec
+from ringjax.infer.speculate.predict_draft import PredictDraft
 from ringjax.infer.speculate.speculation import DRAFTERS, drafter_of
 from ringjax.infer.speculate.translated import TranslatedDraft
 from ringjax.kv.cache_kind import cache_kind
@@ -22,7 +23,11 @@ from ringjax.kv.state import StateShape
 from ringjax.kv.storage.pooled_cache import PooledRows
 from ringjax.models.transformer import Transformer
 from ringjax.serve.calls import RowBoard
-from ringjax.serve.drafts.model_drafts import BlockRowDrafts, ModelRowDrafts
+from ringjax.serve.drafts.model_drafts import (
+  BlockRowDrafts,
+  ModelRowDrafts,
+  PredictRowDrafts,
+)
 from ringjax.serve.drafts.step_paces import StepPaces
 from ringjax.serve.row_sampler import RowNumbers
 from ringjax.serve.scheduler import RowDraft
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
   from ringjax.serve.scheduler import ServedRow
 
 # Classes of drafters that an engine can use, but for `TranslatedDraft`.
-_TAKEN = (TextDrafter, ModelDrafter, LongSpec)
+_TAKEN = (TextDrafter, ModelDrafter, LongSpec, PredictDraft)
 ENGINE_DRAFTERS = tuple(
   name
   for name, kind in DRAFTERS.items()
@@ -127,6 +132,8 @@ class RowDrafts:
       self._model = ModelRowDrafts(self._drafter, model, **place)
     elif isinstance(self._drafter, LongSpec):
       self._model = BlockRowDrafts(self._drafter, model, **place)
+    elif isinstance(self._drafter, PredictDraft):
+      self._model = PredictRowDrafts(self._drafter, model, **place)
 
   def paces(
     self,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
+from collections.abc import Iterable, Mapping, Set, Sized
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from ringjax.errors import OptionError
+from ringjax.infer.speculate.drafter import Drafter
+from ringjax.kv.cache_kind import CacheConfig
+from ringjax.models.transformer import Transformer
 
 if TYPE_CHECKING:
   from ringjax.serve.engine import Engine
@@ -27,15 +32,12 @@ def engine_facts(engine: Engine) -> dict[str, str]:
   """
   tree, base = engine.scheduler.tree, engine.base
   options = {
-    f"option {field.name}": str(getattr(engine.config, field.name))
+    f"option {field.name}": _option(getattr(engine.config, field.name))
     for field in dataclasses.fields(engine.config)
-    # A drafter may be an object, of which only the class has a text.
-    if field.name != "speculate"
   }
   mesh = engine.mesh
   return {
     **options,
-    "option speculate": _drafter(engine.config.speculate),
     "mesh": "" if mesh is None else str(dict(mesh.shape)),
     "model": _digest(repr(base.config).encode()),
     "replicated weights": _replicated(base),
@@ -71,20 +73,82 @@ def check_equal(facts: list[dict[str, str]]) -> None:
         )
 
 
-def _drafter(drafter: Any) -> str:
-  if drafter is None or isinstance(drafter, str):
-    return str(drafter)
-  return f"{type(drafter).__name__} {drafter.name}"
+def _option(value: object) -> str:
+  """Text of an option; with a digest of its contents if it is an object."""
+  if value is None or isinstance(value, str | bool | int | float):
+    return str(value)
+  hasher = hashlib.sha256()
+  _add_contents(hasher, value, set())
+  text = type(value).__name__
+  if isinstance(value, CacheConfig):
+    text = str(value)
+  elif isinstance(value, Drafter):
+    text += f" {value.name}"
+  return f"{text} ({hasher.hexdigest()[:16]})"
+
+
+def _add_contents(hasher: Any, value: object, seen: set[int]) -> None:
+  """Adds all values of an object to a digest, of arrays some numbers.
+
+  Addresses in memory are no part of it: it is equal in all processes that make
+  the object alike.
+
+  Args:
+    hasher: Digest to update.
+    value: Object.
+    seen: Ids of the objects that contain it, which are not added again.
+  """
+  add = functools.partial(_add_contents, hasher, seen=seen | {id(value)})
+  hasher.update(type(value).__qualname__.encode())
+  if id(value) in seen:
+    return
+  if isinstance(value, jax.Array | np.ndarray):
+    hasher.update(f"{value.dtype} {value.shape}".encode())
+    hasher.update(_first_numbers(value))
+  elif isinstance(value, Transformer):
+    hasher.update(repr(value.config).encode())
+    hasher.update(_replicated(value).encode())
+  elif value is None or isinstance(
+    value, str | bytes | bool | int | float | complex | np.generic | np.dtype
+  ):
+    hasher.update(repr(value).encode())
+  elif (name := getattr(value, "__qualname__", None)) is not None:
+    # Classes and functions.
+    hasher.update(f"{getattr(value, '__module__', '')} {name}".encode())
+  elif isinstance(value, Mapping):
+    for key, entry in value.items():
+      add(key)
+      add(entry)
+  elif isinstance(value, Set):
+    hasher.update(repr(sorted(map(repr, value))).encode())
+  elif isinstance(value, Iterable) and isinstance(value, Sized):
+    for entry in value:
+      add(entry)
+  else:
+    entries = getattr(value, "__dict__", {})
+    if dataclasses.is_dataclass(value):
+      fields = dataclasses.fields(value)
+      entries = {field.name: getattr(value, field.name) for field in fields}
+    for name, entry in sorted(entries.items()):
+      hasher.update(name.encode())
+      add(entry)
+
+
+def _first_numbers(array: jax.Array | np.ndarray) -> bytes:
+  """Some numbers of an array that a process has whole, b"" of others."""
+  if isinstance(array, jax.Array):
+    if not array.is_fully_replicated:
+      return b""
+    array = array.addressable_data(0)
+  return np.asarray(array.reshape(-1)[:_NUMBERS]).tobytes()
 
 
 def _replicated(model: Any) -> str:
   """Digest of the first numbers of weights that every process has whole."""
   hasher = hashlib.sha256()
   for weight in jax.tree.leaves(model):
-    if not isinstance(weight, jax.Array) or not weight.is_fully_replicated:
-      continue
-    local = weight.addressable_data(0).reshape(-1)[:_NUMBERS]
-    hasher.update(np.asarray(local).tobytes())
+    if isinstance(weight, jax.Array):
+      hasher.update(_first_numbers(weight))
   return hasher.hexdigest()[:16]
 
 

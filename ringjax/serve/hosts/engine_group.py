@@ -8,14 +8,19 @@ or is stopped is noticed within `timeout_s`; then every open request ends with a
 `PeerError` that names it, also while a device call hangs, and no request is
 taken any more: start all processes again.
 Cost: a message to each process for each step, with the requests that came since
-the last one, and its answer, see `GroupAgreement`.
+the last one, and its answer, see `GroupAgreement`. A text to score or to embed
+is an input of a step, too: answers wait for its pass, and the first time that a
+text of its length comes for the compiler.
 
 Process 0 sends what came in before each step:
 
-  step      number of the step, requests and cancellations since the last one,
-            and whether the engine takes a step then
+  step      number of the step, requests, cancellations and passes of texts
+            since the last one, and whether the engine takes a step then
   choice    a choice that depends on measured times, during the step
   end       the group ends
+
+Another process that has to end (`leave`) notifies process 0, which takes no
+more requests, finishes those that are open, and ends the group.
 
 Requests are sent as JSON, masks as their grammars. Deadlines are those of
 process 0's clock. Whatever else a replica did with its own clock, memory or
@@ -26,15 +31,23 @@ are refused in several processes.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from ringjax.checks import number
-from ringjax.errors import InputTypeError, OptionError, PeerError
+from ringjax.errors import (
+  InputTypeError,
+  OptionError,
+  PeerError,
+  RingjaxError,
+)
 from ringjax.infer import inputs
 from ringjax.parallel.peers import TOGETHER, WAITING, Peers
 from ringjax.serve.api.grammar import GrammarCompiler
@@ -45,6 +58,7 @@ from ringjax.serve.hosts.group_agreement import GroupAgreement, group_error
 from ringjax.serve.hosts.open_requests import OpenRequest, OpenRequests
 from ringjax.serve.request import Answer, Handle, Request
 from ringjax.serve.request_fields import request_fields, request_of
+from ringjax.serve.text_requests import TextPass, TextRequests
 
 # Seconds that a process may be silent, or stay behind the others.
 TIMEOUT_S = 30.0
@@ -58,11 +72,14 @@ class _DriverCall:
 
   Attributes:
     work: Function that makes the call; returns the fields to send, or None.
+    together: Function that computes with the other processes once they have
+      these fields, or None.
     ended: Event of its end.
     error: Error that it raised, or None.
   """
 
   work: Callable[[], dict[str, Any] | None]
+  together: Callable[[], object] | None = None
   ended: threading.Event = dataclasses.field(default_factory=threading.Event)
   error: Exception | None = None
 
@@ -88,6 +105,7 @@ class EngineGroup:
     timeout_s: int | float = TIMEOUT_S,
     peers: Peers | None = None,
     on_failure: Callable[[PeerError], object] | None = None,
+    on_leave: Callable[[int], object] | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
     """Meets the other processes, and checks that their engines are alike.
@@ -102,6 +120,10 @@ class EngineGroup:
       on_failure: Called once, by another thread, when a process has failed and
         the open requests have ended: to end this process, for example, which
         may hang in a call and can't join the others again.
+      on_leave: Called in process 0, by another thread, with the number of a
+        process that asks to end, see `leave`; it has to see to the end of the
+        group. Default: the group takes no requests any more, and ends with the
+        last open one.
       clock: Clock in seconds, for deadlines.
 
     Raises:
@@ -120,21 +142,29 @@ class EngineGroup:
     self.engine, self.tokenizer = engine, engine.tokenizer
     self.vocab, self.longest = engine.vocab, engine.longest
     self.peers = peers or Peers.of_processes(timeout_s=timeout_s)
+    self._on_leave, self._draining = on_leave, False
+    self._requests = OpenRequests()
+    self._thread: threading.Thread | None = None
+    # Processes that ask to end before this one is ready; then None.
+    self._early: list[int] | None = []
+    self.peers.on_notice(lambda rank, _: self._asked_to_end(rank))
     try:
       check_equal(self.peers.gather(engine_facts(engine)))
     except Exception:
       self.peers.close()
       raise
     self._on_failure, self._clock = on_failure, clock
-    self._requests = OpenRequests()
     self._calls: collections.deque[_DriverCall] = collections.deque()
-    self._thread: threading.Thread | None = None
     self._closed = False
-    self._steps = 0
+    self._steps = self._open_texts = 0
     self._agreement = engine.agreement = GroupAgreement(self.peers)
     self.peers.on_failure(self._failed)
     if self.peers.failure is not None:
       self._failed(self.peers.failure)
+    with self._requests.changed:
+      early, self._early = self._early, None
+    for rank in early or ():
+      self._asked_to_end(rank)
 
   @property
   def leads(self) -> bool:
@@ -160,22 +190,26 @@ class EngineGroup:
     """Names of the adapters that requests may ask for."""
     return self.engine.adapters
 
-  @property
-  def texts(self) -> None:
-    """Always None: only steps are calls that all processes make."""
-    return None
+  @functools.cached_property
+  def texts(self) -> TextRequests:
+    """Scores and embeddings of texts, which all processes compute."""
+    return TextRequests(
+      self._read_texts, self.vocab, around=self._texts_that_are_open
+    )
 
   @property
   def open(self) -> bool:
     """Whether requests are taken."""
-    return not self._closed and self.failure is None
+    return not (self._closed or self._draining) and self.failure is None
 
   @property
   def missing(self) -> str:
     """Reason for which no requests are taken; "" if they are."""
     if self.failure is not None:
       return f"the engine: {self.failure}"
-    return "the engine: it is closed" if self._closed else ""
+    if self._closed:
+      return "the engine: it is closed"
+    return "the engine: a process of it is ending" if self._draining else ""
 
   def figures(self) -> list[Figure]:
     """Metrics of process 0's engine, and the number of processes."""
@@ -196,11 +230,9 @@ class EngineGroup:
     self._check_leads("start")
     with self._requests.changed:
       self._check_open()
-      if self._thread is None:
-        self._thread = threading.Thread(
-          target=self._drive, name="ringjax engine group", daemon=True
-        )
-        self._thread.start()
+      if self._draining:
+        raise _ended("a group that is ending")
+      self._start_driving()
     return self
 
   def submit(
@@ -221,13 +253,7 @@ class EngineGroup:
         is not process 0, or the group is closed.
       PeerError: If a process has failed.
     """
-    if threading.current_thread() is self._thread:
-      raise OptionError(
-        "submit",
-        "a call in an on_change",
-        "calls in other threads: steps wait for an on_change",
-        "let on_change wake another thread, which submits",
-      )
+    self._check_thread("submit")
     if not isinstance(request, Request):
       raise InputTypeError(
         "request",
@@ -270,6 +296,18 @@ class EngineGroup:
       if not handle.done:
         changed.wait(timeout=1.0)
 
+  def leave(self) -> None:
+    """Asks process 0 to end the group once its open requests have ended.
+
+    For a process that has to end, from a signal handler, too: it still has to
+    take part in the steps until `follow` returns. In process 0 the group takes
+    no requests any more from now on.
+    """
+    if self.leads:
+      self._drain()
+    else:
+      self.peers.notify(0, "leave")
+
   def close(self) -> None:
     """Cancels open requests and ends the group; the others' `follow` returns.
 
@@ -295,6 +333,80 @@ class EngineGroup:
   def __exit__(self, *_: object) -> None:
     self.close()
 
+  @contextlib.contextmanager
+  def _texts_that_are_open(self) -> Iterator[None]:
+    """Context of a client's texts: the group does not end between passes."""
+    self._check_thread("texts")
+    # Before the start: the thread that drives may look at once.
+    with self._requests.changed:
+      self.start()
+      self._open_texts += 1
+    try:
+      yield
+    finally:
+      with self._requests.changed:
+        self._open_texts -= 1
+        self._requests.changed.notify_all()
+
+  def _read_texts(self, text_pass: TextPass) -> list[np.ndarray]:
+    """Numbers of a pass, which all processes compute before the next step."""
+    values: list[np.ndarray] = []
+
+    def work() -> dict[str, Any]:
+      # Refused here, and not in all processes.
+      self.engine.adapter_number(text_pass.adapter)
+      return {"t": "texts", "pass": text_pass.fields()}
+
+    def together() -> None:
+      values.extend(self._read_together(text_pass))
+
+    self._call(work, together)
+    return values
+
+  def _read_together(self, text_pass: TextPass) -> Sequence[np.ndarray]:
+    """Computes a pass with the other processes."""
+    with self.peers.doing(TOGETHER):
+      return self._agreement.read_texts(text_pass, self.engine.texts.read)
+
+  def _asked_to_end(self, rank: int) -> None:
+    """Handles a process that asks to end; called by another thread."""
+    if not self.leads:
+      return
+    with self._requests.changed:
+      if self._early is not None:
+        self._early.append(rank)
+        return
+    if self._on_leave is None:
+      self._drain()
+    else:
+      self._on_leave(rank)
+
+  def _drain(self) -> None:
+    """Takes no more requests, and ends the group after the open ones."""
+    with self._requests.changed:
+      if self._closed or self.failure is not None:
+        return
+      self._draining = True
+      self._start_driving()
+      self._requests.changed.notify_all()
+
+  def _start_driving(self) -> None:
+    """Starts the thread that drives all processes, unless it was started."""
+    if self._thread is None:
+      self._thread = threading.Thread(
+        target=self._drive, name="ringjax engine group", daemon=True
+      )
+      self._thread.start()
+
+  def _check_thread(self, what: str) -> None:
+    if threading.current_thread() is self._thread:
+      raise OptionError(
+        what,
+        "a call in an on_change",
+        "calls in other threads: steps wait for an on_change",
+        "let on_change wake another thread, which makes the call",
+      )
+
   def _check_leads(self, what: str) -> None:
     if not self.leads:
       raise OptionError(
@@ -308,19 +420,25 @@ class EngineGroup:
     if self.failure is not None:
       raise self.failure
     if self._closed:
-      raise OptionError(
-        "engine", "a closed group", "one that is open", "make another group"
-      )
+      raise _ended("a closed group")
 
-  def _call(self, work: Callable[[], dict[str, Any] | None]) -> None:
+  def _call(
+    self,
+    work: Callable[[], dict[str, Any] | None],
+    together: Callable[[], object] | None = None,
+  ) -> None:
     """Have the driving thread make a call between two steps.
 
     The driving thread itself, in an `on_change`, does not wait for it.
 
+    Args:
+      work: Function that makes the call, see `_DriverCall`.
+      together: Function of all processes, see `_DriverCall`.
+
     Raises:
       Exception: The error of the call, or the failure of the group.
     """
-    call = _DriverCall(work)
+    call = _DriverCall(work, together)
     if threading.current_thread() is self._thread:
       self._calls.append(call)
       return
@@ -371,6 +489,9 @@ class EngineGroup:
       while not (
         self._calls or self.engine.busy or self._closed or self.failure
       ):
+        if self._draining and not (len(self._requests) or self._open_texts):
+          self._closed = True
+          break
         changed.wait(_LOOK_S)
         if self._requests.overdue(self._clock()):
           break
@@ -382,6 +503,7 @@ class EngineGroup:
     for entry in self._requests.overdue(self._clock()):
       fields = self._cancelled(entry, "deadline")
       inputs_of_step += [] if fields is None else [fields]
+    together: list[_DriverCall] = []
     while self._calls:
       call = self._calls.popleft()
       try:
@@ -389,17 +511,33 @@ class EngineGroup:
         inputs_of_step += [] if fields is None else [fields]
       except Exception as error:
         call.error = error
-      with self._requests.changed:
-        call.ended.set()
-        self._requests.changed.notify_all()
+      if call.together is not None and call.error is None:
+        together.append(call)
+      else:
+        self._end_call(call)
     busy = self.engine.busy
     if not inputs_of_step and not busy:
       return
     self._steps += 1
     self.peers.post(["step", self._steps, inputs_of_step, busy])
+    for call in together:
+      assert call.together is not None
+      try:
+        call.together()
+      except PeerError:
+        raise
+      except RingjaxError as error:
+        call.error = error
+      self._end_call(call)
     if busy:
       with self.peers.doing(TOGETHER):
         self.engine.step()
+
+  def _end_call(self, call: _DriverCall) -> None:
+    """Wakes the thread that waits for a call."""
+    with self._requests.changed:
+      call.ended.set()
+      self._requests.changed.notify_all()
 
   def _end(self) -> None:
     """End the group without a failure."""
@@ -410,9 +548,7 @@ class EngineGroup:
     self.peers.close()
     while self._calls:
       call = self._calls.popleft()
-      call.error = OptionError(
-        "engine", "a closed group", "one that is open", "make another group"
-      )
+      call.error = _ended("a closed group")
       call.ended.set()
     with self._requests.changed:
       self._requests.changed.notify_all()
@@ -464,12 +600,23 @@ class EngineGroup:
       raise PeerError(
         f"rank 0 sent {kind} {steps}; expected step {self._steps}", rank=0
       )
+    passes: list[TextPass] = []
     for fields in inputs_of_step:
       if fields["t"] == "cancel":
         self.engine.cancel(handles[fields["n"]], fields["why"])
+      elif fields["t"] == "texts":
+        passes.append(TextPass.of(fields["pass"]))
       else:
         request = request_of(fields["request"], grammars)
         handles[fields["n"]] = self.engine.submit(request)
+    for text_pass in passes:
+      try:
+        self._read_together(text_pass)
+      except PeerError:
+        raise
+      except RingjaxError:
+        # Of the texts: their client gets it from process 0.
+        pass
     if busy:
       with self.peers.doing(TOGETHER):
         self.engine.step()
@@ -491,3 +638,8 @@ class EngineGroup:
     on_failure, self._on_failure = self._on_failure, None
     if on_failure is not None:
       on_failure(error)
+
+
+def _ended(what: str) -> OptionError:
+  """Error of a call of a group that takes none any more."""
+  return OptionError("engine", what, "one that is open", "make another group")

@@ -20,11 +20,14 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
+from jaxtyping import Shaped
 
-from ringjax.errors import OptionError, PeerError
+from ringjax.errors import OptionError, PeerError, RingjaxError
+from ringjax.json_text import json_text
 from ringjax.parallel.peers import Peers
 from ringjax.serve.hosts.step_agreement import plan_bytes
 from ringjax.serve.scheduler import Scheduler, StepPlan
+from ringjax.serve.text_requests import ReadPass, TextPass
 
 Value = TypeVar("Value")
 _LOG = logging.getLogger("ringjax.serve")
@@ -121,6 +124,38 @@ class GroupAgreement:
     for rank in range(1, self.peers.size):
       if self.peers.receive(rank, idle=False) != ["digest", digest]:
         raise self._differs(rank)
+
+  def read_texts(
+    self, text_pass: TextPass, read: ReadPass
+  ) -> Sequence[Shaped[np.ndarray, ...]]:
+    """Numbers of a pass that all processes compute together, see `ReadPass`.
+
+    Args:
+      text_pass: Texts of the pass.
+      read: Function that computes it with this replica.
+
+    Raises:
+      RingjaxError: If the texts can't be read, in all processes alike.
+      PeerError: If a process has read others, or has failed.
+    """
+    self._steps += 1
+    self._hasher.update(json_text(text_pass.fields()).encode())
+    self.peers.tick(self._steps)
+    values: Sequence[np.ndarray] = ()
+    refusal: RingjaxError | None = None
+    try:
+      values = read(text_pass)
+    except PeerError:
+      raise
+    except RingjaxError as error:
+      refusal = error
+    except Exception as error:
+      raise self.failed(error) from error
+    self._hasher.update(type(refusal).__name__.encode())
+    self.read([])
+    if refusal is not None:
+      raise refusal
+    return values
 
   def failed(self, error: Exception) -> Exception:
     """Failure of the group, or else this process's error, which it reports."""

@@ -41,6 +41,7 @@ from jaxtyping import Int
 from ringjax.errors import OptionError
 from ringjax.infer import inputs
 from ringjax.kv.storage.page_pool import PagePool
+from ringjax.kv.summaries.summary_spec import SummarySpec
 from ringjax.serve.engine import Engine
 from ringjax.serve.prefix.prefix_tree import (
   PrefixBlock,
@@ -699,6 +700,8 @@ def _layout(engine: Engine, pool: PagePool, page: int) -> PageLayout:
     fault = "an engine that shares no prefixes"
   elif any(g.reach is not None for g in pool.groups):
     fault = "layers that look back a window and let pages go"
+  elif any(isinstance(s, SummarySpec) for s in pool.shapes):
+    fault = "layers that keep summaries of keys (means, or compressed keys)"
   elif any(
     s[axis] != page
     for group_shapes, places in zip(shapes, axes, strict=True)

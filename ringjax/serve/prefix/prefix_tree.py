@@ -432,6 +432,12 @@ class PrefixTree:
       self.counters.changes += 1
       self._offer(parent)
 
+  def clear(self) -> None:
+    """Remove all blocks, as of other weights; see `lose`."""
+    for root in self._roots.values():
+      for block in list(root.children.values()):
+        self.lose(block)
+
   # -------------------------------------------------------------------------
   # Making room
   # -------------------------------------------------------------------------

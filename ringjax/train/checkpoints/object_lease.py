@@ -4,7 +4,10 @@ An object storage has no locks. The process that writes creates the object
 `writer`, which at most one process can, and writes it again every `REFRESH_S`
 seconds. If the object is older than `LEASE_S`, by the clock of the storage, its
 process is dead or unreachable, and another takes its place. A process that was
-taken for dead finds a foreign token when it checks before a commit.
+taken for dead finds a foreign token when it checks before and after a commit.
+Where the storage compares versions (S3), of several that take the place of a
+dead process one succeeds, and a refreshment that was delayed replaces nothing;
+elsewhere the last one of them has the lease.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import secrets
 import threading
 import time
 
-from ringjax.paths import ObjectPath
+from ringjax.paths import ObjectFacts, ObjectPath
 
 # Seconds between two refreshments, and after which the lease has ended.
 REFRESH_S = 15.0
@@ -63,7 +66,7 @@ class ObjectLease:
         modified = self._place.store.modified(str(self._place))
         first_seen = first_seen or modified
         if modified != first_seen or time.monotonic() >= end:
-          raise self._refused()
+          raise self.refusal()
       time.sleep(min(_POLL_S, max(0, end - time.monotonic())) + 0.01)
     self._ended = threading.Event()
     self._refreshes = threading.Thread(
@@ -79,7 +82,7 @@ class ObjectLease:
       StorageError: If the storage does not answer.
     """
     if not self.active or not self._is_own():
-      raise self._refused()
+      raise self.refusal()
 
   def release(self) -> None:
     """Gives the lease back, if this process still has it."""
@@ -104,6 +107,9 @@ class ObjectLease:
     # An attempt whose answer was lost may have created it.
     if self._is_own():
       return True
+    facts = self._place.facts()
+    if facts is None:
+      return False
     probe = self._place.with_name(f"{self._place.name}.{secrets.token_hex(4)}")
     try:
       probe.write_bytes(b"the time")
@@ -115,8 +121,16 @@ class ObjectLease:
       probe.unlink(missing_ok=True)
     if age.total_seconds() <= LEASE_S:
       return False
-    self._place.write_bytes(self._token)
-    return self._is_own()
+    return self._replace(facts) and self._is_own()
+
+  def _replace(self, facts: ObjectFacts) -> bool:
+    """Writes the object unless it has other facts; whether it was written."""
+    store = self._place.store
+    try:
+      store.write(str(self._place), self._token, replaces=facts)
+    except FileExistsError:
+      return False
+    return True
 
   def _is_own(self) -> bool:
     try:
@@ -124,7 +138,8 @@ class ObjectLease:
     except FileNotFoundError:
       return False
 
-  def _refused(self) -> BlockingIOError:
+  def refusal(self) -> BlockingIOError:
+    """Error of a process that has not got the lease, or has lost it."""
     return BlockingIOError(
       errno.EAGAIN,
       "another process writes here until it closes",
@@ -136,7 +151,11 @@ class ObjectLease:
     while not ended.wait(REFRESH_S):
       # A refreshment may fail; `check` counts.
       with contextlib.suppress(OSError):
-        if not self._is_own():
+        # Read first: an object of this version has this process' token.
+        facts = self._place.facts()
+        if facts is None or not self._is_own():
           return
         if not ended.is_set():
-          self._place.write_bytes(self._token)
+          # Refused if another process has written, or an attempt of this one
+          # with a lost answer: the next look at the object tells.
+          self._replace(facts)

@@ -5,7 +5,10 @@
   root/.ringjax/writer              lease of the process that writes
 
 Guarantees: a step exists if and only if its manifest does, which is written
-last, in one request, and deleted first. Objects of a save have a name that no
+last, in one request, and deleted first. The request creates a new step only if
+no process has, and replaces an old one, where the storage compares versions
+(S3), only if none has replaced it; a process that has lost its lease in between
+withdraws the manifest. Objects of a save have a name that no
 other save has, so that a step that is saved again is the old one until its new
 manifest is there. What a killed process left is ignored, and deleted by the
 next process that writes. A piece is compared with its CRC-32 when it is read.
@@ -20,6 +23,7 @@ which have other credentials and no test server.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -34,7 +38,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from ringjax.errors import CheckpointCorruptError, CheckpointFormatError
-from ringjax.paths import ObjectPath
+from ringjax.paths import ObjectFacts, ObjectPath
 from ringjax.train.checkpoints import leaves as leaves_lib
 from ringjax.train.checkpoints import manifest as manifests
 from ringjax.train.checkpoints.manifest import File, Leaf, Manifest, Piece
@@ -133,10 +137,44 @@ class ObjectSteps:
         has taken the lease, or the storage refuses.
     """
     self._check_sizes(manifest)
-    # The storage may have taken this process for dead.
-    self._lease.check()
-    self._manifest(manifest.step).write_bytes(manifest.to_bytes())
+    place, data = self._manifest(manifest.step), manifest.to_bytes()
+    for facts in (place.facts(), None):
+      # The storage may have taken this process for dead. If it has not until
+      # now, a manifest of other facts is that of a process that took its place
+      # since.
+      self._lease.check()
+      if self._write_manifest(place, data, facts):
+        break
+    else:
+      raise self._lease.refusal()
+    try:
+      self._lease.check()
+    except BlockingIOError:
+      # The next process may have removed the data, or has written the step.
+      with contextlib.suppress(FileNotFoundError):
+        if place.read_bytes() == data:
+          place.unlink(missing_ok=True)
+      raise
     self._remove_data(manifest.step, keep=ObjectPath(draft).name)
+
+  def _write_manifest(
+    self, place: ObjectPath, data: bytes, facts: ObjectFacts | None
+  ) -> bool:
+    """Writes a manifest; False if an older one was deleted meanwhile.
+
+    Raises:
+      BlockingIOError: If another process has written one.
+    """
+    try:
+      place.store.write(str(place), data, new=facts is None, replaces=facts)
+    except FileExistsError:
+      # An attempt whose answer was lost may have written it.
+      try:
+        if place.read_bytes() != data:
+          raise self._lease.refusal() from None
+      except FileNotFoundError:
+        return False
+    return True
 
   def delete(self, step: int) -> None:
     """Deletes a step, which does not exist once its manifest is deleted.

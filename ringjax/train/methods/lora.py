@@ -3,10 +3,14 @@
 Guarantees: with adapters the model computes x (W + s A B) for each target map,
 where A is [in, r] and random, B is [r, out] and begins at zero, s = alpha / r;
 so at the start it equals the model, and `merged` returns a plain model with the
-same outputs. Embeddings of the last `new_tokens` ids are trained directly.
+same outputs. Where W is stored as codes, of 8 or 4 bits, it computes x W +
+s (x A) B (QLoRA), and `models.with_float_weights` makes floats of the merged
+model. Embeddings of the last `new_tokens` ids are trained directly.
 Memory: gradients and moments of r (in + out) numbers a map, not of in x out;
-the sum W + s A B is computed in each step, in the dtype of the computation.
-Ref: Hu et al. 2021, arXiv 2106.09685.
+the sum W + s A B is computed in each step, in the dtype of the computation. Of
+codes the backward pass decodes one map of a layer at a time.
+Ref: Hu et al. 2021, arXiv 2106.09685; Dettmers et al. 2023, QLoRA, arXiv
+2305.14314.
 """
 
 from __future__ import annotations
@@ -29,13 +33,18 @@ from ringjax.errors import OptionError
 from ringjax.models.parameter_arrays import tensors_digest
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.linear_maps import (
+  CODED,
   INDEX_PATH,
-  linear_maps,
+  adaptable_maps,
   replaced,
   used_as_array,
 )
-from ringjax.nn.linear import Linear
-from ringjax.nn.weights.adapted import AdaptedLinear, SummedLinear
+from ringjax.nn.weights.adapted import (
+  AdaptableMap,
+  AdaptedLinear,
+  LowRankSum,
+)
+from ringjax.nn.weights.integer import IntegerLinear
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -79,12 +88,20 @@ class Lora:
 
     Raises:
       OptionError: If the model lacks a target, if layers elsewhere use one as
-        an array, or if there are more new tokens than its vocabulary.
+        an array, if it rounds activations, or if there are more new tokens than
+        its vocabulary.
     """
+    if any(isinstance(x, IntegerLinear) for _, x in nnx.iter_modules(model)):
+      raise OptionError(
+        "model",
+        "one whose activations are rounded to integers, which have no gradient",
+        "weights of floats or codes",
+        "pass the model that was rounded",
+      )
     # An index of keys is named as attention is, and would change the choice.
     maps = {
       path: linear
-      for path, linear in linear_maps(model)
+      for path, linear in adaptable_maps(model).items()
       if INDEX_PATH not in path
     }
     names = sorted({path.rsplit(".", 1)[-1] for path in maps})
@@ -126,7 +143,14 @@ class Lora:
 
   def model(self, params: PyTree, frozen: Transformer) -> Transformer:
     """The model with its adapters added; its own weights get no gradient."""
-    maps = dict(linear_maps(frozen))
+    maps = adaptable_maps(frozen)
+    # Sums that exist only while a layer runs.
+    in_layers = {
+      path
+      for path in params
+      if path in maps
+      and (frozen.stack.placed is not None or isinstance(maps[path], CODED))
+    }
     scale = self.alpha / self.rank
     changed = {}
     new = {}
@@ -134,7 +158,7 @@ class Lora:
       if "new" in part:
         new[path] = part["new"]
         continue
-      if frozen.stack.placed is not None:
+      if path in in_layers:
         continue
       lead, into, out = map_shape(frozen, path, maps[path])
       inner, outer = math.prod(into), math.prod(out)
@@ -165,25 +189,27 @@ class Lora:
     result = jax.tree_util.tree_map_with_path(
       add, frozen, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
-    if frozen.stack.placed is not None:
-      # The weights to add to exist only while a layer runs.
-      _refuse_arrays(frozen, params)
-      maps = dict(linear_maps(result))
-      return replaced(
-        result,
-        {
-          path: SummedLinear(maps[path], part["a"], part["b"], scale)
-          for path, part in params.items()
-          if "new" not in part
-        },
-      )
-    return result
+    if not in_layers:
+      return result
+    _refuse_arrays(frozen, in_layers)
+    maps = adaptable_maps(result)
+    return replaced(
+      result,
+      {
+        path: LowRankSum(
+          maps[path], params[path]["a"], params[path]["b"], scale
+        )
+        for path in params
+        if path in in_layers
+      },
+    )
 
   def merged(self, params: PyTree, frozen: Transformer) -> Transformer:
     """Adds the adapters to the model's weights, so that it can be saved.
 
-    A model whose layers are not all on the devices adds them when a layer runs;
-    it cannot be saved.
+    A model with codes, or with layers that are not all on the devices, adds
+    them when a layer runs. One with codes is saved after
+    `models.with_float_weights`, the other cannot be saved.
     """
     merged = jax.jit(self.model)(params, frozen)
     # A cached program returns the folder of the model it was traced with.
@@ -207,7 +233,7 @@ def with_adapters(
     OptionError: If parameters are of another model, or of maps that its layers
       use as arrays.
   """
-  maps = dict(linear_maps(model))
+  maps = adaptable_maps(model)
   paths = list(dict.fromkeys(path for _, params in adapters for path in params))
   unknown = [path for path in paths if path not in maps]
   if unknown:
@@ -308,14 +334,19 @@ def _of_vocabulary(model: Transformer) -> dict[str, nnx.Variable]:
 
 
 def map_shape(
-  model: Transformer, path: str, linear: Linear
+  model: Transformer, path: str, linear: AdaptableMap
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
   """(layers, in, out) shapes of a map whose layers share an array."""
-  shape = linear.weight.get_value().shape
-  axes = linear.weight.get_metadata()["axes"]
-  lead = len(shape) - len(axes)
-  split = lead + linear.contracted
+  if isinstance(linear, CODED):
+    codes: Any = linear.codes.get_value()
+    lead = codes.ndim - len(linear.codes.get_metadata()["axes"])
+    inputs, outputs = linear.inputs, linear.outputs
+  else:
+    shape = linear.weight.get_value().shape
+    lead = len(shape) - len(linear.weight.get_metadata()["axes"])
+    split = lead + linear.contracted
+    inputs, outputs = shape[lead:split], shape[split:]
   # The array lacks layers that are fetched.
   run = model.stack.runs[int(path.split(".")[2])]
   layers = (run.repeats,) * lead
-  return layers, shape[lead:split], shape[split:]
+  return layers, inputs, outputs

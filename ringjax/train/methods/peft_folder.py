@@ -35,7 +35,7 @@ from ringjax.errors import (
   OptionError,
 )
 from ringjax.json_text import json_text
-from ringjax.models.checkpoint import abstract
+from ringjax.models.checkpoint import create
 from ringjax.models.contents import read_config
 from ringjax.models.hf.names import FusedRows, SwappedAxes, Transpose
 from ringjax.models.hf.safe_files import MAX_CONFIG_BYTES, strict_json
@@ -43,11 +43,18 @@ from ringjax.models.hf.tensors import CheckpointTensor, checkpoint_tensors
 from ringjax.models.parameter_arrays import on_host
 from ringjax.models.transformer import Transformer
 from ringjax.models.weights.calibration import read_tensors, write_tensors
-from ringjax.models.weights.linear_maps import linear_maps
+from ringjax.models.weights.linear_maps import (
+  CODED,
+  adaptable_maps,
+  linear_maps,
+)
 from ringjax.train.methods.lora import Lora, map_shape
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
+# Entry of a file's metadata with the modules of the layer that predicts further
+# tokens, which most models are loaded without.
+_PREDICTING = "predict_layer"
 _PREFIX = "base_model.model."
 # Entries that only affect training, or repeat what the tensors show.
 _IGNORED = (
@@ -107,15 +114,8 @@ def save_adapter(
       or if the folder has an adapter.
     CheckpointWriteError: If the folder cannot be written.
   """
-  if any("new" in part for part in params.values()):
-    raise OptionError(
-      "params",
-      "adapters with embeddings of new tokens",
-      "adapters of linear maps alone, which PEFT's folders hold",
-      "save the merged model: rj.models.save(how.merged(params, model), path)",
-    )
+  adapted, others = _adapted(model, params)
   tensors: dict[str, np.ndarray] = {}
-  modules, others = set(), set()
   host = {
     path: {
       name: on_host(x) if isinstance(x, jax.Array) else np.asarray(x)
@@ -123,34 +123,28 @@ def save_adapter(
     }
     for path, part in params.items()
   }
-  swapped = False
-  for name, form, targets in _modules(model):
-    adapted = [(path, index) for path, index in targets if path in host]
-    if not adapted:
-      others.add(_in_layer(name))
-      continue
-    if isinstance(form, FusedRows):
-      raise OptionError(
-        "params",
-        f"an adapter of {adapted[0][0]}, which is a part of {name}",
-        "adapters of maps with a tensor of their own",
-        "save the merged model: rj.models.save(how.merged(params, model), "
-        "path)",
-      )
-    map_path, index = adapted[0]
-    swapped |= isinstance(form, SwappedAxes)
-    a, b = host[map_path]["a"][index], host[map_path]["b"][index]
+  rank = how.rank
+  for name, _, map_path, index in adapted:
+    part = host[map_path]
+    a, b = part["a"][index], part["b"][index]
     key = f"{_PREFIX}{name}"
-    rank = how.rank
     tensors[f"{key}.lora_A.weight"] = np.ascontiguousarray(
       a.reshape(-1, rank).T
     )
     tensors[f"{key}.lora_B.weight"] = np.ascontiguousarray(
       b.reshape(rank, -1).T
     )
-    modules.add(_in_layer(name))
+  swapped = any(isinstance(form, SwappedAxes) for _, form, _, _ in adapted)
+  modules = {_in_layer(name) for name, _, _, _ in adapted}
   if jax.process_index():
     return
+  metadata = {"format": "pt"}
+  if model.config.predicts is not None:
+    last = f"stack.blocks.{len(model.stack.runs) - 1}."
+    further = [
+      name for name, _, map_path, _ in adapted if map_path.startswith(last)
+    ]
+    metadata[_PREDICTING] = " ".join(further)
   alpha = float(how.alpha)
   config = {
     "peft_type": "LORA",
@@ -174,7 +168,7 @@ def save_adapter(
     )
   try:
     place.mkdir(parents=True, exist_ok=True)
-    write_tensors(place / TENSORS, tensors, {"format": "pt"})
+    write_tensors(place / TENSORS, tensors, metadata)
     text = json_text(config, indent=2, sort_keys=True) + "\n"
     (place / CONFIG).write_text(text, encoding="utf-8")
   except OSError as error:
@@ -185,6 +179,19 @@ def save_adapter(
       "free space there or change its permissions, or pass another",
       file=error.filename,
     ) from error
+
+
+def check_adapter(model: Transformer, params: Mapping[str, Any]) -> None:
+  """Checks that adapters have a form in PEFT's folders.
+
+  Args:
+    model: Model that the adapters are trained on, of arrays or shapes.
+    params: Adapters as `Lora.start` makes them, of arrays or shapes.
+
+  Raises:
+    OptionError: If they have none, see `save_adapter`.
+  """
+  _adapted(model, params)
 
 
 def load_adapter(
@@ -198,7 +205,9 @@ def load_adapter(
 
   Returns:
     (settings, float32 arrays as `Lora.start` makes them); layers without an
-    adapter have zeros. `Engine(adapters={name: ...})` takes the pair.
+    adapter have zeros, and adapters of a layer that predicts further tokens
+    are left out where the model was loaded without it.
+    `Engine(adapters={name: ...})` takes the pair.
 
   Raises:
     ConfigError: If the config is not for a sum W + s A B.
@@ -211,8 +220,8 @@ def load_adapter(
   if config.get("use_rslora"):
     # The scale of rsLoRA is alpha / sqrt(r).
     alpha *= math.sqrt(rank)
-  pairs = _pairs(place)
-  maps = dict(linear_maps(model))
+  pairs, further = _pairs(place)
+  maps = adaptable_maps(model)
   params: dict[str, dict[str, np.ndarray]] = {}
   for name, form, targets in _modules(model):
     pair = pairs.pop(name, None)
@@ -236,6 +245,9 @@ def load_adapter(
       down = pair["A"].T.reshape(*part.inputs, rank)
       params[target]["a"][index] = down
       params[target]["b"][index] = up
+  if model.config.predicts is None:
+    # The layer was left out when the model was loaded.
+    pairs = {name: x for name, x in pairs.items() if name not in further}
   if pairs:
     raise CheckpointMismatchError(
       TENSORS,
@@ -249,6 +261,36 @@ def load_adapter(
     )
   targets = tuple(sorted({name.rsplit(".", 1)[-1] for name in params}))
   return Lora(rank=rank, alpha=alpha, targets=targets), params
+
+
+def _adapted(
+  model: Transformer, params: Mapping[str, Any]
+) -> tuple[list[tuple[str, Any, str, tuple[int, ...]]], set[str]]:
+  """Modules with adapters: name, form, map and index; names of the others."""
+  if any("new" in part for part in params.values()):
+    raise OptionError(
+      "params",
+      "adapters with embeddings of new tokens",
+      "adapters of linear maps alone, which PEFT's folders hold",
+      "save the merged model: rj.models.save(how.merged(params, model), path)",
+    )
+  modules, others = [], set()
+  for name, form, targets in _modules(model):
+    adapted = [(path, index) for path, index in targets if path in params]
+    if not adapted:
+      others.add(_in_layer(name))
+      continue
+    path, index = adapted[0]
+    if isinstance(form, FusedRows):
+      raise OptionError(
+        "params",
+        f"an adapter of {path}, which is a part of {name}",
+        "adapters of maps with a tensor of their own",
+        "save the merged model: rj.models.save(how.merged(params, model), "
+        "path)",
+      )
+    modules.append((name, form, path, index))
+  return modules, others
 
 
 def _in_layer(module: str) -> str:
@@ -269,12 +311,14 @@ def _modules(
   """Tensors of linear maps: their modules' names, forms and maps."""
   source = json.loads(model.source)
   _, family = read_config(source)
-  if model.stack.placed is not None:
-    # Layers in host memory or on disk are not parameters of the model.
-    model = abstract(source)
+  coded = any(isinstance(x, CODED) for x in adaptable_maps(model).values())
+  if coded or model.stack.placed is not None:
+    # Codes, and layers in host memory or on disk, are no floats of the model.
+    looped = any(run.repeats > 1 for run in model.stack.runs)
+    model = jax.eval_shape(lambda: create(source, scan=looped))
   maps = dict(linear_maps(model))
   tensors: list[CheckpointTensor] = checkpoint_tensors(
-    model, family.names(model.config)
+    model, family.tensor_names(model.config)
   )
   for tensor in tensors:
     targets = [
@@ -339,8 +383,10 @@ def _refuse(name: str, value: object, wanted: str) -> NoReturn:
   )
 
 
-def _pairs(place: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
-  """Arrays A and B of each module, float32."""
+def _pairs(
+  place: pathlib.Path,
+) -> tuple[dict[str, dict[str, np.ndarray]], list[str]]:
+  """Arrays A and B, float32, by module; modules of a predicting layer."""
   if not (place / TENSORS).exists():
     raise CheckpointFormatError(
       f"{place.name}"[-60:],
@@ -348,7 +394,7 @@ def _pairs(place: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
       "one: files of other formats would run code",
       "save the adapter with safe_serialization=True",
     )
-  arrays, _ = read_tensors(place / TENSORS)
+  arrays, metadata = read_tensors(place / TENSORS)
   pairs: dict[str, dict[str, np.ndarray]] = {}
   for name, x in arrays.items():
     module, dot, kind = name.rpartition(".lora_")
@@ -367,7 +413,7 @@ def _pairs(place: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
       raise CheckpointMismatchError(
         TENSORS, f"only {', '.join(pair)} of {module}", "A and B", "save again"
       )
-  return pairs
+  return pairs, metadata.get(_PREDICTING, "").split()
 
 
 def _check_shapes(

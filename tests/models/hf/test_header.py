@@ -309,7 +309,7 @@ def fuzz(parse, seed: int, rounds: int) -> int:
     assert theirs.keys() == found.keys(), data
     for name, (dtype, shape, _, nbytes) in found.items():
       said = theirs[name]["dtype"]
-      assert header.DTYPES.get(said, said) == dtype, data
+      assert header.READ_DTYPES.get(said, said) == dtype, data
       assert tuple(theirs[name]["shape"]) == shape, data
       assert len(theirs[name]["data"]) == nbytes, data
   return passed

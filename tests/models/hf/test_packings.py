@@ -297,6 +297,38 @@ class OneScale:
     return made, codes.astype(np.float32) * scales
 
 
+class DeepSeek4:
+  """Blocks of float8, and experts of four bits with exponents for 32."""
+
+  def __init__(self, ending="scale"):
+    self.ending = ending
+    self.config = {
+      "quant_method": "fp8",
+      "activation_scheme": "dynamic",
+      "fmt": "e4m3",
+      "scale_fmt": "ue8m0",
+      "weight_block_size": [32, 48],
+      "expert_dtype": "fp4",
+    }
+
+  def encode(self, random, name, m, n):
+    scale = name.removesuffix("weight") + self.ending
+    if ".experts." in name and n % 32 == 0:
+      codes = random.integers(0, 16, (m, n))
+      exponents = random.integers(118, 124, (m, n // 32)).astype(np.uint8)
+      packed = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+      values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7]
+      values = np.where(codes & 8, -values, values)
+      tensors = {name: packed.view(np.int8), scale: exponents}
+      return tensors, values * np.exp2(np.repeat(exponents, 32, 1) - 127.0)
+    codes = random.standard_normal((m, n)).astype(ml_dtypes.float8_e4m3fn)
+    shape = -(-m // 32), -(-n // 48)
+    exponents = random.integers(118, 126, shape).astype(np.uint8)
+    powers = np.exp2(exponents - 127.0)
+    powers = np.repeat(np.repeat(powers, 32, 0), 48, 1)[:m, :n]
+    return {name: codes, scale: exponents}, codes.astype(np.float64) * powers
+
+
 FORMATS = {
   "pack": Pack(),
   "gptq": Gptq(),
@@ -325,6 +357,7 @@ FORMATS = {
   "fbgemm": OneScale(
     rows=True, quant_method="fbgemm_fp8", activation_scale_ub=1200.0
   ),
+  "deepseek_v4": DeepSeek4(),
   "modelopt": OneScale(
     quant_method="modelopt", quant_algo="FP8", producer={"name": "modelopt"}
   ),
@@ -481,6 +514,7 @@ def test_families(family, name, tmp_path):
 
 @pytest.mark.parametrize("name", [
   pytest.param("gptq", marks=pytest.mark.long),
+  pytest.param("deepseek_v4", marks=pytest.mark.long),
   *(pytest.param(x, marks=pytest.mark.slow) for x in ("awq", "fp8", "pack_8")),
 ])  # fmt: skip
 def test_experts(name, tmp_path):

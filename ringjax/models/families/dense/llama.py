@@ -17,6 +17,7 @@ from ringjax.models.families.family import (
   rms,
   rope_flags,
 )
+from ringjax.models.families.predict_layers import NEXTN, unread
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import LLAMA, Fusion, TensorNames
 from ringjax.models.transformer import TransformerConfig
@@ -261,10 +262,10 @@ def _cohere2(r: ConfigReader) -> TransformerConfig:
 
 
 FAMILIES = (
-  Family(name="llama", config=_llama),
+  Family(name="llama", config=_llama, unread=unread, predict=NEXTN),
   Family(name="mistral", config=_mistral),
-  Family(name="qwen2", config=_qwen2),
-  Family(name="qwen3", config=_qwen3),
+  Family(name="qwen2", config=_qwen2, unread=unread, predict=NEXTN),
+  Family(name="qwen3", config=_qwen3, unread=unread, predict=NEXTN),
   Family(
     name="phi3",
     config=_phi3,

@@ -15,14 +15,13 @@ from ringjax.models.families.family import (
   pattern,
   rms,
 )
-from ringjax.models.families.hybrid.kimi_linear import kinds_of_layers
 from ringjax.models.families.moe.deepseek import (
   ROUTED,
   grouped_router,
   latent,
-  unread,
 )
 from ringjax.models.families.moe.mixtures import QWEN_EXPERTS
+from ringjax.models.families.predict_layers import unread
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention_layers.latent import Latent
@@ -80,7 +79,7 @@ def _feedforwards(r: ConfigReader) -> list[Feedforward]:
   names = ("dense", "sparse")
   default = [names[i >= first] for i in range(r.layers())]
   by_kind: dict[str, Feedforward] = {"dense": gated(r), "sparse": sparse}
-  kinds = kinds_of_layers(r, "mlp_layer_types", names, default)
+  kinds = r.kinds("mlp_layer_types", names, default)
   return [by_kind[kind] for kind in kinds]
 
 
@@ -92,8 +91,8 @@ def _config(r: ConfigReader) -> TransformerConfig:
   mixers = {"linear_attention": _delta(r), "full_attention": _latent(r)}
   every = r.whole("layer_group_size", default=6)
   default = pattern(r, every, "linear_attention")
-  kinds = kinds_of_layers(
-    r, "layer_types", ("linear_attention", "full_attention"), default
+  kinds = r.kinds(
+    "layer_types", ("linear_attention", "full_attention"), default
   )
   attentions = [mixers[kind] for kind in kinds]
   return model(r, "bailing_hybrid", attentions, _feedforwards(r), rms(r))

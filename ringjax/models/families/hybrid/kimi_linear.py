@@ -19,21 +19,6 @@ from ringjax.nn.block import Feedforward
 from ringjax.nn.recurrent_layers.channel_delta import ChannelDelta
 
 
-def kinds_of_layers(
-  r: ConfigReader, key: str, known: tuple[str, str], default: list[str]
-) -> list[str]:
-  """A list of one of two names for each layer."""
-  kinds = r.value(key, default=default)
-  count = r.layers()
-  if (
-    not isinstance(kinds, list)
-    or len(kinds) != count
-    or not all(kind in list(known) for kind in kinds)
-  ):
-    raise r.error(key, kinds, f"{count} names of {', '.join(known)}")
-  return kinds
-
-
 def _delta(r: ConfigReader) -> tuple[ChannelDelta, list[str]]:
   """The recurrent mixer, and the kind of each layer."""
   count = r.layers()
@@ -63,9 +48,8 @@ def _delta(r: ConfigReader) -> tuple[ChannelDelta, list[str]]:
   else:
     is_full = lambda i: i > 0 and i % 4 == 0
   names = ("linear_attention", "full_attention")
-  kinds = kinds_of_layers(
-    r, "layer_types", names, [names[is_full(i)] for i in range(count)]
-  )
+  default = [names[is_full(i)] for i in range(count)]
+  kinds = r.kinds("layer_types", names, default)
   mixer = ChannelDelta(
     heads=sizes["num_heads"],
     dim=sizes["head_dim"],
@@ -129,7 +113,7 @@ def _feedforwards(r: ConfigReader) -> list[Feedforward]:
   names = ("dense", "sparse")
   default = [names[i >= first] for i in range(r.layers())]
   by_kind = {"dense": gated(r), "sparse": sparse}
-  kinds = kinds_of_layers(r, "mlp_layer_types", names, default)
+  kinds = r.kinds("mlp_layer_types", names, default)
   return [by_kind[kind] for kind in kinds]
 
 

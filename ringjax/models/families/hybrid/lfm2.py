@@ -25,20 +25,8 @@ def _kinds(r: ConfigReader) -> list[str]:
   """Kind of token mixer of each layer."""
   count = r.layers()
   full = r.numbers_of_layers("full_attn_idxs", list(range(count)))
-  kinds = r.value(
-    "layer_types",
-    default=["full_attention" if i in full else "conv" for i in range(count)],
-  )
-  known_kinds = ["conv", "full_attention"]
-  if (
-    not isinstance(kinds, list)
-    or len(kinds) != count
-    or not all(kind in known_kinds for kind in kinds)
-  ):
-    raise r.error(
-      "layer_types", kinds, f"{count} names of {', '.join(known_kinds)}"
-    )
-  return kinds
+  default = ["full_attention" if i in full else "conv" for i in range(count)]
+  return r.kinds("layer_types", ("conv", "full_attention"), default)
 
 
 def _hidden(r: ConfigReader) -> int:

@@ -21,6 +21,7 @@ from ringjax.models.families.moe.mixtures import (
   qwen_feedforwards,
   shared_names,
 )
+from ringjax.models.families.predict_layers import MTP
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import Fusion, TensorNames
 from ringjax.models.transformer import TransformerConfig
@@ -150,6 +151,7 @@ FAMILIES = (
     names=_names,
     # A layer that predicts the token after the next one.
     unread=lambda config: ("mtp.",),
+    predict=MTP,
   ),
   Family(
     name="qwen3_5",
@@ -157,6 +159,7 @@ FAMILIES = (
     names=functools.partial(_names, apart=True),
     types=("qwen3_5_text",),
     unread=lambda config: ("mtp.",),
+    predict=MTP,
     wrapper=Wrapper(type="qwen3_5", architecture="Qwen3_5ForCausalLM"),
   ),
   Family(
@@ -165,6 +168,7 @@ FAMILIES = (
     names=functools.partial(_names, apart=True),
     types=("qwen3_5_moe_text",),
     unread=lambda config: ("mtp.",),
+    predict=MTP,
     wrapper=Wrapper(type="qwen3_5_moe", architecture="Qwen3_5MoeForCausalLM"),
   ),
 )

@@ -7,7 +7,6 @@ dots.llm1 and GLM-4.5 have the routing alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from ringjax.models.families.family import (
@@ -22,6 +21,7 @@ from ringjax.models.families.family import (
   rms,
 )
 from ringjax.models.families.moe.mixtures import QWEN_EXPERTS, shared_names
+from ringjax.models.families.predict_layers import NEXTN, unread
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import TensorNames
 from ringjax.models.transformer import TransformerConfig
@@ -173,6 +173,10 @@ def _v3(r: ConfigReader) -> TransformerConfig:
   return model(r, "deepseek_v3", attend, feedforwards, rms(r))
 
 
+# Name of a layer with an index in transformers, and in some published files.
+INDEXED = ("indexed_attention", "deepseek_sparse_attention")
+
+
 def indexed(
   r: ConfigReader, attend: Latent, *, heads: int, interleaved: bool
 ) -> Latent:
@@ -191,7 +195,8 @@ def indexed(
   if dim < attend.rope.dims:
     want = f"at least the {attend.rope.dims} of qk_rope_head_dim"
     raise r.error("index_head_dim", dim, want)
-  r.only("layer_types", ["indexed_attention"] * r.layers())
+  default = [INDEXED[0]] * r.layers()
+  r.kinds("layer_types", INDEXED, default)
   r.must_be("mlp_bias", False, default=False)
   index = KeyIndex(
     heads=r.whole("index_n_heads", default=heads),
@@ -313,20 +318,14 @@ def latent_names(config: TransformerConfig) -> TensorNames:
   )(config)
 
 
-def unread(config: Mapping[str, Any]) -> tuple[str, ...]:
-  """Prefixes of the layers after the last one, which predict further tokens."""
-  count, num_predict = (
-    config.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers")
-  )
-  if not isinstance(count, int) or not isinstance(num_predict, int):
-    return ()
-  return tuple(
-    f"model.layers.{count + i}." for i in range(min(num_predict, 1000))
-  )
-
-
 FAMILIES = (
-  Family(name="deepseek_v3", config=_v3, names=latent_names, unread=unread),
+  Family(
+    name="deepseek_v3",
+    config=_v3,
+    names=latent_names,
+    unread=unread,
+    predict=NEXTN,
+  ),
   Family(name="deepseek_v32", config=_v32, names=latent_names, unread=unread),
   Family(name="deepseek_v2", config=_v2, names=latent_names),
   Family(name="dots1", config=_dots1, names=GROUPED_NAMES),
@@ -335,5 +334,6 @@ FAMILIES = (
     config=_glm4_moe,
     names=GROUPED_NAMES,
     unread=unread,
+    predict=NEXTN,
   ),
 )

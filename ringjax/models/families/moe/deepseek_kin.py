@@ -27,9 +27,9 @@ from ringjax.models.families.moe.deepseek import (
   indexed,
   latent,
   latent_names,
-  unread,
 )
 from ringjax.models.families.moe.mixtures import QWEN_EXPERTS, shared_names
+from ringjax.models.families.predict_layers import NEXTN, unread
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import TensorNames
 from ringjax.models.transformer import TransformerConfig
@@ -47,18 +47,8 @@ def feedforwards(
   """Feedforward of each layer: by its name, or plain in the first layers."""
   count = r.layers()
   first = r.whole("first_k_dense_replace", default=first, least=0)
-  kinds = r.value(
-    "mlp_layer_types",
-    default=["dense" if i < first else "sparse" for i in range(count)],
-  )
-  known_kinds = ("dense", "sparse")
-  if (
-    not isinstance(kinds, list)
-    or len(kinds) != count
-    or not all(kind in known_kinds for kind in kinds)
-  ):
-    want = f"{count} names, each dense or sparse"
-    raise r.error("mlp_layer_types", kinds, want)
+  default = ["dense" if i < first else "sparse" for i in range(count)]
+  kinds = r.kinds("mlp_layer_types", ("dense", "sparse"), default)
   if "dense" not in kinds:
     # Files may state a width that no layer has.
     r.ignore("intermediate_size")
@@ -105,8 +95,13 @@ def _glm4_moe_lite(r: ConfigReader) -> TransformerConfig:
   return model(r, "glm4_moe_lite", attend, layers, rms(r, default=1e-5))
 
 
-def index_types(r: ConfigReader) -> list[str]:
-  """Kind of each layer's index: "full", or "shared" for the last one before."""
+def index_types(r: ConfigReader, *, first_full: bool = True) -> list[str]:
+  """Kind of each layer's index: "full", or "shared" for the last one before.
+
+  Args:
+    r: Reader of the config.
+    first_full: Whether the first layer must have an index.
+  """
   count = r.layers()
   freq = r.whole("index_topk_freq", default=1, least=0)
   offset = r.whole("index_skip_topk_offset", default=2, least=0)
@@ -128,9 +123,10 @@ def index_types(r: ConfigReader) -> list[str]:
     not isinstance(types, list)
     or len(types) != count
     or not all(x in ("full", "shared") for x in types)
-    or types[0] != "full"
+    or (first_full and types[0] != "full")
   ):
-    want = f"{count} names, each full or shared, the first one full"
+    first = ", the first one full" if first_full else ""
+    want = f"{count} names, each full or shared{first}"
     raise r.error(key, types, want)
   return types
 
@@ -256,7 +252,7 @@ def _hy_v3(r: ConfigReader) -> TransformerConfig:
 _FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-def _fused_names(config: TransformerConfig) -> TensorNames:
+def fused_names(config: TransformerConfig) -> TensorNames:
   """Latent attention's names, with all experts [out, in] in two tensors."""
   pair = ("feedforward.gate", "feedforward.up")
   return dataclasses.replace(
@@ -275,12 +271,13 @@ FAMILIES = (
     names=latent_names,
     unread=unread,
   ),
-  Family(name="mistral4", config=_mistral4, names=_fused_names),
+  Family(name="mistral4", config=_mistral4, names=fused_names),
   Family(
     name="glm4_moe_lite",
     config=_glm4_moe_lite,
     names=latent_names,
     unread=unread,
+    predict=NEXTN,
   ),
   Family(name="youtu", config=_youtu, names=latent_names, unread=unread),
   Family(

@@ -7,7 +7,7 @@ the first layers are fixed by a token's id.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ringjax.models.families.family import Family, llama_names, model, rms
@@ -33,27 +33,13 @@ _HASHED, _ROUTED = "hash_moe", "moe"
 _BY_RATE = {0: _NEAR, 4: _SPARSE, 128: _HEAVY}
 
 
-def _of_layers(
-  r: ConfigReader, key: str, allowed: Sequence[str], default: Sequence[str]
-) -> list[str]:
-  """A name for each layer, of those that are allowed."""
-  count = r.layers()
-  kinds = r.value(key, default=None)
-  kinds = list(default) if kinds is None else kinds
-  valid = isinstance(kinds, list) and all(kind in allowed for kind in kinds)
-  if not valid or len(kinds) < count:
-    want = f"{count} names, each {', '.join(allowed)}"
-    raise r.error(key, kinds, want)
-  return kinds[:count]
-
-
 def _kinds(r: ConfigReader) -> list[str]:
   """Kind of each layer's attention."""
   count = r.layers()
   rates = r.value("compress_ratios", default=None)
   if rates is None:
     default = [_SPARSE if i > 1 and i % 2 else _HEAVY for i in range(count)]
-    return _of_layers(r, "layer_types", _KINDS, default)
+    return r.kinds("layer_types", _KINDS, default, longer=True)
   valid = isinstance(rates, list) and all(
     type(rate) is int and rate in _BY_RATE for rate in rates
   )
@@ -61,7 +47,7 @@ def _kinds(r: ConfigReader) -> list[str]:
     want = f"{count} numbers, each one of {sorted(_BY_RATE)}"
     raise r.error("compress_ratios", rates, want)
   default = [_BY_RATE[rate] for rate in rates]
-  return _of_layers(r, "layer_types", _KINDS, default)
+  return r.kinds("layer_types", _KINDS, default, longer=True)
 
 
 def _rate(r: ConfigReader, kind: str, old_key: str, default: int) -> int:
@@ -178,7 +164,7 @@ def _feedforwards(r: ConfigReader) -> list[Experts]:
   count = r.layers()
   hashed = r.whole("num_hash_layers", default=3, least=0)
   default = [_HASHED if i < hashed else _ROUTED for i in range(count)]
-  kinds = _of_layers(r, "mlp_layer_types", (_HASHED, _ROUTED), default)
+  kinds = r.kinds("mlp_layer_types", (_HASHED, _ROUTED), default, longer=True)
   number = r.whole("n_routed_experts", "num_local_experts", default=256)
   hidden = r.whole("moe_intermediate_size", "intermediate_size", default=2048)
   r.must_be("n_shared_experts", 1, default=1)
@@ -205,6 +191,7 @@ def _feedforwards(r: ConfigReader) -> list[Experts]:
       correction=not by_id,
       clamped=ClampedProduct(act=act, limit=limit),
       shared=hidden,
+      shared_clamped=True,
     )
 
   return [experts(kind == _HASHED) for kind in kinds]
@@ -214,6 +201,8 @@ def _config(r: ConfigReader) -> TransformerConfig:
   norm = rms(r)
   r.must_be("attention_bias", False, default=False)
   r.must_be("mlp_bias", False, default=False)
+  # The tensors of published files show which of them have four bits.
+  r.ignore("expert_dtype")
   count = r.whole("hc_mult", default=4, most=64)
   if ((2 + count) * count) * count * r.whole("hidden_size") > 2**40:
     raise r.error("hc_mult", count, "maps of 2^40 numbers in all")

@@ -31,6 +31,7 @@ from ringjax.models.families.family import (
   model,
   rms,
 )
+from ringjax.models.families.predict_layers import ERNIE
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import Fusion, TensorNames
 from ringjax.models.transformer import TransformerConfig
@@ -381,6 +382,9 @@ FAMILIES = (
       rows=lambda path: path == "feedforward.correction",
       experts=QWEN_EXPERTS,
     ),
+    # A layer that predicts the token after the next one.
+    unread=lambda config: ("model.mtp_",),
+    predict=ERNIE,
   ),
   Family(
     name="hunyuan_v1_moe",

@@ -103,15 +103,8 @@ def _attentions(
 def _feedforwards(
   r: ConfigReader, centred: Norm, post_norm: Norm, logit_scale: float
 ) -> list[Experts | Gated]:
-  count = r.layers()
-  kinds = r.value("mlp_layer_types", default=["sparse"] * count)
-  if (
-    not isinstance(kinds, list)
-    or len(kinds) != count
-    or not all(kind in ("dense", "sparse") for kind in kinds)
-  ):
-    want = f"{count} names, each dense or sparse"
-    raise r.error("mlp_layer_types", kinds, want)
+  default = ["sparse"] * r.layers()
+  kinds = r.kinds("mlp_layer_types", ("dense", "sparse"), default)
   number = r.whole("num_local_experts", least=2, default=256)
   sparse = Experts(
     experts=number,

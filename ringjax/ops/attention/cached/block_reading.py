@@ -5,14 +5,19 @@ travel: its own block and, of the earlier ones, those with the best products
 with their mean keys, the lowest position first among equal ones. Blocks are of
 positions, so the choice does not depend on views, shards or chunks of queries,
 but for blocks whose scores differ by less than the rounding of their sums.
-Cost: all keys are read twice, for their means and masked for the products.
-Memory: means of all blocks, and which keys some queries read.
+Cost: the means that a cache keeps are read, or else all keys for their means,
+and no value. Then a few queries read the keys and values of their blocks alone;
+where these would be more than half of the slots, all keys and values are read
+and those of other blocks masked. On shards the scores of all blocks are sent.
+Memory: means of all blocks; the gathered keys of one piece, or which keys some
+queries read.
 
 Ref: Lu et al. 2025, MoBA, arXiv 2502.13189.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -21,11 +26,20 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from ringjax import tree
 from ringjax.ops.attention.blockwise import product
+from ringjax.ops.attention.cached.cached_choice import PositionChoice
+from ringjax.ops.attention.cached.chosen_slots import (
+  read_chosen_blocks,
+  reads_fewer,
+)
 from ringjax.ops.attention.cached.selection import by_chunks
+from ringjax.ops.attention.cached.summaries.summary_view import (
+  ShardSummaries,
+  SummaryView,
+)
 from ringjax.ops.attention.cached.views import (
   KVView,
   decode_attention,
@@ -35,6 +49,9 @@ from ringjax.ops.attention.cached.views import (
   tiled,
 )
 from ringjax.ops.attention.scores import Context, ScoreArgs
+from ringjax.ops.attention.sparse.block_selection import BlockSelection
+from ringjax.ops.attention.sparse.given import GivenBlocks
+from ringjax.ops.attention.sparse.sparse_api import sparse_attention
 from ringjax.ops.attention.sparse.top_blocks import TopBlocks, causal_candidates
 from ringjax.ops.attention.sparse.top_tokens import ranked
 from ringjax.ops.mask import Coords, Extent
@@ -52,8 +69,8 @@ _LAST = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockReading:
-  """Choice of blocks by the queries of a call; a pytree without arrays.
+class BlockChoice(PositionChoice):
+  """Base class of choices of blocks by the queries of a call.
 
   Attributes:
     count: Most blocks that a query reads, its own among them.
@@ -63,10 +80,47 @@ class BlockReading:
   count: int
   block: int
 
-  @property
-  def views(self) -> tuple[KVView, ...]:
-    """Views of keys besides those of the layer: none."""
-    return ()
+  def chooses(self, tokens: int) -> bool:
+    """Whether a query may read fewer than `tokens` keys."""
+    return self.count * self.block < tokens
+
+  @abc.abstractmethod
+  def block_selection(self) -> BlockSelection:
+    """The selection that chooses these blocks where keys travel."""
+
+  def over_shards(
+    self,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K J"],
+    segments: Int[Array, "B T"] | None,
+    **options: Any,
+  ) -> tuple[Float[Array, "B T N J"], Float[Array, "B T N"], GivenBlocks]:
+    return sparse_attention(
+      q,
+      k,
+      v,
+      self.block_selection(),
+      q_segment_ids=segments,
+      return_residual=True,
+      return_selection=True,
+      **options,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockReading(BlockChoice):
+  """Choice of blocks by their mean keys; a pytree.
+
+  Attributes:
+    summaries: Means of whole blocks; None where a cache keeps none, and in a
+      visit, which gets them by `visited`.
+  """
+
+  summaries: SummaryView | None = None
+
+  def visited(self) -> tuple[Any, ...]:
+    return () if self.summaries is None else (self.summaries,)
 
   def specs(self, batch: MeshAxes, tokens: MeshAxes) -> BlockReading:
     """Return the same tree of PartitionSpecs for these mesh axes."""
@@ -74,71 +128,90 @@ class BlockReading:
     return self
 
   def without_keys(self) -> BlockReading:
-    """Return the choice itself, which has no arrays."""
-    return self
+    """Return the sizes alone."""
+    return BlockReading(count=self.count, block=self.block)
 
-  def chooses(self, tokens: int) -> bool:
-    """Whether a query may read fewer than `tokens` keys."""
-    return self.count * self.block < tokens
-
-  def top_blocks(self) -> TopBlocks:
+  def block_selection(self) -> BlockSelection:
     """The selection that chooses these blocks where keys travel."""
     return TopBlocks(count=self.count, block=self.block)
 
   def partial(
     self, visit: CacheVisit, views: Sequence[KVView]
   ) -> Partial | None:
-    """Partial of this shard's keys; None where all keys are read.
-
-    Args:
-      visit: Queries of a call.
-      views: Views of the layer.
-    """
     axis = visit.axis
     shards = 1 if axis is None else collectives.axis_size(axis)
     slots = sum(view.shape[2] for view in views)
     if not self.chooses(slots * shards):
       return None
     blocks = -(-slots * shards // self.block)
-    # Means are of keys in the basis of the caller.
-    plain = [view.aligned(visit.q, keys=False).view for view in views]
-    means, extent = self._means(plain, blocks, visit)
+    extent = self._extent(views, blocks, visit)
+    if visit.index_views:
+      (summaries,) = visit.index_views
+      of_shard = summaries.of_shard(axis)
+    else:
+      of_shard = self._means(views, blocks, visit)
     b, heads, groups, t, _ = visit.q.shape
     rows = lambda x: jnp.broadcast_to(x, (b, t))
     operands = jnp.moveaxis(visit.q, 3, 1), Coords(*map(rows, visit.at))
 
     def read_chunk(chunk: PyTree) -> Partial:
       q, q_at = chunk
-      chosen = self._chosen(q, Coords(*q_at), means, extent, visit)
+      best = self._chosen(q, Coords(*q_at), of_shard, extent, visit)
       q = jnp.moveaxis(q, 1, 3)
-      partials = [
-        _read(view, q, Coords(*q_at), chosen, self.block, visit)
-        for view in views
-      ]
-      partial = functools.reduce(merge, partials)
+      partial = read_blocks(
+        views, q, Coords(*q_at), best, self.block, blocks, visit
+      )
       return jax.tree.map(lambda x: jnp.moveaxis(x, 3, 1), partial)
 
     parts = -(-b * heads * groups * t * slots // _PAIRS)
     partial = by_chunks(read_chunk, operands, parts)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 3), partial)
 
-  def _means(
+  def _extent(
     self, views: Sequence[KVView], blocks: int, visit: CacheVisit
-  ) -> tuple[Float[Array, "B C K H"], Extent]:
-    """Mean keys of all blocks of all shards, and the blocks' coordinates."""
-    b, heads, _, _, dims = visit.q.shape
-    dtype = wide_dtype(visit.q.dtype)
+  ) -> Extent:
+    """Coordinates of the blocks of all shards."""
+    b = visit.q.shape[0]
     like = visit.q, tuple(views)
-    sums = collectives.zeros((b, blocks, heads, dims), dtype, like)
-    sizes = collectives.zeros((b, blocks), dtype, like)
     first = collectives.full((b, blocks), -_LAST, jnp.int32, like)
     last = collectives.full((b, blocks), -1, jnp.int32, like)
     for view in views:
+      number, at = self._numbers(view, b, blocks)
+      first = jax.vmap(_largest)(first, number, -at.pos)
+      last = jax.vmap(_largest)(last, number, at.pos)
+    if visit.axis is not None:
+      first, last = (collectives.largest(x, visit.axis) for x in (first, last))
+    has_keys = last >= 0
+    segment = has_keys.astype(jnp.int32)
+    coords = -first, last, segment, segment, has_keys, has_keys
+    return Extent(*(x[:, None] for x in coords))
+
+  def _numbers(
+    self, view: KVView, batch: int, blocks: int, tile: int = 1
+  ) -> tuple[Int[Array, "B S"], Coords]:
+    """Block of each slot, `blocks` for an empty one, and its coordinates.
+
+    Slots are those of whole tiles of `tile` slots.
+    """
+    at = tiled(view.at, tile)
+    at = Coords(*(jnp.broadcast_to(x, (batch, x.shape[1])) for x in at))
+    return jnp.where(at.seg != 0, at.pos // self.block, blocks), at
+
+  def _means(
+    self, views: Sequence[KVView], blocks: int, visit: CacheVisit
+  ) -> ShardSummaries:
+    """Mean keys of all blocks of all shards, of which all keys are read."""
+    # Means are of keys in the basis of the caller.
+    plain: Any = [view.aligned(visit.q, keys=False).view for view in views]
+    plain = [view.keys_alone() for view in plain]
+    b, heads, _, _, dims = visit.q.shape
+    dtype = wide_dtype(visit.q.dtype)
+    like = visit.q, tuple(plain)
+    sums = collectives.zeros((b, blocks, heads, dims), dtype, like)
+    sizes = collectives.zeros((b, blocks), dtype, like)
+    for view in plain:
       size = tile_slots(view, visit.platform)
-      at = tiled(view.at, size)
-      at = Coords(*(jnp.broadcast_to(x, (b, x.shape[1])) for x in at))
-      # Empty slots are of no block.
-      number = jnp.where(at.seg != 0, at.pos // self.block, blocks)
+      number, _ = self._numbers(view, b, blocks, size)
 
       def add(
         start: Index,
@@ -154,32 +227,31 @@ class BlockReading:
         put = lambda sums, index, k: sums.at[index].add(k, mode="drop")
         return jax.vmap(put)(sums, tile_blocks, k)
 
-      tiles = jnp.arange(at.pos.shape[1] // size, dtype=jnp.int32)
+      tiles = jnp.arange(number.shape[1] // size, dtype=jnp.int32)
       count = jnp.asarray(tiles.size, jnp.int32)
       sums = fold_tiles(view, size, tiles, count, add, sums)
       sizes = jax.vmap(_counted)(sizes, number)
-      first = jax.vmap(_largest)(first, number, -at.pos)
-      last = jax.vmap(_largest)(last, number, at.pos)
     if visit.axis is not None:
       sums, sizes = collectives.total((sums, sizes), visit.axis)
-      first, last = (collectives.largest(x, visit.axis) for x in (first, last))
     means = sums / jnp.maximum(sizes, 1)[..., None, None]
-    has_keys = last >= 0
-    segment = has_keys.astype(jnp.int32)
-    coords = -first, last, segment, segment, has_keys, has_keys
-    return means, Extent(*(x[:, None] for x in coords))
+    every = jnp.arange(blocks, dtype=jnp.int32)
+    return ShardSummaries(means, means[..., :0], every, every >= 0)
 
   def _chosen(
     self,
     q: Float[Array, "B t K G H"],
     q_at: Coords,
-    means: Float[Array, "B C K H"],
+    means: ShardSummaries,
     extent: Extent,
     visit: CacheVisit,
-  ) -> Bool[Array, "B K G t C"]:
-    """Mark the blocks that each query reads."""
-    blocks = means.shape[1]
-    scores = product("btkgh,bckh->bkgtc", q.astype(means.dtype), means)
+  ) -> Int[Array, "B K G t n"]:
+    """Blocks that each query reads, -1 for none."""
+    blocks = extent.some.shape[-1]
+    keys = means.keys
+    scores = product("btkgh,bckh->bkgtc", q.astype(keys.dtype), keys)
+    # Means of all keys are on all shards.
+    axis = visit.axis if visit.index_views else None
+    scores = means.everywhere(scores, 0, blocks, axis)
     candidates = causal_candidates(visit.mask, q_at, extent, self.block)
     number = jnp.arange(blocks, dtype=jnp.int32)
     own_block = q_at.pos[..., None] // self.block == number[None, None]
@@ -187,11 +259,10 @@ class BlockReading:
     scores = ranked(scores, candidates[:, None, None])
     scores = jnp.where(own_block[:, None, None], jnp.inf, scores)
     scores, best = lax.top_k(scores, min(self.count, blocks))
-    best = jnp.where(scores > -jnp.inf, best, -1)
-    return jnp.any(best[..., None] == number.reshape(1, 1, 1, 1, 1, -1), -2)
+    return jnp.where(scores > -jnp.inf, best, -1)
 
 
-tree.register(BlockReading, (), ("count", "block"))
+tree.register(BlockReading, ("summaries",), ("count", "block"))
 
 
 def _counted(sizes: jax.Array, number: jax.Array) -> jax.Array:
@@ -204,19 +275,53 @@ def _largest(values: jax.Array, number: jax.Array, new: jax.Array) -> jax.Array:
   return values.at[number].max(new, mode="drop")
 
 
-def _read(
+def read_blocks(
+  views: Sequence[KVView],
+  q: Float[Array, "B K G t H"],
+  q_at: Coords,
+  best: Int[Array, "B K #G t n"],
+  block: int,
+  blocks: int,
+  visit: CacheVisit,
+) -> Partial:
+  """Partial of the keys of views in the blocks that each query reads.
+
+  They are gathered where that reads fewer keys, else the others are masked.
+
+  Args:
+    views: Views of a layer's keys.
+    q: Queries.
+    q_at: Coordinates of the queries, [B, t].
+    best: Distinct blocks of each query head, or of those of a kv head; -1 for
+      none.
+    block: Number of positions of a block.
+    blocks: Number of blocks of all keys of the layer, of other views and
+      shards, too.
+    visit: Call to which the queries belong.
+  """
+  read = _read_masked
+  if reads_fewer(views, q.shape[3], best.shape[-1] * block):
+    read = read_chosen_blocks
+  partials = [read(view, q, q_at, best, block, blocks, visit) for view in views]
+  return functools.reduce(merge, partials)
+
+
+def _read_masked(
   view: KVView,
   q: Float[Array, "B K G t H"],
   q_at: Coords,
-  chosen: Bool[Array, "B K G t C"],
+  best: Int[Array, "B K #G t n"],
   block: int,
+  blocks: int,
   visit: CacheVisit,
 ) -> Partial:
-  """Partial of the keys of a view that are in chosen blocks."""
+  """Partial of all keys of a view, with those of other blocks masked."""
+  number = jnp.arange(blocks, dtype=jnp.int32)
+  chosen = jnp.any(best[..., None] == number.reshape(1, 1, 1, 1, 1, -1), -2)
   number: Int[Array, "B S"] = jnp.broadcast_to(
     view.at.pos // block, (q.shape[0], view.shape[2])
   )
-  number = jnp.clip(number, 0, chosen.shape[-1] - 1)
+  number = jnp.clip(number, 0, blocks - 1)
   allow = jnp.take_along_axis(chosen, number[:, None, None, None], -1)
   allow = in_tiles(allow, tile_slots(view, visit.platform))
   context = Context(q_at, view.at, view.mask or visit.mask, allow)

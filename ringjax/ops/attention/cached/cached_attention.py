@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, PyTree
 from ringjax.errors import OptionError
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Local, cut_coords
-from ringjax.ops.attention.cached.block_reading import BlockReading
+from ringjax.ops.attention.cached.cached_choice import CachedChoice
 from ringjax.ops.attention.cached.paged import (
   heads_as_examples,
   read_by_query,
@@ -36,10 +36,7 @@ from ringjax.ops.attention.cached.paged import (
   with_places,
 )
 from ringjax.ops.attention.cached.per_head import PerHeadView
-from ringjax.ops.attention.cached.selection import (
-  KeySelection,
-  by_chunks,
-)
+from ringjax.ops.attention.cached.selection import by_chunks
 from ringjax.ops.attention.cached.views import (
   ApartView,
   KVView,
@@ -107,17 +104,16 @@ class ShardedDecode:
     terms: Terms,
     q_at: Coords,
     mask: Mask,
-    selection: KeySelection | BlockReading | None = None,
+    selection: CachedChoice | None = None,
   ) -> Any:
     """Attend: [B, K, G, T, J] in q's dtype from queries [B, K, G, T, H].
 
-    With a `selection` they read the keys that it chooses, the same for all
-    heads.
+    With a `selection` they read the keys that it chooses.
     """
     views = tuple(views)
     number_of_views = len(views)
     if selection is not None:
-      views = (*views, *selection.views)
+      views = (*views, *selection.visited())
       selection = selection.without_keys()
     manual = set() if self.mesh is None else {*self.mesh.axis_names}
     # An array that occurs twice stays one array inside: kernels read it once.
@@ -160,9 +156,12 @@ class ShardedDecode:
     varying_axes = frozenset(
       {*collectives.names(self.axis), *batch, *heads, *query_axes}
     )
-    # An index has one head, which is not sharded.
+    # An index has one head, which is not sharded; nor are weights.
     sharded_heads = [head_specs[0]] * number_of_views
-    sharded_heads += [()] * (len(views) - number_of_views)
+    sharded_heads += [
+      head_specs[0] if getattr(view, "of_kv_heads", False) else ()
+      for view in views[number_of_views:]
+    ]
     specs = jax.tree.leaves(
       tuple(
         view.specs(batch, view_heads, self.axis)
@@ -177,7 +176,7 @@ class ShardedDecode:
       q_at: Coords,
       terms: Terms,
       mask: Mask,
-      selection: KeySelection | BlockReading | None,
+      selection: CachedChoice | None,
     ) -> Any:
       sinks = Terms(sinks=terms.sinks)
       q, arrays, q_at, slopes, mask, selection = collectives.vary(
@@ -186,15 +185,14 @@ class ShardedDecode:
       if self.sharded or self.masters:
         assert self.axis is not None
         q = collectives.gather(q, self.axis, q_axis)
-        q_at, selection = collectives.gather(
-          (q_at, selection), self.axis, coords_axis
-        )
+        gather = lambda x: collectives.gather(x, self.axis, coords_axis)
+        q_at, selection = gather(q_at), _of_queries(gather, selection)
       spare = 0
       if self.masters:
         spare = q.shape[0] - rows
-        q, q_at, selection = jax.tree.map(
-          lambda x: x[:rows], (q, q_at, selection)
-        )
+        cut = lambda x: x[:rows]
+        q, q_at = jax.tree.map(cut, (q, q_at))
+        selection = _of_queries(cut, selection)
       local_views = rebuild(arrays)
       local_visit = visit(
         q=q,
@@ -268,7 +266,7 @@ class CacheVisit:
       the result; None: it keeps all.
     spare: Number of empty rows to add after the cache's rows.
     selection: Choice of the keys that are read; None: all.
-    index_views: Views of the selection's index, see `SelectiveVisit`.
+    index_views: `CachedChoice.visited` of the selection.
     platform: Platform of the device.
   """
 
@@ -284,8 +282,8 @@ class CacheVisit:
   head_axes: tuple[str, ...] = ()
   scatter: int | None = None
   spare: int = 0
-  selection: KeySelection | BlockReading | None = None
-  index_views: tuple[KVView, ...] = ()
+  selection: CachedChoice | None = None
+  index_views: tuple[Any, ...] = ()
   platform: str = "cpu"
 
   def over(self, views: Sequence[KVView]) -> Partial:
@@ -296,7 +294,7 @@ class CacheVisit:
       raise OptionError(
         "cache",
         "contexts that are weighed by all of their keys",
-        "a model whose layers read all keys, not those of an index",
+        "a model whose layers read all keys, not those that they choose",
         "read the contexts as one prompt",
       )
     partial = self.combined(self.on_shard(ordinary))
@@ -353,7 +351,7 @@ class CacheVisit:
     context = Context(queries, view.at, view.mask or self.mask)
     if by_head:
       view_q, context, terms = heads_as_examples(view_q, context, terms)
-    if q.shape[3] <= self.few or in_order(view):
+    if self.few and (q.shape[3] <= self.few or in_order(view)):
       args = ScoreArgs(self.scores, terms, context)
       partial = self.decoder.decode(view_q, view, args)
     else:
@@ -430,3 +428,18 @@ def _by_segments(
   )
   count = jnp.sum(nonempty, dtype=jnp.int32)
   return fold_tiles(view, size, order, count, read, start)
+
+
+def _of_queries(
+  f: Callable[[Array], Array], selection: CachedChoice | None
+) -> Any:
+  """Apply a function to arrays that a choice has by query, not to others."""
+  if selection is None:
+    return None
+  arrays, structure = jax.tree.flatten(selection)
+  specs = jax.tree.leaves(
+    selection.specs(None, "tokens"), is_leaf=lambda x: isinstance(x, P)
+  )
+  return structure.unflatten(
+    f(x) if any(spec) else x for x, spec in zip(arrays, specs, strict=True)
+  )

@@ -303,12 +303,12 @@ def decode_pool(
     all_queries = jnp.swapaxes(flat, 0, 1).reshape(
       heads, batch * row_queries, -1
     )
-    s = _two_row_product("kth,knh->knt", k[0], all_queries)
+    s = two_row_product("kth,knh->knt", k[0], all_queries)
     s = jnp.swapaxes(s.reshape(heads, batch, groups, queries, block), 0, 1)
 
     def weigh(p: jax.Array, v: jax.Array) -> jax.Array:
       p = jnp.swapaxes(p, 0, 1).reshape(heads, batch * row_queries, block)
-      acc = _weighted_sum("ktn,ktj->knj", p, v[0], product_dtype)
+      acc = weighted_sum("ktn,ktj->knj", p, v[0], product_dtype)
       acc = acc.reshape(heads, batch, groups, queries, -1)
       return jnp.swapaxes(acc, 0, 1)
 
@@ -324,12 +324,12 @@ def decode_pool(
   def fold_unshared(n: Index, carry: Partial) -> Partial:
     tile = lists.masked[0, n]
     k, v, tile_args = tile_of(keys, tile)
-    s = _two_row_product("bkth,bknh->bknt", k, flat)
+    s = two_row_product("bkth,bknh->bknt", k, flat)
     s = s.reshape(batch, heads, groups, queries, block)
 
     def weigh(p: jax.Array, v: jax.Array) -> jax.Array:
       p = p.reshape(batch, heads, row_queries, block)
-      acc = _weighted_sum("bktn,bktj->bknj", p, v, product_dtype)
+      acc = weighted_sum("bktn,bktj->bknj", p, v, product_dtype)
       return acc.reshape(batch, heads, groups, queries, -1)
 
     unfinished = (tile >= plan.shared_counts[0])[:, None, None, None, None]
@@ -344,7 +344,7 @@ def pages_of(view: KVView) -> PooledView:
   return view if isinstance(view, PooledView) else wrapper.stored
 
 
-def _two_row_product(
+def two_row_product(
   equation: str, k: Float[Array, "*b t H"], q: Float[Array, "*b n H"]
 ) -> Float[Array, "*b n t"]:
   """Multiply at least two queries: a single one is summed in another order."""
@@ -353,7 +353,7 @@ def _two_row_product(
   return product(equation, k, jnp.concatenate([q, q], -2))[..., :1, :]
 
 
-def _weighted_sum(
+def weighted_sum(
   equation: str,
   p: Float[Array, "*b n t"],
   v: Float[Array, "*b t J"],

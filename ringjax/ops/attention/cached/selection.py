@@ -10,9 +10,10 @@ more. The choice does not depend on layouts, shards, views or chunks of queries.
 No gradient flows through the choice.
 Cost: the index reads its part of every key. The chosen keys alone are then
 gathered out of a cache of plain numbers with twice as many slots on a shard
-as a query reads, or more. Queries of other caches read all keys again, masking
-those that were not chosen. Each shard sends the other shards its `count` best
-scores and their positions, 8 bytes each per query.
+as a query reads, or more; keys beside those of an index, if a few queries read
+at most half of the slots (`chosen_slots`). Other queries read all keys again,
+masking those that were not chosen. Each shard sends the other shards its
+`count` best scores and their positions, 8 bytes each per query.
 Memory: float32 scores of some queries and all keys of a shard.
 
 Ref: DeepSeek-AI 2025, DeepSeek-V3.2-Exp (lightning indexer, DSA).
@@ -23,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax import tree
 from ringjax.ops.attention.blockwise import product, tile_kinds, tile_lists
+from ringjax.ops.attention.cached.cached_choice import CachedChoice
+from ringjax.ops.attention.cached.chosen_slots import read_slots, reads_fewer
 from ringjax.ops.attention.cached.paged import selecting
 from ringjax.ops.attention.cached.views import (
   ContiguousView,
@@ -66,7 +69,7 @@ _ROWS = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KeySelection:
+class KeySelection(CachedChoice):
   """Index queries by which the queries of a call choose their keys; a pytree.
 
   Attributes:
@@ -86,6 +89,9 @@ class KeySelection:
   keys: Float[Array, "B S E"] | None = None
   views: tuple[KVView, ...] = ()
 
+  def visited(self) -> tuple[Any, ...]:
+    return self.views
+
   def specs(self, batch: MeshAxes, tokens: MeshAxes) -> KeySelection:
     """Return the same tree of PartitionSpecs for these mesh axes."""
     tokens_spec = P(batch, tokens)
@@ -102,12 +108,6 @@ class KeySelection:
   def partial(
     self, visit: CacheVisit, views: Sequence[KVView]
   ) -> Partial | None:
-    """Partial of this shard's keys; None where all keys are read.
-
-    Args:
-      visit: Queries of a call.
-      views: Views of the layer.
-    """
     # Keys stay in the basis in which the index's keys are.
     in_basis = lambda view: view.aligned(visit.q, keys=False).view
     index_views = tuple(map(in_basis, visit.index_views))
@@ -234,7 +234,12 @@ def by_chunks(
 def _gatherable_view(
   views: Sequence[KVView], count: int
 ) -> ContiguousView | None:
-  """The only view, if the chosen keys can be gathered out of it; else None."""
+  """The only view, if the chosen keys can be gathered out of it; else None.
+
+  Args:
+    views: Views of a layer.
+    count: Most keys that a query reads.
+  """
   view = views[0]
   unsupported = len(views) > 1 or not isinstance(view, ContiguousView)
   return None if unsupported or 2 * count > view.shape[2] else view
@@ -330,6 +335,8 @@ class SelectiveVisit:
     plain_view = None
     if not self.index_views:
       plain_view = _gatherable_view(views, count)
+    elif reads_fewer(views, q.shape[3], count):
+      return self._of_slots(views, q, keys, last)
     if plain_view is not None:
       context = Context(coords[0], scored[0][1], plain_view.mask or self.mask)
       return self._of_chosen(plain_view, q, keys, last, context)
@@ -380,6 +387,32 @@ class SelectiveVisit:
     args = ScoreArgs(self.scores, self.terms, context)
     partial = fold_chosen(queries, columns, take, args, empty)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 3), partial)
+
+  def _of_slots(
+    self,
+    views: Sequence[KVView],
+    q: Float[Array, "B K G t H"],
+    keys: _Ranked,
+    last: _Last,
+  ) -> Partial:
+    """Partial of the keys that each query reads, of views beside an index."""
+    read = last.reads(keys.score, keys.pos)
+    partials, first = [], 0
+    for view in views:
+      slots, block = view.shape[2], tile_slots(view, self.platform)
+      width = -(-slots // block) * block
+      # Scores are of whole tiles, of which the last one ends with the slots.
+      column = keys.column - first
+      tile = jnp.minimum(column // block * block, slots - block)
+      inside = read & (column >= 0) & (column < width)
+      slot = jnp.where(inside, tile + column % block, slots)
+      slot = jnp.sort(slot, -1)[:, None]
+      context = Context(self._coords(view), view.at, self.mask)
+      args = ScoreArgs(self.scores, self.terms, context)
+      count = self.selection.count
+      partials.append(read_slots(view, q, slot, count, args, self.axis))
+      first += width
+    return functools.reduce(merge, partials)
 
   def _scored(
     self,

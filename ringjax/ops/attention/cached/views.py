@@ -622,7 +622,8 @@ def fold_tiles(
   start = lambda n: jnp.minimum(first(n), keys.shape[2] - size)
 
   def read(n: Index, carry: PyTree) -> PyTree:
-    return step(first(n), *_in_loop(keys, n).tile(start(n), size), carry)
+    view = _in_loop(keys, n) if keys.shape[2] <= size else keys
+    return step(first(n), *view.tile(start(n), size), carry)
 
   if not isinstance(keys, StreamedView):
     return loop(count, read, carry)

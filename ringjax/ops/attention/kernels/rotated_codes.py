@@ -104,9 +104,7 @@ class RotatedRows(NamedTuple):
 
     The fields of `Frequencies`, stacked, as int32.
     """
-    assert rotation.rope is not None
-    frequencies = rotation.rope.frequencies(rotation.length)
-    frequencies = frequencies.rearranged(
+    frequencies = rotation.frequencies.rearranged(
       lambda x: jnp.pad(x, (0, 1))[self.pairs]
     )
     words = jnp.stack([frequencies.units, as_words(frequencies.fractions)])
@@ -121,7 +119,7 @@ class RotatedRows(NamedTuple):
       return zeros
     rope = rotation.rope
     rotated_dims = slice(rotation.first, rotation.first + rope.turned)
-    pairs = rope.frequencies(rotation.length)
+    pairs = rotation.frequencies
     scatter = lambda into, x: into.at[rotated_dims].set(x[rope.pairs])
     return Frequencies(*map(scatter, zeros, pairs))
 

@@ -29,6 +29,7 @@ from ringjax.ops.attention.blockwise import Local
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.sparse.gathered import GatherChosen
 from ringjax.ops.mask import Coords, Mask
+from ringjax.parallel import collectives
 
 # Leading dimensions of arrays, by field; "?" follows one that may be 1.
 Dimensions = dict[str, tuple[str, ...]]
@@ -186,6 +187,34 @@ class BlockSelection(KeyChoice):
     out = jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
     lse = jnp.transpose(lse, (0, 3, 1, 2)).reshape(b, t, n)
     return out, lse, chosen
+
+
+def keys_by_position(
+  tokens: ShardTokens, keys: Float[Array, "B S E"], length: int
+) -> tuple[Float[Array, "B A E"], Int[Array, "B A"]]:
+  """Gather an index's keys, and their documents, of the whole sequence.
+
+  Args:
+    tokens: Tokens of a shard.
+    keys: Index keys of the shard's tokens.
+    length: Number of positions, A; those without a token are zeros.
+  """
+  b, size, _ = keys.shape
+  seg = jnp.broadcast_to(tokens.k_at.seg, (b, size))
+  shard = keys, seg, tokens.number
+  if tokens.axis is not None:
+    axes = collectives.varying_axes(shard) | {*collectives.names(tokens.axis)}
+    keys, seg, number = collectives.vary(shard, axes)
+    keys, seg = collectives.gather((keys, seg), tokens.axis, 1)
+    number = collectives.gather(number, tokens.axis, 0)
+  else:
+    keys, seg, number = shard
+  put = lambda x: (
+    collectives.zeros((b, length, *x.shape[2:]), x.dtype, (x, number))
+    .at[:, number]
+    .set(x, mode="drop")
+  )
+  return put(keys), put(seg)
 
 
 def check_shape(

@@ -122,7 +122,6 @@ class NativeBlocks(BlockSelection):
     blocks = -(-tokens.length // self.block)
     last = jnp.arange(compressed, dtype=jnp.int32) * self.stride
     k_at = Coords(last[None, None] + self.length - 1, seg[:, None])
-    number = jnp.arange(blocks, dtype=jnp.int32)[None, None, None]
     dtype = wide_dtype(tokens.q.dtype)
 
     def fold(_: tuple, rows: tuple) -> tuple[tuple, jax.Array]:
@@ -137,19 +136,32 @@ class NativeBlocks(BlockSelection):
       p = jnp.exp(s - finite_max(jnp.max(s, -1, keepdims=True)))
       total = jnp.sum(p, -1, keepdims=True)
       p = jnp.sum(p / jnp.where(total == 0, 1, total), 3)
-      scores = self._of_blocks(p, blocks)
-      own_block = pos[..., None, None] // self.block
-      real = seg[..., None, None] != 0
-      fixed = (number < self.initial) | (number > own_block - self.local)
-      scores = ranked(scores, (number <= own_block) & real)
-      scores = jnp.where(fixed & (scores > -jnp.inf), jnp.inf, scores)
-      scores, chosen = lax.top_k(scores, self.count)
-      return (), jnp.where(scores > -jnp.inf, chosen, -1)
+      return (), self.best(p, Coords(pos, seg), blocks)
 
     chunk = max(1, _SCORES // (b * heads * compressed))
     axes = collectives.varying_axes(tokens.q, tokens.q_at, keys)
     rows = collectives.vary((tokens.q, *tokens.q_at), axes)
     return scan_queries(fold, (), rows, chunk)[1]
+
+  def best(
+    self, p: Float[Array, "B T K C"], q_at: Coords, blocks: int
+  ) -> Int[Array, "B T K n"]:
+    """Blocks that queries read, -1 for none.
+
+    Args:
+      p: Probabilities of the compressed keys, summed over the query heads of a
+        kv head.
+      q_at: Coordinates of the queries, [B or 1, T].
+      blocks: Number of blocks of the sequence.
+    """
+    number = jnp.arange(blocks, dtype=jnp.int32)[None, None, None]
+    own_block = q_at.pos[..., None, None] // self.block
+    real = q_at.seg[..., None, None] != 0
+    fixed = (number < self.initial) | (number > own_block - self.local)
+    scores = ranked(self._of_blocks(p, blocks), (number <= own_block) & real)
+    scores = jnp.where(fixed & (scores > -jnp.inf), jnp.inf, scores)
+    scores, chosen = lax.top_k(scores, self.count)
+    return jnp.where(scores > -jnp.inf, chosen, -1)
 
   def _of_blocks(
     self, p: Float[Array, "B T K C"], blocks: int

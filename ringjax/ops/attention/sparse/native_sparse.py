@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 
-from ringjax.checks import as_array, instance, positive_int
+from ringjax.checks import as_array, boolean, instance, positive_int
 from ringjax.errors import MeshError, OptionError, ShapeError
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.cost.select import Auto
@@ -108,6 +108,7 @@ def native_sparse_attention(
   head_axis: str | tuple[str, ...] | None = None,
   layout: Layout | None = None,
   window_strategy: str | Strategy | Auto = "auto",
+  return_residual: bool = False,
   return_selection: bool = False,
 ) -> Any:
   """Attend causally to compressed, chosen and near keys (NSA).
@@ -138,10 +139,13 @@ def native_sparse_attention(
     layout: Order of the tokens on the shards; default `Contiguous()`.
     window_strategy: Strategy that brings the keys of the window, as in
       `dot_product_attention`.
+    return_residual: Whether to return the log-sum-exp over the keys of the
+      chosen blocks, too, float32 [B, T, N].
     return_selection: Whether to return the chosen blocks, too, a `GivenBlocks`.
 
   Returns:
-    [B, T, N, J] in the query's dtype, or that and the choice.
+    [B, T, N, J] in the query's dtype; with what is asked for a tuple of it, the
+    log-sum-exp and the choice.
 
   Raises:
     RingjaxError: If arguments do not fit, before anything is compiled.
@@ -251,13 +255,14 @@ def native_sparse_attention(
     local=config.local,
     scale=scale,
   )
-  of_chosen, choice = sparse_attention(
+  of_chosen, lse, choice = sparse_attention(
     query,
     key,
     value,
     selection,
     is_causal=True,
     layout=layout,
+    return_residual=True,
     return_selection=True,
     **documents,
     **options,
@@ -277,7 +282,12 @@ def native_sparse_attention(
   out = (
     weight(0) * of_compressed + weight(1) * of_chosen + weight(2) * of_window
   )
-  return (out, choice) if return_selection else out
+  results: list[Any] = [out]
+  if boolean("return_residual", return_residual):
+    results.append(lse)
+  if boolean("return_selection", return_selection):
+    results.append(choice)
+  return results[0] if len(results) == 1 else tuple(results)
 
 
 def _segments(

@@ -30,7 +30,10 @@ from ringjax import tree
 from ringjax.checks import positive_int
 from ringjax.errors import OptionError
 from ringjax.ops.attention.blockwise import product
-from ringjax.ops.attention.sparse.block_selection import ShardTokens
+from ringjax.ops.attention.sparse.block_selection import (
+  ShardTokens,
+  keys_by_position,
+)
 from ringjax.ops.attention.sparse.gathered import scan_queries
 from ringjax.ops.attention.sparse.top_blocks import (
   causal_candidates,
@@ -90,7 +93,7 @@ class TopTokensOfBlocks(TopTokens):
   def choose(self, tokens: ShardTokens) -> Int[Array, "B T 1 n"]:
     b, _, heads, dims = self.q.shape
     num_blocks = -(-tokens.length // self.block)
-    keys, seg = self._in_order(tokens, num_blocks * self.block)
+    keys, seg = keys_by_position(tokens, self.keys, num_blocks * self.block)
     pooled, extent = self._pooled(keys, seg)
     offsets = jnp.arange(self.block, dtype=jnp.int32)[None, None, None]
     row = jnp.arange(b)[:, None, None]
@@ -133,27 +136,6 @@ class TopTokensOfBlocks(TopTokens):
     inputs = collectives.vary(inputs, axes)
     chunk = max(1, _NUMBERS // numbers)
     return scan_queries(fold, (), inputs, chunk)[1][:, :, None]
-
-  def _in_order(
-    self, tokens: ShardTokens, length: int
-  ) -> tuple[Float[Array, "B S E"], Int[Array, "B S"]]:
-    """Index keys and documents of the whole sequence, by position."""
-    b, size, _ = self.keys.shape
-    seg = jnp.broadcast_to(tokens.k_at.seg, (b, size))
-    shard = self.keys, seg, tokens.number
-    if tokens.axis is not None:
-      axes = collectives.varying_axes(shard) | {*collectives.names(tokens.axis)}
-      keys, seg, number = collectives.vary(shard, axes)
-      keys, seg = collectives.gather((keys, seg), tokens.axis, 1)
-      number = collectives.gather(number, tokens.axis, 0)
-    else:
-      keys, seg, number = shard
-    put = lambda x: (
-      collectives.zeros((b, length, *x.shape[2:]), x.dtype, (x, number))
-      .at[:, number]
-      .set(x, mode="drop")
-    )
-    return put(keys), put(seg)
 
   def _pooled(
     self, keys: Float[Array, "B S E"], seg: Int[Array, "B S"]

@@ -14,6 +14,7 @@ from typing import Any
 from ringjax.checks import integer, one_of, positive_int
 from ringjax.errors import OptionError, PeerError
 from ringjax.parallel.door import Door
+from ringjax.parallel.links.array_messages import ArrayMessage
 from ringjax.parallel.links.connection import Connection, checked_key, listening
 from ringjax.parallel.links.live_link import LiveLink
 from ringjax.serve.cluster.dispatch.instances import (
@@ -56,7 +57,7 @@ class Admission:
     beat_s: float,
     closed: Callable[[], bool],
     on_join: Callable[[], object],
-    on_message: Callable[[ClusterInstance, dict[str, Any]], object],
+    on_message: Callable[[ClusterInstance, ArrayMessage], object],
     on_lost: Callable[[ClusterInstance, str], object],
     on_command: Callable[[dict[str, Any]], Mapping[str, Any]],
   ):
@@ -178,9 +179,7 @@ class Admission:
       role=one_of("role", fields["role"], ROLES),
       link=LiveLink(
         wire,
-        on_message=lambda message: self._on_message(
-          instance, message.as_object
-        ),
+        on_message=lambda message: self._on_message(instance, message),
         on_end=lambda error: self._disconnected(instance, str(error)),
         beat_s=self._beat_s,
       ),
@@ -191,6 +190,7 @@ class Admission:
       roles=tuple(
         one_of("roles", role, ROLES) for role in fields.get("roles", ROLES)
       ),
+      reads_texts=bool(fields.get("texts", False)),
     )
     if instance.role not in instance.roles:
       raise OptionError(

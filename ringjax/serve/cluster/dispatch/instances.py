@@ -66,6 +66,7 @@ class ClusterInstance:
     sent: Number of tasks that were sent to it.
     since: Sent tasks that its last report does not count yet.
     roles: Roles that it can have.
+    reads_texts: Whether it scores and embeds texts.
   """
 
   name: str
@@ -84,6 +85,7 @@ class ClusterInstance:
     default_factory=collections.deque
   )
   roles: tuple[str, ...] = ROLES
+  reads_texts: bool = False
 
   def view(self) -> InstanceView:
     """Load as policies see it: the report plus the tasks sent since."""

@@ -4,8 +4,8 @@ Guarantees: all heads of a layer read the same keys, those with the best scores
 of its index; with as many keys as there are it is plain attention. A cache has
 the index's keys beside the layer's, one head of E numbers a token, rotated as
 the layer's keys are.
-Cost: `KeyIndex`, and the products with the chosen keys. From a cache all keys
-are read, and those that are not chosen are masked.
+Cost: `KeyIndex`, and the products with the chosen keys. A few queries read
+these alone from a cache, see `reads_fewer`; more of them read all keys, masked.
 Ref:  DeepSeek-AI 2025, DeepSeek-V3.2-Exp, whose attention has latents.
 """
 
@@ -22,7 +22,9 @@ from ringjax.kv.base import LayerCache
 from ringjax.kv.layer_spec import LayerCacheSpec
 from ringjax.kv.query_reading import KeyReading
 from ringjax.nn.attention_layers.attention import GroupedQuery
-from ringjax.nn.attention_layers.choosing_attention import ChoosingAttention
+from ringjax.nn.attention_layers.choosing.choosing_attention import (
+  ChoosingAttention,
+)
 from ringjax.nn.attention_layers.key_index import KeyIndex
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens

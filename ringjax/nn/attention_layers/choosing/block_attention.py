@@ -15,18 +15,21 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ringjax.errors import OptionError
 from ringjax.kv.base import LayerCache
 from ringjax.kv.layer_spec import LayerCacheSpec
-from ringjax.nn.attention_layers.attention import GroupedQuery
-from ringjax.nn.attention_layers.choosing_attention import ChoosingAttention
+from ringjax.nn.attention_layers.choosing.choosing_attention import (
+  SummaryAttention,
+  SummaryQuery,
+  refuse_tree,
+)
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.cached.block_reading import BlockReading
+from ringjax.ops.attention.cached.summaries.window_sums import WindowSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockAttention(ChoosingAttention):
+class BlockAttention(SummaryAttention):
   """Attention of one layer to blocks of keys that each query head chooses.
 
   Attributes:
@@ -51,37 +54,44 @@ class BlockAttention(ChoosingAttention):
     """
     return cls(**cls.fields_of(attention), block=block, count=count)
 
+  @property
+  def windows(self) -> WindowSizes:
+    return WindowSizes(self.block, self.block)
+
+  @property
+  def summarizes_values(self) -> bool:
+    return False
+
   def cache_shape(self, layers: int) -> LayerCacheSpec:
     shape = super().cache_shape(layers)
     assert shape.reading is not None
     key_limit = self.block * self.count
-    reading = dataclasses.replace(shape.reading, most=key_limit)
+    reading = dataclasses.replace(
+      shape.reading, most=key_limit, chooser="each head, by blocks' mean keys,"
+    )
     return dataclasses.replace(shape, reading=reading)
 
   def build(self, rngs: nnx.Rngs, embed: int) -> BlockQuery:
     return BlockQuery(rngs, self, embed)
 
 
-class BlockQuery(GroupedQuery):
+class BlockQuery(SummaryQuery):
   """The module of `BlockAttention`."""
 
   def __call__(
     self,
     x: Float[Array, "B T D"],
     tokens: Tokens,
-    cache: LayerCache,
+    cache: tuple[LayerCache, Any],
     attend: Attend,
-  ) -> tuple[Float[Array, "B T _"], LayerCache]:
-    """[B, T, D] and the layer's cache with this call's keys."""
+  ) -> tuple[Float[Array, "B T _"], tuple[LayerCache, Any]]:
+    """[B, T, D] and the layer's caches: of its keys and of their means."""
     spec: Any = self.spec
-    if tokens.tree is not None:
-      raise OptionError(
-        "parents",
-        "a tree of drafted tokens, for layers that choose blocks of positions",
-        "one path of tokens",
-        "draft one path, or none",
-      )
+    refuse_tree(tokens)
     q, k, v = attend.rows(self._maps, x)
-    reading = BlockReading(count=spec.count, block=spec.block)
-    out, cache = self._mixed(q, k, v, tokens, cache, attend, reading)
+    q, cache, means = self._appended_with_summaries(
+      q, k, v, tokens, cache, attend
+    )
+    reading = BlockReading(count=spec.count, block=spec.block, summaries=means)
+    out = self._seen(q, tokens, cache[0], attend, reading)
     return self._projected(x, out, attend), cache

@@ -1,0 +1,1 @@
+"""Chats and preferences as documents to train on."""

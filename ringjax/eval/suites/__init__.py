@@ -1,0 +1,30 @@
+"""Long-context benchmarks from the files that they publish, by their own rules.
+
+`suite_of("ruler:path=DIR")` reads one, `suite_answers` asks a model.
+"""
+
+from ringjax.eval.suites.asking import (
+  ReadingMode,
+  SuiteAnswer,
+  asks_chats,
+  effective_lengths,
+  score_table,
+  suite_answers,
+)
+from ringjax.eval.suites.question import EffectiveLength, LongQuestion, Suite
+from ringjax.eval.suites.suite_registry import SUITES, suite_of, templates_of
+
+__all__ = [
+  "SUITES",
+  "EffectiveLength",
+  "LongQuestion",
+  "ReadingMode",
+  "Suite",
+  "SuiteAnswer",
+  "asks_chats",
+  "effective_lengths",
+  "score_table",
+  "suite_answers",
+  "suite_of",
+  "templates_of",
+]

@@ -1,0 +1,1 @@
+"""Vectors that stand for windows of keys, as a part of a cache."""

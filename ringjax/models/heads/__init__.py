@@ -1,0 +1,1 @@
+"""Layers that are added to a model to predict further tokens."""

@@ -1,0 +1,1 @@
+"""Attention layers that choose their keys."""

@@ -1,0 +1,1 @@
+"""Parts of a call, which pass layers one after another."""

@@ -1,0 +1,1 @@
+"""Layers after those of a model that draft its tokens."""

@@ -1,0 +1,195 @@
+"""The blocks whose pooled key has the best score of an index (GLM-5.3).
+
+Guarantees: of the blocks of `block` tokens that end at or before a query t, it
+reads the `count` with the largest
+
+  I(t, block) = sum_i weights[t, i] relu(q[t, i] . pooled[block]),
+
+and among equal ones those at the lowest positions; and the tokens up to itself
+of its own block, if that has not ended. A pooled key is a sum of the keys of a
+block's tokens,
+
+  pooled = sum_j softmax_j(gate_j + bias_j) key_j,
+
+with a softmax over the tokens for each dim. A block is of one document; tokens
+of blocks that two documents share are read by queries of these blocks alone.
+All heads read the same tokens. A score that is not a number is the best. The
+choice is the same in all layouts and on all meshes.
+Cost: products of T S / `block` pairs per query head of the index; its keys and
+gates are gathered once, each shard's from all others.
+Memory: keys and gates of the whole sequence, and the scores of one chunk of
+queries.
+
+Ref: Zhipu AI 2026, GLM-5.3-Flash.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from ringjax import tree
+from ringjax.checks import as_array, positive_int
+from ringjax.errors import DtypeError, ShapeError
+from ringjax.ops.attention.blockwise import product
+from ringjax.ops.attention.sparse.block_selection import (
+  BlockSelection,
+  Dimensions,
+  ShardTokens,
+  check_shape,
+  keys_by_position,
+)
+from ringjax.ops.attention.sparse.gathered import scan_queries
+from ringjax.ops.attention.sparse.top_tokens import check_count, ranked
+from ringjax.ops.mask import Coords, Mask, visible
+from ringjax.ops.softmax import wide_dtype
+from ringjax.parallel import collectives
+
+# Most scores of single heads of an index that are in memory at once.
+_HEAD_SCORES = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopPooledBlocks(BlockSelection):
+  """The blocks whose pooled key has the best score of an index.
+
+  Attributes:
+    q: Queries of the index, [B, T, I, E].
+    weights: Weights of the index's heads, with all scales, [B, T, I].
+    keys: Keys of the index and, after them, gates, [B, S, 2 E].
+    bias: Bias of the gates by the place in a block, [block, E].
+    count: Most blocks that a query reads besides its own.
+  """
+
+  q: Float[Array, "B T I E"]
+  weights: Float[Array, "B T I"]
+  keys: Float[Array, "B S X"]
+  bias: Float[Array, "m E"]
+  count: int
+
+  dimensions: ClassVar[Dimensions] = {
+    "q": ("B", "T"),
+    "weights": ("B", "T"),
+    "keys": ("B", "S"),
+    "bias": (),
+  }
+
+  @property
+  def block_size(self) -> int:
+    return self.bias.shape[0]
+
+  def choice_heads(self, heads: int, kv_heads: int) -> int:
+    del heads, kv_heads
+    return 1
+
+  def check(self, q: tuple[int, ...], k: tuple[int, ...], mask: Mask) -> None:
+    del mask
+    index_q, weights, keys, bias = (
+      as_array(f"selection.{name}", getattr(self, name))
+      for name in ("q", "weights", "keys", "bias")
+    )
+    check_shape("selection.q", index_q, (*q[:2], None, None), "index queries")
+    heads, dims = index_q.shape[2:]
+    check_shape("selection.weights", weights, (*q[:2], heads), "head weights")
+    check_shape("selection.bias", bias, (None, dims), "a bias for each place")
+    if keys.ndim != 3 or keys.shape[0] != q[0] or keys.shape[2] != 2 * dims:
+      raise ShapeError(
+        "selection.keys",
+        f"shape {keys.shape}",
+        f"[{q[0]}, S, {2 * dims}], an index key and a gate for each key",
+        "concatenate both in the order of `key`",
+      )
+    if index_q.dtype != keys.dtype:
+      raise DtypeError(
+        "selection.keys",
+        keys.dtype,
+        f"{index_q.dtype}, as selection.q has",
+        "convert one of them to the other's dtype",
+      )
+    positive_int("selection.bias", bias.shape[0])
+    check_count(self.count, -(-k[1] // bias.shape[0]), "blocks")
+
+  def choose(self, tokens: ShardTokens) -> Int[Array, "B T 1 n"]:
+    b, _, heads, _ = self.q.shape
+    block = self.block_size
+    blocks = -(-tokens.length // block)
+    keys, seg = keys_by_position(tokens, self.keys, blocks * block)
+    pooled = _pooled(keys.reshape(b, blocks, block, -1), self.bias)
+    pooled = pooled.astype(self.q.dtype)
+    seg = seg.reshape(b, blocks, block)
+    # Of one document.
+    ends = (seg[..., 0] > 0) & jnp.all(seg == seg[..., :1], -1)
+    end_at = Coords(
+      jnp.arange(blocks, dtype=jnp.int32)[None, None] * block + (block - 1),
+      jnp.where(ends, seg[..., 0], 0)[:, None],
+    )
+
+    def fold(_: tuple, rows: tuple) -> tuple[tuple, jax.Array]:
+      q, weights, pos, row_seg = rows
+      q_at = Coords(pos[..., None], row_seg[..., None])
+      allowed = visible(tokens.mask, q_at, end_at)
+      scores = pooled_scores(q, weights, pooled)
+      chosen = best_pooled(scores, allowed, pos, self.count, block)
+      return (), chosen[:, :, None]
+
+    inputs = self.q, self.weights, *tokens.q_at
+    axes = collectives.varying_axes(inputs, pooled, end_at)
+    inputs = collectives.vary(inputs, axes)
+    chunk = max(1, _HEAD_SCORES // (b * heads * blocks))
+    return scan_queries(fold, (), inputs, chunk)[1]
+
+
+def _pooled(
+  keys: Float[Array, "B C m X"], bias: Float[Array, "m E"]
+) -> Float[Array, "B C E"]:
+  """Pooled key of each block of keys and gates: float32 or wider."""
+  dtype = wide_dtype(keys.dtype)
+  keys, gates = jnp.split(keys.astype(dtype), 2, -1)
+  weights = jax.nn.softmax(gates + bias.astype(dtype)[None, None], 2)
+  return jnp.sum(weights * keys, 2)
+
+
+def pooled_scores(
+  q: Float[Array, "B T I E"],
+  weights: Float[Array, "B T I"],
+  pooled: Float[Array, "B C E"],
+) -> Float[Array, "B T C"]:
+  """Scores I(t, block) of all pairs."""
+  dots = product("btie,bce->btic", q, pooled)
+  weights = weights.astype(dots.dtype)
+  return product("btic,bti->btc", jnp.maximum(dots, 0), weights)
+
+
+def best_pooled(
+  scores: Float[Array, "B T C"],
+  allowed: Bool[Array, "#B T C"],
+  pos: Int[Array, "#B T"],
+  count: int,
+  block: int,
+) -> Int[Array, "B T n"]:
+  """Distinct blocks that each query reads, -1 for none; its own is the last.
+
+  Args:
+    scores: Scores of the blocks.
+    allowed: Whether the query sees all tokens of the block.
+    pos: Positions of the queries.
+    count: Most blocks besides the query's own.
+    block: Number of positions of a block.
+  """
+  blocks = scores.shape[-1]
+  scores, chosen = lax.top_k(ranked(scores, allowed), min(count, blocks))
+  chosen = jnp.where(scores > -jnp.inf, chosen, -1)
+  local = jnp.minimum(pos // block, blocks - 1)[..., None]
+  allowed = jnp.broadcast_to(allowed, (*scores.shape[:2], blocks))
+  local = jnp.broadcast_to(local, (*scores.shape[:2], 1))
+  has_ended = jnp.take_along_axis(allowed, local, -1)
+  local = jnp.where(has_ended, -1, local)
+  return jnp.concatenate([chosen, local], -1)
+
+
+tree.register(TopPooledBlocks, ("q", "weights", "keys", "bias"), ("count",))

@@ -1,0 +1,1 @@
+"""Transformations of gradients that optax lacks, and of their moments."""

@@ -1,0 +1,1 @@
+"""Losses after pre-training: preferences and others, of labels' log-probs."""

@@ -1,0 +1,244 @@
+"""Muon, and moments of 8 bits."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ringjax as rj
+from ringjax.errors import OptionError
+from ringjax.nn.sharding_context import ContextParallel
+from ringjax.train import Optimizer, step
+from ringjax.train import batch as batches
+from ringjax.train.memory_needs import training_memory
+from ringjax.train.optimizers.coded_moments import decode, encode
+from ringjax.train.optimizers.muon import Matrix, matrices, scale_by_muon
+
+CONFIG = {
+  "model_type": "llama",
+  "vocab_size": 48,
+  "hidden_size": 32,
+  "intermediate_size": 96,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+}
+TOKENS = np.random.default_rng(0).integers(0, 48, (2, 33)).astype(np.int32)
+
+
+def steps_taken(mesh=None, steps=3, **options):
+  """Losses, the last state and the compiled step of some steps."""
+  attend = ContextParallel()
+  model = rj.models.create(CONFIG, seed=1)
+  if mesh is not None:
+    attend = ContextParallel(mesh=mesh, axis="seq")
+    model = rj.models.place(model, mesh, rj.models.Rules(embed="data"))
+  optimizer = Optimizer(learning_rate=1e-2, schedule="constant", **options)
+  optimizer = optimizer.build(10, mesh)
+  run = step.make_step(optimizer, attend, step.Objective())
+  state = step.start(optimizer, model, mesh)
+  rows = batches.place(batches.whole_rows(TOKENS), attend)
+  form = step.form(optimizer, state.params, mesh)
+  for x, wanted in zip(
+    jax.tree.leaves(state.optimizer),
+    jax.tree.leaves(form.optimizer),
+    strict=True,
+  ):
+    assert x.shape == wanted.shape
+    if x.ndim and wanted.sharding is not None:
+      assert wanted.sharding.is_equivalent_to(x.sharding, x.ndim)
+  compiled = run.lower(state, None, rows).compile()
+  losses = []
+  for _ in range(steps):
+    state, metrics = compiled(state, None, rows)
+    losses.append(float(metrics.loss))
+  return losses, state, compiled
+
+
+def mesh_of_four():
+  return rj.make_mesh((2, 2), ("data", "seq"), devices=jax.devices()[:4])
+
+
+# ---------------------------------------------------------------------------
+# Muon
+# ---------------------------------------------------------------------------
+
+
+def orthogonal(x):
+  """Five iterations on one matrix, in float64."""
+  turned = x.shape[0] > x.shape[1]
+  x = x.T if turned else x
+  x = x / np.linalg.norm(x)
+  for _ in range(5):
+    gram = x @ x.T
+    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+  x = x.T if turned else x
+  return 0.2 * np.sqrt(max(x.shape)) * x
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_muon_is_its_reference():
+  """Three updates of adapters, of embeddings, and optax's first one."""
+  draw = np.random.default_rng(0)
+  shapes = {"a": (2, 3, 4, 5), "b": (2, 5, 7), "new": (4, 6)}
+  gradients = [
+    {
+      "map": {
+        k: draw.normal(size=v).astype(np.float32) for k, v in shapes.items()
+      }
+    }
+    for _ in range(3)
+  ]
+  muon, adam = scale_by_muon(0.9, 0.95), optax.scale_by_adam(0.9, 0.95)
+  params = jax.tree.map(jnp.zeros_like, gradients[0])
+  state, adam_state = muon.init(params), adam.init(params)
+  momentum = jax.tree.map(np.zeros_like, gradients[0])["map"]
+  for gradient in gradients:
+    got, state = muon.update(gradient, state)
+    plain, adam_state = adam.update(gradient, adam_state)
+    np.testing.assert_allclose(
+      got["map"]["new"], plain["map"]["new"], rtol=1e-5, atol=1e-6
+    )
+    for name, rows in (("a", 12), ("b", 5)):
+      g = gradient["map"][name]
+      momentum[name] = 0.9 * momentum[name] + g
+      moved = 0.9 * momentum[name] + g
+      for n in range(2):
+        np.testing.assert_allclose(
+          np.asarray(got["map"][name][n]).reshape(rows, -1),
+          orthogonal(moved[n].astype(np.float64).reshape(rows, -1)),
+          rtol=2e-3,
+          atol=2e-4,
+        )
+  peer = optax.contrib.scale_by_muon(
+    beta=0.9,
+    weight_dimension_numbers={
+      "b": optax.contrib.MuonDimensionNumbers(1, 2),
+    },
+  )
+  first = {"b": jnp.asarray(gradients[0]["map"]["b"])}
+  want, _ = peer.update(first, peer.init(first))
+  got, _ = muon.update(gradients[0], muon.init(params))
+  np.testing.assert_allclose(
+    got["map"]["b"], 0.2 * np.sqrt(7) * want["b"], rtol=2e-3, atol=2e-4
+  )
+
+
+def test_muon_moves_the_matrices_of_maps():
+  """Heads count as one axis, experts each for itself, routers not at all."""
+  mixture = CONFIG | {
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+  }
+  model = rj.models.abstract(mixture)
+  leaves = jax.tree_util.tree_flatten_with_path(model)[0]
+  names = [
+    jax.tree_util.keystr(k, simple=True, separator=".") for k, _ in leaves
+  ]
+  axes = dict(zip(names, matrices(model), strict=True))
+  ending = lambda end: next(v for k, v in axes.items() if end in k)
+  assert ending("attention.q.weight") == Matrix(1, 1)
+  assert ending("attention.o.weight") == Matrix(1, 2)
+  assert ending("feedforward.down") == Matrix(2, 1)
+  for name in ("embed.weight", "head.weight", "router.weight", "norm.weight"):
+    assert ending(name) is None
+
+
+@pytest.mark.long
+def test_muon_gives_each_device_whole_matrices():
+  mesh = mesh_of_four()
+  losses, _, compiled = steps_taken(mesh, name="muon")
+  want, _, _ = steps_taken(name="muon")
+  np.testing.assert_allclose(losses, want, rtol=1e-4)
+  assert losses[-1] < losses[0]
+  text = compiled.as_text()
+  # Two layers on two devices: parts are exchanged.
+  assert re.search(r" all-to-all", text)
+
+
+# ---------------------------------------------------------------------------
+# Moments
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("squares", [False, True])
+def test_codes_of_moments_are_right_on_average(squares):
+  """Blocks of unequal sizes, a block of zeros, and tiny numbers."""
+  draw = np.random.default_rng(0)
+  x = draw.normal(size=(3, 301)).astype(np.float32) ** 3
+  x[1] *= 1e-6
+  x[2, :151] = 0
+  x = x * x if squares else x
+  draws = []
+  for n in range(200):
+    codes, scale = encode(jnp.asarray(x), jax.random.key(n), squares=squares)
+    draws.append(np.asarray(decode(codes, scale)))
+  assert codes.dtype == (jnp.uint8 if squares else jnp.int8)
+  assert scale.shape == (3, 2)
+  assert np.all(draws[0][2, :151] == 0)
+  largest = np.abs(x).max(1, keepdims=True)
+  mean = np.mean(draws, 0)
+  assert np.all(np.abs(mean - x) <= 2e-3 * largest)
+  assert np.all(np.abs(draws[0] - x) <= 0.02 * largest)
+  if squares:
+    # An update divides by the root.
+    assert np.all(draws[0][x > 1e-30] > 0)
+
+
+@pytest.mark.parametrize("name", ["adamw"])
+def test_moments_of_eight_bits_train_alike(name):
+  got, state, _ = steps_taken(name=name, moments="int8")
+  want, _, _ = steps_taken(name=name)
+  np.testing.assert_allclose(got, want, rtol=0.02)
+  sizes = sum(x.nbytes for x in jax.tree.leaves(state.optimizer))
+  params = sum(x.nbytes for x in jax.tree.leaves(state.params))
+  # Eight bytes a number in float32; embeddings are small, and stay floats.
+  assert sizes < 1.1 * params
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["lion", "muon", "sgd"])
+def test_moments_of_eight_bits_on_a_mesh(name):
+  options = {"name": name, "moments": "int8"}
+  got, _, _ = steps_taken(mesh_of_four(), **options)
+  want, _, _ = steps_taken(**options)
+  np.testing.assert_allclose(got, want, rtol=0.02)
+
+
+def test_bytes_of_moments_are_counted_where_they_are():
+  """Of 8 bits, a byte a number of large arrays, and their blocks' scales."""
+  model = rj.models.abstract(CONFIG, dtype="float32")
+
+  def counted(**options):
+    form = step.form(Optimizer(**options).build(10), model)
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(form.optimizer)]
+    needs = training_memory(
+      form,
+      model.config,
+      [(2, 32)],
+      mesh=None,
+      axis=None,
+      remat="attention",
+      itemsize=4,
+      saves=False,
+    )
+    return needs.moments, sorted(sizes)
+
+  moments, sizes = counted()
+  assert moments == sum(sizes)
+  eight_bits, eight_bit_sizes = counted(moments="int8")
+  # Small arrays stay floats.
+  assert eight_bits == sum(eight_bit_sizes) < 0.6 * moments
+
+
+def test_moments_that_do_not_go_together_are_refused():
+  with pytest.raises(OptionError, match="sums of rows"):
+    Optimizer(name="adafactor", moments="int8")
+  with pytest.raises(OptionError, match="moments"):
+    Optimizer(moments="float16")
