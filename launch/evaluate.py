@@ -260,7 +260,7 @@ def define(values: flags.FlagValues) -> None:
     None,
     "suite: whether prompts are chats; default: if the model has a template.",
   )
-  new.path("log", None, "curves: the log.jsonl of a training.")
+  new.place("log", None, "curves: the log.jsonl of a training, or its address.")
   new.local_output("plot", None, "PNG to draw (needs matplotlib).")
   new.output("out", None, "File for all figures, JSON.")
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
@@ -1325,15 +1325,16 @@ def _log_rows(path: str) -> Iterator[dict[str, Any]]:
   """Yields the rows of a log, with None for numbers that are not finite."""
   number = 0
   try:
-    with open(path, encoding="utf-8") as file:
-      for line in file:
-        number += 1
-        # The last line of a run that was killed may be cut off.
-        if line.endswith("\n"):
-          yield _chart_row(json.loads(line))
+    # The last line of a run that was killed may be cut off.
+    for line in as_path(path, "--log").read_text("utf-8").split("\n")[:-1]:
+      number += 1
+      yield _chart_row(json.loads(line))
   except OSError as error:
     raise OptionError(
-      "--log", f"{path}: {error.strerror}", "a file", "pass its path"
+      "--log",
+      f"{path}: {error.strerror}",
+      "a file or an object",
+      "pass its path or address",
     ) from None
   except (ValueError, RecursionError) as error:
     raise OptionError(
