@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from ringjax.checks import positive_int
 from ringjax.errors import OptionError, RingjaxError
+from ringjax.json_text import json_text
 
 # Statuses of a server that is busy or starting.
 _BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -150,7 +151,7 @@ class Judge:
     }
     request = urllib.request.Request(
       f"{self.address.rstrip('/')}/chat/completions",
-      json.dumps(body).encode(),
+      json_text(body).encode(),
       {"Content-Type": "application/json"}
       | ({"Authorization": f"Bearer {key}"} if key else {}),
     )
