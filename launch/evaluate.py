@@ -99,7 +99,7 @@ from ringjax.eval.entropy import settings
 from ringjax.eval.needle import grid, mean, table
 from ringjax.eval.suites import (
   SUITES,
-  Judge,
+  AnswerJudge,
   ReadingMode,
   Suite,
   SuiteAnswer,
@@ -722,7 +722,9 @@ class _Evaluation:
     suite = suite_of(values.suite, templates=templates, name="--suite")
     judge = None
     if values.judge is not None or values.judge_model is not None:
-      judge = Judge(address=values.judge or "", model=values.judge_model or "")
+      judge = AnswerJudge(
+        address=values.judge or "", model=values.judge_model or ""
+      )
     if suite.judged != (judge is not None):
       raise OptionError(
         "--judge",

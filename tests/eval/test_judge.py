@@ -15,7 +15,7 @@ from launch import evaluate
 from ringjax.data import Bytes
 from ringjax.errors import DataError, OptionError
 from ringjax.eval import suites
-from ringjax.eval.suites import Judge, JudgeError, LongQuestion, suite_of
+from ringjax.eval.suites import AnswerJudge, JudgeError, LongQuestion, suite_of
 from ringjax.models import tiny
 from tests.helpers import script
 
@@ -120,7 +120,7 @@ ASKED = suites.JudgeQuestion("Judge.", {"fluency": 1, "recall": 4})
 def test_a_reply_is_asked_for_until_it_has_the_numbers(replies, requests):
   with judging() as server:
     server.replies = [*replies]
-    judge = Judge(address=server.address, model="m", pause_s=0.0, key="k")
+    judge = AnswerJudge(address=server.address, model="m", pause_s=0.0, key="k")
     numbers, reply = judge.numbers(ASKED, "question q")
     assert numbers == {"fluency": 1.0, "recall": 2.5} and reply == replies[-1]
     assert len(server.bodies) == requests and {*server.keys} == {"Bearer k"}
@@ -132,7 +132,9 @@ def test_a_reply_is_asked_for_until_it_has_the_numbers(replies, requests):
 def test_a_judge_that_fails_is_named_with_its_question(monkeypatch):
   monkeypatch.delenv("OPENAI_API_KEY", raising=False)
   with judging() as server:
-    judge = Judge(address=server.address, model="m", pause_s=0.0, attempts=2)
+    judge = AnswerJudge(
+      address=server.address, model="m", pause_s=0.0, attempts=2
+    )
     # A refusal is final, a busy server and a useless reply are asked again.
     for replies, words, requests in (
       ([401], "status 401, too many judges", 1),
@@ -158,9 +160,9 @@ def test_a_judge_that_fails_is_named_with_its_question(monkeypatch):
     ({"address": "http://x", "model": "m", "attempts": 0}, "attempts"),
   ):
     with pytest.raises(OptionError, match=words):
-      Judge(**options)
+      AnswerJudge(**options)
   assert "secret" not in repr(
-    Judge(address="http://x", model="m", key="secret")
+    AnswerJudge(address="http://x", model="m", key="secret")
   )
 
 
@@ -269,8 +271,8 @@ def test_a_judged_run_loses_nothing(tmp_path, monkeypatch):
   path = write_rows(tmp_path / "n.jsonl", rows)
   out = tmp_path / "out.json"
   monkeypatch.setattr(
-    "ringjax.eval.suites.judge.Judge.__init__",
-    functools.partialmethod(Judge.__init__, pause_s=0.0),
+    "ringjax.eval.suites.judge.AnswerJudge.__init__",
+    functools.partialmethod(AnswerJudge.__init__, pause_s=0.0),
   )
   argv = ("suite", f"--model={tiny.path()}", f"--out={out}", "--mesh=seq:1",
           f"--suite=helmet:path={path},task=narrativeqa,shots=0")  # fmt: skip

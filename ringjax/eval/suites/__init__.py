@@ -11,14 +11,14 @@ from ringjax.eval.suites.asking import (
   score_table,
   suite_answers,
 )
-from ringjax.eval.suites.judge import Judge, JudgeError, JudgeQuestion
+from ringjax.eval.suites.judge import AnswerJudge, JudgeError, JudgeQuestion
 from ringjax.eval.suites.question import EffectiveLength, LongQuestion, Suite
 from ringjax.eval.suites.suite_registry import SUITES, suite_of, templates_of
 
 __all__ = [
   "SUITES",
+  "AnswerJudge",
   "EffectiveLength",
-  "Judge",
   "JudgeError",
   "JudgeQuestion",
   "LongQuestion",

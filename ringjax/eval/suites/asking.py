@@ -24,7 +24,7 @@ from ringjax.checks import positive_int
 from ringjax.data.text.chat import ChatTemplate
 from ringjax.data.text.tokenizer import AnyTokenizer
 from ringjax.errors import OptionError, PromptError
-from ringjax.eval.suites.judge import Judge
+from ringjax.eval.suites.judge import AnswerJudge
 from ringjax.eval.suites.question import EffectiveLength, LongQuestion, Suite
 from ringjax.infer.contexts.combine import combine_of
 from ringjax.infer.generate import generate
@@ -123,7 +123,7 @@ def suite_answers(
   chat: bool | None = None,
   limit: int | None = None,
   longest: int | None = None,
-  judge: Judge | None = None,
+  judge: AnswerJudge | None = None,
   known: Iterable[SuiteAnswer] = (),
   on_answer: Callable[[SuiteAnswer], Any] = lambda answer: None,
   on_start: Callable[[int, Sequence[SuiteAnswer]], Any] = lambda total, known: (
@@ -174,7 +174,7 @@ def suite_answers(
       "judge",
       "none" if judge is None else judge.model,
       needs,
-      "pass judge=Judge(address=..., model=...) (--judge, --judge_model) for "
+      "pass judge=AnswerJudge(...) (--judge, --judge_model) for "
       "tasks that are judged, and for no others",
     )
   if judge is not None and jax.process_count() > 1:
@@ -392,7 +392,7 @@ def _answer(
 
 
 def _judged(
-  suite: Suite, question: LongQuestion, answer: SuiteAnswer, judge: Judge
+  suite: Suite, question: LongQuestion, answer: SuiteAnswer, judge: AnswerJudge
 ) -> SuiteAnswer:
   """The answer with a judge's score.
 

@@ -47,7 +47,7 @@ class JudgeQuestion(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Judge:
+class AnswerJudge:
   """A model that judges answers.
 
   Attributes:
