@@ -17,6 +17,8 @@ from ringjax.serve import cluster
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "tutorial.md", *sorted((DOCS / "how").glob("*.md"))]
+# Commands alone, which test_fresh_machine.py runs.
+PAGES.remove(DOCS / "how" / "fresh_machine.md")
 # What the default run leaves out: code that takes long, or that tests have too.
 _LONG = (
   "attention_workers",
