@@ -253,6 +253,8 @@ class TensorNames:
       the prefix of its name, for layers without a common one; None: `layer`.
     parts: A part here -> its name after the prefix. Where a part has a
       weight and a bias, the name is what comes before ".weight".
+    parts_of: A layer's number -> names of its parts that replace those in
+      `parts`, for a layer whose parts have other names.
     leaves: A parameter here -> its whole name after the prefix, where it is
       not the weight or the bias of a part.
     fused: A name after the prefix -> the parameters in that tensor.
@@ -279,6 +281,7 @@ class TensorNames:
   number: Callable[[int, str], int] = lambda layer, path: layer
   prefix: Callable[[int, str], str] | None = None
   parts: Mapping[str, str]
+  parts_of: Mapping[int, Mapping[str, str]] = _none()
   leaves: Mapping[str, str] = _none()
   fused: Mapping[str, Fusion] = _none()
   experts: Mapping[str, str] = _none()
@@ -303,6 +306,10 @@ class TensorNames:
     if self.prefix is not None:
       return self.prefix(layer, path)
     return self.layer.format(self.number(layer, path))
+
+  def part(self, layer: int, part: str) -> str | None:
+    """Name after the prefix of a part of a layer, if it has one."""
+    return self.parts_of.get(layer, {}).get(part) or self.parts.get(part)
 
 
 LLAMA = {

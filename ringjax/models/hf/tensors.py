@@ -238,7 +238,7 @@ def _layer(
         name = names.experts[path].format(expert)
         yield tensor(name, expert_form, [path], expert)
     else:
-      name = names.parts.get(part) or sparse_name(part)
+      name = names.part(layer, part) or sparse_name(part)
       yield tensor(f"{name}.{leaf}", form(path), [path])
 
 
