@@ -217,6 +217,12 @@ PATHS: dict[str, Path] = {
   "means in host memory": _in_host(
     rj.kv.Select(budget=0.4), choice=dict(landmarks="means", outlier_pages=1)
   ),
+  # Hashes are of keys without the mean of the first that left the devices.
+  "hashes in host memory": _in_host(
+    rj.kv.Select(budget=16),
+    choice=dict(landmarks="hashes", hash_bits=2, hash_tables=8, sink_tokens=2),
+    evicts=True,
+  ),
   # Keys are of a basis of the first that left the devices.
   "keys of low rank": _in_host(
     rj.kv.Select(budget=0.4), choice=dict(rank=6), unrotated=True, evicts=True
