@@ -332,6 +332,15 @@ class _TrainingRun:
         )
       # Training donates the model's own arrays.
       abstract_model = jax.eval_shape(lambda model: model, model)
+      axis = "seq" if mesh.shape.get("seq", 1) > 1 else None
+      chooses = "auto" in (config.feedforward_block, config.block)
+      train_recipe = train_recipe.with_block_sizes(abstract_model, mesh, axis)
+      if chooses:
+        screen.say(
+          f"blocks on each shard: feedforward "
+          f"{train_recipe.feedforward_block:,} tokens, loss "
+          f"{train_recipe.objective.block:,}"
+        )
       for line in (
         *_too_long(train_recipe, abstract_model),
         *_left_out(abstract_model),
@@ -393,7 +402,7 @@ class _TrainingRun:
       self._begin("making the first step")
       places: dict[str, Any] = dict(
         mesh=mesh,
-        axis="seq" if mesh.shape.get("seq", 1) > 1 else None,
+        axis=axis,
         checkpoints=checkpoints,
         on_step=on_step,
       )
