@@ -150,9 +150,8 @@ def window_sums(
       if weights is None:
         return (jnp.sum(k, 3) / sizes.length,)
       if isinstance(weights, PoolingGates):
-        keys, gates = jnp.split(k, 2, -1)
-        gates = gates + weights.bias.astype(dtype)[None, None, None]
-        return (jnp.sum(jax.nn.softmax(gates, 3) * keys, 3),)
+        # A softmax is of the keys of all shards.
+        return (k.reshape(*k.shape[:3], -1),)
       v = jnp.where(stored, k if v is None else v, 0)
       by_head = lambda w: jnp.swapaxes(w, 0, 1)[None, None].astype(dtype)
       of = lambda x, w: jnp.sum(x * by_head(w), 3)
@@ -163,10 +162,15 @@ def window_sums(
     return jax.tree.map(lambda x, y: y.astype(x.dtype), empty, computed)
 
   if isinstance(weights, PoolingGates):
-    dims = weights.bias.shape[1:]
+    dims = (sizes.length * view.shape[3],)
   else:
     dims = view.shape[3:4] if weights is None else view.shape[3:5]
   results = loop(any_ends, sums, tuple(map(zeros, dims)))
   if axis is not None:
     results = collectives.total(results, axis)
+  if isinstance(weights, PoolingGates):
+    k = results[0].reshape(b, count, heads, sizes.length, -1)
+    keys, gates = jnp.split(k, 2, -1)
+    gates = gates + weights.bias.astype(dtype)[None, None, None]
+    return jnp.sum(jax.nn.softmax(gates, 3) * keys, 3), None
   return results[0], results[1] if len(results) > 1 else None
