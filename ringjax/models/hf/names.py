@@ -179,6 +179,30 @@ class FirstRows:
 
 
 @dataclasses.dataclass(frozen=True)
+class LastRows:
+  """A form whose parameter has `missing_rows` more at its end: zeros."""
+
+  form: Reshape
+  missing_rows: int
+
+  @property
+  def stored(self) -> tuple[int, ...]:
+    rows, *row_shape = self.form.stored
+    return (rows - self.missing_rows, *row_shape)
+
+  def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
+    xp = np if isinstance(x, np.ndarray) else jnp
+    zeros = xp.zeros((self.missing_rows, *self.form.stored[1:]), x.dtype)
+    return self.form.split(_concatenate([x, zeros], 0))
+
+  def join(self, parts: tuple[Any, ...]) -> Shaped[Array | np.ndarray, " ..."]:
+    return self.form.join(parts)[: self.stored[0]]
+
+  def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (None, *self.form.cuts(axes)[1:])
+
+
+@dataclasses.dataclass(frozen=True)
 class WholeNumbers:
   """A form whose tensor has int64 numbers, all of which float32 has."""
 
@@ -209,6 +233,7 @@ Form = (
   | FusedColumns
   | SwappedAxes
   | FirstRows
+  | LastRows
   | WholeNumbers
 )
 
@@ -260,6 +285,9 @@ class TensorNames:
     fused: A name after the prefix -> the parameters in that tensor.
     experts: A parameter whose leading axis are experts, or heads -> name with
       {} for the number of each.
+    tables: A parameter [parts, rows, dims] of a module that knows the number
+      of rows of all parts, `stored_rows` -> name with {} for each part's
+      number; the last part may have fewer rows.
     columns: A name after the prefix -> the two parameters in its columns,
       and whether they are interleaved.
     swapped: A name after the prefix -> whether the last two axes of its
@@ -285,6 +313,7 @@ class TensorNames:
   leaves: Mapping[str, str] = _none()
   fused: Mapping[str, Fusion] = _none()
   experts: Mapping[str, str] = _none()
+  tables: Mapping[str, str] = _none()
   columns: Mapping[str, tuple[tuple[str, str], bool]] = _none()
   swapped: Callable[[str], bool] = lambda name: False
   rows: Callable[[str], bool] = lambda path: False
