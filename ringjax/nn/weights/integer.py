@@ -146,7 +146,7 @@ class NotedLinear(nnx.Module):
     base: Linear,
     number: Int[Array, " ..."],
     note: Callable[[np.ndarray, np.ndarray], None],
-    measure: Callable[[jax.Array], jax.Array] = largest_size,
+    measure: Callable[[Float[Array, "N I"]], Float[Array, " I"]] = largest_size,
   ):
     self.base, self.contracted, self.note = base, base.contracted, note
     self.measure = measure
