@@ -8,7 +8,7 @@ each has its own length, batch and RoPE scaling.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -728,6 +728,7 @@ def train(
   *,
   mesh: Mesh | None = None,
   axis: str | None = None,
+  adapters: Mapping[str, Any] | None = None,
   checkpoints: Checkpoints | None = None,
   report: Callable[[int, loop.TrainingReport], Any] = lambda stage, report: (
     None
@@ -746,6 +747,8 @@ def train(
     data: Sources of rows, for all stages or for each.
     mesh: Mesh of the devices; None for one device.
     axis: Mesh axis that shards the sequence, or None.
+    adapters: Initial adapters, as `Lora.start` makes them, which are not
+      changed; default: those of the recipe's `lora`.
     checkpoints: A `Checkpoints`, or None.
     report: Function that is called with a stage's number and its metrics.
     on_step: Function that is called before each step with the steps taken.
@@ -771,17 +774,23 @@ def train(
   attend = recipe.attend(mesh, axis)
   part = batches.share_of(attend)
   check(recipe, model, attend)
+  _check_adapters(recipe, model, adapters)
   _check_sources(recipe, mixtures)
   loaders = [
     _loader(recipe, index, mixture, part)
     for index, mixture in enumerate(mixtures)
   ]
-  references = _references(recipe, model, mixtures, attend, checkpoints)
+  initial = model
+  if adapters is not None and recipe.lora is not None:
+    initial = recipe.lora.merged(adapters, model)
+  references = _references(recipe, initial, mixtures, attend, checkpoints)
   optimizer = recipe.optimizer.build(recipe.total, mesh)
   adapter = recipe.adapter
   method = steps.AllParameters() if adapter is None else adapter
   base = model
-  state, position = _first_state(recipe, optimizer, model, attend, checkpoints)
+  state, position = _first_state(
+    recipe, optimizer, model, attend, checkpoints, adapters
+  )
   steps_taken = int(jax.device_get(state.step))
   end, fitted = 0, None
   for index, stage in enumerate(recipe.stages):
@@ -864,6 +873,33 @@ def _loader(
     hosts=part.hosts,
     separate=stage.segments == "separate",
   )
+
+
+def _check_adapters(
+  recipe: Recipe, model: Transformer, adapters: Mapping[str, Any] | None
+) -> None:
+  """Refuses initial adapters that are not those of the recipe's `lora`."""
+  lora = recipe.lora
+  if lora is not None:
+    lora.check_codes(model)
+  if adapters is None and (lora is None or not lora.over):
+    return
+  if adapters is None or lora is None:
+    raise OptionError(
+      "adapters",
+      "None for adapters that correct codes" if lora else "some without lora",
+      "both results of rj.train.residual_adapters, or neither",
+      "pass lora in the recipe, and adapters",
+    )
+  wanted = jax.eval_shape(lambda: lora.start(model))
+  shapes = jax.tree.map(lambda x: tuple(x.shape), (dict(adapters), wanted))
+  if shapes[0] != shapes[1]:
+    raise OptionError(
+      "adapters",
+      f"adapters of {', '.join(adapters)}"[:200],
+      f"those of {', '.join(wanted)}, of rank {lora.rank}"[:200],
+      "make them with the lora of the recipe",
+    )
 
 
 def _check_sources(recipe: Recipe, mixtures: Sequence[Mixture]) -> None:
@@ -1117,12 +1153,18 @@ def _first_state(
   model: Any,
   attend: ContextParallel,
   saved: PyTree,
+  adapters: Mapping[str, Any] | None,
 ) -> tuple[steps.TrainState, Any]:
   """The first state, and the position of its data if it was restored."""
   mesh: Any = attend.mesh
   params = model
   if recipe.adapter is not None:
-    params = recipe.adapter.start(model, seed=recipe.seed)
+    params = (
+      recipe.adapter.start(model, seed=recipe.seed)
+      if adapters is None
+      # The step donates its state.
+      else jax.tree.map(lambda x: jnp.array(x, jnp.float32), dict(adapters))
+    )
     if mesh is not None and recipe.lora is not None:
       replicated = jax.sharding.PartitionSpec()
       params = jax.device_put(
