@@ -99,6 +99,7 @@ from ringjax.eval.entropy import settings
 from ringjax.eval.needle import grid, mean, table
 from ringjax.eval.suites import (
   SUITES,
+  AnswerJudge,
   ReadingMode,
   Suite,
   SuiteAnswer,
@@ -249,6 +250,14 @@ def define(values: flags.FlagValues) -> None:
     "8*ape:temperature=0.8; may be given several times.",
     flag_values=values,
   )
+  new.text(
+    "judge",
+    None,
+    "suite: base address of an OpenAI-compatible API, as "
+    "http://127.0.0.1:8000/v1, whose --judge_model scores tasks of helmet that "
+    "are judged; its key is $OPENAI_API_KEY.",
+  )
+  new.text("judge_model", None, "suite: name of the judge there.")
   new.whole("limit", None, "suite: most questions of each task and length.")
   new.whole(
     "longest",
@@ -260,7 +269,7 @@ def define(values: flags.FlagValues) -> None:
     None,
     "suite: whether prompts are chats; default: if the model has a template.",
   )
-  new.path("log", None, "curves: the log.jsonl of a training.")
+  new.place("log", None, "curves: the log.jsonl of a training, or its address.")
   new.local_output("plot", None, "PNG to draw (needs matplotlib).")
   new.output("out", None, "File for all figures, JSON.")
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
@@ -366,7 +375,8 @@ def _uses(word: str, name: str, asks: bool) -> bool:
           "cache_dtype": ("needle", "perplexity", "suite"),
           "splits": ("entropy",),
           **dict.fromkeys(
-            ("suite", "templates", "read", "limit", "longest", "chat"),
+            ("suite", "templates", "read", "limit", "longest", "chat",
+             "judge", "judge_model"),
             ("suite",),
           ),
           **dict.fromkeys(
@@ -493,10 +503,17 @@ class _Evaluation:
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
       return []
 
-  def _add(self, figure: dict[str, Any]) -> None:
-    """Adds a figure and writes --out, so that an interrupted run keeps it."""
+  def _add(self, figure: dict[str, Any], place: int | None = None) -> None:
+    """Adds a figure and writes --out, so that an interrupted run keeps it.
+
+    Args:
+      figure: The figure, as JSON.
+      place: Index at which it stands, in place of what is there; default: the
+        end.
+    """
     path, unit = self._values.out, self._unit
-    self.record[unit].append(figure)
+    place = len(self.record[unit]) if place is None else place
+    self.record[unit][place : place + 1] = [figure]
     num_figures = len(self.record[unit])
     self.record["complete"] = num_figures == self._total
     if path is not None and not self._screen.quiet:
@@ -703,6 +720,20 @@ class _Evaluation:
     if values.templates is not None:
       templates = templates_of(as_path(values.templates, "--templates"))
     suite = suite_of(values.suite, templates=templates, name="--suite")
+    judge = None
+    if values.judge is not None or values.judge_model is not None:
+      judge = AnswerJudge(
+        address=values.judge or "", model=values.judge_model or ""
+      )
+    if suite.judged != (judge is not None):
+      raise OptionError(
+        "--judge",
+        values.judge or "none",
+        "a judge's address for tasks that are judged, and none for others",
+        "pass --judge=http://HOST:PORT/v1 --judge_model=NAME"
+        if suite.judged
+        else "leave it and --judge_model out",
+      )
     readings = self._readings()
     model, tokenizer, options = self._load()
     settings = self._about() | {
@@ -713,20 +744,27 @@ class _Evaluation:
     if jax.process_count() == 1:
       settings["weights"] = fingerprint(model)
 
+    places: dict[tuple[str, str], int] = {}
+
     def begin(total: int, known: Sequence[SuiteAnswer]) -> None:
       if known:
         screen.say(f"{values.out} has {len(known)} of {total} answers already")
+      about = {} if judge is None else {"judge": judge.model}
       self._begin(
         "answers",
         total,
         [answer.record() for answer in known],
         readings=list(readings),
         **settings,
+        **about,
       )
+      places.update({answer.key: n for n, answer in enumerate(known)})
       screen.begin("asking", total, "questions", len(known))
 
     def add(answer: SuiteAnswer) -> None:
-      self._add(answer.record())
+      # An answer that is judged replaces the one before its score.
+      place = places.setdefault(answer.key, len(places))
+      self._add(answer.record(), place)
       screen.at(len(self.record["answers"]))
 
     answers = suite_answers(
@@ -737,6 +775,7 @@ class _Evaluation:
       chat=values.chat,
       limit=values.limit,
       longest=values.longest,
+      judge=judge,
       known=self._known("answers", settings, SuiteAnswer.from_record),
       on_answer=add,
       on_start=begin,
@@ -1325,15 +1364,16 @@ def _log_rows(path: str) -> Iterator[dict[str, Any]]:
   """Yields the rows of a log, with None for numbers that are not finite."""
   number = 0
   try:
-    with open(path, encoding="utf-8") as file:
-      for line in file:
-        number += 1
-        # The last line of a run that was killed may be cut off.
-        if line.endswith("\n"):
-          yield _chart_row(json.loads(line))
+    # The last line of a run that was killed may be cut off.
+    for line in as_path(path, "--log").read_text("utf-8").split("\n")[:-1]:
+      number += 1
+      yield _chart_row(json.loads(line))
   except OSError as error:
     raise OptionError(
-      "--log", f"{path}: {error.strerror}", "a file", "pass its path"
+      "--log",
+      f"{path}: {error.strerror}",
+      "a file or an object",
+      "pass its path or address",
     ) from None
   except (ValueError, RecursionError) as error:
     raise OptionError(

@@ -667,9 +667,16 @@ class _TrainingRun:
       if k not in ("first", "objective", "experts", "choice", "means", "policy")
     }
     assert self._log is not None
-    # Flushed at once: a kill loses no line.
+    # Flushed at once: a kill loses no line on a disk.
     self._log.write(json_text(row) + "\n")
     self._log.flush()
+    saves = train_recipe.loop_config.save_every
+    last = metrics.step == train_recipe.total
+    if isinstance(self._log, ObjectLog) and (
+      last or (saves and not metrics.step % saves)
+    ):
+      # Before the step is saved: the run that resumes there repeats no line.
+      self._log.save()
     if self._backends is not None:
       figures = {
         name: float(value)

@@ -32,6 +32,8 @@ from ringjax.infer.stopping import Stop
 from ringjax.models.checkpoint import load
 from ringjax.parallel.mesh import make_mesh
 
+# Device of lm_eval's command by default.
+_DEFAULT_DEVICE = "cuda:0"
 NAME = "ringjax"
 # lm_eval's names of options of an answer, and those of `generate`.
 _SAMPLING = (
@@ -410,6 +412,18 @@ def lm_class() -> type[Any]:
     def __init__(self, *args: Any, **options: Any):
       base.__init__(self)
       HarnessModel.__init__(self, *args, **options)
+
+    @classmethod
+    def create_from_arg_obj(
+      cls,
+      arg_dict: dict[str, Any],
+      additional_config: dict[str, Any] | None = None,
+    ) -> Any:
+      options = dict(additional_config or {})
+      # What the command passes where no --device is given.
+      if options.get("device") == _DEFAULT_DEVICE:
+        del options["device"]
+      return super().create_from_arg_obj(arg_dict, options)
 
     def _loglikelihood_tokens(
       self, requests: Sequence[Any], **_: Any

@@ -15,8 +15,8 @@ class ObjectLog(io.StringIO):
   """A text to append lines to, which is written to an object now and then.
 
   Guarantees: the object has whole lines. It is written when `PERIOD_S` seconds
-  have passed since the last time and when the log is closed, so that a killed
-  process loses the lines of that time.
+  have passed since the last time, by `save` and when the log is closed, so that
+  a killed process loses the lines since then.
   Cost: each write is of the whole text.
 
   Args:
@@ -50,7 +50,7 @@ class ObjectLog(io.StringIO):
       StorageError: If it cannot be written.
     """
     if not self.closed and time.monotonic() - self._written_at >= PERIOD_S:
-      self._save()
+      self.save()
 
   def close(self) -> None:
     """Writes the object.
@@ -59,10 +59,15 @@ class ObjectLog(io.StringIO):
       StorageError: If it cannot be written.
     """
     if not self.closed:
-      self._save()
+      self.save()
     super().close()
 
-  def _save(self) -> None:
+  def save(self) -> None:
+    """Writes the object at once, if lines were added.
+
+    Raises:
+      StorageError: If it cannot be written.
+    """
     if self._changed:
       text = self.getvalue()
       self._path.write_text(text[: text.rfind("\n") + 1])

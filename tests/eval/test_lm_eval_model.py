@@ -143,6 +143,16 @@ def test_answers_that_can_not_be_made_are_refused(model):
     HarnessModel("")
 
 
+def test_the_default_device_of_lm_eval_is_none(folder):
+  """Its command names a GPU where the user names no device."""
+  pytest.importorskip("lm_eval")
+  options = {"pretrained": str(folder)}
+  made = lm_class().create_from_arg_obj(options, {"device": "cuda:0"})
+  assert made.max_length == 64
+  with pytest.raises(OptionError, match="JAX_PLATFORMS"):
+    lm_class().create_from_arg_obj(options, {"device": "cpu"})
+
+
 @pytest.mark.slow
 def test_a_sharded_sequence_and_a_cache(folder, model):
   pairs = [([256, 5], [6, 7, 8]), (list(range(40)), [3] * 9)]

@@ -69,6 +69,19 @@ def test_flags_that_take_no_address_say_so(module, flag, bucket):
     common.parse(module.NAME, module.define, [f"--{flag}={bucket}/x"])
 
 
+def test_the_curve_of_a_log_at_an_address(bucket):
+  log = paths.as_path(bucket) / "log.jsonl"
+  line = '{"step": %d, "stage": 0, "loss": 2.5, "gradient_norm": 1, '
+  line += '"learning_rate": 1, "tokens_per_s": 1}\n'
+  # A run that resumed has computed the second step twice; a kill cut the last.
+  log.write_text(line % 1 + line % 2 + line % 2 + line[:9])
+  status, out, err = script(evaluate, "curves", f"--log={log}")
+  assert status == 0, err
+  assert [row.split()[0] for row in out.splitlines()] == ["step", "1", "2"]
+  status, _, err = script(evaluate, "curves", f"--log={bucket}/none")
+  assert status == 2 and "no such object" in err and "--log" in err
+
+
 def test_a_draft_model_takes_no_address():
   draft = "--speculate=model:model=memory://b/m"
   status, _, err = script(generate, draft, "--prompt=a")
@@ -91,18 +104,28 @@ def test_an_output_is_tried_before_anything_is_computed(bucket):
     common.parse("evaluate", evaluate.define, [f"--out={bucket}/x.json"])
 
 
+def log_steps(out):
+  log = (paths.as_path(out) / "log.jsonl").read_text().splitlines()
+  return [json.loads(line)["step"] for line in log]
+
+
 @pytest.mark.slow
 def test_a_training_is_stopped_and_resumed(bucket, tmp_path, monkeypatch):
   monkeypatch.setattr(object_lease, "LEASE_S", 1.0)
   config = tmp_path / "small.py"
   config.write_text(SMALL.replace('{"steps": 3,', '{"steps": 2,'))
   flags = (f"--config={config}", "--mesh=seq:2", "--config.log_every=1")
+  flags = (*flags, "--config.save_every=2")
   assert script(train, *flags, f"--out={tmp_path}/out")[0] == 0
   inner = train._TrainingRun._report
   stops = [4]
 
   def report(self, recipe, model, mesh, stage, metrics):
     inner(self, recipe, model, mesh, stage, metrics)
+    if metrics.step == 4:
+      # A step is saved after its lines: a kill in the save loses none.
+      saved = log_steps(f"{bucket}/run")
+      assert saved == [1, 2, 3, 4] or not stops
     if metrics.step in stops:
       stops.clear()
       signal.raise_signal(signal.SIGTERM)
@@ -117,8 +140,7 @@ def test_a_training_is_stopped_and_resumed(bucket, tmp_path, monkeypatch):
     weights(tmp_path / "out" / "model"), weights(f"{out}/model"), strict=True
   ):
     np.testing.assert_array_equal(a, b)
-  log = (paths.as_path(out) / "log.jsonl").read_text().splitlines()
-  assert [json.loads(line)["step"] for line in log] == [1, 2, 3, 4, 5, 6]
+  assert log_steps(out) == [1, 2, 3, 4, 5, 6]
   assert rj.data.Tokenizer.load(f"{out}/model").vocab_size
   # A run that has ended writes its model again.
   status, _, err = script(train, *flags, f"--out={out}")

@@ -114,6 +114,8 @@ def test_a_log_is_written_in_whole_lines(bucket, monkeypatch):
     log.flush()
     # It is not due.
     assert place.read_text() == '{"step": 1}\n{"st'
+    log.save()
+    assert place.read_text() == '{"step": 1}\n{"step": 2}\n'
     monkeypatch.setattr(object_log, "PERIOD_S", 0)
     log.write("part")
     log.flush()

@@ -583,11 +583,13 @@ def test_tools_that_are_wrong_are_refused(engine, body, words):
 def test_calls_of_tools_in_a_history(engine):
   at = app(engine, chat_template=TOOLS)
   call = {"id": "c1", "type": "function"}
-  call["function"] = {"name": "f", "arguments": '{"x": [1, null]}'}
+  # As openai's client returns a message that it has parsed.
+  call["function"] = {"name": "f", "arguments": '{"x": [1, null]}',
+                      "parsed_arguments": {"x": [1, None]}}  # fmt: skip
   messages = [
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": None, "tool_calls": [call],
-     "refusal": None, "reasoning_content": "hm"},
+     "refusal": None, "parsed": None, "reasoning_content": "hm"},
     {"role": "tool", "content": "7", "tool_call_id": "c1", "name": "f"},
   ]  # fmt: skip
   more = {"chat_template_kwargs": {"enable_thinking": False}}

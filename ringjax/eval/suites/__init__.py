@@ -11,12 +11,16 @@ from ringjax.eval.suites.asking import (
   score_table,
   suite_answers,
 )
+from ringjax.eval.suites.judge import AnswerJudge, JudgeError, JudgeQuestion
 from ringjax.eval.suites.question import EffectiveLength, LongQuestion, Suite
 from ringjax.eval.suites.suite_registry import SUITES, suite_of, templates_of
 
 __all__ = [
   "SUITES",
+  "AnswerJudge",
   "EffectiveLength",
+  "JudgeError",
+  "JudgeQuestion",
   "LongQuestion",
   "ReadingMode",
   "Suite",

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
@@ -23,6 +24,7 @@ from ringjax.checks import positive_int
 from ringjax.data.text.chat import ChatTemplate
 from ringjax.data.text.tokenizer import AnyTokenizer
 from ringjax.errors import OptionError, PromptError
+from ringjax.eval.suites.judge import AnswerJudge
 from ringjax.eval.suites.question import EffectiveLength, LongQuestion, Suite
 from ringjax.infer.contexts.combine import combine_of
 from ringjax.infer.generate import generate
@@ -72,10 +74,12 @@ class SuiteAnswer:
   Attributes:
     reading: Name of the way in which the prompt was read.
     id, task, groups, length: Fields of the `LongQuestion`.
-    score: Score by the benchmark's rule, 0 to 1.
+    score: Score by the benchmark's rule, 0 to 1; None until it is judged.
     tokens: Tokens of the prompt.
     shortened: Whether the prompt was shortened to fit.
     completion: Text of the answer.
+    judgement: The judge's "model", "numbers" by name and "replies"; None where
+      no judge scores answers, or none has yet.
   """
 
   reading: str
@@ -83,15 +87,20 @@ class SuiteAnswer:
   task: str
   groups: tuple[str, ...]
   length: int | None
-  score: float
+  score: float | None
   tokens: int
   shortened: bool
   completion: str
+  judgement: Mapping[str, Any] | None = None
 
   @property
   def key(self) -> tuple[str, str]:
     """Way and question."""
     return self.reading, self.id
+
+  def judged_by(self, model: str) -> bool:
+    """Whether a judge of this name has scored the answer."""
+    return self.judgement is not None and self.judgement["model"] == model
 
   def record(self) -> dict[str, Any]:
     """The fields as JSON."""
@@ -114,6 +123,7 @@ def suite_answers(
   chat: bool | None = None,
   limit: int | None = None,
   longest: int | None = None,
+  judge: AnswerJudge | None = None,
   known: Iterable[SuiteAnswer] = (),
   on_answer: Callable[[SuiteAnswer], Any] = lambda answer: None,
   on_start: Callable[[int, Sequence[SuiteAnswer]], Any] = lambda total, known: (
@@ -132,8 +142,11 @@ def suite_answers(
       one and no context is read in parts.
     limit: Most questions of each task and length, the first ones; None for all.
     longest: Most tokens of prompt and answer; default: the model's context.
-    known: Answers of an earlier call with the same arguments.
-    on_answer: Function of each new answer.
+    judge: Judge of the answers, for a suite that is `judged`.
+    known: Answers of an earlier call with the same arguments. Those that no
+      judge, or another one, has judged are judged, and not asked again.
+    on_answer: Function of each new answer; of one that is judged twice, before
+      and after.
     on_start: Function of the number of answers and of the known ones among
       them, before the first question.
     **options: Options of `rj.infer.generate` for all ways, such as mesh.
@@ -143,7 +156,8 @@ def suite_answers(
 
   Raises:
     OptionError: If a way needs a context apart and a question has none, or the
-      tokenizer has no chat template.
+      tokenizer has no chat template, or a judge is missing or not needed.
+    JudgeError: If the judge fails; answers so far were given to `on_answer`.
     PromptError: If a prompt does not fit.
     DataError: If a file is missing or is not one of the benchmark.
   """
@@ -154,6 +168,22 @@ def suite_answers(
     positive_int("limit", limit)
   if longest is not None:
     positive_int("longest", longest)
+  if suite.judged != (judge is not None):
+    needs = "a judge" if suite.judged else "none: answers have a rule"
+    raise OptionError(
+      "judge",
+      "none" if judge is None else judge.model,
+      needs,
+      "pass judge=AnswerJudge(...) (--judge, --judge_model) for "
+      "tasks that are judged, and for no others",
+    )
+  if judge is not None and jax.process_count() > 1:
+    raise OptionError(
+      "judge",
+      f"{jax.process_count()} processes",
+      "one process, which asks the judge once",
+      "measure judged tasks with the devices of one host",
+    )
   chat = asks_chats(tokenizer, readings, chat)
   template = ChatTemplate.of(tokenizer) if chat else None
   bound = model.config.longest if longest is None else longest
@@ -172,14 +202,18 @@ def suite_answers(
   on_start(len(wanted), [*answers.values()])
   for name, reading in readings.items():
     for question in questions():
-      if (name, question.id) in answers:
-        continue
-      answer = _answer(
-        model, tokenizer, suite, question, name, reading, template, bound,
-        options,
-      )  # fmt: skip
-      answers[answer.key] = answer
-      on_answer(answer)
+      answer = answers.get((name, question.id))
+      if answer is None:
+        answer = _answer(
+          model, tokenizer, suite, question, name, reading, template, bound,
+          options,
+        )  # fmt: skip
+        answers[answer.key] = answer
+        on_answer(answer)
+      if judge is not None and not answer.judged_by(judge.model):
+        answer = _judged(suite, question, answer, judge)
+        answers[answer.key] = answer
+        on_answer(answer)
   return [
     answers[name, question_id] for name in readings for question_id in ids
   ]
@@ -220,7 +254,7 @@ def score_table(
   for answer in answers:
     for row in (answer.task, *answer.groups):
       by_length = scores.setdefault((answer.reading, row), {})
-      by_length.setdefault(answer.length, []).append(answer.score)
+      by_length.setdefault(answer.length, []).append(_score(answer))
   table = {
     row: {length: _mean(x) for length, x in by_length.items()}
     for row, by_length in scores.items()
@@ -231,7 +265,7 @@ def score_table(
     means: dict[int | None, float] = {}
     for length in dict.fromkeys(answer.length for answer in way):
       if suite.mean_over == "questions":
-        means[length] = _mean([x.score for x in way if x.length == length])
+        means[length] = _mean([_score(x) for x in way if x.length == length])
       else:
         rows = [table[name, task] for task in tasks]
         means[length] = _mean([row[length] for row in rows if length in row])
@@ -248,7 +282,7 @@ def effective_lengths(
     scores: dict[int, dict[tuple[str, str], float]] = defaultdict(dict)
     for answer in answers:
       if answer.reading == name and answer.length is not None:
-        scores[answer.length][answer.task, answer.id] = answer.score
+        scores[answer.length][answer.task, answer.id] = _score(answer)
     effective = suite.effective_length(scores) if scores else None
     if effective is not None:
       lengths[name] = effective
@@ -350,11 +384,48 @@ def _answer(
     task=question.task,
     groups=question.groups,
     length=question.length,
-    score=float(suite.score(question, text)),
+    score=None if suite.judged else float(suite.score(question, text)),
     tokens=tokens,
     shortened=shortened,
     completion=text,
   )
+
+
+def _judged(
+  suite: Suite, question: LongQuestion, answer: SuiteAnswer, judge: AnswerJudge
+) -> SuiteAnswer:
+  """The answer with a judge's score.
+
+  Raises:
+    JudgeError: If the judge fails, with the name of the question.
+  """
+  numbers: dict[str, float] = {}
+  replies: list[str] = []
+  for criterion in suite.judge_questions(question, answer.completion):
+    values, reply = judge.numbers(criterion, f"question {question.id}")
+    numbers |= values
+    replies.append(reply)
+  return dataclasses.replace(
+    answer,
+    score=float(suite.judged_score(question, numbers)),
+    judgement={"model": judge.model, "numbers": numbers, "replies": replies},
+  )
+
+
+def _score(answer: SuiteAnswer) -> float:
+  """The score of an answer.
+
+  Raises:
+    OptionError: If it is not judged yet.
+  """
+  if answer.score is None:
+    raise OptionError(
+      "answers",
+      f"{answer.id}, which is not judged",
+      "answers with scores",
+      "ask with a judge, see suite_answers",
+    )
+  return answer.score
 
 
 def _ids(

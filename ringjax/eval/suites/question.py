@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ringjax.data.text.tokenizer import AnyTokenizer
 from ringjax.errors import DataError, OptionError
+from ringjax.eval.suites.judge import JudgeQuestion
 from ringjax.paths import AnyPath
 
 # Ways to shorten a prompt that is longer than the model's context.
@@ -145,6 +146,23 @@ class Suite:
 
   def score(self, question: LongQuestion, completion: str) -> float:
     """Score of a completion, 0 to 1, by the benchmark's rule."""
+    raise NotImplementedError
+
+  @property
+  def judged(self) -> bool:
+    """Whether a judge scores completions, and `score` does not."""
+    return False
+
+  def judge_questions(
+    self, question: LongQuestion, completion: str
+  ) -> tuple[JudgeQuestion, ...]:
+    """Prompts for a judge about a completion, if the suite is judged."""
+    raise NotImplementedError
+
+  def judged_score(
+    self, question: LongQuestion, numbers: Mapping[str, int | float]
+  ) -> float:
+    """Score, 0 to 1, of the numbers of all replies of a judge, by name."""
     raise NotImplementedError
 
   def effective_length(self, scores: ScoresByLength) -> EffectiveLength | None:

@@ -761,6 +761,7 @@ _OF_ROLE = {
     "annotations",
     "function_call",
     "name",
+    "parsed",
   ),
 }
 
@@ -771,6 +772,8 @@ def _message(name: str, given: Json, calls: bool) -> dict[str, Any]:
   role = given.get("role")
   role_members = _OF_ROLE.get(role, ()) if isinstance(role, str) else ()
   parsed = members(name, given, "role", "content", *role_members)
+  # What openai's client has made of the content, which says the same.
+  parsed.pop("parsed", None)
   for key in ("refusal", "audio", "annotations", "function_call"):
     if parsed.pop(key, None) not in (None, []):
       raise OptionError(
@@ -825,8 +828,13 @@ def _tool_calls(name: str, given: Json, calls: bool) -> list[dict[str, Any]]:
   for n, call in enumerate(given):
     at = f"{name}[{n}]"
     call = members(at, call, "id", "type", "function", "index")
+    # `parsed_arguments` is what openai's client has made of the arguments.
     called = members(
-      f"{at}.function", call.get("function"), "name", "arguments"
+      f"{at}.function",
+      call.get("function"),
+      "name",
+      "arguments",
+      "parsed_arguments",
     )
     stated = called.get("arguments", "{}")
     try:
