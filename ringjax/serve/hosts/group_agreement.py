@@ -96,6 +96,14 @@ class GroupAgreement:
       raise self._differs(self.peers.rank)
     return chosen
 
+  def together(self, value: int | None) -> list[int | None]:
+    """Numbers of all processes, in the order of their ranks.
+
+    Raises:
+      PeerError: If a process has failed.
+    """
+    return self.peers.gather(value, idle=False)
+
   def planned(self, plan: StepPlan, scheduler: Scheduler) -> None:
     """Adds a plan, and the pages of all rows, to the digest."""
     self._steps += 1
