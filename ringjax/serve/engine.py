@@ -164,6 +164,7 @@ class EngineCounters:
     pages_in: Number of pages imported from the store.
     pages_lost: Number of pages that were not exported, as the copies before
       them were still in flight.
+    restarts: Number of times that this server was started again after a loss.
     important_rows: Number of rows that read a part of a prefix in the store.
     important_prefix: Number of tokens of these prefixes.
     important_tokens: Number of tokens of these prefixes that were kept.
@@ -202,6 +203,7 @@ class EngineCounters:
   pages_out: int = 0
   pages_in: int = 0
   pages_lost: int = 0
+  restarts: int = 0
   important_rows: int = 0
   important_prefix: int = 0
   important_tokens: int = 0

@@ -306,6 +306,7 @@ def engine_figures(engine: Engine) -> list[Figure]:
     ),
     ("preemptions_total", "preemptions", "Rows that had to make room."),
     ("stored_tokens_total", "stored_tokens", "Tokens of prompts from a store."),
+    ("restarts_total", "restarts", "Starts of the server after a loss."),
     (
       "keys_read_total",
       "keys_read",

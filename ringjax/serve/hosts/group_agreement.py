@@ -47,7 +47,8 @@ def group_error(failure: PeerError, size: int) -> PeerError:
     "engine",
     f"a failure of one of its {size} processes: {failure}",
     "all of them, which compute each token together",
-    "end all processes and start them again; that process's log has the reason",
+    "retry once they are back; end all processes and start them again "
+    "(launch.serve --restarts=N does); that process's log has the reason",
     rank=failure.rank,
   )
 
