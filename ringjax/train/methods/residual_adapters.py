@@ -101,7 +101,7 @@ def residual_adapters(
   if tokens is not None:
     squares = _mean_squares(model, tokens, {x: floats[x] for x in start})
   scale = how.alpha / how.rank
-  params = {}
+  params: dict[str, dict[str, Shaped[Array, " ..."]]] = {}
   for path, part in start.items():
     channels = squares.get(path)
     if channels is not None:
