@@ -36,7 +36,9 @@ Needs uvicorn, of the extra `serve`. SIGTERM and Ctrl-C end it gracefully: it
 takes no more requests, finishes those in progress within --grace seconds, sends
 an error to the rest, and exits with 0. Of several processes any may get the
 signal: process 0 does so, and all exit with 0. When one of them is lost, all
-exit with 3, clients get errors, and what started them has to start them again.
+exit with 3, clients get errors, and what started them has to start them again:
+with --restarts=N each command starts its process again, at the same port, up to
+N times; with --store=DIR prefixes are then found again.
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ from .serving import (
   host_processes,
   http_server,
   peer_flags,
+  restarts,
   stage_instance,
 )
 from .shared import answering, common, console, model_flags
@@ -160,6 +163,13 @@ def define(values: flags.FlagValues) -> None:
     "Seconds within which the failure of one of several processes is noticed.",
     1.0,
   )
+  new.whole(
+    "restarts",
+    0,
+    "Times that this command starts its process again after that, or another "
+    "one of several, was lost; pass it to all of them.",
+    0,
+  )
   new.whole("grace", 30, "Seconds to finish in, once it is told to end.")
   cluster_roles.define(values)
   stage_instance.define(new)
@@ -181,6 +191,8 @@ def run(
   note: str | None = None
   logs = contextlib.ExitStack()
   hosts = host_processes.HostProcesses(screen, lambda: doing)
+  supervised = restarts.SupervisedProcess.from_environment()
+  answers = (lambda: None) if supervised is None else supervised.answers
   try:
     mode = flag_modes.mode_of(values)
     cluster_roles.check_role(values)
@@ -208,13 +220,25 @@ def run(
     if values.speculate is not None:
       drafter = model_flags.checked_drafter(values.speculate)
       RowDrafts(drafter, "--speculate")
-    if not joins:
+    if supervised is not None:
+      listener = supervised.listener
+    elif not joins:
       listener = _listener(values.host, values.port)
+    if values.restarts and supervised is None:
+      assert listener is not None
+      supervisor = restarts.Supervisor(
+        listener,
+        screen,
+        restarts=values.restarts,
+        silence_s=values.failure_timeout,
+      )
+      with listener:
+        return supervisor.run()
     common.start(values, single=True)
     if mode == "alone":
       assert listener is not None
       doing = "waiting for the other processes"
-      hosts.meet(values, listener)
+      hosts.meet(values, listener, answers)
     elif jax.process_count() > 1:
       raise OptionError(
         "processes",
@@ -257,6 +281,8 @@ def run(
         tokenizer=tokenizer,
         **options,
       )
+      if supervised is not None:
+        engine.counters.restarts = supervised.restarts
       doing = "compiling"
       screen.begin("compiling")
       engine.warm_up()
@@ -309,6 +335,7 @@ def run(
   if joined_at:
     screen.say(f"instances join at {joined_at}")
   screen.say(f"serving at http://{url_host}:{port}/v1")
+  answers()
   try:
     with logs:
       http_server.serve(

@@ -138,6 +138,7 @@ _LATER: dict[str, Any] = {
   "eagle": {},
   "products": "float",
   "weights": "",
+  "residual": {},
   "rewards": {},
   # Layers of each round are arrays of their own.
   "stage_rounds": 1,
@@ -332,6 +333,15 @@ class _TrainingRun:
         )
       # Training donates the model's own arrays.
       abstract_model = jax.eval_shape(lambda model: model, model)
+      axis = "seq" if mesh.shape.get("seq", 1) > 1 else None
+      chooses = "auto" in (config.feedforward_block, config.block)
+      train_recipe = train_recipe.with_block_sizes(abstract_model, mesh, axis)
+      if chooses:
+        screen.say(
+          f"blocks on each shard: feedforward "
+          f"{train_recipe.feedforward_block:,} tokens, loss "
+          f"{train_recipe.objective.block:,}"
+        )
       for line in (
         *_too_long(train_recipe, abstract_model),
         *_left_out(abstract_model),
@@ -355,6 +365,11 @@ class _TrainingRun:
           if isinstance(source, rj.data.ChatDocuments | rj.data.PairDocuments):
             for note in source.counts.notes():
               screen.say(f"note: {note}")
+      adapters = None
+      if config.residual:
+        train_recipe, adapters = self._residual(
+          config, folder, model, train_recipe, data[0], sharding
+        )
       if first:
         out.mkdir(parents=True, exist_ok=True)
         self._log = _appended(out / "log.jsonl")
@@ -393,7 +408,7 @@ class _TrainingRun:
       self._begin("making the first step")
       places: dict[str, Any] = dict(
         mesh=mesh,
-        axis="seq" if mesh.shape.get("seq", 1) > 1 else None,
+        axis=axis,
         checkpoints=checkpoints,
         on_step=on_step,
       )
@@ -419,6 +434,7 @@ class _TrainingRun:
             model,
             data,
             report=report,
+            adapters=adapters,
             evaluate=_evaluation(config, tokenizer, mesh),
             **places,
           )
@@ -573,6 +589,36 @@ class _TrainingRun:
       return rj.models.load(folder, weights=config.weights, **options)
     model = rj.models.load(folder, **options)
     return rj.models.with_coded_weights(model, **KINDS[config.weights])
+
+  def _residual(
+    self,
+    config: ConfigDict,
+    folder: str | None,
+    coded: Transformer,
+    train_recipe: recipe.Recipe,
+    mixture: rj.train.Mixture,
+    sharding: dict[str, Any],
+  ) -> tuple[recipe.Recipe, dict[str, Any]]:
+    """The recipe and its first adapters, which correct the codes' error."""
+    self._begin("making the adapters")
+    assert folder is not None and train_recipe.lora is not None
+    tokens, length = None, train_recipe.stages[0].length
+    if config.residual.rows:
+      loader = rj.data.Loader(
+        mixture.sources,
+        length=length,
+        batch=config.residual.rows,
+        seed=config.seed,
+        packer=train_recipe.packer,
+        weights=mixture.weights,
+        prefetch=0,
+      )
+      tokens = loader.at(0).tokens
+    floats = rj.models.load(folder, dtype=config.dtype, **sharding)
+    lora, adapters = rj.train.residual_adapters(
+      train_recipe.lora, floats, coded, tokens
+    )
+    return dataclasses.replace(train_recipe, lora=lora), adapters
 
   def _report(
     self,
@@ -873,6 +919,16 @@ def _check_codes(config: ConfigDict) -> None:
       "adapters, which are then written alone",
       "set --config.lora.rank=16, or leave merge out",
     )
+  residual = json.loads(config.residual.to_json())
+  if residual and (set(residual) != {"rows"} or config.weights not in KINDS):
+    raise OptionError(
+      "residual",
+      f"{residual} with weights={config.weights!r}",
+      f"{{'rows': N}} with weights of {', '.join(KINDS)}, whose error is known",
+      "set --config.residual.rows=8 and --config.weights=nf4, or leave it out",
+    )
+  if residual:
+    integer("residual.rows", residual["rows"], least=0)
   if not config.weights:
     return
   one_of("weights", config.weights, (*KINDS, *WEIGHTS))
@@ -1123,6 +1179,10 @@ def default_config() -> ConfigDict:
     weights: Codes in which adapters find the frozen weights of init_from
       (QLoRA): int8, int4, nf4 or mxfp4, or stored for those of a GGUF file;
       empty for floats.
+    residual: Adapters that begin as the error of those codes (LoftQ), {} for
+      adapters that begin at zero: rows, the number of the first stage's rows
+      whose activations weigh the error, 0 for none. Such an adapter belongs to
+      the codes, and is refused for other weights.
     merge: Whether `model` is written, with adapters merged into floats; without
       it only `adapter` is.
     cepe: Encoder of contexts for a frozen decoder; {} for none.
@@ -1180,6 +1240,7 @@ def default_config() -> ConfigDict:
       "expert_balance": {},
       "lora": {"rank": 0, "alpha": 32.0, "targets": ("q", "k", "v", "o")},
       "weights": "",
+      "residual": {},
       "merge": True,
       "cepe": {},
       "draft": {},

@@ -63,6 +63,7 @@ ONE_PLUS = (
   "qwen3_5_moe_text",
   "qwen3_5_text",
   "qwen3_next",
+  "qwen4_exp_text",
   "recurrent_gemma",
   "vaultgemma",
 )
@@ -84,15 +85,17 @@ LOUD = (
 )
 
 # Tables that follow from a config, and that no program has to read or write.
-TABLES = ("query_decay", "key_decay", "diagonal_decay")
-# Numbers that follow from a config: these tables, and a number of each head.
-DECAYS = ("slope_rate", *TABLES)
+DECAY_TABLES = ("query_decay", "key_decay", "diagonal_decay")
+HASHES = ("layer_multipliers", "heads_offsets", "heads_vocab_sizes")
+TABLES = (*DECAY_TABLES, *HASHES)
+# Numbers that follow from a config: tables of decays, and one of each head.
+DECAYS = ("slope_rate", *DECAY_TABLES)
 
 # Buffers, not parameters: they keep their dtype in a checkpoint of any other.
 BUFFER = "e_score_correction_bias"
 # A table of each token's experts, int64.
 EXPERTS_OF_IDS = "tid2eid"
-BUFFERS = (BUFFER, "ffn.gate.bias", EXPERTS_OF_IDS)
+BUFFERS = (BUFFER, "ffn.gate.bias", EXPERTS_OF_IDS, *HASHES)
 
 DTYPES = {
   "float32": np.dtype(np.float32),
@@ -265,6 +268,8 @@ def draw(
   """One tensor, float32 or whole numbers."""
   if name.endswith(DECAYS):
     return decay(name, settings).reshape(shape)
+  if name.endswith(HASHES):
+    return hashes(name, settings)
   if name.endswith(EXPERTS_OF_IDS):
     # A row has different experts.
     first = np.argsort(
@@ -293,6 +298,31 @@ def decay(name: str, settings: Mapping[str, Any]) -> np.ndarray:
     "diagonal_decay": lambda: np.exp(-rate * (at - at.T)) * (at >= at.T),
   }[name.rsplit(".", 1)[-1]]
   return np.asarray(table(), np.float32)
+
+
+def hashes(name: str, settings: Mapping[str, Any]) -> np.ndarray:
+  """Factors, sizes and offsets of the tables of Qwen4-Exp's n-grams, int64."""
+  layer = int(name.split(".layers.")[1].split(".")[0])
+  table = settings["ple_layer_ids"].index(layer + 1)
+  longest = settings["ngram_size"]
+  if name.endswith("layer_multipliers"):
+    half = (2**63 - 1) // settings["vocab_size"] // 2
+    step, wrap, factors = 0x9E3779B97F4A7C15, 2**64, []
+    for n in range(longest):
+      x = (settings["seed"] + 10007 * table + step * (n + 2)) % wrap
+      x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % wrap
+      x = (x ^ x >> 27) * 0x94D049BB133111EB % wrap
+      factors.append(2 * ((x ^ x >> 31) % half) + 1)
+    return np.asarray(factors, np.int64)
+  heads = (longest - 1) * settings["heads_per_ngram"]
+  least = settings["ngram_vocab_size_base"]
+  primes = [
+    n for n in range(least, 8 * least) if all(n % k for k in range(2, n))
+  ]
+  sizes = np.asarray(primes[table * heads :][:heads], np.int64)
+  if name.endswith("heads_vocab_sizes"):
+    return sizes
+  return np.cumsum(sizes) - sizes
 
 
 def normal(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:

@@ -17,13 +17,24 @@ FAMILIES = (
   "qwen3_5",
   "qwen3_5_moe",
   "ernie4_5_moe",
+  "longcat_flash",
+  "mimo_v2_flash",
+  "hy_v3",
 )
+
+
+def _of_longcat(key):
+  """Name of the first of a layer's two parts; None for others."""
+  if key.startswith(("mlp.", "classifier")) or ".1." in key:
+    return None
+  return key.replace("mlps.0.", "transformer_layer.mlp.").replace(".0.", ".")
 
 
 def layer_tensors(name, seed=7):
   """The tensors of the layer, by their names in a folder of a fixture."""
   config, tensors = checkpoints.config(name), checkpoints.tensors(name)
-  count, width = config["num_hidden_layers"], config["hidden_size"]
+  count = config.get("num_hidden_layers", config.get("num_layers"))
+  width = config["hidden_size"]
   draw = np.random.default_rng(seed)
   # A layer of the model that has the parts of this one, and its outer names.
   source, start, block = count - 1, f"model.layers.{count}.", ""
@@ -37,6 +48,23 @@ def layer_tensors(name, seed=7):
     outer = dict(embed="pre_fc_norm_embedding", hidden="pre_fc_norm_hidden",
                  join="fc", norm="norm")  # fmt: skip
     copies = False
+  renamed = lambda key: key
+  if name == "longcat_flash":
+    start, block, renamed = "model.mtp.", "layers.0.", _of_longcat
+    outer = dict(embed="layers.0.enorm.m", hidden="layers.0.hnorm.m",
+                 join="layers.0.eh_proj", norm="norm")  # fmt: skip
+  if name == "mimo_v2_flash":
+    start, copies = "model.mtp.layers.0.", False
+    outer["norm"] = "final_layernorm"
+    # With the feedforward of the first layer, which is dense.
+    tensors = {
+      key.replace("layers.0.mlp", f"layers.{source}.mlp"): x
+      for key, x in tensors.items()
+      if f"layers.{source}.mlp" not in key
+    }
+    renamed = lambda key: key.replace("post_attention_l", "pre_mlp_l")
+  if name == "hy_v3":
+    outer["norm"], copies = "final_layernorm", False
   if name.startswith("ernie"):
     start, block, source, copies = "model.", "mtp_block.0.", 0, False
     outer = dict(embed="mtp_emb_norm.0", hidden="mtp_hidden_norm.0",
@@ -50,15 +78,16 @@ def layer_tensors(name, seed=7):
   checkpoints_are_one_plus = name.startswith("qwen3")
   path = f"model.layers.{source}."
   for key, x in tensors.items():
-    if key.startswith(path):
+    if key.startswith(path) and (end := renamed(key.removeprefix(path))):
       scale = 0.1 if x.ndim == 1 else 1.5 / x.shape[-1] ** 0.5
-      weight(start + block + key.removeprefix(path), x.shape, scale)
+      weight(start + block + end, x.shape, scale)
   for part, inner in outer.items():
     shape = (width, 2 * width) if part == "join" else (width,)
     scale = 1.0 / (2 * width) ** 0.5 if part == "join" else 0.1
     weight(f"{start}{inner}.weight", shape, scale)
   if copies:
     made[f"{start}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+  if copies and name != "longcat_flash":
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     made[f"{start}shared_head.head.weight"] = head
   return made
@@ -70,7 +99,8 @@ def settings(name):
   key = "num_nextn_predict_layers"
   if name.startswith("qwen3_5"):
     key = "mtp_num_hidden_layers"
-  return config if name == "qwen3_next" else config | {key: 1}
+  keyless = "qwen3_next", "longcat_flash", "mimo_v2_flash"
+  return config if name in keyless else config | {key: 1}
 
 
 def write(name, folder, **more):

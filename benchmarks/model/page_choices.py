@@ -4,9 +4,9 @@ Reads held-out files of Python's library: --prompt tokens as a prompt, then
 --tokens tokens one by one, each of which reads the pages that its queries
 choose. Prints a line for each of --kinds, and with --out a JSON file: the part
 of the attention and of the --top best keys that is read (mean and least of the
-layers, at one of --every tokens), the loss over all pages in nats, the bytes
-that a token copies from host memory, and the bytes on the device of a token of
-host memory (landmarks, coefficients).
+layers, at one of --every tokens), the relative error of the attention's output,
+the loss over all pages in nats, the bytes that a token copies from host memory,
+and the bytes on the device of a token of host memory (landmarks, coefficients).
 
   python -m benchmarks.model.page_choices --model=smollm2-135m --prompt=2048
 
@@ -34,6 +34,7 @@ _KINDS = (
   "budget=256,page=16;"
   "budget=256,page=16,landmarks=means;"
   "budget=192,page=16,landmarks=means,outlier_pages=4;"
+  "budget=256,page=16,landmarks=hashes,hash_bits=8,hash_tables=75;"
   "budget=256,page=16,unrotated=True,rank=32;"
   "budget=192,page=16,landmarks=means,outlier_pages=4,unrotated=True,rank=32"
 )
@@ -71,10 +72,10 @@ def main() -> None:
   sizes = f"device={flags.device},hot={flags.hot}"
   records: list[dict[str, Any]] = []
   print(
-    "| kind | attention | least layer | recall | least layer | loss | bytes "
-    "copied a token | device bytes a token |"
+    "| kind | attention | least layer | recall | least layer | error | loss | "
+    "bytes copied a token | device bytes a token |"
   )
-  print("|---|" + "---:|" * 7, flush=True)
+  print("|---|" + "---:|" * 8, flush=True)
   base = None
   for options in ["budget=1.0,page=16", *flags.kinds.split(";")]:
     kind = f"select:{sizes},{options}"
@@ -96,7 +97,8 @@ def main() -> None:
     recall = [x.recall for x in result.layers]
     print(
       f"| `{options}` | {result.attention:.1%} | {min(attention):.1%} | "
-      f"{result.recall:.1%} | {min(recall):.1%} | {result.nll - base:+.4f} | "
+      f"{result.recall:.1%} | {min(recall):.1%} | {result.error:.1%} | "
+      f"{result.nll - base:+.4f} | "
       f"{copied:,.0f} | {resident_bytes:,.0f} |",
       flush=True,
     )

@@ -45,8 +45,8 @@ _OF_PLACES = ("weights", "coded_bits", "cache", "cache_placement")
 _OF_TILES = ("strategy", "q_block", "kv_block")
 # Options of a program in addition to those of all programs.
 _OPTIONS = {
-  "train": (*_OF_MODEL, *_OF_TILES, "remat", "optimizer", "accumulate",
-            "block", "loss_block"),
+  "train": (*_OF_MODEL, *_OF_TILES, "remat", "optimizer", "moments_in",
+            "accumulate", "block", "loss_block"),
   "prefill": (*_OF_MODEL, *_OF_TILES, *_OF_PLACES, "block", "chunk"),
   "pair": (*_OF_MODEL, "block", "how_summed"),
   "decode": (*_OF_MODEL, *_OF_PLACES),
@@ -163,9 +163,9 @@ def _options(values: flags.FlagValues, program: str) -> dict[str, Any]:
   if strategy is not None:
     options["strategy"] = named(strategy)
   for name in (
-    "remat", "optimizer", "accumulate", "block", "loss_block", "q_block",
-    "kv_block", "order", "dtype", "how_summed", "weights", "cache_placement",
-    "chunk", "drafted",
+    "remat", "optimizer", "moments_in", "accumulate", "block", "loss_block",
+    "q_block", "kv_block", "order", "dtype", "how_summed", "weights",
+    "cache_placement", "chunk", "drafted",
   ):  # fmt: skip
     if values[name].value is not None:
       options[name] = values[name].value
@@ -243,9 +243,12 @@ def _coded_text(facts: Mapping[str, Any]) -> str:
 
 
 def _host_memory_text(facts: Mapping[str, Any]) -> str:
-  """Text on the bytes of weights and cache in host memory."""
-  parts = {"weights": facts.get("host_bytes", 0)}
-  parts["cache"] = facts.get("cache_bytes", {}).get("host", 0)
+  """Text on a device's bytes of weights, moments and cache in host memory."""
+  parts = {
+    "weights": facts.get("host_bytes", 0),
+    "moments": facts.get("moments_host_bytes", 0),
+    "cache": facts.get("cache_bytes", {}).get("host", 0),
+  }
   phrases = [f"{console.nbytes(n)} of {k}" for k, n in parts.items() if n]
   return f"{' and '.join(phrases)} in host memory, " if phrases else ""
 
@@ -364,6 +367,8 @@ def _too_large(compiled: Compiled) -> list[str]:
     lines.append("  --strategy=striped keeps one shard's keys at a time")
   if facts.get("optimizer") == "adamw":
     lines.append("  --optimizer=adafactor or lion keeps fewer moments")
+  if facts.get("moments_in") == "device":
+    lines.append("  --moments_in=host keeps moments in the host's memory")
   if facts.get("cache") == "dense":
     lines.append("  --cache=windowed keeps the window of layers that have one")
   if int(facts.get("batch", 1)) > 1 and facts["what"] == "train":

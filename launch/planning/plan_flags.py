@@ -213,6 +213,9 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "What is kept of a layer; see train.remat."),
   ("optimizer", "text", None, "aot capacity",
    "Optimizer of training; default: adamw."),
+  ("moments_in", "enum", None, "aot capacity",
+   "Memory of the optimizer's moments between steps of training; default: "
+   "device.", ("device", "host")),
   ("shard", "text", None, "aot capacity",
    "Mesh axis that cuts weights; default: seq; or none."),
   ("experts", "text", None, "aot",

@@ -102,6 +102,7 @@ MODES = {
       "failure_timeout",
       "log_calls",
       "probe_heads",
+      "restarts",
       "role",
       "store",
       "store_bytes",

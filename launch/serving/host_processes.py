@@ -26,7 +26,9 @@ from ..shared.group import Group
 
 # Seconds to send clients their errors once a process is lost.
 LINGER_S = 10.0
-_STALL_S = 10.0
+_STALL_S, _READ_BYTES = 10.0, 1 << 16
+# Seconds after which clients may try again while processes start.
+RETRY_S = 5
 
 
 class ProbeServer:
@@ -36,9 +38,17 @@ class ProbeServer:
     missing: Reason for which no requests are served; "" if they are.
   """
 
-  def __init__(self, listener: socket.socket, missing: str):
-    """Begins to answer in a thread; the socket stays the caller's."""
-    self.missing = missing
+  def __init__(
+    self, listener: socket.socket, missing: str, *, serves: bool = True
+  ):
+    """Begins to answer in a thread; the socket stays the caller's.
+
+    Args:
+      listener: Listening socket.
+      missing: Reason for which no requests are served.
+      serves: Whether requests are served here once nothing is missing.
+    """
+    self.missing, self._serves = missing, serves
     probes = self
 
     class Probe(http.server.BaseHTTPRequestHandler):
@@ -52,8 +62,22 @@ class ProbeServer:
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
+        if status == 503:
+          self.send_header("retry-after", str(RETRY_S))
         self.end_headers()
         self.wfile.write(data)
+
+      def do_POST(self) -> None:
+        # Unread bytes would reset the connection before the answer arrives.
+        length = self.headers.get("content-length", "0")
+        unread = int(length) if length.isdecimal() else 0
+        while unread > 0:
+          data = self.rfile.read(min(unread, _READ_BYTES))
+          if not data:
+            break
+          unread -= len(data)
+        self.close_connection = True
+        self.do_GET()
 
       def log_message(self, format: str, *args: Any) -> None:
         """Logs nothing."""
@@ -69,11 +93,15 @@ class ProbeServer:
     )
     self._thread.start()
 
-  def answer(self, path: str) -> tuple[int, dict[str, str]]:
+  def answer(self, path: str) -> tuple[int, dict[str, Any]]:
     """Status and body of a path."""
     missing = self.missing
     if path == "/health":
       return 200, {"status": "ok"}
+    if path != "/ready" and self._serves:
+      text = f"the server can't answer now ({missing}); try again later"
+      error = {"message": text, "type": "server_error", "code": "unavailable"}
+      return 503, {"error": error | {"param": None}}
     if path != "/ready":
       return 404, {"error": "requests are served by process 0"}
     if missing:
@@ -106,24 +134,31 @@ class HostProcesses:
     """Whether this process serves clients."""
     return not self.group.several or jax.process_index() == 0
 
-  def meet(self, values: flags.FlagValues, listener: socket.socket) -> None:
+  def meet(
+    self,
+    values: flags.FlagValues,
+    listener: socket.socket,
+    answers: Callable[[], object],
+  ) -> None:
     """Connects the processes, and answers probes from now on.
 
     Args:
       values: Flags as passed.
       listener: Listening socket of this process.
+      answers: Called once probes are answered, in several processes.
 
     Raises:
       OptionError: If a flag has no meaning in one process, or in several.
       PeerError: If a process is missing.
     """
     if jax.process_count() == 1:
-      if values["failure_timeout"].present:
+      if values["failure_timeout"].present and not values.restarts:
         raise OptionError(
           "--failure_timeout",
           f"{values.failure_timeout:g} in one process",
           "several processes, of which one may fail",
-          "leave it out, or pass --coordinator, --num_processes, --process_id",
+          "leave it out, or pass --restarts=N, or --coordinator, "
+          "--num_processes and --process_id",
         )
       return
     if values.log_calls is not None:
@@ -135,7 +170,10 @@ class HostProcesses:
       )
     # JAX takes SIGTERM for a notice: a process that loads would not end by it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    self._probes = ProbeServer(listener, "the model: it is being loaded")
+    self._probes = ProbeServer(
+      listener, "the model: it is being loaded", serves=jax.process_index() == 0
+    )
+    answers()
     self._screen.quiet = jax.process_index() > 0
     self._peers = self.group.meet(values.failure_timeout)
 

@@ -459,8 +459,7 @@ SYSTEMS: tuple[System, ...] = (
       "tests/infer/test_dflash_draft.py",
       "tests/infer/test_verifiers.py",
     ),
-    absent="Medusa's heads, trees of EAGLE-3's, Jacobi iterations, and a data "
-    "store of texts.",
+    absent="Medusa's heads, Jacobi iterations, and a data store of texts.",
   ),
   System(
     name="LongSpec",

@@ -6,8 +6,12 @@ import re
 from collections.abc import Mapping
 
 
-def number_alone(prompt: str, answer: str, example: Mapping[str, str]) -> float:
-  """Reward of an answer to a sum: 0.5 for the right number, 1 for it alone.
+def number_share(prompt: str, answer: str, example: Mapping[str, str]) -> float:
+  """Reward of an answer: the right number's share of its characters, 0 to 1.
+
+  1 for the number alone. Answers of one group seldom have equal rewards, so
+  that the group is learned from; with one reward for each answer that has the
+  number somewhere it is not.
 
   Args:
     prompt: Text of the prompt.
@@ -18,4 +22,4 @@ def number_alone(prompt: str, answer: str, example: Mapping[str, str]) -> float:
   numbers = re.findall(r"\d+", answer)
   if not numbers or numbers[-1] != example["answer"]:
     return 0.0
-  return 1.0 if answer.strip() == example["answer"] else 0.5
+  return len(example["answer"]) / len(answer.strip())

@@ -308,6 +308,7 @@ def train(
   accumulate: int = 1,
   remat: str = "attention",
   optimizer: str = "adamw",
+  moments_in: str = "device",
   loss_block: int = 1024,
   **options: Any,
 ) -> Built:
@@ -318,6 +319,7 @@ def train(
     accumulate: Number of micro-batches.
     remat: Rematerialization policy of a layer, of `train.remat.POLICIES`.
     optimizer: Name of an optimizer, of `train.recipe.OPTIMIZERS`.
+    moments_in: Memory of its moments, of `train.recipe.MEMORIES`.
     loss_block: Tokens of a step of the head.
     options: Options of `ModelOptions`.
 
@@ -330,7 +332,9 @@ def train(
   mesh = attend.mesh
   assert isinstance(mesh, Mesh)
   model = program.form(mesh, "float32")
-  update = recipes.Optimizer(name=optimizer).build(1000)
+  update = recipes.Optimizer(name=optimizer, moments_in=moments_in).build(
+    1000, mesh
+  )
   objective = training.Objective(
     block=positive_int("loss_block", loss_block),
     dtype=recipes.dtype_of(program.dtype),
@@ -342,6 +346,16 @@ def train(
   )
   batch = batches.Batch(row(), row(), row(jnp.float32))
   state = training.form(update, model, mesh)
+  moments_host_bytes = _host_bytes(state.optimizer)
+  if moments_in == "host" and not moments_host_bytes:
+    # JAX's CUDA plugin describes GPUs without the host's memory.
+    raise OptionError(
+      "moments_in",
+      f"'host' for {mesh.devices.flat[0].device_kind}, whose compiler knows no "
+      "arguments in the host's memory",
+      "a TPU slice, or 'device'",
+      "leave moments_in out, or pass another topology",
+    )
   return program.built(
     mesh,
     training.make_step(update, attend, objective),
@@ -351,6 +365,8 @@ def train(
     what="train",
     remat=remat,
     optimizer=optimizer,
+    moments_in=moments_in,
+    moments_host_bytes=moments_host_bytes,
     least_bytes=_train_bytes(program, model, state, mesh.size),
     **program.tile_share(mesh, attend.axis, True, _reach(model)),
     **program.facts(model),
@@ -707,8 +723,8 @@ def _train_bytes(
 ) -> float:
   """Bytes of a device that a training step must read or write.
 
-  Weights and moments are read and written, and so is what any rematerialization
-  keeps: the input of each layer.
+  Weights and moments, without those in the host's memory, are read and written,
+  and so is what any rematerialization keeps: the input of each layer.
   """
   config = form.config
   # None stands for float32, which is not NumPy's default.

@@ -50,12 +50,15 @@ class LayerRecall:
     recall: Part of the `top` keys with the largest products that is read,
       likewise.
     worst_head: Smallest recall of a head, mean over queries.
+    error: Norm of the error of the attention's output, divided by that of the
+      output over all keys, mean over queries and heads.
   """
 
   layer: int
   attention: float
   recall: float
   worst_head: float
+  error: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,11 @@ class PageRecall:
     """Part of the best keys that is read, mean over layers."""
     return float(np.mean([x.recall for x in self.layers]))
 
+  @property
+  def error(self) -> float:
+    """Relative error of the attention's output, mean over layers."""
+    return float(np.mean([x.error for x in self.layers]))
+
   def record(self) -> dict[str, Any]:
     """The fields as JSON."""
     return {
@@ -95,6 +103,7 @@ class PageRecall:
       "fetches": self.fetches.record(),
       "attention": self.attention,
       "recall": self.recall,
+      "error": self.error,
     }
 
 
@@ -229,6 +238,7 @@ def _layers(
             attention=float(1 - np.mean(total("left_out")) / queries),
             recall=float(np.mean(by_head)),
             worst_head=float(np.min(by_head)),
+            error=float(np.mean(total("error")) / queries),
           )
         )
   return tuple(layers), queries
@@ -260,11 +270,20 @@ class MeasuredPages(CachedAttention):
       return out
     # Sinks are no keys: without them the parts add up to 1.
     extras = dataclasses.replace(extras, residual=True, sinks=None)
-    _, read_lse = super().__call__(q, tokens, cache, mask, extras)
+    read_out, read_lse = super().__call__(q, tokens, cache, mask, extras)
+    bias = cache.chosen.bias
+    if bias is not None:
+      # The keys that are read count as they are, not by their probabilities.
+      unweighted = jnp.where(bias > -jnp.inf, 0, bias)
+      chosen = cache.chosen._replace(bias=unweighted)
+      as_they_are = dataclasses.replace(cache, chosen=chosen)
+      _, read_lse = super().__call__(q, tokens, as_they_are, mask, extras)
     every_key = dataclasses.replace(cache, chosen=None)
-    _, all_lse = super().__call__(q, tokens, every_key, mask, extras)
+    all_out, all_lse = super().__call__(q, tokens, every_key, mask, extras)
     top_read = self._top_read(q, tokens, cache, every_key.views(), mask)
-    record.add(read_lse, all_lse, top_read)
+    norm = lambda x: jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
+    error = norm(read_out - all_out) / jnp.maximum(norm(all_out), 1e-30)
+    record.add(read_lse, all_lse, top_read, error)
     return out
 
   def _top_read(
@@ -290,13 +309,13 @@ class MeasuredPages(CachedAttention):
       scores.append(jnp.where(seen[:, None, None], s, -jnp.inf))
       shape = (b, heads, t, keys.shape[2])
       older = number == 0 and len(views) > 1
-      reads.append(
-        _is_read(cache, at, shape) if older else jnp.ones(shape, bool)
-      )
+      is_read = jnp.ones((), bool)
+      if older:
+        is_read = _is_read(cache, at, shape)
+      reads.append(jnp.broadcast_to(is_read, s.shape))
     score = jnp.concatenate(scores, -1)
-    read = jnp.concatenate(reads, -1)[:, :, None]
+    read = jnp.concatenate(reads, -1)
     best, slot = jax.lax.top_k(score, min(self.top, score.shape[-1]))
-    read = jnp.broadcast_to(read, score.shape)
     best_read = jnp.take_along_axis(read, slot, -1) & (best > -jnp.inf)
     total = lambda x: jnp.sum(x, -1, dtype=jnp.float32)
     part = total(best_read) / jnp.maximum(total(best > -jnp.inf), 1)
@@ -316,8 +335,11 @@ def _all_keys(view: KVView) -> Float[Array, "B K S H"]:
 
 def _is_read(
   cache: ChosenTieredLayer, at: Coords, shape: tuple[int, int, int, int]
-) -> Bool[Array, "B K T S"]:
-  """Whether each query reads each older slot, by the slots' positions."""
+) -> Bool[Array, "B K _ T S"]:
+  """Whether each query reads each older slot, by the slots' positions.
+
+  Queries of a group that choose together have one entry.
+  """
   chosen = cache.chosen
   assert chosen is not None and chosen.places is not None
   b, heads, t, _ = shape
@@ -327,12 +349,18 @@ def _is_read(
   pos = jnp.take_along_axis(pos, places, 3)
   size = cache.cache.limit + 1
   # Slots of pages that are not read are marked beyond all positions.
-  pos = jnp.where((chosen.places >= 0)[..., None] & (pos >= 0), pos, size)
-  pos = pos.reshape(b, heads, t, -1)
-  row = jnp.arange(b)[:, None, None, None]
-  head = jnp.arange(heads)[None, :, None, None]
-  query = jnp.arange(t)[None, None, :, None]
-  marks = jnp.zeros((b, heads, t, size), bool)
-  marks = marks.at[row, head, query, pos].set(True, mode="drop")
-  older = jnp.broadcast_to(at.pos[:, None, None], shape)
-  return jnp.take_along_axis(marks, jnp.clip(older, 0, size - 1), 3)
+  reads = (chosen.places >= 0)[:, :, None]
+  if chosen.bias is not None:
+    reads = reads & (chosen.bias > -jnp.inf)
+  pos = pos[:, :, None]
+  pos = jnp.where(reads[..., None] & (pos >= 0), pos, size)
+  groups = pos.shape[2]
+  pos = pos.reshape(b, heads, groups, t, -1)
+  row, head, group, query = jnp.ogrid[:b, :heads, :groups, :t]
+  marks = jnp.zeros((b, heads, groups, t, size), bool)
+  of_query = row[..., None], head[..., None], group[..., None], query[..., None]
+  marks = marks.at[(*of_query, pos)].set(True, mode="drop")
+  older = jnp.broadcast_to(
+    at.pos[:, None, None, None], (*marks.shape[:4], shape[3])
+  )
+  return jnp.take_along_axis(marks, jnp.clip(older, 0, size - 1), 4)

@@ -302,7 +302,7 @@ class _Tally:
     size = cache.held.capacity
     filled = min(size, max(0, self.tokens - (cache.kind.tier.device or 0)))
     if cache.kind.tier.hot is not None:
-      landmarks = _bytes(cache.landmarks[n])
+      landmarks = _bytes((cache.landmarks[n], cache.centres[n]))
       self._add("landmarks", landmarks)
       self._add("hot pages", _bytes(cache.hot[n]))
       self.read += landmarks * filled / size

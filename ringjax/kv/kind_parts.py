@@ -116,10 +116,10 @@ class TierConfig(Config):
     default=None,
   )
   landmarks: str = option(
-    'What queries choose pages of host memory by: "bounds" of their keys '
-    '(Quest), or "means" of their keys (ShadowKV). Layers with an index choose '
-    "by it.",
-    choices=("bounds", "means"),
+    'What queries choose keys of host memory by: "bounds" of the keys of a '
+    'page (Quest), "means" of them (ShadowKV), or "hashes" of single keys, '
+    "which are sampled (MagicPIG). Layers with an index choose by it.",
+    choices=("bounds", "means", "hashes"),
     default="bounds",
   )
   outlier_pages: int = option(
@@ -127,6 +127,28 @@ class TierConfig(Config):
     "those with a key that is the least like the mean.",
     least=0,
     default=0,
+  )
+  hash_bits: int = option(
+    'Bits of a hash, with "hashes": the number of random planes, at most 16.',
+    least=1,
+    default=10,
+  )
+  hash_tables: int = option(
+    'Number of hashes of a key, with "hashes". A key is read by queries that '
+    "have two or more in common with it.",
+    least=2,
+    default=150,
+  )
+  hash_seed: int = option(
+    'Seed of the planes, with "hashes".',
+    least=0,
+    default=0,
+  )
+  sink_tokens: int = option(
+    "Number of first tokens of a document that each query reads, with "
+    '"hashes".',
+    least=0,
+    default=4,
   )
   rank: int | None = option(
     "Numbers in which device memory has each key of a page in host memory, "
@@ -203,6 +225,18 @@ def _drops(kind: CacheConfig) -> bool:
   return kind.policy is not None and not kind.policy.selects
 
 
+def _hash_options(kind: CacheConfig) -> str:
+  """Options of hashes that are set, as text."""
+  tier, default = kind.tier, TierConfig()
+  names = "hash_bits", "hash_tables", "hash_seed", "sink_tokens"
+  values = {name: getattr(tier, name) for name in names}
+  return ", ".join(
+    f"{name}={value}"
+    for name, value in values.items()
+    if value != getattr(default, name)
+  )
+
+
 # Tried in this order.
 REFUSED = (
   CacheRefusal(
@@ -250,6 +284,36 @@ REFUSED = (
     lambda k: f"{k.tier.outlier_pages}, with landmarks={k.tier.landmarks!r}",
     "landmarks=means, whose pages can be unlike their mean",
     "pass landmarks=means, or leave outlier_pages out",
+  ),
+  CacheRefusal(
+    "hash_bits",
+    lambda k: bool(_hash_options(k)) and k.tier.landmarks != "hashes",
+    lambda k: f"{_hash_options(k)}, with landmarks={k.tier.landmarks!r}",
+    "landmarks=hashes, which these options describe",
+    "pass landmarks=hashes, or leave them out",
+  ),
+  CacheRefusal(
+    "hash_bits",
+    lambda k: k.tier.hash_bits > 16,
+    lambda k: f"{k.tier.hash_bits}",
+    "at most 16, in two bytes",
+    "pass hash_bits=10, and more hash_tables",
+  ),
+  CacheRefusal(
+    "sink_tokens",
+    lambda k: (
+      k.tier.landmarks == "hashes" and k.tier.sink_tokens >= k.layout.page
+    ),
+    lambda k: f"{k.tier.sink_tokens}, with pages of {k.layout.page} tokens",
+    "fewer than a page, so that a budget has room for sampled tokens",
+    lambda k: f"pass sink_tokens={k.layout.page // 2}",
+  ),
+  CacheRefusal(
+    "rank",
+    lambda k: k.tier.rank is not None and k.tier.landmarks == "hashes",
+    lambda k: f"{k.tier.rank}, with landmarks='hashes'",
+    "the keys that were hashed, from which probabilities follow",
+    "leave rank out, or take landmarks=means",
   ),
   CacheRefusal(
     "rank",

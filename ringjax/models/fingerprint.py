@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree, Shaped
 
@@ -42,10 +43,26 @@ def fingerprint(model: Transformer, dtype: DTypeLike | None = None) -> str:
 
 
 def corner(leaf: Shaped[Array, " ..."]) -> Shaped[np.ndarray, " ..."]:
-  """The first numbers of a weight along each axis."""
+  """The first numbers of a weight along each axis.
+
+  Of a weight that is spread over processes all of them make the same call.
+  """
+  if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+    return np.asarray(_spread_corner(leaf))
   on_host = all(d.platform == "cpu" for d in leaf.devices())
   weight = np.asarray(leaf) if on_host else leaf
   return np.asarray(weight[(slice(0, EDGE),) * weight.ndim])
+
+
+def _spread_corner(leaf: jax.Array) -> jax.Array:
+  """Corner of a weight of several processes, whole in each."""
+  sharding = leaf.sharding
+  assert isinstance(sharding, NamedSharding)
+  cut = jax.jit(
+    lambda x: x[(slice(0, EDGE),) * x.ndim],
+    out_shardings=NamedSharding(sharding.mesh, PartitionSpec()),
+  )
+  return cut(leaf)
 
 
 def _corners(model: Transformer) -> Iterator[np.ndarray]:

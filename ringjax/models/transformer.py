@@ -76,7 +76,12 @@ from ringjax.nn.sharding_context import (
   ShardingContext,
 )
 from ringjax.nn.stack import Stack, keeps
-from ringjax.nn.streams import HyperStreams, MeanStreams, Streams
+from ringjax.nn.streams import (
+  GatedMeanStreams,
+  HyperStreams,
+  MeanStreams,
+  Streams,
+)
 from ringjax.nn.sums.tile_sums import PageRecord, TileRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.adapter_rows import adapter_rows
@@ -144,7 +149,9 @@ class TransformerConfig:
   embed_norm: Norm | None = None
   positions: LearnedPositions | None = None
   inputs: LayerInputs | SharedBlocks | None = None
-  streams: Streams | HyperStreams | MeanStreams | IndexStream | None = None
+  streams: (
+    Streams | HyperStreams | MeanStreams | GatedMeanStreams | IndexStream | None
+  ) = None
   logit_scale: float = 1.0
   logit_cap: float | None = None
   max_positions: int = 2048

@@ -28,6 +28,9 @@ from ringjax.nn.attention_layers.choosing.indexed_attention import (
   IndexedAttention,
   IndexKeys,
 )
+from ringjax.nn.attention_layers.choosing.pooled_block_attention import (
+  PooledBlockAttention,
+)
 from ringjax.nn.attention_layers.compressed import (
   CompressedAttention,
   Compression,
@@ -52,7 +55,7 @@ from ringjax.nn.layer_inputs import LayerInputs
 from ringjax.nn.linear import Identity, Norm, part_dtype
 from ringjax.nn.param import param
 from ringjax.nn.recurrent_layers.channel_delta import ChannelDelta
-from ringjax.nn.recurrent_layers.delta import Delta
+from ringjax.nn.recurrent_layers.delta import Delta, Recurrent
 from ringjax.nn.recurrent_layers.lightning import Lightning
 from ringjax.nn.recurrent_layers.mamba import Mamba2
 from ringjax.nn.recurrent_layers.mamba1 import Mamba1
@@ -80,7 +83,9 @@ OneMixer = (
 )
 Mixer = OneMixer | AttentionAndState | CompressedAttention
 # Parts of mixers that keep something in a cache.
-CachedMixer = OneMixer | IndexKeys | KeySummaries | NearKeys | Compression
+CachedMixer = (
+  OneMixer | Recurrent | IndexKeys | KeySummaries | NearKeys | Compression
+)
 # What a mixer keeps of a call.
 PartOfCache = LayerCache | StateCache | SummaryLayer | JointLayer
 Feedforward = (
@@ -164,7 +169,9 @@ class Layer:
       return (mixer.attention, mixer.state)
     if isinstance(mixer, CompressedAttention):
       return mixer.parts
-    if isinstance(mixer, IndexedAttention | IndexBlockAttention | PooledLatent):
+    if isinstance(mixer, PooledBlockAttention | PooledLatent):
+      return (mixer, mixer.index_keys, mixer.summaries)
+    if isinstance(mixer, IndexedAttention | IndexBlockAttention):
       return (mixer, mixer.index_keys)
     if isinstance(mixer, SummaryAttention):
       return (mixer, mixer.summaries)

@@ -17,7 +17,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from ringjax.errors import MeshError
-from ringjax.nn.linear import Linear, Norm, linear_product, part_dtype
+from ringjax.nn.linear import (
+  Identity,
+  LayerNorm,
+  Linear,
+  Norm,
+  RMSNorm,
+  linear_product,
+  part_dtype,
+)
 from ringjax.nn.param import param
 from ringjax.nn.row_tiles import (
   RowTiles,
@@ -679,7 +687,7 @@ class ExpertsLayer(nnx.Module):
       for map_ in (self.into, self.out_of)
     )
     if self.latent_norm is not None:
-      weights["latent_norm"] = _value(self.latent_norm.weight)
+      weights["latent_norm"] = _norm_weight(self.latent_norm)
 
     def run(
       w: PyTree,
@@ -763,7 +771,7 @@ class ExpertsLayer(nnx.Module):
     )
     if self.out_norm is not None:
       # With an axis of experts, as functions of an expert close over no array.
-      norm_weight = _value(self.out_norm.weight)
+      norm_weight = _norm_weight(self.out_norm)
       norm_weights = jnp.broadcast_to(
         norm_weight[None], (self.spec.experts, *norm_weight.shape)
       )
@@ -1062,6 +1070,12 @@ def _value(parameter: nnx.Variable | None) -> Any:
   """The array of a parameter of a layer, or None."""
   value = _stored(parameter)
   return value.array() if isinstance(value, LayerArray) else value
+
+
+def _norm_weight(norm: LayerNorm | RMSNorm | Identity) -> Any:
+  """The weight of a norm of experts, or None."""
+  assert not isinstance(norm, Identity)
+  return _value(norm.weight)
 
 
 def _expert_table(rngs: nnx.Rngs, spec: Experts) -> nnx.Variable:

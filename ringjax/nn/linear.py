@@ -385,7 +385,7 @@ class Norm:
 
   def build(
     self, rngs: nnx.Rngs, *dims: int, together: bool = False
-  ) -> LayerNorm | RMSNorm:
+  ) -> LayerNorm | RMSNorm | Identity:
     """Make the module that normalises vectors.
 
     Args:
@@ -408,3 +408,16 @@ class Norm:
       offset=self.offset,
       scaled_input=self.scaled_input,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoNorm(Norm):
+  """No norm: vectors stay as they are, without a parameter."""
+
+  eps: float = 1.0
+
+  def build(
+    self, rngs: nnx.Rngs, *dims: int, together: bool = False
+  ) -> Identity:
+    del rngs, dims, together
+    return Identity()

@@ -20,6 +20,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from ringjax.nn.linear import Linear, RMSNorm
 from ringjax.nn.param import param
 from ringjax.ops.norm import rms_norm
 from ringjax.ops.softmax import wide_dtype
@@ -267,9 +268,110 @@ class IndependentConnectionLayer(nnx.Module):
     self, state: StreamState, y: Float[Array, "B T D"]
   ) -> Float[Array, "B T A D"]:
     """Streams after a part with output y."""
-    x, weights = state.streams, state.weights
-    terms = weights[..., None] * y[:, :, None].astype(weights.dtype)
-    return (terms + x.astype(weights.dtype)).astype(x.dtype)
+    return _with_output(state, y)
+
+
+class StreamNorm(RMSNorm):
+  """RMSNorm of each of several streams, with a weight for each of them."""
+
+  def __init__(self, rngs: nnx.Rngs, count: int, embed: int, *, eps: float):
+    super().__init__(rngs, (count, embed), (None, None), eps=eps, offset=1.0)
+
+  def __call__(self, x: Float[Array, "*b A D"]) -> Float[Array, "*b A D"]:
+    float_dtype = wide_dtype(x.dtype)
+    assert self.weight is not None
+    scale = self.weight[...].astype(float_dtype)
+    scale = scale + jnp.asarray(self.offset, float_dtype)
+    normed = rms_norm(x.astype(float_dtype), None, self.eps)
+    return (normed * scale[(None,) * (x.ndim - 2)]).astype(x.dtype)
+
+
+class StreamMean(nnx.Module):
+  """Mean of normed streams, each number of which has a gate.
+
+  Gates are sigmoids of a map of low rank of all normed streams.
+
+  Args:
+    rngs: Random keys of the weights.
+    count: Number of streams, A.
+    rank: Rank of the map.
+    embed: Numbers of a stream, D.
+    eps: Epsilon of the norm.
+  """
+
+  def __init__(
+    self, rngs: nnx.Rngs, count: int, rank: int, embed: int, *, eps: float
+  ):
+    self.norm = StreamNorm(rngs, count, embed, eps=eps)
+    self.down = Linear(rngs, (count, embed), (rank,), (None, "embed", None))
+    self.up = Linear(rngs, (rank,), (count, embed), (None, None, "embed"))
+
+  def mean(self, normed: Float[Array, "*b A D"]) -> Float[Array, "*b D"]:
+    """Mean of streams that are normed, by their gates."""
+    float_dtype = wide_dtype(normed.dtype)
+    inner = self.down(normed) / jnp.asarray(normed.shape[-2], normed.dtype)
+    gates = jax.nn.sigmoid(self.up(jax.nn.silu(inner)).astype(float_dtype))
+    mean = jnp.mean(gates * normed.astype(float_dtype), -2)
+    return mean.astype(normed.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowRankConnection:
+  """Hyper-connections of A streams whose input has a gate for each number.
+
+  A part reads a mean of the normed streams, see `StreamMean`, and its output is
+  added to each of them by a weight. Streams are not mixed with each other.
+
+  Ref: Qwen Team 2026, Qwen4-Exp.
+
+  Attributes:
+    count: Number of streams, A.
+    rank: Rank of the map from the streams to the gates.
+    eps: Epsilon of the norm.
+  """
+
+  count: int
+  rank: int
+  eps: float
+  of_norm: ClassVar[bool] = False
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> LowRankConnectionLayer:
+    return LowRankConnectionLayer(rngs, self, embed)
+
+
+class LowRankConnectionLayer(StreamMean):
+  """The module of `LowRankConnection`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: LowRankConnection, embed: int):
+    super().__init__(rngs, spec.count, spec.rank, embed, eps=spec.eps)
+    self.weights = Linear(
+      rngs, (spec.count, embed), (spec.count,), (None, "embed", None)
+    )
+
+  def begin(
+    self, x: Float[Array, "B T A D"]
+  ) -> tuple[Float[Array, "B T D"], StreamState]:
+    """Input of the part, and the streams with the weights of its output."""
+    normed = self.norm(x)
+    weights = self.weights(normed).astype(wide_dtype(x.dtype))
+    count = jnp.asarray(x.shape[2], weights.dtype)
+    weights = 2 * jax.nn.sigmoid(weights / count)
+    return self.mean(normed), StreamState(x, weights, None)
+
+  def __call__(
+    self, state: StreamState, y: Float[Array, "B T D"]
+  ) -> Float[Array, "B T A D"]:
+    """Streams after a part with output y."""
+    return _with_output(state, y)
+
+
+def _with_output(
+  state: StreamState, y: Float[Array, "B T D"]
+) -> Float[Array, "B T A D"]:
+  """Streams that are not mixed, after a part with output y."""
+  x, weights = state.streams, state.weights
+  terms = weights[..., None] * y[:, :, None].astype(weights.dtype)
+  return (terms + x.astype(weights.dtype)).astype(x.dtype)
 
 
 def _scaled_sections(
@@ -318,5 +420,9 @@ def sum_of_streams(
 
 
 Residual = (
-  ScaledResidual | GatedResidual | HyperConnection | IndependentConnection
+  ScaledResidual
+  | GatedResidual
+  | HyperConnection
+  | IndependentConnection
+  | LowRankConnection
 )

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from ringjax.nn.linear import Linear, Norm
 from ringjax.nn.param import param
-from ringjax.nn.residuals import stream_weights, sum_of_streams
+from ringjax.nn.residuals import StreamMean, stream_weights, sum_of_streams
 from ringjax.ops.softmax import wide_dtype
 
 
@@ -231,6 +231,47 @@ class MeanStreamEnds(nnx.Module):
   def merged(self, x: Float[Array, "*b A D"]) -> Float[Array, "*b D"]:
     """Mean of the streams."""
     return jnp.mean(x.astype(wide_dtype(x.dtype)), -2).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedMeanStreams:
+  """Streams of hyper-connections, a gated mean of which is read at the end.
+
+  All streams begin as the embedding; see `residuals.StreamMean` for the end.
+
+  Attributes:
+    count: Number of streams, A.
+    rank: Rank of the map from the streams to the gates.
+    eps: Epsilon of the norm.
+  """
+
+  count: int
+  rank: int
+  eps: float
+
+  def numbers(self, embed: int) -> int:
+    """Number of numbers of a token between layers."""
+    return self.count * embed
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> GatedMeanStreamEnds:
+    return GatedMeanStreamEnds(rngs, self, embed)
+
+
+class GatedMeanStreamEnds(StreamMean):
+  """The module of `GatedMeanStreams`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: GatedMeanStreams, embed: int):
+    super().__init__(rngs, spec.count, spec.rank, embed, eps=spec.eps)
+    self.spec = spec
+
+  def spread(self, x: Float[Array, "B T D"]) -> Float[Array, "B T A D"]:
+    """Copy embeddings to all streams."""
+    shape = (*x.shape[:2], self.spec.count, x.shape[2])
+    return jnp.broadcast_to(x[:, :, None], shape)
+
+  def merged(self, x: Float[Array, "*b A D"]) -> Float[Array, "*b D"]:
+    """Mean of the normed streams, by gates of each number."""
+    return self.mean(self.norm(x))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

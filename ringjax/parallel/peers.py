@@ -262,8 +262,12 @@ class Peers:
       # After a wait the time without progress counts from 0.
       self._ticks += 1
 
-  def gather(self, value: object) -> list[Any]:
+  def gather(self, value: object, *, idle: bool = True) -> list[Any]:
     """Exchange a JSON value; return those of all ranks in order.
+
+    Args:
+      value: Value of this rank.
+      idle: Whether this rank waits with nothing to do, as in `receive`.
 
     Raises:
       PeerError: If a rank failed, or left.
@@ -283,7 +287,7 @@ class Peers:
           raise PeerError(f"rank {r} has left the others", rank=r)
       return len(values) == self.size
 
-    self.wait(complete)
+    (self.wait if idle else self.wait_idle)(complete)
     return [values[r] for r in range(self.size)]
 
   def post(self, value: object, to: int | None = None) -> None:

@@ -95,6 +95,13 @@ class RewardRecipe:
         "a divisor of the answers of an update",
         "pass another number of groups or micro-batches",
       )
+    if self.lora is not None and self.lora.over:
+      raise OptionError(
+        "lora",
+        f"adapters that correct the error of {self.lora.over}",
+        "adapters that begin at zero in a training by rewards",
+        "pass the Lora without over",
+      )
     stale = self.groups.age and self.objective.truncate is None
     if stale and self.objective.ratio == "sequence":
       raise OptionError(

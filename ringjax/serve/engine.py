@@ -164,6 +164,7 @@ class EngineCounters:
     pages_in: Number of pages imported from the store.
     pages_lost: Number of pages that were not exported, as the copies before
       them were still in flight.
+    restarts: Number of times that this server was started again after a loss.
     important_rows: Number of rows that read a part of a prefix in the store.
     important_prefix: Number of tokens of these prefixes.
     important_tokens: Number of tokens of these prefixes that were kept.
@@ -202,6 +203,7 @@ class EngineCounters:
   pages_out: int = 0
   pages_in: int = 0
   pages_lost: int = 0
+  restarts: int = 0
   important_rows: int = 0
   important_prefix: int = 0
   important_tokens: int = 0
@@ -317,7 +319,7 @@ class Engine:
         share prefixes or to be swapped, drafts for recurrent layers, or by a
         model with another tokenizer or on other devices, or one whose cache
         evicts; parts of layers that can't be cut so often, or of recurrent
-        ones; contiguous rows or a store on a mesh of several processes.
+        ones; contiguous rows on a mesh of several processes.
       ConfigError: `important`, for layers whose attention is more than a causal
         softmax.
       MeshError: If weights are on other devices than those of the mesh.
@@ -505,6 +507,21 @@ class Engine:
         f"{self.config.layout!r}, in {len(processes)} processes",
         "'pages': contiguous rows grow as far as each host has memory for them",
         "leave layout out, or use a mesh of one process's devices",
+      )
+
+  def _check_group(self) -> None:
+    """Refuse a store whose processes do not agree on what it has.
+
+    Raises:
+      OptionError: If there are several, without an `EngineGroup`.
+    """
+    alone = isinstance(self.agreement, LocalAgreement)
+    if alone and self._link is not None and processes_of(self.mesh):
+      raise OptionError(
+        "store",
+        "a store of an engine in several processes, without a group",
+        "a group, whose processes agree on the prefixes that all have",
+        "make an rj.serve.EngineGroup of the engine, and submit to that",
       )
 
   def _take_function(
@@ -700,7 +717,9 @@ class Engine:
     if self.important is not None:
       return ImportantLink(*linked, self.longest, self.important)
     digests = {name: self.adapter_digest(name) for name in self._adapter_parts}
-    return StoreLink(*linked, self.longest, base=self.base, adapters=digests)
+    link = StoreLink(*linked, self.longest, base=self.base, adapters=digests)
+    link.together = lambda value: self.agreement.together(value)
+    return link
 
   def _everywhere(self, x: jax.Array) -> jax.Array:
     return jax.device_put(x, NamedSharding(self.mesh, P()))
@@ -821,7 +840,8 @@ class Engine:
     Raises:
       PromptError: If the prompt is invalid or longer than the engine serves.
       OptionError: If there are stop texts without a tokenizer, more beams than
-        rows, beams in contiguous rows, or the engine is closed.
+        rows, beams in contiguous rows, the engine is closed, or it has a store
+        in several processes and no `EngineGroup`.
     """
     if not isinstance(request, Request):
       raise InputTypeError(
@@ -841,6 +861,7 @@ class Engine:
         "pass tokenizer= to the engine",
       )
     self.adapter_number(request.adapter)
+    self._check_group()
     beams = request.beams or 0
     if beams > self.scheduler.limits.rows or (beams and self._rows):
       raise OptionError(
@@ -1306,6 +1327,8 @@ class Engine:
     elif plan.empty and self._link is not None:
       # All remaining rows wait for blocks.
       self._link.wait(self.scheduler.waiting)
+    if self._link is not None and not self.busy:
+      self._link.settle(self._pool)
     self._swap.measure(plan)
     if self.on_step is not None:
       self.on_step()
@@ -1686,6 +1709,8 @@ class Engine:
     else:
       if owner.watch is not None and why != "stop":
         owner.answer.text += owner.watch.flush()
+      if self._link is not None and why in ("stop", "length"):
+        self._link.ended(row)
       self.scheduler.drop(row, lose=lose)
       owner.answer.finish = why
       ended = [owner.answer]

@@ -8,6 +8,7 @@ from ringjax.train.methods.encoder_training import ContextSplit, EncoderTraining
 from ringjax.train.methods.lora import Lora
 from ringjax.train.methods.peft_folder import load_adapter, save_adapter
 from ringjax.train.methods.predictor_training import train_predictors
+from ringjax.train.methods.residual_adapters import residual_adapters
 from ringjax.train.posttraining.posttraining_loss import (
   LossTerms,
   Mean,
@@ -42,6 +43,7 @@ __all__ = [
   "Stage",
   "extend_context",
   "load_adapter",
+  "residual_adapters",
   "save_adapter",
   "token_logprobs",
   "train",

@@ -19,12 +19,14 @@ from jaxtyping import PyTree
 from ringjax.errors import MemoryEstimateError
 from ringjax.models.transformer import TransformerConfig
 from ringjax.parallel.memory import device_free_bytes
+from ringjax.train.optimizers.host_moments import HOST
 from ringjax.train.step import TrainState
 from ringjax.typing import ArrayLeaf
 
 _REMEDY = (
-  "shard over more devices (mesh= and Rules(embed=AXIS); --mesh), or train "
-  "adapters (Recipe(lora=); --config.lora.rank=16)"
+  "shard over more devices (mesh= and Rules(embed=AXIS); --mesh), keep moments "
+  "in the host's memory (Optimizer(moments_in='host')), or train adapters "
+  "(Recipe(lora=); --config.lora.rank=16)"
 )
 _SMALLER = (
   "shorten the rows or raise accumulate (Stage(length=, accumulate=); "
@@ -38,7 +40,7 @@ class TrainingMemory(NamedTuple):
 
   Fields:
     parameters: Bytes of the trained parameters.
-    moments: Bytes of the optimizer's state.
+    moments: Bytes of the optimizer's state, without those in the host's memory.
     gradients: Bytes of the gradients.
     activations: Estimate of what layers keep for the backward pass.
     save: Copy of the state while it is saved, on CPUs.
@@ -150,11 +152,13 @@ def check_memory(
 
 
 def _bytes(tree: PyTree) -> int:
-  """Bytes of a tree's arrays on one device, by their shardings."""
+  """Bytes of a tree's arrays in one device's memory, by their shardings."""
 
   def shard_bytes(x: ArrayLeaf) -> int:
     shape = tuple(x.shape)
     sharding = getattr(x, "sharding", None)
+    if getattr(sharding, "memory_kind", None) == HOST:
+      return 0
     if sharding is not None:
       shape = sharding.shard_shape(shape)
     return math.prod(shape) * x.dtype.itemsize

@@ -39,6 +39,7 @@ from ringjax.ops.loss import IGNORE_INDEX, blockwise_cross_entropy
 from ringjax.ops.narrow_product import FLOAT, PRODUCTS, narrow_products
 from ringjax.parallel import collectives
 from ringjax.train.batch import Batch
+from ringjax.train.block_sizes import check_block, number_of_tokens
 from ringjax.train.choice_training import (
   ChoiceTotals,
   choosing_layers,
@@ -102,7 +103,8 @@ class Objective:
 
   Attributes:
     z_loss: Factor of the squared logsumexp.
-    block: Tokens per step of the head, on each shard.
+    block: Tokens per step of the head, on each shard; in a `Recipe` also
+      "auto", see its `with_block_sizes`.
     dtype: Dtype of the computation; None: the parameters'.
     products: Products of linear maps, of `ops.narrow_product.PRODUCTS`: "float"
       or, of 8-bit numbers, "int8" and "float8". Routers, experts, the head,
@@ -125,7 +127,7 @@ class Objective:
   """
 
   z_loss: float = 0.0
-  block: int = _BLOCK
+  block: int | str = _BLOCK
   dtype: DTypeLike | None = None
   products: str = FLOAT
   distil: float = 0.0
@@ -159,7 +161,7 @@ class Objective:
         "leave index_loss out",
       )
     number("distil", self.distil, least=0)
-    positive_int("block", self.block)
+    check_block("block", self.block)
     one_of("products", self.products, PRODUCTS)
     positive_int("top", self.top)
 
@@ -192,6 +194,7 @@ class Objective:
       batch: Micro-batch in the layout's order.
       attend: Sharding context of its tokens.
     """
+    block = number_of_tokens("block", self.block)
     if self.dtype is not None:
       model = cast(model, self.dtype)
     balance = self.expert_balance.of_model(model)
@@ -230,7 +233,7 @@ class Objective:
       else:
         h, further = hidden_states(model, batch, attend, places), None
     summed_loss = lambda z: jnp.sum(
-      head_losses(model, batch, h, attend, self.block, z)
+      head_losses(model, batch, h, attend, block, z)
     )
     weight, metrics = jnp.sum(_weights(batch)), None
     if self.posttraining is None:
@@ -298,7 +301,8 @@ class Objective:
     """Sums of a loss of the log-probabilities of the labels."""
     counted = (_weights(batch) != 0).astype(jnp.float32)
     unit = batch._replace(weights=counted)
-    logprobs = -head_losses(model, unit, h, attend, self.block, 0.0)
+    block = number_of_tokens("block", self.block)
+    logprobs = -head_losses(model, unit, h, attend, block, 0.0)
     return loss.terms(logprobs, batch)
 
   def _predicted(
@@ -318,7 +322,8 @@ class Objective:
     zero = jnp.zeros((), weights.dtype)
     with_previous = jnp.where(places.pos > 0, weights, zero)
     weighted = batch._replace(weights=with_previous)
-    losses = head_losses(model, weighted, h, attend, self.block, 0.0)
+    block = number_of_tokens("block", self.block)
+    losses = head_losses(model, weighted, h, attend, block, 0.0)
     share = jnp.sum(weights) / jnp.maximum(jnp.sum(with_previous), 1e-9)
     return jnp.sum(losses) * share
 

@@ -8,7 +8,7 @@ each has its own length, batch and RoPE scaling.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +36,7 @@ from ringjax.nn.sharding_context import ContextParallel
 from ringjax.nn.stack import stages_error
 from ringjax.ops.attention.strategies import nesting
 from ringjax.ops.mask import Mask, SameSegment, SeparateDocuments
+from ringjax.parallel.call_sharding import STAGE
 from ringjax.parallel.layout import LAYOUTS as NAMED_LAYOUTS
 from ringjax.parallel.layout import Contiguous, Layout
 from ringjax.parallel.mesh import entering
@@ -43,6 +44,11 @@ from ringjax.train import batch as batches
 from ringjax.train import loop, memory_needs, remat
 from ringjax.train import step as steps
 from ringjax.train.batch import Batch
+from ringjax.train.block_sizes import (
+  check_block,
+  number_of_tokens,
+  resolved_blocks,
+)
 from ringjax.train.checkpoints.checkpoint import Checkpoints
 from ringjax.train.choice_training import choosing_layers, has_indexes
 from ringjax.train.expert_balance import refuse_frozen
@@ -52,7 +58,13 @@ from ringjax.train.methods.encoder_training import ContextSplit, EncoderTraining
 from ringjax.train.methods.lora import Lora
 from ringjax.train.methods.predict_training import PredictTraining
 from ringjax.train.optimizers.coded_moments import with_coded_moments
-from ringjax.train.optimizers.muon import scale_by_muon
+from ringjax.train.optimizers.host_moments import with_host_moments
+from ringjax.train.optimizers.muon import (
+  momenta_by_leaf,
+  scale_by_momenta,
+  scale_by_muon,
+  with_orthogonal_matrices,
+)
 from ringjax.train.posttraining import reference_logprobs
 from ringjax.train.posttraining.posttraining_loss import PosttrainingLoss
 from ringjax.train.posttraining.reference_logprobs import (
@@ -82,8 +94,9 @@ _SCALES: dict[
   "muon": lambda b1, b2, eps, mesh: scale_by_muon(b1, b2, eps, mesh=mesh),
 }
 OPTIMIZERS = tuple(_SCALES)
-# How moments are stored between updates.
+# How moments are stored between updates, and where.
 MOMENTS = ("float32", "int8")
+MEMORIES = ("device", "host")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 # Fields that only some optimizers or schedules have.
 _USERS = {
@@ -117,6 +130,9 @@ class Optimizer:
     clip: Maximum of the gradients' global norm; None for none.
     moments: Storage of moments between updates: float32, or int8, codes of
       blocks, for all but adafactor, whose moments are small.
+    moments_in: Memory of moments between updates: "device", or "host", from
+      which an update fetches those of one layer at a time; for all but
+      adafactor, and for float32 moments on meshes without stages.
   """
 
   name: str = "adamw"
@@ -131,6 +147,7 @@ class Optimizer:
   weight_decay: float = 0.1
   clip: float | None = 1.0
   moments: str = "float32"
+  moments_in: str = "device"
 
   def __post_init__(self) -> None:
     one_of("name", self.name, OPTIMIZERS)
@@ -143,6 +160,9 @@ class Optimizer:
         "'float32'",
         "leave it out, or pass name='adamw'",
       )
+    one_of("moments_in", self.moments_in, MEMORIES)
+    if self.moments_in == "host":
+      self._check_host()
     one_of("schedule", self.schedule, SCHEDULES)
     for name in ("learning_rate", "end_learning_rate", "weight_decay"):
       number(name, getattr(self, name), least=0)
@@ -161,6 +181,23 @@ class Optimizer:
     integer("warmup", self.warmup, least=0)
     if self.clip is not None:
       number("clip", self.clip, least=0)
+
+  def _check_host(self) -> None:
+    if self.name == "adafactor":
+      raise OptionError(
+        "moments_in",
+        "'host' with 'adafactor', whose moments are sums of rows and columns",
+        "'device'",
+        "leave it out, or pass name='adamw'",
+      )
+    if self.moments != "float32":
+      raise OptionError(
+        "moments_in",
+        f"'host' with moments={self.moments!r}, whose blocks of codes are "
+        "encoded on the devices",
+        "one of both",
+        "leave out moments, or moments_in",
+      )
 
   def learning_rates(self, total: int) -> optax.Schedule:
     """The learning rate of each of `total` steps."""
@@ -206,7 +243,10 @@ class Optimizer:
     b1 = default_b1 if self.b1 is None else self.b1
     b2 = 0.95 if self.b2 is None else self.b2
     eps = 1e-8 if self.eps is None else self.eps
-    scale = _SCALES[self.name](b1, b2, eps, mesh)
+    if self.moments_in == "host":
+      scale = self._with_host_moments(b1, b2, eps, mesh)
+    else:
+      scale = _SCALES[self.name](b1, b2, eps, mesh)
     if self.moments == "int8":
       scale = with_coded_moments(scale)
     # A transformation that is left out keeps its place in a saved state's tree.
@@ -218,6 +258,32 @@ class Optimizer:
       if self.weight_decay
       else identity,
       optax.scale_by_learning_rate(self.learning_rates(total)),
+    )
+
+  def _with_host_moments(
+    self, b1: float, b2: float, eps: float, mesh: Mesh | None
+  ) -> optax.GradientTransformation:
+    """The transformation of `_SCALES`, of moments in the host's memory.
+
+    Raises:
+      OptionError: If the mesh has stages, each of which has other layers.
+    """
+    if mesh is not None and dict(mesh.shape).get(STAGE, 1) > 1:
+      raise OptionError(
+        "moments_in",
+        f"'host' on a mesh with an axis {STAGE!r}, whose stages have different "
+        "layers",
+        "'device'",
+        f"leave it out, or pass a mesh without {STAGE!r}",
+      )
+    if self.name == "muon":
+      hosted = with_host_moments(
+        scale_by_momenta(b1, b2, eps), momenta_by_leaf(b1, b2, eps)
+      )
+      return with_orthogonal_matrices(hosted, mesh)
+    scale = _SCALES[self.name](b1, b2, eps, mesh)
+    return with_host_moments(
+      scale, lambda params: [scale for _ in jax.tree.leaves(params)]
     )
 
 
@@ -330,7 +396,8 @@ class Recipe:
     remat: Activations that are kept for the backward pass, of `remat.POLICIES`.
     feedforward_block: Tokens of a step of the feedforward, on each shard; the
       head's are `Objective.block`. A device holds the hidden activations of so
-      many tokens at a time.
+      many tokens at a time. "auto", here and there, chooses by the memory of a
+      device, see `with_block_sizes`.
     stage_rows: Rows of a data shard that pass the stages of a mesh with an axis
       "stage" together. Fewer rows leave stages idle for a smaller part of the
       time, see `with_stage_rounds`.
@@ -352,7 +419,7 @@ class Recipe:
   layout: str = "striped"
   strategy: str = "ring"
   remat: str = "attention"
-  feedforward_block: int = 2048
+  feedforward_block: int | str = 2048
   stage_rows: int = 1
   lora: Lora | None = None
   cepe: bool = False
@@ -382,9 +449,18 @@ class Recipe:
     if self.strategy != "auto":
       nesting.named(self.strategy)
     one_of("remat", self.remat, remat.POLICIES)
-    positive_int("feedforward_block", self.feedforward_block)
+    check_block("feedforward_block", self.feedforward_block)
     positive_int("stage_rows", self.stage_rows)
     integer("seed", self.seed, least=0)
+    on_host = self.optimizer.moments_in == "host"
+    if on_host and self.loop_config.replay_every is not None:
+      raise OptionError(
+        "replay_every",
+        f"{self.loop_config.replay_every} with moments_in='host', of which "
+        "the devices hold no copy",
+        "None, or moments_in='device'",
+        "leave one of them out",
+      )
     if self.objective.posttraining is not None:
       self._check_posttraining(self.objective.posttraining)
     methods = {
@@ -539,6 +615,33 @@ class Recipe:
       return rows
     return place_rows(rows, shards=attend.size)
 
+  def with_block_sizes(
+    self, model: Transformer, mesh: Mesh | None, axis: str | None
+  ) -> Recipe:
+    """The recipe with numbers in place of "auto", which `train` takes, too.
+
+    Args:
+      model: Model of arrays or of shapes.
+      mesh: Mesh of the devices; None for one device.
+      axis: Mesh axis that shards the sequence, or None.
+
+    Raises:
+      MemoryEstimateError: If a block that is given is larger than a device.
+    """
+    sizes = resolved_blocks(
+      (self.feedforward_block, self.objective.block),
+      model.config,
+      [(x.batch // x.accumulate, x.decoded) for x in self.stages],
+      mesh=mesh,
+      axis=axis,
+      itemsize=jnp.dtype(self.objective.dtype or jnp.float32).itemsize,
+    )
+    return dataclasses.replace(
+      self,
+      feedforward_block=sizes.feedforward,
+      objective=dataclasses.replace(self.objective, block=sizes.loss),
+    )
+
   def attend(self, mesh: Mesh | None, axis: str | None) -> ContextParallel:
     """The sharding context of a mesh, whose `axis` shards the sequence.
 
@@ -547,7 +650,7 @@ class Recipe:
     remat_policy = remat.policy(self.remat)
     options = {
       "remat": remat_policy,
-      "block": self.feedforward_block,
+      "block": number_of_tokens("feedforward_block", self.feedforward_block),
       "stage_rows": self.stage_rows,
     }
     if axis is None or mesh is None or mesh.shape[axis] == 1:
@@ -625,6 +728,7 @@ def train(
   *,
   mesh: Mesh | None = None,
   axis: str | None = None,
+  adapters: Mapping[str, Any] | None = None,
   checkpoints: Checkpoints | None = None,
   report: Callable[[int, loop.TrainingReport], Any] = lambda stage, report: (
     None
@@ -643,6 +747,8 @@ def train(
     data: Sources of rows, for all stages or for each.
     mesh: Mesh of the devices; None for one device.
     axis: Mesh axis that shards the sequence, or None.
+    adapters: Initial adapters, as `Lora.start` makes them, which are not
+      changed; default: those of the recipe's `lora`.
     checkpoints: A `Checkpoints`, or None.
     report: Function that is called with a stage's number and its metrics.
     on_step: Function that is called before each step with the steps taken.
@@ -664,20 +770,27 @@ def train(
       "one, or one for each stage",
       f"pass one mixture or {len(recipe.stages)}",
     )
+  recipe = recipe.with_block_sizes(model, mesh, axis)
   attend = recipe.attend(mesh, axis)
   part = batches.share_of(attend)
   check(recipe, model, attend)
+  _check_adapters(recipe, model, adapters)
   _check_sources(recipe, mixtures)
   loaders = [
     _loader(recipe, index, mixture, part)
     for index, mixture in enumerate(mixtures)
   ]
-  references = _references(recipe, model, mixtures, attend, checkpoints)
+  initial = model
+  if adapters is not None and recipe.lora is not None:
+    initial = recipe.lora.merged(adapters, model)
+  references = _references(recipe, initial, mixtures, attend, checkpoints)
   optimizer = recipe.optimizer.build(recipe.total, mesh)
   adapter = recipe.adapter
   method = steps.AllParameters() if adapter is None else adapter
   base = model
-  state, position = _first_state(recipe, optimizer, model, attend, checkpoints)
+  state, position = _first_state(
+    recipe, optimizer, model, attend, checkpoints, adapters
+  )
   steps_taken = int(jax.device_get(state.step))
   end, fitted = 0, None
   for index, stage in enumerate(recipe.stages):
@@ -762,6 +875,33 @@ def _loader(
   )
 
 
+def _check_adapters(
+  recipe: Recipe, model: Transformer, adapters: Mapping[str, Any] | None
+) -> None:
+  """Refuses initial adapters that are not those of the recipe's `lora`."""
+  lora = recipe.lora
+  if lora is not None:
+    lora.check_codes(model)
+  if adapters is None and (lora is None or not lora.over):
+    return
+  if adapters is None or lora is None:
+    raise OptionError(
+      "adapters",
+      "None for adapters that correct codes" if lora else "some without lora",
+      "both results of rj.train.residual_adapters, or neither",
+      "pass lora in the recipe, and adapters",
+    )
+  wanted = jax.eval_shape(lambda: lora.start(model))
+  shapes = jax.tree.map(lambda x: tuple(x.shape), (dict(adapters), wanted))
+  if shapes[0] != shapes[1]:
+    raise OptionError(
+      "adapters",
+      f"adapters of {', '.join(adapters)}"[:200],
+      f"those of {', '.join(wanted)}, of rank {lora.rank}"[:200],
+      "make them with the lora of the recipe",
+    )
+
+
 def _check_sources(recipe: Recipe, mixtures: Sequence[Mixture]) -> None:
   """Refuses sources that the loss or the packer does not fit."""
   loss = recipe.objective.posttraining
@@ -824,7 +964,7 @@ def _references(
     attend,
     placed=lambda rows: recipe.placed(rows, attend),
     dtype=recipe.objective.dtype,
-    block=recipe.objective.block,
+    block=number_of_tokens("block", recipe.objective.block),
     folder=None if checkpoints is None else checkpoints.root,
     resumes=checkpoints is not None and checkpoints.holds(),
   )
@@ -1013,12 +1153,18 @@ def _first_state(
   model: Any,
   attend: ContextParallel,
   saved: PyTree,
+  adapters: Mapping[str, Any] | None,
 ) -> tuple[steps.TrainState, Any]:
   """The first state, and the position of its data if it was restored."""
   mesh: Any = attend.mesh
   params = model
   if recipe.adapter is not None:
-    params = recipe.adapter.start(model, seed=recipe.seed)
+    params = (
+      recipe.adapter.start(model, seed=recipe.seed)
+      if adapters is None
+      # The step donates its state.
+      else jax.tree.map(lambda x: jnp.array(x, jnp.float32), dict(adapters))
+    )
     if mesh is not None and recipe.lora is not None:
       replicated = jax.sharding.PartitionSpec()
       params = jax.device_put(

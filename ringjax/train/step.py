@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -40,6 +41,7 @@ from ringjax.train.expert_balance import (
   with_updated_biases,
 )
 from ringjax.train.objective import LossSums, Objective
+from ringjax.train.optimizers.host_moments import HOST, is_on_host, on_host
 from ringjax.train.posttraining.posttraining_loss import Mean
 from ringjax.typing import ArrayLeaf
 
@@ -133,6 +135,11 @@ def shardings(
     params,
     transform_non_params=lambda _: replicated,
   )
+  moments = jax.tree.map(
+    lambda x, host: x.with_memory_kind(HOST) if host else x,
+    moments,
+    on_host(optimizer.init, params),
+  )
   scalar: Any = replicated
   return TrainState(scalar, param_shardings, moments, scalar)
 
@@ -177,8 +184,22 @@ def form(
     count, param_shapes, jax.eval_shape(optimizer.init, param_shapes), count
   )
   if mesh is None:
-    return state
+    host = on_host(optimizer.init, param_shapes)
+    return state._replace(
+      optimizer=jax.tree.map(_placed_moment, state.optimizer, host)
+    )
   return with_shardings(state, shardings(optimizer, param_shapes, mesh))
+
+
+def _placed_moment(moment: jax.ShapeDtypeStruct, host: bool) -> Any:
+  """The shape of a moment on one device, with its memory."""
+  if not host:
+    return moment
+  # With a SingleDeviceSharding a step would be traced as if an array that was
+  # restored were on the device.
+  mesh = Mesh(np.array(jax.local_devices()[:1]), ("device",))
+  sharding = NamedSharding(mesh, P(), memory_kind=HOST)
+  return jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=sharding)
 
 
 def start(
@@ -240,6 +261,7 @@ def make_step(
     # The index is frozen, too: its loss would be computed for nothing.
     objective = dataclasses.replace(objective, index_loss=0.0)
   refuse_frozen(objective.expert_balance, None if all_trained else method)
+  optimizer = optax.with_extra_args_support(optimizer)
 
   def loss(
     params: PyTree, frozen: Transformer | None, batch: Any
@@ -283,7 +305,9 @@ def make_step(
     is_finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
     # Optimizers mix dtypes, which the caller's configuration may forbid.
     with jax.numpy_dtype_promotion("standard"):
-      updates, moments = optimizer.update(grads, state.optimizer, state.params)
+      updates, moments = optimizer.update(
+        grads, state.optimizer, state.params, is_finite=is_finite
+      )
       # Weight decay is an update without a gradient.
       if warm_up:
         updates = of_indexes(updates)
@@ -295,7 +319,10 @@ def make_step(
       model: Any = params
       params = with_updated_biases(model, sums.routing, rate)
     if_finite = lambda new, old: jax.tree.map(
-      lambda a, b: jnp.where(is_finite, a, b), new, old
+      # What is in the host's memory was updated only if it is finite.
+      lambda a, b: a if is_on_host(a) else jnp.where(is_finite, a, b),
+      new,
+      old,
     )
     skipped = jnp.where(is_finite, 0, state.skipped + 1).astype(jnp.int32)
     new_state = TrainState(

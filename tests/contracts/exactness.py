@@ -217,6 +217,12 @@ PATHS: dict[str, Path] = {
   "means in host memory": _in_host(
     rj.kv.Select(budget=0.4), choice=dict(landmarks="means", outlier_pages=1)
   ),
+  # Hashes are of keys without the mean of the first that left the devices.
+  "hashes in host memory": _in_host(
+    rj.kv.Select(budget=16),
+    choice=dict(landmarks="hashes", hash_bits=2, hash_tables=8, sink_tokens=2),
+    evicts=True,
+  ),
   # Keys are of a basis of the first that left the devices.
   "keys of low rank": _in_host(
     rj.kv.Select(budget=0.4), choice=dict(rank=6), unrotated=True, evicts=True
@@ -354,6 +360,17 @@ def drafted_rows(name):
   return _answers(PATHS[name], texts(LENGTHS), speculate=drafter), want
 
 
+def own_tree(name):
+  """Trees that a layer or head of the model drafts, of rows together."""
+  path = PATHS[name]
+  drafter = dict(mtp=speculate.PredictDraft, eagle3=speculate.Eagle3)[
+    path.model().config.predicts.drafter
+  ]
+  draft = drafter(widths=(2, 4, 4), beam=2, best=7, adapt=False)
+  found = _answers(path, texts(LENGTHS), speculate=draft)
+  return found, alone(name)
+
+
 def chunks(name):
   """A batch of prompts that are read in chunks."""
   path, how = PATHS[name], dict(prefill="chunked", chunk=CHUNK)
@@ -424,13 +441,18 @@ def crowd(name):
 
 SITUATIONS = {
   f.__name__.replace("_", " "): f
-  for f in (drafts, lookup, rows, drafted_rows, chunks, turn, crowd)
+  for f in (drafts, lookup, rows, drafted_rows, own_tree, chunks, turn, crowd)
 }
 
 
 def applies(name: str, situation: str) -> bool:
-  """Whether the pair can be asked for: an engine reads no contexts apart."""
+  """Whether the pair can be asked for.
+
+  An engine reads no contexts apart, and few models draft by themselves.
+  """
   apart = name in ("parallel", "ape") or name.startswith("select by")
+  if situation == "own tree" and name not in ("predicting layer", "eagle head"):
+    return False
   return not (apart and situation == "crowd")
 
 

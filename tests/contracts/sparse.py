@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ringjax as rj
+from ringjax.ops.rope import Rope
 
 B, N, K, H, J = 2, 4, 2, 8, 6
 # Largest errors of a float32 output and of a float32 gradient.
@@ -240,6 +241,46 @@ def top_pooled_blocks(count: int, block: int) -> Case:
   return Case(arrays, selection, allowed)
 
 
+def top_mean_blocks(count: int, block: int) -> Case:
+  """The same with means of the keys, normed and rotated by their position."""
+  dims, turned = 4, 2
+  gated = top_pooled_blocks(count, block)
+  rope = Rope(theta=20.0, dims=turned)
+  weight = np.random.default_rng(6).uniform(0.5, 1.5, dims).astype(np.float32)
+
+  def arrays(r: np.random.Generator, t: int) -> dict[str, np.ndarray]:
+    with_gates = gated.arrays(r, t)
+    return with_gates | {"keys": with_gates["keys"][..., :dims]}
+
+  def allowed(x, q, k, visible, seg) -> np.ndarray:
+    keys = x["keys"].astype(np.float64)
+    t = keys.shape[1]
+    first = np.arange(t) // block * block
+    for b in range(B):
+      mean = np.stack([keys[b, n : n + block].mean(0) for n in first])
+      mean *= weight / np.sqrt((mean**2).mean(-1, keepdims=True) + 1e-6)
+      angle = first[:, None] * 20.0 ** (-np.arange(0, turned, 2) / turned)
+      halves = mean[:, : turned // 2], mean[:, turned // 2 : turned]
+      cos, sin = np.cos(angle), np.sin(angle)
+      mean[:, :turned] = np.concatenate(
+        [halves[0] * cos - halves[1] * sin, halves[1] * cos + halves[0] * sin],
+        -1,
+      )
+      keys[b] = mean
+    # All keys of a block are equal, so any gates give their mean.
+    keys = np.concatenate([keys, np.zeros_like(keys)], -1)
+    return gated.allowed(x | {"keys": keys}, q, k, visible, seg)
+
+  selection = lambda **x: rj.TopPooledBlocks(
+    count=count,
+    bias=jnp.zeros((block, dims)),
+    norm=jnp.asarray(weight),
+    rope=rope,
+    **x,
+  )
+  return Case(arrays, selection, allowed)
+
+
 CASES = {
   "given-tokens": given_blocks(1, 1, 6),
   "given-blocks": given_blocks(4, K, 3),
@@ -249,6 +290,7 @@ CASES = {
   "top-tokens-of-blocks": top_tokens_of_blocks(5, 4, 3),
   "top-index-blocks": top_index_blocks(3, 4, 2),
   "top-pooled-blocks": top_pooled_blocks(3, 4),
+  "top-mean-blocks": top_mean_blocks(3, 4),
   "top-blocks": top_blocks(3, 4, "query", "mean"),
   "top-blocks-of-kv-heads": top_blocks(2, 8, "kv", "mean"),
   "top-blocks-by-bounds": top_blocks(3, 4, "kv", "bounds"),

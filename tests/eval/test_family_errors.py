@@ -38,7 +38,7 @@ def test_every_family_is_there():
     "gemma3", "gemma3n", "gemma4", "glm5_next", "llama4", "minimax_m3_vl",
     "mistral_large4", "muse_glimmer",
     "muse_spark",
-    "qwen3_5", "qwen3_5_moe",
+    "qwen3_5", "qwen3_5_moe", "qwen4_exp",
   )  # fmt: skip
   # Without keys there is nothing to encode.
   with_keys = set(FAMILIES) - {"mamba", "mamba2", "falcon_mamba"}

@@ -47,6 +47,7 @@ KINDS = (
   "mistral_large4",  # a learned rotation, an index that layers share
   "hy_v4",  # an index that layers share, beside several streams
   "minimax_m3_vl",  # blocks that an index chooses for each kv head
+  "qwen4_exp",  # blocks by mean keys of an index, n-grams, gated streams
 )
 # A layer of these hands its state from shard to shard.
 STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "mamba2", "granitemoehybrid",
@@ -54,7 +55,7 @@ STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "mamba2", "granitemoehybrid",
           "mamba", "falcon_mamba",
           "bailing_hybrid", "deepseek_v4", "kimi_linear", "falcon_h1",
           "glm5_next", "minimax",
-          "olmo_hybrid", "recurrent_gemma", "zamba2")  # fmt: skip
+          "olmo_hybrid", "qwen4_exp", "recurrent_gemma", "zamba2")  # fmt: skip
 # These four have no layer in common.
 QUICK = ("llama3", "gpt_oss", "deepseek_v3", "qwen3_next")
 OTHERS = tuple(n for n in checkpoints.names() if n not in KINDS)

@@ -139,12 +139,12 @@ def drafter(**options):
   return speculate.DFlash(**{"count": 4, "adapt": False} | options)
 
 
-def same(model, count=14, lengths=(9, 23, 4), **how):
+def same(model, count=14, lengths=(9, 23, 4), draft=None, **how):
   """The report of a call whose tokens are those of one without drafts."""
   prompts, reports = prompts_of(lengths), []
   want = rj.infer.generate(model, prompts, max_new_tokens=count, **how)
   got = rj.infer.generate(
-    model, prompts, max_new_tokens=count, speculate=drafter(),
+    model, prompts, max_new_tokens=count, speculate=draft or drafter(),
     report=reports.append, **how,
   )  # fmt: skip
   np.testing.assert_array_equal(got.tokens, want.tokens)
@@ -180,6 +180,13 @@ def test_drafts_are_those_of_the_published_forward():
 def test_no_token_changes():
   found = same(model(), count=24, **DRAWN)
   assert found.drafted > found.accepted > 0
+
+
+@LONG
+def test_trees_change_no_token():
+  draft = drafter(widths=(2, 4, 4), best=6)
+  found = same(model(), count=24, draft=draft, **DRAWN)
+  assert found.accepted > 0 and found.drafter.tree
 
 
 @LONG

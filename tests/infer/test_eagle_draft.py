@@ -63,7 +63,7 @@ def test_no_token_changes(how):
   ("family", "how"),
   [
     ("qwen3_next", {}),
-    ("gemma3", {}),
+    ("gemma3_text", {}),
     ("mixtral", {"cache_kind": "unrotated"}),
     ("llama3", {"cache_kind": "kivi2"}),
     ("llama3", {"cache_kind": "keydiff"}),
@@ -76,6 +76,40 @@ def test_families_and_caches(family, how):
     kind = rj.kv.CacheConfig(policy=rj.kv.KeyDiff(budget=12), room=8)
     how = {"cache_kind": kind}
   same(eagle_heads.model(family), lengths=(19, 23), **how)
+
+
+@LONG
+@pytest.mark.long_cases(1)
+@pytest.mark.parametrize(
+  ("family", "options", "how"),
+  [
+    ("gemma3_text", dict(widths=(2, 3)), {}),
+    ("llama3", dict(widths=(2, 4)), DRAWN),
+    ("llama3", dict(widths=(3, 6, 6), beam=2, best=6), {"cache_kind": "int8"}),
+  ],
+  ids=str,
+)
+def test_trees_change_no_token(family, options, how):
+  """Wider than the draft vocabulary has ids where few are left."""
+  model = eagle_heads.model(family)
+  found = same(model, count=24, draft=drafter(**options), **how)
+  assert found.accepted > 0 and found.drafter.tree
+
+
+@LONG
+def test_trees_over_a_sharded_cache_and_a_second_turn(loaded):
+  _, mesh = loaded("llama3", 4)
+  model = rj.models.place(eagle_heads.model(), mesh)
+  turns = [prompts_of(model), [x[:3] for x in prompts_of(model)]]
+  answers = []
+  for how in ({}, {"speculate": drafter(widths=(2, 3), best=4)}):
+    session = rj.infer.Session(model, 96, batch=3, mesh=mesh)
+    answers.append([
+      rj.infer.generate(model, turn, max_new_tokens=9, cache=session, **how)
+      for turn in turns
+    ])  # fmt: skip
+  for a, b in zip(*answers, strict=True):
+    np.testing.assert_array_equal(a.tokens, b.tokens)
 
 
 @LONG

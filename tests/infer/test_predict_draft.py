@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +73,24 @@ def test_no_token_changes(name, how):
 @LONG
 @pytest.mark.long_cases(1)
 @pytest.mark.parametrize(
+  ("name", "options", "how"),
+  [
+    ("glm4_moe", dict(widths=(1, 1, 1)), {}),
+    ("longcat_flash", dict(widths=(2, 3)), {}),
+    ("mimo_v2_flash", dict(widths=(3, 3)), {"cache_kind": "windowed"}),
+    ("deepseek_v3", dict(widths=(2, 4)), {"cache_kind": "int8"}),
+    ("llama3", dict(widths=(4, 8, 8), beam=3, best=8), DRAWN),
+  ],
+  ids=str,
+)
+def test_trees_change_no_token(name, options, how):
+  found = same(predicting.model(name), draft=drafter(**options), **how)
+  assert found.accepted > 0 and found.drafter.tree
+
+
+@LONG
+@pytest.mark.long_cases(1)
+@pytest.mark.parametrize(
   "kind",
   ["kivi2", CacheConfig(device=16),
    CacheConfig(policy=rj.kv.KeyDiff(budget=12), room=8)],
@@ -128,8 +148,11 @@ def test_a_law_that_is_accepted_by_chance():
 # ---------------------------------------------------------------------------
 
 
-def by_one_call(model, text, count):
-  """Tokens that follow a text, by calls of the layer over all of it."""
+def laws_after(model, text, choose):
+  """Log-probabilities [V] after a text and each token that is chosen by them.
+
+  By calls of the layer over the whole text.
+  """
   attend, block = ContextParallel(axis=None), model.predict_block
   spec = model.config.predicts
 
@@ -139,19 +162,35 @@ def by_one_call(model, text, count):
 
   tokens, places = places_of(text[:-1])
   hidden, _ = model.hidden(tokens, places, NoCache(len(model.kinds)), attend)
-  text, drafts = list(text), []
-  for _ in range(count):
+  text = [*text]
+  while True:
     tokens, places = places_of(text)
     model.embedded(tokens, places)
     before = jnp.concatenate([jnp.zeros_like(hidden[:, :1]), hidden], 1)
     caches = tuple(FreshLayer() for _ in spec.mixers[1:])
     g, _ = block.predicted(before, places, caches, attend)
     normed = block.normed(g, model.norm)
-    drafts.append(int(jnp.argmax(model.logits(normed)[0, -1])))
+    law = np.asarray(jax.nn.log_softmax(model.logits(normed)[0, -1]))
+    yield law
     handed = normed if spec.hands_normed else g
     hidden = jnp.concatenate([hidden, handed[:, -1:]], 1)
-    text.append(drafts[-1])
-  return drafts
+    text.append(choose(law))
+
+
+def by_one_call(model, text, count):
+  """Tokens that follow a text, the likeliest after one another."""
+  best = lambda law: int(np.argmax(law))
+  laws = laws_after(model, text, best)
+  return [best(law) for law in itertools.islice(laws, count)]
+
+
+def law_of(model, text, path):
+  """Log-probabilities [V] after a text and the tokens of a path."""
+  tokens = iter(path)
+  *_, law = itertools.islice(
+    laws_after(model, text, lambda law: next(tokens)), len(path) + 1
+  )
+  return law
 
 
 @pytest.mark.one_case
@@ -181,6 +220,56 @@ def test_drafts_in_decoding_are_those_of_whole_texts(name):
   jax.tree.map(np.testing.assert_array_equal, before, session.cache)
 
 
+@LONG
+def test_paths_of_a_tree_are_those_of_whole_texts():
+  """Each token is among the likeliest after the text and its ancestors."""
+  model, widths = predicting.model("llama3"), (2, 3, 4)
+  session = rj.infer.Session(model, 64, batch=3)
+  prompts = prompts_of(model)
+  rj.infer.read_context(model, [x[:-1] for x in prompts], cache=session)
+  target = Target(model, session, traced(Greedy()), prompts, False, 8)
+  state = DecodeState(
+    jnp.asarray([x[-1] for x in prompts], jnp.int32),
+    jnp.asarray([len(x) - 1 for x in prompts], jnp.int32),
+    jnp.zeros(3, bool),
+    None,
+  )
+  before = jax.tree.map(np.asarray, session.cache)
+  drafting = PredictDraft(widths=widths, beam=2).begin(target)
+  draft = drafting.draft([x[-1:] for x in prompts], state, np.array([9, 0, 9]))
+  assert draft.count.tolist() == [9, 0, 9]
+  tokens, parents = np.asarray(draft.tokens), np.asarray(draft.parents)
+  for row in (0, 2):
+    # (sum of log-probabilities, its path) of the tokens that are continued.
+    beam, first = [(0.0, ())], 0
+    for width in widths:
+      paths = sorted(
+        (
+          (total + value, (*path, token))
+          for total, path in beam
+          for token, value in enumerate(law_of(model, prompts[row], path))
+        ),
+        reverse=True,
+      )[:width]
+      got = []
+      for node in range(first, first + width):
+        path = ()
+        while node >= 0:
+          path, node = (int(tokens[row, node]), *path), parents[row, node]
+        got.append(path)
+      assert got == [path for _, path in paths]
+      beam, first = paths[:2], first + width
+  # The target's cache is as it was.
+  jax.tree.map(np.testing.assert_array_equal, before, session.cache)
+
+
+@LONG
+def test_trees_for_recurrent_layers_are_refused():
+  model = predicting.model("qwen3_next")
+  call = lambda: same(model, draft=drafter(widths=(2, 2)))
+  refused(OptionError, call, "chain", "widths")
+
+
 def test_refusals():
   model = predicting.model("llama3")
   call = lambda model, how: rj.infer.generate(
@@ -189,7 +278,9 @@ def test_refusals():
   config = checkpoints.config("llama3")
   plain = rj.models.abstract(config)
   refused(OptionError, lambda: PredictDraft().check(plain), "predict_layers=")
-  refused(OptionError, lambda: call(model, "mtp:widths=(2,2)"), "widths")
+  refused(OptionError, lambda: call(model, "mtp:widths=(2,15)"), "14", "7 ids")
+  drawn = lambda: PredictDraft(widths=(2, 2), beam=1, verify="rejection")
+  refused(OptionError, drawn, "beam", "widths=")
   draft = lambda: rj.models.longspec.with_draft(model)
   refused(OptionError, draft, "predicts further tokens")
   again = lambda: rj.models.with_predict_layer(model)

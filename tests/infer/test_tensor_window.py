@@ -95,7 +95,8 @@ UNSHARED = (
   "mamba2", "minimax", "minimax_m2", "minimax_m3_vl", "mistral4",
   "mistral_large4", "muse_glimmer", "muse_spark",
   "nemotron_h", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "qwen3_5",
-  "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "stablelm", "youtu", "zamba2",
+  "qwen3_5_moe", "qwen3_next", "qwen4_exp",
+  "recurrent_gemma", "stablelm", "youtu", "zamba2",
 )  # fmt: skip
 
 

@@ -28,6 +28,12 @@ _GROUPED_VALUES = rj.kv.Codec(
   keys=rj.kv.ChannelGroups(bits=2, group=32),
   values=rj.kv.ChannelGroups(bits=2, group=32),
 )
+_HASHES = {
+  "device": 8,
+  "hot": 64,
+  "policy": rj.kv.Select(),
+  "landmarks": "hashes",
+}
 # Options that the rows of the table refuse, in their order.
 _EXAMPLES = (
   {"device": 8, "recent": 8},
@@ -36,6 +42,10 @@ _EXAMPLES = (
   {"device": 8, "hot": 8},
   {"landmarks": "means"},
   {"device": 8, "hot": 64, "policy": rj.kv.Select(), "outlier_pages": 1},
+  {"device": 8, "hot": 64, "policy": rj.kv.Select(), "hash_tables": 75},
+  {**_HASHES, "hash_bits": 17},
+  {**_HASHES, "sink_tokens": 32},
+  {**_HASHES, "unrotated": True, "rank": 8},
   {"rank": 8},
   {
     "device": 8,
@@ -146,6 +156,10 @@ def test_every_option_of_a_part_is_written_and_kept_by_a_sum():
         value = "means"
       # Chosen pages are hot beside the newest tokens.
       more = {"device": 8} if field.name == "hot" else {}
+      if field.name in ("hash_bits", "sink_tokens"):
+        value = 12
+      if field.name.startswith("hash_") or field.name == "sink_tokens":
+        more = _HASHES
       if field.name in ("landmarks", "outlier_pages", "rank"):
         more = {
           "device": 8, "hot": 64, "policy": rj.kv.Select(),

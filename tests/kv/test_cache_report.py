@@ -39,6 +39,9 @@ KINDS_OF_PARTS = {
     "open: codes", "open: scales", "pages: codes", "pages: scales",
     "pages: coordinates", "pages: tables", "queries noted",
   },
+  "select:budget=8,page=8,device=8,hot=16,landmarks=hashes": {
+    "open: numbers", "landmarks", "hot pages", "host: numbers",
+  },
   "int2:first=4,recent=4,page=8": {
     "open (first, recent, newest): numbers", "pages: codes", "pages: scales",
     "pages: coordinates", "pages: tables",

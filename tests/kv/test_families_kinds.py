@@ -21,6 +21,7 @@ KEEPS_ALL = {
   "deepseek_v4": "compressed keys",
   "glm5_next": "PooledLatent",
   "minimax_m3_vl": "IndexBlockAttention",
+  "qwen4_exp": "PooledBlockAttention",
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,12 +12,16 @@ import ringjax as rj
 from ringjax.errors import OptionError
 from ringjax.eval import page_recall
 from ringjax.kv import kind_text
+from ringjax.kv.offload.hashed_keys import Hashes, log_sampled
 from ringjax.kv.offload.mean_pages import Means
+from ringjax.ops.mask import Coords
 from tests.contracts import cache as contract
 from tests.helpers import SMALL, make_mesh
 from tests.kv.test_chosen_tiered import CAPACITY, B, run, tokens_of
 
 MEANS = "landmarks=means,outlier_pages=1"
+# So many that each key is sampled.
+HASHES = "landmarks=hashes,hash_bits=1,hash_tables=400"
 # As many vectors as the keys of the tests' models have numbers.
 WHOLE = "unrotated=True,rank=16"
 
@@ -57,11 +63,85 @@ def test_pages_are_those_of_the_definition(outliers):
   assert got == defined(q, keys, 4, outliers)
 
 
+def estimate(bits, tables, pages, copies=256):
+  """Exact sums of weights and of values, estimates of them, and keys read.
+
+  Each row has the same query and keys, in another basis and at other positions:
+  hashes of them, and the parts that are read, are independent.
+  """
+  rng = np.random.default_rng(0)
+  dim, num_pages, page = 8, 8, 8
+  slots = num_pages * page
+  normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  bases, upper = np.linalg.qr(normal(copies, dim, dim))
+  # With these signs all bases are as likely.
+  bases = bases * np.sign(np.diagonal(upper, 0, 1, 2))[:, None]
+  turned = lambda x: jnp.asarray(np.einsum("...h,bhj->b...j", x, bases))[
+    :, None
+  ]
+  query, key = normal(2, dim), normal(slots, dim) + 1
+  values = normal(slots, 3)
+  q, keys = turned(query[:, None]), turned(key)
+  pages_of_keys = keys.reshape(copies, 1, num_pages, page, dim)
+  real = jnp.ones((copies, 1, num_pages, page, 1), bool)
+  pos = np.tile(np.arange(slots, dtype=np.int32), (copies, 1))
+  pos[:, 2:] += slots * np.arange(copies, dtype=np.int32)[:, None]
+  choice = Hashes(bits, tables, sinks=2, seed=3)
+  centres = choice.new_centres(pages_of_keys, real, None)
+  landmarks = choice.landmarks(pages_of_keys, real, centres)
+  num_read = tuple(min(n, pages) for n in range(num_pages + 1))
+  at = Coords(jnp.asarray(pos), jnp.ones(pos.shape, jnp.int32))
+  chosen = choice.chosen(q, landmarks, centres, at, num_read)
+  units = chosen.units
+  read_keys = jnp.take_along_axis(keys[:, :, None], units[..., None], 3)
+  log_p = choice.log_probability(q, read_keys, centres)
+  log_p = np.where(chosen.sampled[:, :, None], log_p, 0) + chosen.log_share
+  scores = np.exp(query @ key.T / np.sqrt(dim))
+  exact = np.concatenate([scores.sum(-1)[:, None], scores @ values], -1)
+  weights = np.take_along_axis(
+    np.broadcast_to(scores[None, None, :, None], (copies, 1, 2, 1, slots)),
+    np.broadcast_to(np.asarray(units)[:, :, None], log_p.shape),
+    4,
+  )
+  reads = np.asarray(chosen.reads)[:, :, None] & (log_p > -np.inf)
+  weights = np.where(reads, weights * np.exp(-np.where(reads, log_p, 0)), 0)
+  numerator = np.einsum(
+    "bkgtn,bktnj->bkgtj", weights, values[np.asarray(units)]
+  )
+  estimates = np.concatenate([weights.sum(-1)[..., None], numerator], -1)
+  return exact, estimates[:, 0, :, 0], np.asarray(chosen.reads).sum(-1)
+
+
+@pytest.mark.parametrize("pages", [8, 3])
+def test_samples_have_no_bias(pages):
+  """Also where a group samples more keys than are read."""
+  exact, estimates, count = estimate(1, 3, pages)
+  deviation = estimates.std(0) / np.sqrt(len(estimates))
+  assert (np.abs(estimates.mean(0) - exact) < 4 * deviation).all()
+  # Less than a tenth of the sum of weights, so that a bias would be seen.
+  assert (deviation[:, 0] < 0.03 * exact[:, 0]).all()
+  assert count.max() == 24 if pages == 3 else 24 < count.mean() < 60
+
+
+def test_the_probability_of_a_sample_is_exact_where_it_is_small():
+  equal = np.array([1e-7, 1e-4, 0.01, 0.3, 0.9])
+  for tables in (2, 150):
+    rest = np.log1p(-equal)
+    # Terms of the binomial distribution, of which none is subtracted.
+    want = sum(
+      math.comb(tables, n) * equal**n * np.exp((tables - n) * rest)
+      for n in range(2, tables + 1)
+    )
+    got = log_sampled(jnp.asarray(equal, jnp.float32), tables)
+    np.testing.assert_allclose(np.asarray(got), np.log(want), atol=2e-3)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
   "kind",
   [
     f"select:budget=1.0,{MEANS}",
+    f"select:budget=1.0,{HASHES}",
     f"select:budget=1.0,{WHOLE}",
     f"select:budget=1.0,{MEANS},{WHOLE}",
   ],
@@ -72,7 +152,8 @@ def test_all_pages_and_vectors_change_nothing(kind):
   want, _ = run("dense", ends=ends, flushes=6)
   contract.close(got, want, 1e-5 * max(1, np.abs(want).max()))
   fetches = cache.fetches()
-  key_bytes = 8 * 16 * 4
+  # Tokens are copied one by one where hashes choose them.
+  key_bytes = (1 if "hashes" in kind else 8) * 16 * 4
   copied = key_bytes if "rank" in kind else 2 * key_bytes
   assert fetches.misses and fetches.bytes == fetches.misses * copied
 
@@ -92,7 +173,14 @@ def test_fewer_vectors_are_an_approximation_of_the_first_keys():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [MEANS, f"{MEANS},unrotated=True,rank=4"])
+@pytest.mark.parametrize(
+  "options",
+  [
+    MEANS,
+    f"{MEANS},unrotated=True,rank=4",
+    "landmarks=hashes,hash_bits=2,hash_tables=8,unrotated=True",
+  ],
+)
 def test_rows_turns_and_drafts_are_independent(options):
   kind = kind_text.parse(f"select:budget=16,page=8,device=8,hot=16,{options}")
   model, text = contract.model(1, "grouped"), tokens_of(60)
@@ -114,11 +202,16 @@ def test_rows_turns_and_drafts_are_independent(options):
 
 
 @pytest.mark.slow
-def test_heads_may_be_sharded():
+@pytest.mark.parametrize(
+  "options",
+  [
+    f"{MEANS},unrotated=True,rank=8",
+    "landmarks=hashes,hash_bits=2,hash_tables=8",
+  ],
+)
+def test_heads_may_be_sharded(options):
   config = {**SMALL, "model_type": "qwen3", "head_dim": 16}
-  kind = kind_text.parse(
-    f"select:budget=8,page=8,device=8,hot=16,{MEANS},unrotated=True,rank=8"
-  )
+  kind = kind_text.parse(f"select:budget=8,page=8,device=8,hot=16,{options}")
   text = [x.tolist() for x in tokens_of(50)]
 
   def ask(mesh):
@@ -128,6 +221,23 @@ def test_heads_may_be_sharded():
     ).tokens.tolist()
 
   assert ask(rj.make_mesh((2,), ("model",))) == ask(None)
+
+
+@pytest.mark.slow
+def test_shards_of_a_sequence_sample_their_keys():
+  """With a mean of the keys of all shards; all are sampled."""
+  config = {**SMALL, "model_type": "qwen3", "head_dim": 16}
+  text = [x.tolist() for x in tokens_of(50)]
+
+  def ask(mesh, kind):
+    model = rj.models.create(config, seed=0, mesh=mesh)
+    return rj.infer.generate(
+      model, text, max_new_tokens=10, cache_kind=kind
+    ).tokens.tolist()
+
+  kind = kind_text.parse(f"select:budget=1.0,page=8,device=8,hot=16,{HASHES}")
+  mesh = rj.make_mesh((2, 2), ("seq", "model"))
+  assert ask(mesh, kind) == ask(None, "dense")
 
 
 @pytest.mark.parametrize(
@@ -140,6 +250,9 @@ def test_heads_may_be_sharded():
     ("dense:device=8,hot=64,page=8,unrotated=True,rank=4", "rank"),
     ("select:device=8,hot=64,page=8,rank=4", "rank"),
     ("int8+select:device=8,hot=64,page=8,unrotated=True,rank=4", "rank"),
+    ("select:device=8,hot=64,page=8,hash_tables=50", "hash_tables"),
+    ("select:device=8,hot=64,page=8,landmarks=hashes,hash_bits=20", "hash_b"),
+    ("select:device=8,hot=64,page=8,landmarks=hashes,sink_tokens=8", "sink_t"),
   ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(text, name):
@@ -172,6 +285,7 @@ def test_recall_is_what_is_read():
     assert 0 < layer.worst_head <= layer.recall < 1
     assert 0 < layer.attention < 1
   assert few.fetches.misses > 0 and few.record()["top"] == 8
+  assert every.error == pytest.approx(0, abs=1e-5) and few.error > 0.01
   # The same tokens are predicted with all pages as by the model itself.
   logits = np.asarray(model(text), np.float64)
   scores = logits - np.log(np.exp(logits).sum(-1, keepdims=True))

@@ -41,7 +41,7 @@ CONFIG = {
   "pad_token_id": 258,
 }
 # Commands are waited for on machines that do other things too.
-PATIENCE_S = 240
+PATIENCE_S = int(os.environ.get("RINGJAX_PATIENCE_S", "240"))
 
 
 @dataclasses.dataclass(frozen=True)

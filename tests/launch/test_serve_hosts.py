@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
+import itertools
 import json
+import os
+import pathlib
+import random
 import signal
 import socket
+import sys
+import threading
 import time
 
 import numpy as np
@@ -14,8 +21,8 @@ import pytest
 
 import ringjax as rj
 from launch import serve
-from launch.serving import flag_modes
-from launch.shared import common
+from launch.serving import flag_modes, restarts
+from launch.shared import common, console
 from ringjax.data import Bytes
 from ringjax.errors import OptionError
 from tests.launch.conftest import PATIENCE_S, command
@@ -33,8 +40,8 @@ def free_ports(count):
 
 
 @contextlib.contextmanager
-def serving(folder, *argv, processes=2):
-  """Processes of a server, and their ports."""
+def serving(folder, *argv, processes=2, each=((), ())):
+  """Processes of a server, each with some flags of its own, and their ports."""
   coordinator, *ports = free_ports(processes + 1)
   with contextlib.ExitStack() as stack:
     running = [
@@ -44,6 +51,7 @@ def serving(folder, *argv, processes=2):
           "--rows=2", "--longest=256", "--piece=16", "--pieces=2",
           "--mesh=seq:2", f"--coordinator=localhost:{coordinator}",
           f"--num_processes={processes}", f"--process_id={rank}", *argv,
+          *each[rank],
         )
       )
       for rank, port in enumerate(ports)
@@ -147,6 +155,199 @@ def test_process_0_that_is_killed_ends_the_others(folder):
     processes[0].send_signal(signal.SIGKILL)
     _, log = processes[1].communicate(timeout=PATIENCE_S)
     assert processes[1].returncode == LOST and "rank 0" in log
+
+
+# Processes that are killed in the test of random moments.
+KILLS = int(os.environ.get("RINGJAX_KILLS", "20"))
+
+
+def served_by(supervisor):
+  """Process id of the server that a supervisor has started, or None."""
+  pid = supervisor.pid
+  children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
+  return int(children.split()[0]) if children else None
+
+
+def metric(port, name):
+  """Value of a metric."""
+  link = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+  with contextlib.closing(link):
+    link.request("GET", "/metrics")
+    text = link.getresponse().read().decode()
+  (line,) = [x for x in text.splitlines() if x.startswith(f"ringjax_{name} ")]
+  return int(line.split()[1])
+
+
+COUNTS = "right", "failed"
+
+
+class Client(threading.Thread):
+  """Asks for the same answers until it is told to end.
+
+  Attributes:
+    wrong: Texts that are no beginning of the right one, or ended too early.
+    right, failed: Number of complete answers, and of those with an error.
+  """
+
+  def __init__(self, port, expected):
+    super().__init__(daemon=True)
+    self.wrong, self.right, self.failed = [], 0, 0
+    self._port, self._expected = port, expected
+    self.told = threading.Event()
+
+  def run(self):
+    for number in itertools.count():
+      if self.told.is_set():
+        return
+      prompt, text = self._expected[number % len(self._expected)]
+      try:
+        self._ask(prompt, text, stream=number % 3 == 0)
+      except (OSError, http.client.HTTPException):
+        # The process that serves was killed, or is not there yet.
+        self.failed += 1
+        self.told.wait(1.0)
+
+  def _ask(self, prompt, text, stream):
+    body = dict(prompt=prompt, max_tokens=len(text), stream=stream)
+    with post(self._port, **body) as response:
+      if response.status != 200:
+        error = json.loads(response.read())["error"]
+        right = response.status == 503 and response.getheader("retry-after")
+        if not right:
+          self.wrong.append((response.status, error))
+        self.failed += 1
+        self.told.wait(1.0)
+        return
+      if not stream:
+        (choice,) = json.loads(response.read())["choices"]
+        if choice["text"] != text:
+          self.wrong.append((choice["text"], text))
+        self.right += 1
+        return
+      self._read_stream(response, text)
+
+  def _read_stream(self, response, text):
+    sent, error, done = "", False, False
+    try:
+      for line in response:
+        data = line.decode().removeprefix("data: ").strip()
+        done |= data == "[DONE]"
+        if not data or done:
+          continue
+        event = json.loads(data)
+        error |= "error" in event
+        sent += "".join(x["text"] for x in event.get("choices", ()))
+    finally:
+      complete = done and not error
+      if sent != text if complete else not text.startswith(sent):
+        self.wrong.append((sent, text))
+    if not done:
+      raise ConnectionResetError
+    self.right += complete
+    self.failed += error
+
+
+@pytest.mark.slow
+def test_a_server_comes_back_whenever_a_process_is_killed(folder, tmp_path):
+  """Clients get right texts or errors, and stored prefixes are found again."""
+  pytest.importorskip("uvicorn")
+  options = ("--failure_timeout=20", "--restarts=1000", "--page=16")
+  stores = [(f"--store={tmp_path / str(rank)}",) for rank in range(2)]
+  random_numbers = random.Random(KILLS)
+  with serving(folder, *options, each=stores) as (supervisors, ports):
+    wait_until_ready(supervisors, ports)
+    expected = []
+    for prompt in ([*b"def main(" * 7], [*b"class A:" * 9], PROMPT):
+      body = dict(prompt=prompt, max_tokens=60)
+      with post(ports[0], **body) as response:
+        (choice,) = json.loads(response.read())["choices"]
+        expected.append((prompt, choice["text"]))
+    clients = [Client(ports[0], expected) for _ in range(3)]
+    for client in clients:
+      client.start()
+    for number in range(KILLS):
+      rank = random_numbers.randrange(2)
+      time.sleep(random_numbers.uniform(0, 3))
+      pids = [served_by(supervisor) for supervisor in supervisors]
+      os.kill(pids[rank], signal.SIGKILL)
+      end = time.monotonic() + PATIENCE_S
+      while any(
+        served_by(supervisor) in (pid, None)
+        for supervisor, pid in zip(supervisors, pids, strict=True)
+      ):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+      wait_until_ready(supervisors, ports)
+      assert metric(ports[0], "restarts_total") == number + 1
+      right, failed = (sum(getattr(x, n) for x in clients) for n in COUNTS)
+      print(f"{number}: process {rank}; answers {right}, errors {failed}")
+      assert not any(client.wrong for client in clients)
+    for client in clients:
+      client.told.set()
+      client.join(PATIENCE_S)
+      assert not client.is_alive() and not client.wrong and client.right
+    for prompt, text in expected:
+      with post(ports[0], prompt=prompt, max_tokens=60) as response:
+        (choice,) = json.loads(response.read())["choices"]
+        assert choice["text"] == text
+    assert metric(ports[0], "stored_tokens_total") > 0
+    supervisors[1].send_signal(signal.SIGTERM)
+    for supervisor in supervisors:
+      out, log = supervisor.communicate(timeout=PATIENCE_S)
+      assert supervisor.returncode == 0, out + log
+
+
+# A server's process without a model; its status is that of its start's number.
+PROCESS = """
+import http.client, json, os, signal, socket, sys, time
+listener, link, count = map(int, os.environ["RINGJAX_SERVE_PROCESS"].split())
+listener, link = socket.socket(fileno=listener), socket.socket(fileno=link)
+answers = []
+for method, path in (("GET", "/ready"), ("POST", "/v1/completions")):
+  client = http.client.HTTPConnection(*listener.getsockname())
+  client.request(method, path, b"x" * 100000 if method == "POST" else None)
+  response = client.getresponse()
+  answers.append([response.status, response.getheader("retry-after")])
+  assert "started" in response.read().decode()
+  client.close()
+link.sendall(b".A")
+with open(sys.argv[1], "a") as file:
+  file.write(json.dumps([count, answers]) + "\\n")
+if count == 1:
+  os.kill(os.getpid(), signal.SIGKILL)
+if count == 3:
+  signal.pause()
+sys.exit([3, 0, 2, 0, 0][count])
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("most", "status"), [(0, 3), (1, 137), (9, 0)])
+def test_a_supervisor_starts_its_process_again(
+  tmp_path, monkeypatch, most, status
+):
+  """After a loss, a signal, a refusal that is not the first, and silence."""
+  starts = tmp_path / "starts"
+  starts.touch()
+  arguments = [sys.executable, "-c", PROCESS, str(starts)]
+  monkeypatch.setattr(sys, "orig_argv", arguments)
+  monkeypatch.setattr(restarts, "_PAUSE_S", 0.0)
+  numbers = signal.SIGTERM, signal.SIGINT
+  handlers = [signal.getsignal(number) for number in numbers]
+  text = io.StringIO()
+  try:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+      supervisor = restarts.Supervisor(
+        listener, console.Screen("serve", text), restarts=most, silence_s=2.0
+      )
+      assert supervisor.run() == status
+  finally:
+    for number, handler in zip(numbers, handlers, strict=True):
+      signal.signal(number, handler)
+  lines = starts.read_text().splitlines()
+  expected = [[n, [[503, "5"]] * 2] for n in range(min(most, 4) + 1)]
+  assert [json.loads(line) for line in lines] == expected
+  assert ("silent for 2 s" in text.getvalue()) == (most == 9)
 
 
 def test_flags_of_several_processes(tmp_path):

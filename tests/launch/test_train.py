@@ -237,6 +237,30 @@ def test_adapters_that_cannot_be_written_alone_are_refused(small, tmp_path):
 
 
 @pytest.mark.slow
+def test_adapters_that_correct_codes_are_of_these_codes(small, tmp_path):
+  base = tmp_path / "base"
+  first = ("--mesh=seq:1", f"--config={small}")
+  assert run(*first, f"--out={base}", ONE_STEP)[0] == 0
+  status, _, err = run(
+    *first,
+    f"--out={tmp_path / 'lora'}",
+    f"--init_from={base / 'model'}",
+    "--config.lora.rank=2",
+    "--config.weights=nf4",
+    "--config.residual.rows=2",
+    "--config.merge=False",
+    ONE_STEP,
+  )
+  assert status == 0, err
+  floats = rj.models.load(base / "model")
+  coded = rj.models.with_coded_weights(floats, bits=4, levels="nf4")
+  how, _ = rj.train.load_adapter(tmp_path / "lora" / "adapter", coded)
+  assert how.over.startswith("nf4/")
+  with pytest.raises(OptionError, match="for a model of floats"):
+    rj.train.load_adapter(tmp_path / "lora" / "adapter", floats)
+
+
+@pytest.mark.slow
 def test_adapters_from_a_folder(small, tmp_path):
   base = tmp_path / "base"
   first = ("--mesh=seq:2", f"--config={small}")
@@ -330,6 +354,7 @@ def test_each_stage_may_have_sources_of_its_own(small, tmp_path, monkeypatch):
       "'rope_scaling': {'method': 'yarn'}},)",
       "argument: 'context'",
     ),
+    ("--config.residual.rows=2", "residual: got {'rows': 2} with weights=''"),
     ("--config.rules={'embd': 'data'}", "rules: got embd"),
     ("--config.rules.embd=data", "rules: got embd"),
     ("--config.layuot=zigzag", "config: got layuot"),

@@ -69,8 +69,8 @@ RECOMBINED = (
   "minimax_m2", "minimax_m3_vl", "ministral", "mistral4",
   "mistral_large4", "mpt",
   "muse_glimmer", "nemotron_h", "olmoe", "opt", "qwen2_moe", "qwen3_5_moe",
-  "seed_oss", "solar_open", "stablelm_parallel", "vaultgemma", "youtu",
-  "zamba2",
+  "qwen4_exp", "seed_oss", "solar_open", "stablelm_parallel", "vaultgemma",
+  "youtu", "zamba2",
   # Of each line of models the newest is in the default run.
   "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone4", "falcon_40b",
   "falcon_7b", "gemma", "gemma2", "gemma3n", "gemma4", "glm", "granitemoe",

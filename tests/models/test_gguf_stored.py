@@ -49,7 +49,7 @@ def test_blocks_are_taken_apart_to_the_bit(number):
   np.testing.assert_array_equal(block.floats(jnp.asarray(raw)), want)
 
 
-def _file(tmp_path, name, kinds, **sizes):
+def file_of_kinds(tmp_path, name, kinds, **sizes):
   """A file whose maps have the types that `kinds` says by their names."""
   tmp_path.mkdir(exist_ok=True)
   config, tensors = files._small(tmp_path, name, **sizes)
@@ -117,7 +117,7 @@ def _nbytes(model):
 
 @pytest.mark.long
 def test_codes_stay_codes(tmp_path, caplog):
-  path = _file(tmp_path, "llama", {"attn": "Q4_1", "ffn": "Q8_0"})
+  path = file_of_kinds(tmp_path, "llama", {"attn": "Q4_1", "ffn": "Q8_0"})
   with caplog.at_level("INFO", "ringjax.models.gguf.stored"):
     floats, codes = _stay(path, 7, repeats=(1,))
   assert "stay codes: 8 Q4_1, 6 Q8_0; become floats: 7 F32" in caplog.text
@@ -134,7 +134,7 @@ def test_codes_stay_codes(tmp_path, caplog):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q5_1", "MXFP4"])
 def test_codes_of_a_type_stay_codes(tmp_path, kind):
-  _stay(_file(tmp_path, "llama", {"blk": kind}), 7)
+  _stay(file_of_kinds(tmp_path, "llama", {"blk": kind}), 7)
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_layers_of_several_types_share_a_layout(tmp_path):
     "blk.1.ffn_down": "Q4_0", "blk.0.attn_q": "Q2_K", "blk.1.attn_q": "Q3_K",
     "blk": "Q4_K",
   }  # fmt: skip
-  path = _file(
+  path = file_of_kinds(
     tmp_path, "llama", kinds, hidden_size=256, intermediate_size=256,
     head_dim=64,
   )  # fmt: skip
@@ -167,13 +167,13 @@ def test_maps_of_an_architecture_stay_codes(tmp_path, name, count):
     "ffn_gate_inp": None,
   }
   kinds |= {"ffn": "Q4_0", "ssm_in": "Q4_0", "ssm_out": "Q4_0"}
-  _stay(_file(tmp_path, name, kinds), count)
+  _stay(file_of_kinds(tmp_path, name, kinds), count)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_codes_are_shared_out_over_a_mesh(tmp_path, name):
-  path = _file(
+  path = file_of_kinds(
     tmp_path, name, {"attn": "Q4_1", "exps": "MXFP4", "ffn_d": "Q8_0"}
   )
   load = functools.partial(
@@ -189,11 +189,11 @@ def test_codes_are_shared_out_over_a_mesh(tmp_path, name):
 @pytest.mark.long
 def test_a_map_of_floats_among_codes_stays_floats(tmp_path):
   kinds = {"blk.1.ffn_up": None, "ffn": "Q4_0"}
-  path = _file(tmp_path, "llama", kinds)
+  path = file_of_kinds(tmp_path, "llama", kinds)
   codes = rj.models.load(path, dtype=jnp.float32, weights="stored")
   assert _maps(codes)[1] == 2
   with pytest.raises(OptionError, match="blocks of Q4_0"):
-    rj.models.load(_file(tmp_path / "b", "llama", {}), weights="stored")
+    rj.models.load(file_of_kinds(tmp_path / "b", "llama", {}), weights="stored")
   with pytest.raises(OptionError, match="a GGUF file"):
     rj.models.load(tmp_path / "hf", weights="stored")
   with pytest.raises(OptionError, match="stored"):
@@ -201,7 +201,9 @@ def test_a_map_of_floats_among_codes_stays_floats(tmp_path):
 
 
 def test_codes_whose_scales_are_nan_are_refused(tmp_path):
-  path = _file(tmp_path, "llama", {"blk.1.ffn_up": "Q4_0", "ffn": "Q4_0"})
+  path = file_of_kinds(
+    tmp_path, "llama", {"blk.1.ffn_up": "Q4_0", "ffn": "Q4_0"}
+  )
   at = open_gguf(path).tensors["blk.1.ffn_up.weight"].offset
   data = bytearray(path.read_bytes())
   data[at : at + 2] = b"\x00\x7e"
@@ -213,7 +215,7 @@ def test_codes_whose_scales_are_nan_are_refused(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("weights", [None, "stored"])
 def test_layers_on_disk_have_the_numbers_of_the_file(tmp_path, weights):
-  path = _file(tmp_path, "llama", {"attn": "Q4_1", "blk.1.ffn": "Q8_0"})
+  path = file_of_kinds(tmp_path, "llama", {"attn": "Q4_1", "blk.1.ffn": "Q8_0"})
   want = rj.models.load(path, dtype=jnp.float32, weights=weights)
   got = rj.models.load(
     path, dtype=jnp.float32, placement="device=.5,disk=.5", weights=weights
@@ -227,7 +229,7 @@ def test_layers_on_disk_have_the_numbers_of_the_file(tmp_path, weights):
   "name", ["gpt-oss", "gemma3", "gpt2", "lfm2", "falcon", "mamba"]
 )
 def test_layers_of_an_architecture_are_read_from_disk(tmp_path, name):
-  path = _file(tmp_path, name, {"ffn": "Q4_0"})
+  path = file_of_kinds(tmp_path, name, {"ffn": "Q4_0"})
   want = rj.models.load(path, dtype=jnp.float32)
   got = rj.models.load(path, dtype=jnp.float32, placement="disk")
   # Mamba's logarithms are taken on the device.

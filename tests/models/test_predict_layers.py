@@ -55,9 +55,9 @@ def joined(name, made, embedding, tokens, hidden):
     np.asarray(x, np.float64) for k, x in made.items() if k.endswith(ends)
   )
   e = rms(embedding[tokens[1:]], pick("enorm.weight", "_embedding.weight",
-          "emb_norm.0.weight"), offset=offset)  # fmt: skip
+          "emb_norm.0.weight", "enorm.m.weight"), offset=offset)  # fmt: skip
   h = rms(hidden[:-1], pick("hnorm.weight", "_hidden.weight",
-          "hidden_norm.0.weight"), offset=offset)  # fmt: skip
+          "hidden_norm.0.weight", "hnorm.m.weight"), offset=offset)  # fmt: skip
   y = np.concatenate([e, h], -1)
   return y @ pick("eh_proj.weight", "mtp.fc.weight", "proj.0.weight").T
 
@@ -151,21 +151,25 @@ def test_glm_as_published(tmp_path):
 def as_a_model(name, made, y, folder):
   """A model of one layer, that of `made`, whose embeddings are y [T, D]."""
   base, config = checkpoints.tensors(name), predicting.settings(name)
-  last = f"model.layers.{config['num_hidden_layers']}."
-  starts = {"qwen": "mtp.layers.0.", "erni": "model.mtp_block.0."}
+  last = f"model.layers.{config.get('num_hidden_layers')}."
+  starts = {
+    "qwen": "mtp.layers.0.", "erni": "model.mtp_block.0.",
+    "long": "model.mtp.layers.0.", "mimo": "model.mtp.layers.0.",
+  }  # fmt: skip
   start = starts.get(name[:4], last)
+  outer = ("enorm.", "hnorm.", "eh_proj.", "shared_head", "embed_tokens",
+           "final_layernorm")  # fmt: skip
   tensors = {
     "model.layers.0." + k.removeprefix(start): x
     for k, x in made.items()
-    if k.startswith(start)
-    and not k.endswith(("enorm.weight", "hnorm.weight", "eh_proj.weight"))
-    and "shared_head" not in k and "embed_tokens" not in k
-  }  # fmt: skip
+    if k.startswith(start) and not any(part in k for part in outer)
+  }
   rows = np.zeros_like(base["model.embed_tokens.weight"])
   rows[: len(y)] = y
   norm = next(
     (x for k, x in made.items()
-     if k.endswith(("shared_head.norm.weight", "mtp.norm.weight"))),
+     if k.endswith(("shared_head.norm.weight", "mtp.norm.weight",
+                    "final_layernorm.weight"))),
     base["model.norm.weight"],
   )  # fmt: skip
   head = base.get("lm_head.weight", base["model.embed_tokens.weight"])
@@ -181,6 +185,26 @@ def as_a_model(name, made, y, folder):
   if "mlp_layer_types" in config:
     keys["mlp_layer_types"] = ["sparse"]
     del keys["first_k_dense_replace"]
+  if name == "mimo_v2_flash":
+    tensors = {k.replace("pre_mlp_l", "post_attention_l"): x
+               for k, x in tensors.items()}  # fmt: skip
+    keys |= dict(mlp_layer_types=["dense"], layer_types=["sliding_attention"])
+    del keys["num_nextn_predict_layers"]
+  if name == "longcat_flash":
+    # A DeepSeek-V3, with the factors of latents in the weights of their norms.
+    tensors = {k.replace("transformer_layer.", ""): x
+               for k, x in tensors.items()}  # fmt: skip
+    for part, size in (("q", "q_lora_rank"), ("kv", "kv_lora_rank")):
+      key = f"model.layers.0.self_attn.{part}_a_layernorm.weight"
+      factor = (config["hidden_size"] / config[size]) ** 0.5
+      tensors[key] = (tensors[key] * factor).astype(np.float32)
+    config = checkpoints.config("deepseek_v3") | {
+      key: x for key, x in config.items()
+      if key.endswith(("_dim", "_rank", "_size", "_heads", "_parameters"))
+      and "ffn" not in key
+    } | {"intermediate_size": config["ffn_hidden_size"],
+         "rms_norm_eps": config["rms_norm_eps"]}  # fmt: skip
+    keys["first_k_dense_replace"] = 1
   checkpoints.write_folder(tensors, config | keys, folder)
   return rj.models.load(folder)
 

@@ -526,6 +526,7 @@ class TestCompiled:
     text = path.read_text()
     moved = functools.partial(moved_bytes, text)
     both = sum(call.traffic.total for call in calls)
+    # The first part of a loop's name that fits counts, so "" is the last.
     full = {"row_tiles": 3, "expert_blocks": EXPERT_STEPS, "": 1}
     assert moved(full) < share * both
     # No layer is cut out of its stack, nor put in another order.
@@ -541,8 +542,8 @@ class TestCompiled:
     assert not re.findall(copies, text)
     # A step of answers alone skips what is only for prompts; rows that the
     # kernel skips are counted.
-    alone = full | {"row_tiles": 1, "joint_call_1": 0}
-    assert moved(alone) < 1.1 * calls[0].traffic.total
+    alone = {"joint_call_1": 0} | full | {"row_tiles": 1}
+    assert moved(alone) < 1.07 * calls[0].traffic.total
 
   @pytest.mark.parametrize(
     ("name", "kind", "kernel"),

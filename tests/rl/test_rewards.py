@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from launch.training.reward_functions import number_alone
+from launch.training.reward_functions import number_share
 from ringjax.errors import OptionError, RewardError
 from ringjax.rl import Judge, Listed, RewardConfig
 from tests.rl.reward_functions import as_example, exits, fails, length, sleeps
@@ -128,7 +128,8 @@ def test_a_list_without_questions_is_refused():
     Listed(items=[])
 
 
-def test_numbers_alone_are_rewarded():
-  reward = lambda answer: number_alone("", answer, {"answer": "12"})
-  rewards = [reward(x) for x in ("12", " 12\n", "7 + 5 = 12", "12 or 7", "no")]
-  assert rewards == [1.0, 1.0, 0.5, 0.0, 0.0]
+def test_numbers_are_rewarded_by_their_share_of_the_answer():
+  reward = lambda answer: number_share("", answer, {"answer": "12"})
+  answers = ("12", " 12\n", "12.", "7 + 5 = 12", "12 or 7", "no", "")
+  rewards = [reward(x) for x in answers]
+  assert rewards == [1.0, 1.0, 2 / 3, 0.2, 0.0, 0.0, 0.0]

@@ -39,6 +39,8 @@ ENGINES: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
   (dict(data=2, model=2), dict(speculate="lookup:count=3,adapt=False")),
   (dict(seq=2, model=2), dict(speculate="early:layers=1,count=2")),
   (dict(seq=4, model=2), dict(preempt="swap")),
+  (dict(seq=2, model=2), dict(cache_kind="int8", store=1 << 24)),
+  (dict(seq=4), dict(store=1 << 24, speculate="lookup:count=2")),
 )
 TIMEOUT_S = 8.0
 
@@ -71,11 +73,18 @@ def make_requests(tokenizer: Any, vocab: int) -> list[Any]:
   ]
 
 
-def make_engine(number: int) -> Any:
+def make_engine(number: int, folder: pathlib.Path | None = None) -> Any:
   import ringjax as rj
   from ringjax.data import Bytes
 
   sizes, options = ENGINES[number]
+  if "store" in options:
+    # One folder of all processes: each has parts of its own in it.
+    disk = (
+      pathlib.Path(folder or ".") / f"store {number} {jax.process_count()}",
+      options["store"],
+    )
+    options = options | dict(store=rj.store.Store(disk=disk))
   mesh = rj.make_mesh(tuple(sizes.values()), tuple(sizes))
   model = rj.models.place(rj.models.create(MODEL, seed=0), mesh)
   settings = dict(rows=4, capacity=128, longest=96, page=16, piece=16, pieces=2)
@@ -84,15 +93,30 @@ def make_engine(number: int) -> Any:
   )
 
 
-def answers(numbers: list[int]) -> list[Any]:
+def check_stores(engine: Any) -> None:
+  """Processes that do not agree on stored prefixes are refused."""
+  import ringjax as rj
+
+  if engine.store_link is None:
+    return
+  try:
+    engine.submit(rj.serve.Request(prompt=[1], max_new_tokens=1))
+  except rj.errors.OptionError as error:
+    assert "EngineGroup" in str(error)
+  else:
+    raise AssertionError("a store without a group is not refused")
+
+
+def answers(numbers: list[int], folder: pathlib.Path) -> list[Any]:
   """Answers of engines; with a cancelled request each."""
   import ringjax as rj
 
   results = []
   for number in numbers:
-    engine = make_engine(number)
+    engine = make_engine(number, folder)
     served: Any = engine
     if jax.process_count() > 1:
+      check_stores(engine)
       served = rj.serve.EngineGroup(engine, timeout_s=300)
       if jax.process_index():
         served.follow()
@@ -111,6 +135,7 @@ def answers(numbers: list[int]) -> list[Any]:
       dict(
         cancelled=counters.cancelled,
         shared=counters.cached_tokens > 0,
+        stored=counters.stored_tokens,
         swapped=counters.swapped > 0,
         drafted=counters.drafted_steps > 0,
       )
@@ -174,7 +199,7 @@ def main(work: str, folder: str, port: str, size: str, rank: str) -> None:
   if work == "stream":
     stream(pathlib.Path(folder))
     return
-  results = answers(numbers)
+  results = answers(numbers, pathlib.Path(folder))
   if not int(rank):
     path = pathlib.Path(folder) / f"{size}.json"
     path.write_text(json.dumps(results))

@@ -331,16 +331,19 @@ def test_a_block_reads_the_pages_of_rows(loaded, family, devices, options):
 @pytest.mark.long
 @pytest.mark.long_cases(1)
 @pytest.mark.parametrize(
-  ("name", "options"),
+  ("name", "how", "options"),
   [
-    ("glm4_moe", dict(layout="contiguous", kind="int8")),
-    ("deepseek_v3", {}),
-    ("llama3", {}),
-    ("eagle3", dict(kind="int8")),
-    ("dflash", {}),
+    ("glm4_moe", dict(count=3), dict(layout="contiguous", kind="int8")),
+    ("deepseek_v3", dict(count=3), {}),
+    ("llama3", dict(count=3), {}),
+    ("eagle3", dict(count=3), dict(kind="int8")),
+    ("dflash", dict(count=3), {}),
+    ("llama3", dict(widths=(2, 4)), {}),
+    ("dflash", dict(widths=(2, 3)), {}),
+    ("eagle3", dict(widths=(3, 6), beam=2, best=5), dict(kind="int8")),
   ],
 )
-def test_a_layer_of_the_model_drafts(name, options):
+def test_a_layer_of_the_model_drafts(name, how, options):
   """Rows make room for one another, and share pages of their prompts."""
   heads = {
     "eagle3": (eagle_heads.model, speculate.Eagle3),
@@ -351,7 +354,7 @@ def test_a_layer_of_the_model_drafts(name, options):
     model = make()
   else:
     model, kind = predicting.model(name), speculate.PredictDraft
-  drafter = kind(count=3, adapt=False)
+  drafter = kind(adapt=False, **how)
   rng = np.random.default_rng(1)
   at = check(model, None, rng, 10, speculate=drafter, **options)
   assert 0 < at.counters.accepted < at.counters.drafted

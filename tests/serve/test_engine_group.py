@@ -318,6 +318,57 @@ def check_texts(leader: EngineGroup, reference: Engine) -> None:
   assert handle.result().finish == "length"
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+  end = time.monotonic() + PATIENCE_S
+  while not condition():
+    assert time.monotonic() < end
+    time.sleep(0.01)
+
+
+def stored(model, stores: list[Any], submitted: list[Request]) -> Any:
+  """Answers of a group with a store each, and tokens that came from them."""
+  engines = [engine(model, store=store) for store in stores]
+  with replicas(engines) as group:
+    leader = group.groups[0]
+    # One after another: each finds what those before it left.
+    results = [leader.submit(request).result() for request in submitted]
+    # Written before the end: a process that is killed leaves them, too.
+    wait_for(lambda: all(x.disk.nbytes or x.counters.put for x in stores))
+  assert group.ended() == [None] * len(stores)
+  counts = {replica.counters.stored_tokens for replica in engines}
+  assert len(counts) == 1
+  return as_lists(results), counts.pop()
+
+
+@pytest.mark.long
+def test_prefixes_count_as_stored_where_all_processes_have_them(
+  model, tmp_path
+):
+  """Also after a restart, and where one has lost some."""
+  submitted = requests(6)
+  with engine(model) as one:
+    handles = [one.submit(request) for request in submitted]
+    one.run()
+    expected = as_lists(handle.result() for handle in handles)
+  found = []
+  for _ in range(3):
+    with contextlib.ExitStack() as stack:
+      stores = [
+        stack.enter_context(rj.store.Store(disk=(tmp_path / name, 1 << 24)))
+        for name in ("0", "1")
+      ]
+      answers, tokens = stored(model, stores, submitted)
+      assert answers == expected
+      found.append(tokens)
+      assert not any(store.counters.errors for store in stores)
+    if len(found) == 2:
+      blocks = sorted(tmp_path.glob("1/*/*.kv"))
+      for path in blocks[::2]:
+        path.unlink()
+  first, again, partly = found
+  assert again > first and again > partly
+
+
 def test_a_process_that_is_told_to_end_ends_all(model):
   """After the open requests; further ones are refused."""
   with replicas([engine(model) for _ in range(2)]) as group:
@@ -536,9 +587,15 @@ def test_what_is_refused(model):
   assert group.ended() == [None, None]
   with pytest.raises(OptionError, match="closed group"):
     leader.submit(one)
-  different = [engine(model), engine(model, rows=2)]
-  unequal = Replicas(different)
-  assert all(
-    "option rows" in str(error) and "process 1" in str(error)
-    for error in unequal.ended()
-  )
+  for name, options in (
+    ("option rows", dict(rows=2)),
+    ("store", dict(store=rj.store.Store(host=1 << 20))),
+  ):
+    unequal = Replicas([engine(model), engine(model, **options)])
+    assert all(
+      name in str(error) and "process 1" in str(error)
+      for error in unequal.ended()
+    )
+  part = dict(store=rj.store.Store(host=1 << 20), important=0.5)
+  with pytest.raises(OptionError, match="whole prefixes"):
+    EngineGroup(engine(model, **part))

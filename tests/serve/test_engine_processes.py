@@ -98,9 +98,20 @@ def test_two_processes_answer_as_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_four_processes_answer_as_one(tmp_path):
-  """With two devices each; the sequence is over all of them."""
-  check_answers("5", tmp_path, 4)
+@pytest.mark.parametrize("size", [4, 8])
+def test_many_processes_answer_as_one(tmp_path, size):
+  """With two devices or one each; the sequence is over all of them."""
+  check_answers("5", tmp_path, size)
+
+
+@pytest.mark.slow
+def test_processes_that_start_again_find_stored_prefixes(tmp_path):
+  """With each process's parts of the pages; the second time all are there."""
+  expected = answers("6,7", tmp_path, 1)
+  first, again = (answers("6,7", tmp_path, 2) for _ in range(2))
+  for right, engine, later in zip(expected, first, again, strict=True):
+    assert engine[:-1] == later[:-1] == right[:-1]
+    assert later[-1]["stored"] > engine[-1]["stored"]
 
 
 class Served:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -26,7 +27,9 @@ from ringjax.serve import Engine, Request
 from ringjax.serve.calls import compute, compute_step
 from ringjax.serve.engine_config import EngineConfig
 from ringjax.serve.tiling import row_tile
-from tests import checkpoints
+from tests import checkpoints, eagle_heads, predicting
+from tests.infer import test_dflash_draft
+from tests.models import test_gguf_stored
 
 LONG, SLOW = pytest.mark.long, pytest.mark.slow
 TILE = 16
@@ -190,6 +193,36 @@ def test_weights_of_codes_leave_an_answer_its_bits(loaded, family, codes):
 
 
 @pytest.mark.slow
+def test_drafts_are_checked_by_weights_of_codes(kernel):
+  mesh = rj.make_mesh((1,), ("seq",), devices=jax.devices()[:1])
+  one_device = rj.models.create(WIDE | dict(vocab_size=12), seed=0)
+  model = rj.models.place(coded(one_device, "int8"), mesh)
+  options = dict(mesh=mesh, speculate="lookup:count=3,adapt=false")
+  (prompt,) = drawn(model, 37)
+  at = engine(model, **options)
+  assert not at.calls_apart
+  wanted = numbers(at.submit(request(prompt, 14)))
+  assert at.counters.accepted
+  assert in_a_crowd(model, request(prompt, 14), **options) == wanted
+  plain = numbers(engine(model, mesh=mesh).submit(request(prompt, 14)))
+  assert wanted[0] == plain[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+  "make",
+  [
+    functools.partial(predicting.model, "llama3"),
+    eagle_heads.model,
+    test_dflash_draft.model,
+  ],
+)
+def test_a_layer_that_drafts_keeps_two_calls(make):
+  attend = CachedAttention()
+  reason = row_tile(make(), EngineConfig(), attend, "tpu")[1]
+  assert "layers other than attention and a feedforward" in reason
+
+
 @pytest.mark.parametrize("merged", [False, True])
 def test_adapters_are_added_to_codes(loaded, merged):
   """Adapters of rows, and one that is added to frozen codes (QLoRA)."""
@@ -309,6 +342,39 @@ def test_the_kernel_leaves_an_answer_its_bits(kernel, kind, dtype):
     assert wanted[0] == want[0].tolist()
 
 
+def stored_codes(folder, kinds):
+  """A model whose maps are blocks of a GGUF file, and its mesh of a device."""
+  sizes = dict(hidden_size=256, intermediate_size=512, head_dim=64)
+  path = test_gguf_stored.file_of_kinds(folder, "llama", kinds, **sizes)
+  mesh = rj.make_mesh((1,), ("seq",), devices=jax.devices()[:1])
+  load = functools.partial(rj.models.load, path, mesh=mesh, dtype="float32")
+  return load(weights="stored"), mesh
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("kinds", "options"),
+  [
+    ({"ffn_down": "Q6_K", "blk": "Q4_K"}, dict(speculate=DRAFTS)),
+    ({"blk.0.attn_v": "Q6_K", "blk": "Q4_K"}, {}),
+  ],
+)
+def test_k_quants_pass_in_tiles(tmp_path, kernel, kinds, options):
+  """Blocks of 256 weights of a GGUF file, of which layers may have others."""
+  model, mesh = stored_codes(tmp_path, kinds)
+  attend = CachedAttention(mesh=mesh)
+  assert row_tile(model, EngineConfig(), attend, "tpu") == (128, "")
+  check_company(model, mesh=mesh, **options)
+
+
+@pytest.mark.slow
+def test_groups_of_sixteen_codes_keep_two_calls(tmp_path, kernel):
+  model, mesh = stored_codes(tmp_path, {"blk": "Q3_K"})
+  attend = CachedAttention(mesh=mesh)
+  tile, reason = row_tile(model, EngineConfig(), attend, "tpu")
+  assert tile == 0 and "groups of 16" in reason
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", [None, "model"])
 def test_the_kernel_runs_shards_of_experts(kernel, experts):
@@ -320,19 +386,30 @@ def test_the_kernel_runs_shards_of_experts(kernel, experts):
   assert in_a_crowd(model, request(prompt, 9), mesh=mesh) == wanted
 
 
-@pytest.mark.long
-def test_a_later_turn_reads_the_pages_of_the_turn_before(loaded):
+@pytest.mark.parametrize(
+  ("codes", "options"),
+  [
+    pytest.param(None, {}, marks=LONG),
+    pytest.param("int8", dict(cache_kind="int8"), marks=SLOW),
+    pytest.param("int4", dict(cache_kind="int4"), marks=SLOW),
+    pytest.param("int4", dict(speculate=DRAFTS), marks=SLOW),
+  ],
+)
+def test_a_later_turn_reads_the_pages_of_the_turn_before(
+  loaded, codes, options
+):
   """Chunks begin elsewhere where a prefix is there; answers have their bits."""
   model, _ = loaded("llama3")
+  model = model if codes is None else coded(model, codes)
   (first,) = drawn(model, 40)
-  again = engine(model)
+  again = engine(model, **options)
   tokens = numbers(again.submit(request(first, 8)))[0]
   second = np.concatenate([first, np.asarray([*tokens, 5, 6, 7], np.int32)])
   handle = again.submit(request(second, 8))
   turn = numbers(handle)
   assert handle.cached_tokens == 32
-  assert numbers(engine(model).submit(request(second, 8))) == turn
-  assert in_a_crowd(model, request(second, 8)) == turn
+  assert numbers(engine(model, **options).submit(request(second, 8))) == turn
+  assert in_a_crowd(model, request(second, 8), **options) == turn
 
 
 @pytest.mark.long

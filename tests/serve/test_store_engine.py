@@ -87,6 +87,16 @@ def test_from_the_disk_on_a_mesh(loaded, tmp_path):
   assert store.counters.disk_hits > 0 and store.counters.written > 0
 
 
+@pytest.mark.long
+def test_pages_are_stored_by_parts_as_in_several_processes(loaded, monkeypatch):
+  """Each device's heads of its pages; here one process has all of them."""
+  from ringjax.serve.prefix import page_copies, store_link
+
+  model, mesh = loaded("gpt_oss", 4)
+  monkeypatch.setattr(store_link, "page_copies", page_copies.SpreadPages)
+  check(model, mesh, 4, rj.store.Store(host=1 << 24), capacity=128)
+
+
 def test_from_an_object_storage_after_a_restart(loaded):
   """The second engine has another store, as another machine."""
   model, _ = loaded("llama3")

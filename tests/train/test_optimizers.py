@@ -13,7 +13,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import OptionError
 from ringjax.nn.sharding_context import ContextParallel
-from ringjax.train import Optimizer, step
+from ringjax.train import Optimizer, loop, step
 from ringjax.train import batch as batches
 from ringjax.train.memory_needs import training_memory
 from ringjax.train.optimizers.coded_moments import decode, encode
@@ -31,10 +31,10 @@ CONFIG = {
 TOKENS = np.random.default_rng(0).integers(0, 48, (2, 33)).astype(np.int32)
 
 
-def steps_taken(mesh=None, steps=3, **options):
+def steps_taken(mesh=None, steps=3, config=CONFIG, **options):
   """Losses, the last state and the compiled step of some steps."""
   attend = ContextParallel()
-  model = rj.models.create(CONFIG, seed=1)
+  model = rj.models.create(config, seed=1)
   if mesh is not None:
     attend = ContextParallel(mesh=mesh, axis="seq")
     model = rj.models.place(model, mesh, rj.models.Rules(embed="data"))
@@ -242,3 +242,119 @@ def test_moments_that_do_not_go_together_are_refused():
     Optimizer(name="adafactor", moments="int8")
   with pytest.raises(OptionError, match="moments"):
     Optimizer(moments="float16")
+
+
+# Layers that no axis of a mesh divides, and embeddings that are not small.
+LARGER = CONFIG | {"vocab_size": 160, "num_hidden_layers": 3}
+
+
+def memories(tree):
+  """Numbers of arrays of two axes or more, by memory kind."""
+  kinds = [x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim > 1]
+  return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
+@pytest.mark.parametrize(
+  ("name", "sharded"),
+  [
+    pytest.param("adamw", False, marks=pytest.mark.long),
+    pytest.param("muon", True, marks=pytest.mark.long),
+    *(
+      pytest.param(*case, marks=pytest.mark.slow)
+      for case in (("lion", True), ("sgd", False), ("adamw", True))
+    ),
+  ],
+)
+def test_moments_in_host_memory_train_to_the_same_numbers(name, sharded):
+  mesh = mesh_of_four() if sharded else None
+  options = {"config": LARGER, "name": name}
+  losses, want, _ = steps_taken(mesh, **options)
+  got_losses, got, _ = steps_taken(mesh, moments_in="host", **options)
+  np.testing.assert_allclose(got_losses, losses, rtol=1e-6)
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6)
+  assert "pinned_host" not in memories((want, got.params))
+  # Vectors, and attention's keys and values, are small.
+  assert memories(got.optimizer)["pinned_host"] >= 4
+
+
+def test_a_step_that_is_not_finite_leaves_moments_in_host_memory():
+  """Both where layers follow each other and of a whole parameter."""
+  model = rj.models.create(LARGER, seed=1)
+  optimizer = Optimizer(moments_in="host").build(10)
+  run = step.make_step(optimizer, ContextParallel(), step.Objective())
+  rows = batches.place(batches.whole_rows(TOKENS), ContextParallel())
+  state, _ = run(step.start(optimizer, model), None, rows)
+  before = jax.tree.map(np.array, state)
+  wrong = rows._replace(weights=jnp.full_like(rows.weights, jnp.nan))
+  state, metrics = run(state, None, wrong)
+  assert not metrics.finite and int(state.skipped) == 1
+  for x, y in zip(
+    jax.tree.leaves(before.optimizer),
+    jax.tree.leaves(state.optimizer),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.long
+def test_moments_resume_in_the_other_memory(tmp_path):
+  """A saved state is the same tree, wherever its moments are."""
+  documents = rj.data.Documents([row[:17] for row in TOKENS])
+
+  def trained(steps, checkpoints=None, **options):
+    recipe = rj.train.Recipe(
+      stages=(rj.train.Stage(steps=steps, length=16, batch=2),),
+      optimizer=Optimizer(schedule="constant", **options),
+    )
+    model = rj.models.create(LARGER, seed=1)
+    mixture = rj.train.Mixture([documents])
+    return rj.train.train(recipe, model, mixture, checkpoints=checkpoints)
+
+  want = trained(4)
+  with rj.train.Checkpoints(tmp_path) as saved:
+    trained(2, saved, moments_in="host")
+  with rj.train.Checkpoints(tmp_path) as saved:
+    trained(3, saved)
+  with rj.train.Checkpoints(tmp_path) as saved:
+    got = trained(4, saved, moments_in="host")
+  assert got.step == want.step == 4
+  for x, y in zip(*map(jax.tree.leaves, (got.model, want.model)), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6)
+
+
+def test_bytes_of_moments_on_the_host_are_none_of_the_device():
+  model = rj.models.abstract(LARGER, dtype="float32")
+  moments = [
+    training_memory(
+      step.form(Optimizer(moments_in=memory).build(10), model),
+      model.config,
+      [(2, 32)],
+      mesh=None,
+      axis=None,
+      remat="attention",
+      itemsize=4,
+      saves=False,
+    ).moments
+    for memory in ("device", "host")
+  ]
+  assert 0 < moments[1] < moments[0] / 4
+
+
+def test_what_moments_in_host_memory_do_not_go_with():
+  with pytest.raises(OptionError, match="sums of rows"):
+    Optimizer(name="adafactor", moments_in="host")
+  with pytest.raises(OptionError, match="moments_in: got 'host' with moments"):
+    Optimizer(moments="int8", moments_in="host")
+  with pytest.raises(OptionError, match="moments_in"):
+    Optimizer(moments_in="disk")
+  mesh = rj.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
+  with pytest.raises(OptionError, match="'host' on a mesh with an axis 'stage"):
+    Optimizer(moments_in="host").build(10, mesh)
+  with pytest.raises(OptionError, match="replay_every: got 2 with moments_in"):
+    rj.train.Recipe(
+      stages=(rj.train.Stage(steps=1, length=16, batch=2),),
+      optimizer=Optimizer(moments_in="host"),
+      loop_config=loop.LoopConfig(replay_every=2),
+    )

@@ -163,3 +163,36 @@ def test_trainings_that_stages_do_not_pass_are_refused_before_they_begin():
     recipe = rj.train.Recipe(stages=(stage,), **options)
     with pytest.raises(OptionError, match=reason):
       rj.train.recipe.check(recipe, trained, recipe.attend(mesh, None))
+
+
+@pytest.mark.long
+def test_a_training_resumes_on_fewer_stages_and_on_none(tmp_path):
+  """Two steps on four stages, one on two, one on a device: as all on one."""
+  config = checkpoints.config("llama3") | {"num_hidden_layers": 4}
+  draw = np.random.default_rng(0)
+  documents = [draw.integers(1, 60, n) for n in draw.integers(9, 40, 40)]
+  mixture = rj.train.Mixture([rj.data.Documents(documents)])
+
+  def trained(steps, stages=1, checkpoints=None):
+    recipe = rj.train.Recipe(
+      stages=(rj.train.Stage(steps=steps, length=32, batch=4),),
+      optimizer=rj.train.Optimizer(learning_rate=1e-3, schedule="constant"),
+    )
+    mesh = None
+    if stages > 1:
+      devices = jax.devices()[:stages]
+      mesh = rj.make_mesh((stages,), ("stage",), devices=devices)
+    model = rj.models.create(config, seed=3, mesh=mesh)
+    return rj.train.train(
+      recipe, model, mixture, mesh=mesh, checkpoints=checkpoints
+    )
+
+  want = trained(4)
+  for steps, stages in ((2, 4), (3, 2), (4, 1)):
+    with rj.train.Checkpoints(tmp_path) as saved:
+      got = trained(steps, stages, saved)
+    assert got.step == steps
+    axes = [x.sharding for x in jax.tree.leaves(got.model.stack.blocks)]
+    assert stages == 1 or any("stage" in x.spec for x in axes)
+  for x, y in zip(*map(jax.tree.leaves, (got.model, want.model)), strict=True):
+    np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)

@@ -2,7 +2,8 @@
 
 Command   python -m launch.fetch smollm2-135m
           python -m launch.train --config=configs/train/qlora.py --out=DIR
-          --config.weights= trains them over floats
+          --config.weights= trains them over floats, stored over the file's
+          own codes, which are not rounded again
 Hardware  one CPU core
 Time      3 minutes for 40 steps on a busy machine
 Result    loss 3.25 in the first 5 steps and 2.85 in the last of 40, 2.96 and

@@ -9,7 +9,8 @@ Memory: the block's keys; the head's other keys are in the target's cache.
 Ref: Chen et al. 2026, arXiv 2602.06036.
 
 All tokens of a draft follow from the text alone: a token is no function of the
-drafted ones before it, and its stated law is not, either.
+drafted ones before it, and its stated law is not, either. So all tokens of a
+depth of a tree have the same likeliest continuations.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.checks import integer
-from ringjax.infer.speculate.draft_programs import chained
+from ringjax.infer.speculate.draft_programs import TreeNodes, drafted_by
+from ringjax.infer.speculate.drafter import TreeShape
 from ringjax.infer.speculate.predict_draft import HeadDraft
 from ringjax.kv.base import KV, HeldKeys
 from ringjax.models.transformer import Transformer, tokens_of
@@ -37,7 +39,7 @@ from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DFlash(HeadDraft):
   """Drafts by the DFlash head that a model has.
 
@@ -62,7 +64,7 @@ class DFlash(HeadDraft):
 
 
 class _BlockCall(NamedTuple):
-  """Arguments of a program that drafts a chain, see `DraftCall`."""
+  """Arguments of a drafting program, see `DraftCall`."""
 
   drawn: bool
   sampler: Callable[..., Any]
@@ -82,13 +84,26 @@ class _BlockCall(NamedTuple):
     next_logits = jax.lax.dynamic_slice_in_dim(logits, number, 1, 1)
     return next_logits, (logits, number + 1)
 
+  def read_depth(
+    self,
+    nodes: TreeNodes,
+    first: int,
+    cache: tuple[Float[Array, "B n V"], Int[Array, ""]],
+  ) -> tuple[Float[Array, "B w V"], Any]:
+    """Take the logits after the tokens of a depth, which are all the same."""
+    new = nodes.tokens[:, first:]
+    next_logits, cache = self.read(new[:, :1], new[:, :1], cache)
+    batch, _, vocab = next_logits.shape
+    shape = batch, new.shape[1], vocab
+    return jnp.broadcast_to(next_logits, shape), cache
+
 
 @bounded
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def drafted_block(
   model: Transformer,
   attend: CachedAttention,
-  count: int,
+  shape: int | TreeShape,
   drawn: bool,
   sampler: Callable[..., Any],
   target_cache: HeldKeys,
@@ -97,8 +112,10 @@ def drafted_block(
   live: Bool[Array | np.ndarray, " B"],
   seen: Bool[ArrayLeaf, "B V"] | None,
   length: Int[Array, ""],
-) -> tuple[Int[Array, "B n"], Float[Array, "B n V"] | None]:
-  """Drafts a chain of tokens by one pass of a DFlash head.
+) -> tuple[
+  Int[Array, "B n"], Float[Array, "B n V"] | None, Int[Array, "B n"] | None
+]:
+  """Drafts a chain of tokens, or a tree, by one pass of a DFlash head.
 
   The arguments and results are those of `predict_draft.predicted`.
   """
@@ -138,9 +155,10 @@ def drafted_block(
   assert places.embedded is not None
   attention: Any = context
   h = block.drafted(places.embedded, places, attention, read)
-  h = model.head_dtype(h[:, 1 : count + 1])
+  depth = shape if isinstance(shape, int) else len(shape.widths)
+  h = model.head_dtype(h[:, 1 : depth + 1])
   logits = context.everywhere(model.logits(h))
   call = _BlockCall(drawn, sampler, pos + 1, pos + 1, seen)
   state = logits, jnp.int32(1)
-  (tokens, laws, _), _ = chained(call, count, logits[:, 0], state)
-  return context.everywhere((tokens, laws))
+  draft, _ = drafted_by(call, shape, logits[:, 0], state)
+  return context.everywhere(draft)

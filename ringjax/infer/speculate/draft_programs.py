@@ -6,14 +6,15 @@ Cost: a step of the draft model for each drafted token of a chain; for a tree a
 call for each depth, which reads the tree's tokens so far.
 
 Trees of a beam: Cai et al. 2024 (Medusa, arXiv 2401.10774), Yang et al. 2025
-(LongSpec, arXiv 2502.17421).
+(LongSpec, arXiv 2502.17421); of those the likeliest are checked: Li et al. 2024
+(EAGLE-2, arXiv 2406.16858).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax.infer.finite import NOT_FINITE, finite_rows, or_not_finite
 from ringjax.infer.sampling import law, log_weights, noise
+from ringjax.infer.speculate.drafter import TreeShape
 from ringjax.infer.speculate.verifiers import DRAFT
 from ringjax.kv.model_cache import ModelCache
 from ringjax.models.transformer import Transformer, forward
@@ -115,16 +117,28 @@ class Ranks(Protocol):
     ...
 
 
-class TreeShape(NamedTuple):
-  """Number of tokens of a tree at each depth, and how many of them stay."""
+class TreeNodes(NamedTuple):
+  """Drafted tokens that are continued, in the order of their depths.
 
-  widths: tuple[int, ...]
-  best: int
+  Fields:
+    tokens: Token ids, int32 [B, N].
+    parents: Index of the token that each follows, int32 [B, N], -1 for those
+      that follow the text.
+    depths: Number of drafted tokens before each one on its path, N numbers.
+  """
+
+  tokens: Int[Array, "B N"]
+  parents: Int[Array, "B N"]
+  depths: tuple[int, ...]
+
+  def offsets(self) -> Int[Array, "1 N"]:
+    """Depths as an array, by which positions count."""
+    return jnp.asarray(np.array(self.depths, np.int32))[None]
 
 
 @runtime_checkable
 class DraftCall(Protocol):
-  """Arguments of a program that drafts a chain; see `_Drafting`."""
+  """Arguments of a program that drafts; see `_Drafting`."""
 
   @property
   def drawn(self) -> bool: ...
@@ -141,6 +155,21 @@ class DraftCall(Protocol):
     self, tokens: Int[Array, "B T"], pos: Int[Array, "B T"], cache: PyTree
   ) -> tuple[Any, Any]:
     """Reads tokens [B, T]; returns logits [B, T, V] and the cache."""
+    ...
+
+  def read_depth(
+    self, nodes: TreeNodes, first: int, cache: PyTree
+  ) -> tuple[Any, Any]:
+    """Reads tokens of a tree.
+
+    Args:
+      nodes: Tokens of the tree, those of earlier calls first.
+      first: Index of the first new one, all of one depth.
+      cache: Cache, or other state, of the calls before.
+
+    Returns:
+      Logits [B, w, V] after the w new tokens, and the cache.
+    """
     ...
 
 
@@ -186,6 +215,15 @@ class _Drafting(NamedTuple):
     )  # fmt: skip
     return self.attend.everywhere(logits), cache
 
+  def read_depth(
+    self, nodes: TreeNodes, first: int, cache: ModelCache
+  ) -> tuple[Float[Array, "B w V"], ModelCache]:
+    """Reads all tokens of a tree again, which the cache does not keep."""
+    pos = self.pos[:, None] + nodes.offsets()
+    logits, cache = self.read(nodes.tokens, pos, cache, nodes.parents)
+    nothing = jnp.zeros((pos.shape[0],), jnp.int32)
+    return logits[:, first:], cache.keep_first(nothing, pos.shape[1])
+
 
 @bounded
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=(5,))
@@ -220,7 +258,7 @@ def drafted(
     distributions that they were drawn from, [B, n, V], or None; for a tree the
     parent of each token, [B, n]; and the cache.
   """
-  nodes = shape if isinstance(shape, int) else sum(shape.widths)
+  nodes = shape if isinstance(shape, int) else shape.continued
   logits, draft_cache = _begun(model, attend, cache, read, nodes, length)
   # Recurrent states can't be truncated: they are restored after the draft.
   snapshot = draft_cache.snapshot() if draft_cache.recurrent else None
@@ -228,30 +266,38 @@ def drafted(
   call = _Drafting(
     model, attend, drawn, sampler, live, read.pos + read.count, at, seen, length
   )
-  if isinstance(shape, int):
-    draft, draft_cache = chained(call, shape, logits, draft_cache)
-  else:
-    draft, draft_cache = _tree(call, shape, logits, draft_cache)
+  draft, draft_cache = drafted_by(call, shape, logits, draft_cache)
   if snapshot is not None:
     draft_cache = draft_cache.restore(snapshot)
   return jax.tree.map(attend.everywhere, draft), draft_cache
 
 
-def chained(
-  call: DraftCall, count: int, logits: Float[Array, "B V"], cache: PyTree
+def drafted_by(
+  call: DraftCall,
+  shape: int | TreeShape,
+  logits: Float[Array, "B V"],
+  cache: PyTree,
 ) -> tuple[tuple[Any, Any, Any], Any]:
-  """Drafts `count` tokens one after the other.
+  """Drafts a chain of tokens, or a tree.
 
   Args:
     call: Arguments of the drafting program.
-    count: Number of tokens, n.
-    logits: Logits of the first one, [B, V].
-    cache: Cache, or other state, that `call.read` takes and returns.
+    shape: Number of tokens of a chain, or the shape of a tree, n tokens in all.
+    logits: Logits of the first token, [B, V].
+    cache: Cache, or other state, that methods of `call` take and return.
 
   Returns:
-    Tokens [B, n], their distributions or None, None in place of parents; and
-    the cache.
+    Tokens [B, n], their distributions or None, for a tree their parents [B, n];
+    and the cache.
   """
+  draft = _chained if isinstance(shape, int) else _tree
+  return draft(call, cast(Any, shape), logits, cache)
+
+
+def _chained(
+  call: DraftCall, count: int, logits: Float[Array, "B V"], cache: PyTree
+) -> tuple[tuple[Any, Any, Any], Any]:
+  """Drafts `count` tokens one after the other."""
 
   def draft_step(
     carry: tuple[Any, Any, Any], step: jax.Array
@@ -274,10 +320,10 @@ def chained(
 
 
 def _tree(
-  call: _Drafting,
+  call: DraftCall,
   shape: TreeShape,
   logits: Float[Array, "B V"],
-  cache: ModelCache,
+  cache: PyTree,
 ) -> tuple[tuple[Any, Any, Any], Any]:
   """Drafts a tree of tokens, depth by depth.
 
@@ -289,9 +335,11 @@ def _tree(
   # For each token the lowest path sum of the token and its ancestors.
   values = jnp.zeros((batch, 0))
   laws: list[jax.Array] = []
-  # From the depth before: logits [B, w, V], path sums, numbers of its tokens.
+  # From the depth before, of the w tokens that are continued: logits [B, w, V],
+  # path sums, their numbers, and the first index among those of all depths.
   ends, total = logits[:, None], jnp.zeros((batch, 1))
-  numbers = jnp.full((batch, 1), -1, jnp.int32)
+  numbers, start = jnp.full((batch, 1), -1, jnp.int32), -1
+  nodes = TreeNodes(tokens, parents, ())
   for depth, width in enumerate(widths):
     first = tokens.shape[1]
     if call.drawn:
@@ -312,16 +360,21 @@ def _tree(
       jnp.pad(values, ((0, 0), (1, 0)), constant_values=jnp.inf), above + 1, 1
     )
     values = jnp.concatenate([values, jnp.minimum(above_values, total)], 1)
+    # Of several that are not drawn the likeliest are the first.
+    width = min(width, shape.beam or width)
+    total = total[:, :width]
     numbers = jnp.broadcast_to(
       first + jnp.arange(width, dtype=jnp.int32)[None], (batch, width)
     )
     if depth + 1 < len(widths):
-      depths = np.repeat(np.arange(depth + 1), widths[: depth + 1])
-      pos = call.pos[:, None] + jnp.asarray(depths, jnp.int32)[None]
-      tree_logits, cache = call.read(tokens, pos, cache, parents)
-      nothing = jnp.zeros((batch,), jnp.int32)
-      cache = cache.keep_first(nothing, tokens.shape[1])
-      ends = tree_logits[:, first:]
+      above = start + places[:, :width]
+      start = len(nodes.depths)
+      nodes = TreeNodes(
+        jnp.concatenate([nodes.tokens, new_tokens[:, :width]], 1),
+        jnp.concatenate([nodes.parents, above], 1),
+        (*nodes.depths, *(depth,) * width),
+      )
+      ends, cache = call.read_depth(nodes, start, cache)
   if shape.best < tokens.shape[1]:
     tokens, parents = _best(tokens, parents, values, shape.best)
   return (tokens, jnp.stack(laws, 1) if laws else None, parents), cache
@@ -373,7 +426,7 @@ def _by_law(
 
 
 def _drawn(
-  call: _Drafting,
+  call: DraftCall,
   logits: Float[Array, "B w V"],
   at: Int[Array, " B"],
   width: int,
@@ -399,7 +452,7 @@ def _drawn(
 
 
 def _likeliest(
-  call: _Drafting,
+  call: DraftCall,
   logits: Float[Array, "B w V"],
   at: Int[Array, " B"],
   total: Float[Array, "B w"],

@@ -83,6 +83,25 @@ class Drafting(Protocol):
     ...
 
 
+class TreeShape(NamedTuple):
+  """Shape of a tree of drafted tokens.
+
+  Fields:
+    widths: Number of tokens at each depth.
+    best: Number of tokens that are checked, of all.
+    beam: Number of tokens of a depth that are continued; None: all.
+  """
+
+  widths: tuple[int, ...]
+  best: int
+  beam: int | None = None
+
+  @property
+  def continued(self) -> int:
+    """Number of tokens that are continued, at all depths but the last."""
+    return sum(min(width, self.beam or width) for width in self.widths[:-1])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drafter:
   """Base class of drafters.
@@ -144,10 +163,14 @@ class TreeDrafter(Drafter):
     best: Number of a tree's tokens that are checked, in each row those with
       the likeliest paths: deep where the draft is sure, broad where it is not;
       None: all. For verify="match".
+    beam: Number of a depth's tokens that the draft continues, those with the
+      likeliest paths; the others are leaves (EAGLE-2); None: all. For
+      verify="match".
   """
 
   widths: tuple[int, ...] | None = None
   best: int | None = None
+  beam: int | None = None
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -171,28 +194,58 @@ class TreeDrafter(Drafter):
           "pass widths=(2, 4, 4), for instance",
         )
       object.__setattr__(self, "count", len(self.widths))
-    if self.best is not None:
+    for name, largest in (("best", sum(self.widths or ())), ("beam", None)):
+      number = getattr(self, name)
+      if number is None:
+        continue
       # For drawn tokens, the choice of those that are checked must not depend
       # on the tokens: it would change their distribution.
       if self.widths is None or self.verify != "match":
         raise OptionError(
-          "best",
-          f"{self.best} with widths={self.widths}, verify={self.verify!r}",
+          name,
+          f"{number} with widths={self.widths}, verify={self.verify!r}",
           "a tree, whose tokens are not drawn",
-          "pass widths= and leave verify out, or leave best out",
+          f"pass widths= and leave verify out, or leave {name} out",
         )
-      integer("best", self.best, least=1, most=sum(self.widths))
+      integer(name, number, least=1, most=largest)
 
   @property
   def nodes(self) -> int:
     if self.best is not None:
       return self.best
-    return self.drafted
+    return sum(self.widths or (1,) * self.count)
 
   @property
   def drafted(self) -> int:
-    """Number of tokens that the draft model computes for a draft."""
-    return sum(self.widths or (1,) * self.count)
+    """Maximum number of drafted tokens that the draft model reads."""
+    widths = self.widths or (1,) * self.count
+    return sum(min(width, self.beam or width) for width in widths)
+
+  def check_widths(self, vocab: int) -> None:
+    """Refuses depths with more tokens than there are paths.
+
+    Args:
+      vocab: Number of ids that may follow a token.
+
+    Raises:
+      OptionError: If a tree has such a depth.
+    """
+    continued = 1
+    for depth, width in enumerate(self.widths or ()):
+      if width > continued * vocab:
+        raise OptionError(
+          "widths",
+          f"{width} tokens at depth {depth + 1}, after {continued}",
+          f"at most {continued * vocab}, with {vocab} ids",
+          "pass smaller widths",
+        )
+      continued = min(width, self.beam or width)
+
+  def shape(self, count: int) -> int | TreeShape:
+    """Shape of a draft: a chain of `count` tokens, or the tree."""
+    if self.widths is None:
+      return count
+    return TreeShape(self.widths, self.nodes, self.beam)
 
   @property
   def tree(self) -> bool:

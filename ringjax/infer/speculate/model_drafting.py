@@ -19,7 +19,6 @@ from ringjax.infer.session import Session
 from ringjax.infer.speculate.draft_programs import (
   WINDOW,
   Missing,
-  TreeShape,
   drafted,
   read_more,
   without,
@@ -148,9 +147,7 @@ class ModelDrafting:
       state = jax.device_get(state)
     read = self._read(most)
     cache = self._with_room(read)
-    shape: int | TreeShape = width_of(most, drafter.count)
-    if drafter.widths is not None:
-      shape = TreeShape(drafter.widths, drafter.nodes)
+    shape = drafter.shape(width_of(most, drafter.count))
     with session.running("drafting"):
       draft, session.cache = drafted(
         self._drafts(),

@@ -2,7 +2,8 @@
 
 Guarantees: as with all drafters no token changes, but where rounding decides.
 The target's cache is read and not changed, whatever its kind.
-Cost: for each drafted token one layer and the head. The target's calls compute
+Cost: for each drafted token one layer and the head; for a tree a pass for each
+depth, of the tokens that it continues. The target's calls compute
 the layer's keys of the tokens that they read, so that a draft reads no text.
 Memory: keys of the drafted tokens of a round; the layer's other keys are in the
 target's cache.
@@ -10,7 +11,7 @@ Ref: DeepSeek-AI 2024, arXiv 2412.19437.
 
 The first drafted token follows from the model's hidden state of the token
 before the last chosen one, which the cache has, each later one from the
-layer's own output.
+layer's own output. In a tree it is the output for the token that it follows.
 """
 
 from __future__ import annotations
@@ -28,27 +29,30 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ringjax.errors import OptionError
 from ringjax.infer.decode import DecodeState
-from ringjax.infer.speculate.draft_programs import chained
+from ringjax.infer.speculate.draft_programs import TreeNodes, drafted_by
 from ringjax.infer.speculate.drafter import (
   Draft,
-  Drafter,
   Drafting,
   Target,
+  TreeDrafter,
+  TreeShape,
   width_of,
 )
 from ringjax.kv.base import KV, HeldKeys
 from ringjax.models.transformer import Transformer, tokens_of
 from ringjax.nn.draft_layers.predict_layer import PredictLayer
 from ringjax.nn.sharding_context import CachedAttention
-from ringjax.ops.attention.cached.views import KVView
-from ringjax.ops.mask import Coords
+from ringjax.nn.tokens import Tokens
+from ringjax.ops.ancestors import tree_coords
+from ringjax.ops.attention.cached.views import ContiguousView, KVView
+from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.rope import Rotation
 from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PredictDraft(Drafter):
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PredictDraft(TreeDrafter):
   """Drafts by the model's layer that predicts one token further.
 
   The layer is applied again and again, each time to the token that it has
@@ -95,7 +99,7 @@ class PredictDraft(Drafter):
     return _Predicting(self, target)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class HeadDraft(PredictDraft):
   """Drafts by a head that a model has, stored in another folder.
 
@@ -149,11 +153,12 @@ class _Predicting:
     self, new: Sequence[np.ndarray], state: DecodeState, most: np.ndarray
   ) -> Draft:
     del new
-    target, width = self._target, width_of(most, self._drafter.count)
-    tokens, probs = self._drafter.program(
+    target, drafter = self._target, self._drafter
+    shape = drafter.shape(width_of(most, drafter.count))
+    tokens, probs, parents = drafter.program(
       target.model,
       self._attend,
-      width,
+      shape,
       target.drawn,
       target.sampler,
       target.session.cache,
@@ -163,7 +168,20 @@ class _Predicting:
       state.seen,
       self._length,
     )
-    return Draft(tokens, np.minimum(most, width).astype(np.int32), None, probs)
+    count = np.where(most > 0, drafter.nodes, 0)
+    if isinstance(shape, int):
+      count = np.minimum(most, shape)
+    return Draft(tokens, count.astype(np.int32), parents, probs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TreeView(ContiguousView):
+  """Keys of a tree's tokens, at their coordinates within the tree."""
+
+  def of_tree(self, drafted: Coords, mask: Mask) -> ContiguousView:
+    return ContiguousView(
+      self.k, self.v, self.at, self.layer, mask, drafted, self.widths
+    )
 
 
 class _DraftedKeys(NamedTuple):
@@ -174,8 +192,10 @@ class _DraftedKeys(NamedTuple):
     k: Keys of the drafted tokens, [B, K, n, H].
     v: Values of the drafted tokens, [B, K, n, J].
     at: Coordinates of the drafted tokens, [B, n].
-    number: Index of the token that is appended, int32.
+    number: Index of the first token that is appended, int32.
     shards: Number of shards of the target's cache.
+    tree: Coordinates of all drafted tokens within their tree, [B, m]; None for
+      a chain.
   """
 
   target_cache: Any
@@ -184,6 +204,7 @@ class _DraftedKeys(NamedTuple):
   at: Coords
   number: Int[Array, ""]
   shards: int
+  tree: Coords | None = None
 
   @property
   def slots(self) -> tuple[()]:
@@ -220,21 +241,28 @@ class _DraftedKeys(NamedTuple):
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
     del apart
-    drafted = KV(self.k, self.v, self.at).view(self.shards)
-    return (*self.target_cache.views(), drafted)
+    if self.tree is None:
+      drafted = KV(self.k, self.v, self.at).view(self.shards)
+      return (*self.target_cache.views(), drafted)
+    empty = [(0, 0), (0, self.k.shape[2] - self.tree.pos.shape[1])]
+    at = Coords(*(jnp.pad(x, empty) for x in self.tree))
+    drafted = KV(self.k, self.v, at).view(self.shards)
+    tree_view = _TreeView(drafted.k, drafted.v, drafted.at, drafted.layer)
+    return (*self.target_cache.views(), tree_view)
 
 
 class _ChainState(NamedTuple):
   """State between the drafted tokens of a round.
 
   Fields:
-    hidden: Hidden state that the next prediction reads, [B, 1, D].
+    hidden: Hidden states that later predictions read, [B, m, D]: of a chain the
+      last one, of a tree that of the text and those after each of its tokens.
     keys: Keys and values of the drafted tokens, of each mixer.
     at: Coordinates of the drafted tokens, [B, n].
     number: Number of drafted tokens so far, int32.
   """
 
-  hidden: Float[Array, "B 1 D"]
+  hidden: Float[Array, "B m D"]
   keys: tuple[tuple[Array, Array], ...]
   at: Coords
   number: Int[Array, ""]
@@ -258,12 +286,77 @@ class _PredictCall(NamedTuple):
     self, tokens: Int[Array, "B 1"], pos: Int[Array, "B 1"], cache: _ChainState
   ) -> tuple[Float[Array, "B 1 V"], _ChainState]:
     """Predicts the token after the given one, at `pos`."""
+    shape = tokens.shape
+    places = tokens_of(
+      self.model, self.attend, shape, pos, self.live, self.length
+    )
+    logits, handed, cache = self._predicted(tokens, places, cache.hidden, cache)
+    return logits, cache._replace(hidden=handed)
+
+  def read_depth(
+    self, nodes: TreeNodes, first: int, cache: _ChainState
+  ) -> tuple[Float[Array, "B w V"], _ChainState]:
+    """Predicts the tokens after the last ones of a tree."""
+    # The last chosen token is the root: its key is in no cache, either.
+    parents = jnp.pad(nodes.parents + 1, ((0, 0), (1, 0)), constant_values=-1)
+    pos = self.pos[:, None] + jnp.pad(
+      nodes.offsets(), ((0, 0), (1, 0)), constant_values=-1
+    )
+    return self._read_last(nodes.tokens[:, first:], parents, pos, cache)
+
+  def read_root(
+    self, token: Int[Array, "B 1"], cache: _ChainState
+  ) -> tuple[Float[Array, "B 1 V"], _ChainState]:
+    """Predicts the tokens after the last chosen one, the root of a tree."""
+    parents = jnp.full(token.shape, -1, jnp.int32)
+    return self._read_last(token, parents, self.pos[:, None] - 1, cache)
+
+  def _read_last(
+    self,
+    tokens: Int[Array, "B w"],
+    parents: Int[Array, "B m"],
+    pos: Int[Array, "B m"],
+    cache: _ChainState,
+  ) -> tuple[Float[Array, "B w V"], _ChainState]:
+    """Predicts the tokens after the last w of the m tokens of a tree."""
+    model, attend, shape = self.model, self.attend, tokens.shape
+    first = parents.shape[1] - shape[1]
+    seg = jnp.broadcast_to(self.live, parents.shape)
+    tree = tree_coords(parents, Coords(pos, seg))
+    last = lambda x: x[:, first:]
+    places = tokens_of(model, attend, shape, last(pos), last(seg), self.length)
+    places.tree = Coords(*map(last, tree))
+    above = last(parents)[..., None] + 1
+    hidden = jnp.take_along_axis(cache.hidden, above, 1)
+    logits, handed, state = self._predicted(tokens, places, hidden, cache, tree)
+    hidden = jnp.concatenate([cache.hidden, handed], 1)
+    return logits, state._replace(hidden=hidden)
+
+  def _predicted(
+    self,
+    tokens: Int[Array, "B w"],
+    places: Tokens,
+    hidden: Float[Array, "B w D"],
+    cache: _ChainState,
+    tree: Coords | None = None,
+  ) -> tuple[Float[Array, "B w V"], Float[Array, "B w D"], _ChainState]:
+    """Predicts the tokens after given ones.
+
+    Args:
+      tokens: Token ids.
+      places: Their coordinates and rotations.
+      hidden: Hidden state that each prediction reads.
+      cache: State of the calls before.
+      tree: Coordinates of all tokens within their tree, or None.
+
+    Returns:
+      Logits, the hidden states that later predictions read, and the state with
+      the tokens' keys.
+    """
     model, attend, target_cache = self.model, self.attend, self.target_cache
     block, spec = model.predict_block, model.config.predicts
     assert spec is not None
-    tokens = jnp.maximum(tokens, 0)
-    places = tokens_of(model, attend, tokens.shape, pos, self.live, self.length)
-    model.embedded(tokens, places)
+    model.embedded(jnp.maximum(tokens, 0), places)
     first = len(model.kinds) - len(spec.mixers) + 1
     parts: Any = tuple(
       _DraftedKeys(
@@ -273,21 +366,22 @@ class _PredictCall(NamedTuple):
         cache.at,
         cache.number,
         attend.size,
+        tree,
       )
       for kind, (k, v) in enumerate(cache.keys, first)
     )
     context: Any = attend
-    g, layers = block.predicted(cache.hidden, places, parts, context)
+    g, layers = block.predicted(hidden, places, parts, context)
     normed = block.normed(g, model.norm)
     logits = model.predicted_head(model.head_dtype(normed))
     handed = normed if spec.hands_normed else g
-    state = _ChainState(
-      handed.astype(cache.hidden.dtype),
-      tuple((layer.k, layer.v) for layer in layers),
-      layers[0].at,
-      cache.number + 1,
+    state = cache._replace(
+      keys=tuple((layer.k, layer.v) for layer in layers),
+      at=layers[0].at,
+      number=cache.number + tokens.shape[1],
     )
-    return attend.everywhere(logits), state
+    handed = handed.astype(cache.hidden.dtype)
+    return attend.everywhere(logits), handed, state
 
 
 @bounded
@@ -295,7 +389,7 @@ class _PredictCall(NamedTuple):
 def predicted(
   model: Transformer,
   attend: CachedAttention,
-  count: int,
+  shape: int | TreeShape,
   drawn: bool,
   sampler: Callable[..., Any],
   target_cache: HeldKeys,
@@ -304,13 +398,15 @@ def predicted(
   live: Bool[Array | np.ndarray, " B"],
   seen: Bool[ArrayLeaf, "B V"] | None,
   length: Int[Array, ""],
-) -> tuple[Int[Array, "B n"], Float[Array, "B n V"] | None]:
-  """Drafts a chain of tokens by the layer that predicts one token further.
+) -> tuple[
+  Int[Array, "B n"], Float[Array, "B n V"] | None, Int[Array, "B n"] | None
+]:
+  """Drafts a chain or a tree by the layer that predicts one token further.
 
   Args:
     model: Target model.
     attend: Cached attention over the shards of its cache.
-    count: Number of tokens to draft, n.
+    shape: Number of tokens of a chain, n, or the shape of a tree.
     drawn: Whether tokens are drawn, see `Target`.
     sampler: Sampler of the target, a pytree.
     target_cache: Cache of the target, which has the tokens before the last one.
@@ -321,8 +417,9 @@ def predicted(
     length: Length of the whole context, for rotations.
 
   Returns:
-    Drafted tokens, `NOT_FINITE` where the logits are not finite, and the
-    distributions that they were drawn from, or None.
+    Drafted tokens, `NOT_FINITE` where the logits are not finite; the
+    distributions that they were drawn from, or None; and the parents of a
+    tree's tokens, or None.
   """
   spec = model.config.predicts
   assert spec is not None
@@ -349,18 +446,26 @@ def predicted(
     kinds, target_cache.slots[kinds], jnp.int32(0)
   )
   hidden = spec.hidden.read(places.at, hidden_layer, places, context)
-  zeros = lambda heads, dim: jnp.zeros((batch, heads, count, dim), model.dtype)
-  shapes: Any = [mixer.cache_shape(1) for mixer in spec.mixers[1:]]
+  # Of a tree, tokens that are continued, and the last chosen one.
+  slots = shape if isinstance(shape, int) else shape.continued + 1
+  zeros = lambda heads, dim: jnp.zeros((batch, heads, slots, dim), model.dtype)
+  specs: Any = [mixer.cache_shape(1) for mixer in spec.mixers[1:]]
   state = _ChainState(
     hidden.astype(model.dtype),
     tuple(
-      (zeros(shape.heads, shape.key), zeros(shape.heads, shape.value))
-      for shape in shapes
+      (
+        zeros(shape_of_keys.heads, shape_of_keys.key),
+        zeros(shape_of_keys.heads, shape_of_keys.value),
+      )
+      for shape_of_keys in specs
     ),
-    Coords(*(jnp.zeros((batch, count), jnp.int32) for _ in range(2))),
+    Coords(*(jnp.zeros((batch, slots), jnp.int32) for _ in range(2))),
     jnp.int32(0),
   )
   last = jnp.asarray(token, jnp.int32)[:, None]
-  logits, state = call.read(last, pos[:, None], state)
-  (tokens, laws, _), _ = chained(call, count, logits[:, 0], state)
-  return context.everywhere((tokens, laws))
+  if isinstance(shape, int):
+    logits, state = call.read(last, pos[:, None], state)
+  else:
+    logits, state = call.read_root(last, state)
+  draft, _ = drafted_by(call, shape, logits[:, 0], state)
+  return context.everywhere(draft)

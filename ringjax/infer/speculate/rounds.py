@@ -33,6 +33,7 @@ from ringjax.infer.speculate.drafter import (
   Drafter,
   Drafting,
   Target,
+  TreeDrafter,
   alike,
 )
 from ringjax.infer.speculate.paces import Paces, expected_tokens
@@ -284,6 +285,8 @@ def check_speculation(
   """
   cache = session.cache
   drafter.check(session.model)
+  if isinstance(drafter, TreeDrafter):
+    drafter.check_widths(session.model.config.vocab)
   marks = cache.kind.policy is not None and cache.kind.policy.marks
   if drafter.tree and (cache.irreversible or marks):
     cache_text = (

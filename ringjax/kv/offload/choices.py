@@ -1,9 +1,10 @@
-"""The choices of pages in host memory, by name."""
+"""The choices of keys in host memory, by name."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ringjax.kv.offload.hashed_keys import Hashes
 from ringjax.kv.offload.mean_pages import Means
 from ringjax.kv.offload.page_choice import Bounds, PageChoice
 
@@ -12,10 +13,23 @@ if TYPE_CHECKING:
 
 
 def choice_of(kind: CacheConfig) -> PageChoice:
-  """Choice of pages of a kind of cache with a policy and `hot`."""
-  if kind.tier.landmarks == "means":
-    return Means(kind.tier.outlier_pages)
+  """Choice of keys of a kind of cache with a policy and `hot`."""
+  tier = kind.tier
+  if tier.landmarks == "means":
+    return Means(tier.outlier_pages)
+  if tier.landmarks == "hashes":
+    return Hashes(
+      tier.hash_bits, tier.hash_tables, tier.sink_tokens, tier.hash_seed
+    )
   return Bounds()
+
+
+def unit_of(kind: CacheConfig) -> int:
+  """Number of adjacent tokens that are copied together from host memory."""
+  if kind.policy is None:
+    # The index of a layer chooses pages.
+    return kind.tier.block
+  return choice_of(kind).unit(kind.tier.block)
 
 
 def pages_read(kind: CacheConfig, count: int) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from ringjax.kv.layer_spec import LayerKV
 from ringjax.kv.offload.choices import choice_of, pages_read
@@ -20,15 +20,18 @@ from ringjax.kv.offload.hot_pages import (
   fetch_chosen,
   is_wider,
 )
+from ringjax.kv.offload.landmarks import centres_placement
 from ringjax.kv.offload.low_rank_keys import LowRankKeys, low_rank_specs
 from ringjax.kv.offload.moved_blocks import with_heads
+from ringjax.kv.offload.page_choice import ChosenUnits, PageChoice
 from ringjax.kv.offload.tiered import TieredLayer
 from ringjax.kv.storage.pages import Places
 from ringjax.kv.storage.slots import REPLICATED
-from ringjax.ops.attention.cached.paged import PagedView
+from ringjax.ops.attention.cached.paged import PagedView, selecting
 from ringjax.ops.attention.cached.views import KVView, UnrotatedView
 from ringjax.ops.attention.sparse.top_tokens import ranked
 from ringjax.ops.mask import Coords, SameSegment, visible
+from ringjax.ops.rope import Rotation
 
 if TYPE_CHECKING:
   from ringjax.kv.offload.chosen_tiered import ChosenTieredCache
@@ -62,28 +65,26 @@ class ChosenTieredLayer(TieredLayer):
     if policy is None or not self._chooses:
       # An index chooses by `chosen_by`.
       return self
-    bounds, heads = cache.landmarks[self.kind], self._places
-    assert bounds is not None
-    count = bounds.shape[3] // cache.shards
+    landmarks, places = cache.landmarks[self.kind], self._places
+    assert landmarks is not None
+    count = landmarks.shape[3] // cache.shards
     num_read = tuple(pages_read(cache.kind, n) for n in range(count + 1))
     choice = choice_of(cache.kind)
 
     def choose(
-      q: jax.Array, bounds: jax.Array, at: Coords
-    ) -> tuple[jax.Array, jax.Array]:
-      b, t, n, h = q.shape
-      num_heads, num_pages = bounds.shape[1:3]
-      q = q.reshape(b, t, num_heads, n // num_heads, h)
-      q = jnp.transpose(q, (0, 2, 3, 1, 4))
-      is_slot = (at.seg > 0).reshape(at.seg.shape[0], 1, num_pages, -1)
-      has_page = jnp.broadcast_to(jnp.any(is_slot, 3), bounds.shape[:3])
-      pages, reads = choice.ranked(q, bounds, has_page, num_read)
-      # Of an empty row a query would read a page, too.
-      return pages, reads & jnp.take_along_axis(has_page[:, :, None], pages, 3)
+      q: jax.Array,
+      landmarks: jax.Array,
+      centres: jax.Array | None,
+      at: Coords,
+    ) -> ChosenUnits:
+      q = _by_head(q, landmarks.shape[1])
+      return choice.chosen(q, landmarks, centres, at, num_read)
 
     q = rotated()
-    spec = P(heads.batch or None, None, heads.heads or None)
-    return self._fetched(choose, q, spec, q.shape[1], max(num_read))
+    spec = P(places.batch or None, None, places.heads or None)
+    page = cache.kind.tier.block
+    units = max(num_read) * (page // choice.unit(page))
+    return self._fetched(choose, q, spec, q.shape[1], units)
 
   def chosen_by(self, selection: KeySelection) -> ChosenTieredLayer:
     """Copy the pages with keys that the layer's index may choose.
@@ -99,8 +100,12 @@ class ChosenTieredLayer(TieredLayer):
     batch = self._places.batch or None
 
     def choose(
-      queries: PyTree, index_keys: jax.Array, at: Coords
-    ) -> tuple[jax.Array, jax.Array]:
+      queries: PyTree,
+      index_keys: jax.Array,
+      centres: jax.Array | None,
+      at: Coords,
+    ) -> ChosenUnits:
+      del centres
       selection, q_at = queries
       keys = index_keys[:, 0].reshape(
         index_keys.shape[0], -1, index_keys.shape[-1]
@@ -111,7 +116,7 @@ class ChosenTieredLayer(TieredLayer):
       count = min(selection.count, scores.shape[2])
       score, slot = lax.top_k(scores, count)
       pages = slot.astype(jnp.int32) // cache.kind.tier.block
-      return pages[:, None], (score > -jnp.inf)[:, None]
+      return ChosenUnits(pages[:, None], (score > -jnp.inf)[:, None])
 
     selection = selection.without_keys()
     tokens = selection.q.shape[1]
@@ -140,7 +145,7 @@ class ChosenTieredLayer(TieredLayer):
 
   def _fetched(
     self,
-    choose: Callable[..., tuple[jax.Array, jax.Array]],
+    choose: Callable[..., ChosenUnits],
     queries: PyTree,
     specs: PyTree,
     tokens: int,
@@ -149,9 +154,8 @@ class ChosenTieredLayer(TieredLayer):
     """Copy the pages that the queries choose.
 
     Args:
-      choose: Function of a device's queries, the landmarks of the layer and
-        the coordinates of the older slots, to the pages that each query
-        chooses, int32 [B, K, T, n], and whether it reads them.
+      choose: Function of a device's queries, the landmarks of the layer, the
+        vectors of its heads or None, and the coordinates of the older slots.
       queries: Arrays that it gets.
       specs: PartitionSpecs of the queries.
       tokens: Number of tokens of the call, T.
@@ -161,7 +165,7 @@ class ChosenTieredLayer(TieredLayer):
     places, hot = self._places, self.hot
     assert hot is not None
     blocks, landmarks = cache.blocks[self.kind], cache.landmarks[self.kind]
-    low_rank = cache.low_rank[self.kind]
+    low_rank, centres = cache.low_rank[self.kind], cache.centres[self.kind]
     assert blocks is not None and landmarks is not None
     batch, heads, axis = (
       x or None for x in (places.batch, places.heads, places.tokens)
@@ -172,22 +176,34 @@ class ChosenTieredLayer(TieredLayer):
       blocks: LayerKV,
       hot: HotPages,
       landmarks: jax.Array,
+      centres: jax.Array | None,
       low_rank: LowRankKeys | None,
       at: Coords,
       layer: jax.Array,
+      stored: _Stored,
     ) -> tuple[HotPages, ChosenPages]:
-      of_layer = lax.dynamic_index_in_dim(landmarks, layer, 0, keepdims=False)
+      of_layer = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
       at = Coords(*at)
-      pages, reads = choose(queries, of_layer, at)
-      return fetch_chosen(
-        LayerKV(*blocks), hot, at, layer, pages, reads, low_rank
+      head_vectors = None if centres is None else of_layer(centres)
+      units = choose(queries, of_layer(landmarks), head_vectors, at)
+      new_hot, chosen = fetch_chosen(
+        LayerKV(*blocks), hot, at, layer, units.units, units.reads, low_rank
       )
+      if head_vectors is None:
+        return new_hot, chosen
+      q = _by_head(queries, of_layer(landmarks).shape[1])
+      view = self._view(new_hot, chosen, stored)
+      bias = _sampling_bias(choice_of(cache.kind), q, view, head_vectors, units)
+      return new_hot, chosen._replace(bias=bias)
 
     block_spec: PyTree = P(axis, batch, heads)
     value_spec: PyTree = block_spec if blocks.v.size else P()
     by_head: PyTree = P(batch, heads, axis)
     by_query: PyTree = P(batch, heads, None, axis)
-    wider = is_wider(hot, cache.shards, tokens * most, landmarks.shape[3])
+    total = landmarks.shape[3] * (cache.kind.tier.block // hot.k.shape[1])
+    of_bias = P(batch, heads, None, None, axis)
+    bias_spec: PyTree = None if centres is None else of_bias
+    wider = is_wider(hot, cache.shards, tokens * most, total)
     pool: PyTree = places.pool if wider else None
     value_pool: PyTree = pool if hot.v.size or pool is None else P()
     specs_of_hot = hot.specs(places)
@@ -198,9 +214,11 @@ class ChosenTieredLayer(TieredLayer):
         LayerKV(block_spec, value_spec),
         specs_of_hot,
         places.by_head,
+        centres_placement(centres, places),
         low_rank_specs(low_rank, places),
         places.by_example,
         P(),
+        self._stored_specs,
       ),
       (
         specs_of_hot,
@@ -210,6 +228,7 @@ class ChosenTieredLayer(TieredLayer):
           by_head,
           by_query,
           Coords(by_head, by_head),
+          bias_spec,
         ),
       ),
     )(
@@ -217,9 +236,11 @@ class ChosenTieredLayer(TieredLayer):
       blocks,
       hot,
       landmarks,
+      centres,
       low_rank,
       cache.held.at,
       jnp.asarray(self.index, jnp.int32),
+      self._stored,
     )
     return dataclasses.replace(self, hot=new_hot, chosen=chosen)
 
@@ -229,32 +250,101 @@ class ChosenTieredLayer(TieredLayer):
       return self.inner.views(apart=apart)
     if self.chosen is None:
       return super().views(apart=apart)
-    codec, chosen = cache.kind.codec, self.chosen
-    constants, decoders = ((), ()), None
-    if codec is not None:
-      constants = self.inner._constants()
-      decoders = cache.shapes[self.kind].decoders(codec, cache.dtype)
     assert self.hot is not None
-    k = self.hot.k if chosen.k is None else chosen.k
-    v = self.hot.v if chosen.v is None else chosen.v
-    view: KVView = PagedView(
+    view = self._view(self.hot, self.chosen, self._stored)
+    return (view, *self.inner.views(apart=apart))
+
+  @property
+  def _stored(self) -> _Stored:
+    """Constants of codecs and rotation with which keys are read."""
+    rotation, layout = self.inner.rotation, self.cache.kind.layout
+    rotates = layout.unrotated and not rotation.trivial
+    constants = ((), ())
+    if self.cache.kind.codec is not None:
+      constants = self.inner._constants()
+    return _Stored(constants, rotation if rotates else None)
+
+  @property
+  def _stored_specs(self) -> _Stored:
+    """PartitionSpecs of `_stored`."""
+    places, stored = self._places, self._stored
+    by_head: PyTree = jax.tree.map(
+      lambda _: P(places.heads or None), stored.constants
+    )
+    rotation: PyTree = stored.rotation and stored.rotation.specs(places.batch)
+    return _Stored(by_head, rotation)
+
+  def _view(
+    self, hot: HotPages, chosen: ChosenPages, stored: _Stored
+  ) -> KVView:
+    """View of the chosen pages, of all devices or of one."""
+    cache, decoders = self.cache, None
+    codec = cache.kind.codec
+    if codec is not None:
+      decoders = cache.shapes[self.kind].decoders(codec, cache.dtype)
+    k = hot.k if chosen.k is None else chosen.k
+    v = hot.v if chosen.v is None else chosen.v
+    view = PagedView(
       k,
       v if v.size else k[..., :0],
       chosen.at.pos,
       chosen.at.seg,
       chosen.table,
-      constants,
+      stored.constants,
       decoders,
       self._places.axes,
       places=chosen.places,
+      bias=chosen.bias,
     )
-    rotation = self.inner.rotation
-    if cache.kind.layout.unrotated and not rotation.trivial:
-      view = UnrotatedView(view, rotation)
-    return (view, *self.inner.views(apart=apart))
+    if stored.rotation is None:
+      return view
+    return UnrotatedView(view, stored.rotation)
 
   def recall(self, empty: PyTree) -> PyTree:
     return self.inner.recall(empty)
 
   def keep(self, state: PyTree) -> ChosenTieredLayer:
     return dataclasses.replace(self, inner=self.inner.keep(state))
+
+
+class _Stored(NamedTuple):
+  """Arrays with which stored keys of a layer are read.
+
+  Fields:
+    constants: Arrays [K, n] of the layer's codecs, for keys and for values.
+    rotation: Rotation of the keys; None if they are stored rotated.
+  """
+
+  constants: tuple[tuple[Any, ...], tuple[Any, ...]]
+  rotation: Rotation | None
+
+
+def _by_head(
+  q: Float[Array, "B T N H"], heads: int
+) -> Float[Array, "B K G T H"]:
+  b, t, n, h = q.shape
+  q = q.reshape(b, t, heads, n // heads, h)
+  return jnp.transpose(q, (0, 2, 3, 1, 4))
+
+
+def _sampling_bias(
+  choice: PageChoice,
+  q: Float[Array, "B K G T H"],
+  view: KVView,
+  centres: Float[Array, "B K C H"],
+  units: ChosenUnits,
+) -> Float[Array, "B K G T n"]:
+  """Negative logarithm of the probability that a query reads each key."""
+  assert units.log_share is not None and units.sampled is not None
+  pages = selecting(view)
+  assert pages is not None
+  by_query: KVView = pages.by_query(q)
+  if isinstance(view, UnrotatedView):
+    by_query = view._replace(stored=by_query)
+  keys, _ = by_query.tile(jnp.int32(0), by_query.shape[2])
+  keys = keys.reshape(*units.units.shape, keys.shape[-1])
+  log_probability = choice.log_probability(q, keys, centres)
+  bias = jnp.where(units.sampled[:, :, None], -log_probability, 0)
+  # Not -inf - -inf, where a query did not sample what others of its group did.
+  read = units.log_share > -jnp.inf
+  return jnp.where(read, bias - jnp.where(read, units.log_share, 0), -jnp.inf)

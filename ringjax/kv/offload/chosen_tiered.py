@@ -3,16 +3,17 @@
 Guarantees: all tokens are kept, bit for bit. A token of an answer reads the
 pages of the older part that its queries choose: by bounds of their keys
 (Quest), the same pages as `Select` reads on the devices, or by another choice,
-see `page_choice`; or all those with keys that the index of its layer chooses,
-and so the same keys as without host memory. With `rank` the keys of chosen
-pages are rebuilt, see `low_rank_keys`. A choice does not depend on drafts,
+of pages or of single tokens, see `page_choice`; or all those with keys that the
+index of its layer chooses, and so the same keys as without host memory. With
+`rank` the keys of chosen pages are rebuilt, see `low_rank_keys`; tokens that
+`hashed_keys` samples are weighed. A choice does not depend on drafts,
 other tokens of a call, other rows, or what was hot before. The tokens of a
 prompt read all pages.
 Cost: of each call, a product of its queries with the landmarks, and a copy of
 each chosen page that is not hot, see `fetch_chosen`; `fetches` counts them.
 Memory: on the devices as `TieredCache`, `hot` tokens of each KV head, and the
 landmarks: of bounds, two vectors for each page of a KV head; of an index, its
-key of each token. On the hosts as `TieredCache`.
+key of each token; of hashes, their bits. On the hosts as `TieredCache`.
 
 Ref: Tang et al. 2024, Quest, arXiv 2406.10774; DeepSeek-AI 2025,
 DeepSeek-V3.2-Exp.
@@ -28,14 +29,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import HOST, CacheSpec, zeros
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_rows import placed_as
 from ringjax.kv.offload.cache_files import CacheFiles
-from ringjax.kv.offload.choices import pages_read
+from ringjax.kv.offload.choices import pages_read, unit_of
 from ringjax.kv.offload.chosen_layer import ChosenTieredLayer
 from ringjax.kv.offload.host_memory import default_device
 from ringjax.kv.offload.hot_pages import (
@@ -43,10 +44,12 @@ from ringjax.kv.offload.hot_pages import (
   PageFetches,
   emptied,
   hot_specs,
+  slots_copied,
   without_pages_from,
 )
 from ringjax.kv.offload.landmarks import (
   PageKeys,
+  centres_spec,
   check_choosing_layers,
   landmarks_spec,
   with_landmarks,
@@ -87,20 +90,24 @@ class ChosenTieredCache(TieredCache):
     memory: Memory kind of the pages, one of `MEMORIES`.
     places: Mesh axes that shard the pages.
     landmarks: For each kind of layer, what queries choose the pages by: two
-      vectors of a page, [L, B, K, R M, 2, H], or the keys of the layer's index,
-      [L, B, 1, R M, P, E].
+      vectors of a page, [L, B, K, R M, 2, H], hashes, [L, B, K, R M, P, n], or
+      the keys of the layer's index, [L, B, 1, R M, P, E].
+    centres: For each kind of layer the choice's vectors of its heads; None
+      without them.
     low_rank: For each kind of layer the coefficients of its keys; None where
       keys are copied.
     hot: For each kind of layer its hot pages; None if all stays on the devices.
   """
 
-  landmarks: tuple[Float[ArrayLeaf, "_ B _ _ _ _"] | None, ...]
+  landmarks: tuple[Shaped[ArrayLeaf, "_ B _ _ _ _"] | None, ...]
+  centres: tuple[Float[ArrayLeaf, "_ B _ _ _"] | None, ...]
   low_rank: tuple[LowRankKeys | None, ...]
   hot: tuple[HotPages | None, ...]
   layer_fields: ClassVar[tuple[str, ...]] = ("hot",)
   row_axes: ClassVar[Mapping[str, int]] = {
     **TieredCache.row_axes,
     "landmarks": 1,
+    "centres": 1,
     "low_rank": 1,
   }
 
@@ -138,6 +145,10 @@ class ChosenTieredCache(TieredCache):
         None if blocks is None else landmarks_spec(shape, room, kind)
         for shape, blocks in zip(shapes, base.blocks, strict=True)
       ),
+      centres=tuple(
+        None if blocks is None else centres_spec(shape, room, kind)
+        for shape, blocks in zip(shapes, base.blocks, strict=True)
+      ),
       low_rank=tuple(
         None
         if blocks is None or kind.tier.rank is None
@@ -149,13 +160,18 @@ class ChosenTieredCache(TieredCache):
 
   def allocated(self, files: CacheFiles | None = None) -> ChosenTieredCache:
     cache: Any = super().allocated(files)
-    arrays = zeros(self.landmarks), zeros(self.low_rank), emptied(self.hot)
+    arrays = (
+      zeros(self.landmarks),
+      zeros(self.centres),
+      zeros(self.low_rank),
+      emptied(self.hot),
+    )
     if self.mesh is None:
       # As `TieredCache` does, so that jit does not compile twice.
       arrays = jax.device_put(arrays, default_device())
-    landmarks, low_rank, hot = arrays
+    landmarks, centres, low_rank, hot = arrays
     return dataclasses.replace(
-      cache, landmarks=landmarks, low_rank=low_rank, hot=hot
+      cache, landmarks=landmarks, centres=centres, low_rank=low_rank, hot=hot
     )
 
   def _hot_for(self, batch: int) -> tuple[HotPages | None, ...]:
@@ -182,12 +198,17 @@ class ChosenTieredCache(TieredCache):
   def fetches(self) -> PageFetches:
     """Count the pages that the calls of this cache have chosen."""
     hits = misses = num_bytes = 0
-    for hot, low_rank in zip(self.hot, self.low_rank, strict=True):
-      if not hot:
+    for hot, low_rank, blocks in zip(
+      self.hot, self.low_rank, self.blocks, strict=True
+    ):
+      if not hot or blocks is None:
         continue
       counts = host(hot.counts).reshape(-1, 2).astype(np.int64).sum(0)
       copied = (hot.k, hot.v) if low_rank is None else (hot.v,)
       page_bytes = sum(x.nbytes // x.shape[0] for x in copied)
+      platform = next(iter(hot.counts.devices())).platform
+      page = hot.k.shape[1]
+      page_bytes *= slots_copied(blocks.k, page, platform) // page
       hits += int(counts[0])
       misses += int(counts[1])
       num_bytes += int(counts[1]) * page_bytes
@@ -228,12 +249,12 @@ class ChosenTieredCache(TieredCache):
   def _with_blocks(
     self, slots: tuple[Any, ...], count: Int[Array, "B R"]
   ) -> ChosenTieredCache:
-    older, page = self.held.used, self.kind.tier.block
+    older = self.held.used
     page_keys = tuple(
       None
       if x is None
       else with_landmarks(
-        PageKeys(x, self.low_rank[n]),
+        PageKeys(x, self.centres[n], self.low_rank[n]),
         self.open,
         older,
         count,
@@ -245,11 +266,13 @@ class ChosenTieredCache(TieredCache):
       for n, x in enumerate(self.landmarks)
     )
     # Before the blocks are written: tokens that were dropped may be hot.
-    hot = without_pages_from(self.hot, older // page, self.places)
+    first = older // unit_of(self.kind)
+    hot = without_pages_from(self.hot, first, self.places)
     cache: Any = super()._with_blocks(slots, count)
     return dataclasses.replace(
       cache,
       landmarks=tuple(x and x.landmarks for x in page_keys),
+      centres=tuple(x and x.centres for x in page_keys),
       low_rank=tuple(x and x.low_rank for x in page_keys),
       hot=hot,
     )
@@ -283,8 +306,12 @@ class ChosenTieredCache(TieredCache):
 
     landmarks = jax.tree.map(gather_pages, self.landmarks)
     to_device = lambda x: jax.device_put(x, device)
-    low_rank = jax.tree.map(to_device, self.low_rank)
-    cache = dataclasses.replace(cache, landmarks=landmarks, low_rank=low_rank)
+    cache = dataclasses.replace(
+      cache,
+      landmarks=landmarks,
+      centres=jax.tree.map(to_device, self.centres),
+      low_rank=jax.tree.map(to_device, self.low_rank),
+    )
     hot = jax.tree.map(to_device, cache._hot_for(self.batch))
     counted = []
     for new, old in zip(hot, self.hot, strict=True):
@@ -298,6 +325,6 @@ class ChosenTieredCache(TieredCache):
 
 tree.register(
   ChosenTieredCache,
-  ("open", "held", "blocks", "landmarks", "low_rank", "hot"),
+  ("open", "held", "blocks", "landmarks", "centres", "low_rank", "hot"),
   ("kind", "limit", "memory", "places"),
 )

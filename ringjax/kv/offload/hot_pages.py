@@ -1,10 +1,13 @@
 """Pages of host memory that are kept on the devices while queries choose them.
 
+A page here is a unit of the choice: a block of host memory, or a single token
+of one, see `PageChoice.unit`.
+
 Guarantees: after `fetch_chosen` the pages that the call's queries chose are on
 the device, bit for bit; only those that were not there are copied. Rows, heads
 and shards are independent.
-Cost: a copy of each missing page of keys and of values, one after another; an
-order of a head's hot pages by their last use.
+Cost: a copy of each missing page of keys and of values, one after another, on a
+TPU of at least eight tokens; an order of a head's hot pages by their last use.
 Memory: `hot` tokens of each KV head; during a call that chooses more pages,
 those, for one layer at a time.
 
@@ -15,6 +18,7 @@ chose.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,13 +29,14 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import CacheSpec, zeros
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_rows import placed_as
 from ringjax.kv.layer_spec import LayerCacheSpec, LayerKV
+from ringjax.kv.offload.choices import unit_of
 from ringjax.kv.offload.low_rank_keys import LowRankKeys
 from ringjax.kv.offload.moved_blocks import with_heads
 from ringjax.kv.state import StateShape
@@ -42,6 +47,8 @@ from ringjax.ops.mask import Coords
 from ringjax.typing import ArrayLeaf, Index, leaf
 
 _LAST = jnp.iinfo(jnp.int32).max
+# Tokens of a tile of a TPU's memory, the least that is copied.
+_TPU_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,6 +169,8 @@ class ChosenPages(NamedTuple):
       for none; None: it reads all pages of the table.
     at: Coordinates of the slots of the table's pages, [B, K, W P]; positions
       are -1 for an empty slot.
+    bias: Bias of the scores of each query and page, float32 [B, K, G, T, n];
+      None: 0.
   """
 
   k: Shaped[Array, "N P _"] | None
@@ -169,6 +178,7 @@ class ChosenPages(NamedTuple):
   table: Int[Array, "B K W"]
   places: Int[Array, "B K T n"] | None
   at: Coords
+  bias: Float[Array, "B K G T n"] | None = None
 
 
 def is_wider(hot: HotPages, shards: int, wanted: int, pages: int) -> bool:
@@ -178,7 +188,7 @@ def is_wider(hot: HotPages, shards: int, wanted: int, pages: int) -> bool:
     hot: Hot pages of the layers.
     shards: Shards of the sequence.
     wanted: Pages that all queries of the call read.
-    pages: Pages of a row, on all shards.
+    pages: Pages of a row in host memory, on all shards.
   """
   return min(wanted, pages // shards) > hot.page.shape[3] // shards
 
@@ -195,10 +205,10 @@ def fetch_chosen(
   """Copy the chosen pages that are not hot, on one device.
 
   Args:
-    blocks: Pages of the older part in host memory, [L M, B, K, P, X], M pages
-      of a row for each layer.
+    blocks: Blocks of the older part in host memory, [L N, B, K, S, X], of S
+      tokens, or M pages of a row for each layer.
     hot: Hot pages of the layers.
-    at: Coordinates of the older part, [B, M P].
+    at: Coordinates of the older part, [B, N S].
     layer: Index of the layer in the L, int32 [].
     pages: Pages from which the queries choose, 0 to M - 1; those of a query
       are distinct.
@@ -209,7 +219,8 @@ def fetch_chosen(
     The hot pages after the call, and those that the queries read.
   """
   num_layers, b, heads, size = hot.page.shape
-  total = blocks.k.shape[0] // num_layers
+  block_slots = blocks.k.shape[token_axis(blocks.k)]
+  total = blocks.k.shape[0] // num_layers * (block_slots // hot.k.shape[1])
   wanted = min(pages.shape[2] * pages.shape[3], total)
   extra = max(0, wanted - size)
   take_layer = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
@@ -374,32 +385,84 @@ def _fetched(
   flat = misses.reshape(-1)
   (order,) = jnp.nonzero(flat, size=flat.size, fill_value=0)
   order = order.astype(jnp.int32)
-  first = jnp.asarray(layer, jnp.int32) * total
-  # On a TPU a page is one slice, along one axis, of the hosts' memory.
-  stacks = tuple(x.reshape(-1, *x.shape[3:]) if x.size else x for x in blocks)
+  slots_of_page = arrays[0].shape[1]
+  # Pages of a block.
+  parts = blocks.k.shape[token_axis(blocks.k)] // slots_of_page
+  first = jnp.asarray(layer, jnp.int32) * (total // parts)
 
   def step(i: Index, arrays: PyTree) -> PyTree:
     entry = order[i]
     head = entry // n
     page, slot = pages.reshape(-1)[entry], slots.reshape(-1)[entry]
-    source = (first + page) * (b * heads) + head
+    source = (first + page // parts) * (b * heads) + head
+    part = page % parts
     target = base + head * width + slot
 
     def copy(stack: jax.Array, into: jax.Array) -> jax.Array:
       if not into.size:
         return into
-      host_page = lax.dynamic_slice_in_dim(stack, source, 1, 0)
-      stored = jax.device_put(host_page, jax.memory.Space.Device)
-      return lax.dynamic_update_slice_in_dim(into, as_bytes(stored), target, 0)
+      page = _copied_page(stack, slots_of_page, source, part)
+      return lax.dynamic_update_slice_in_dim(into, page, target, 0)
 
     if low_rank is None:
-      return tuple(map(copy, stacks, arrays))
+      return tuple(map(copy, blocks, arrays))
     k, v = arrays
     rebuilt = low_rank.of_page(layer, head, page).astype(k.dtype)
     k = lax.dynamic_update_slice_in_dim(k, rebuilt, target, 0)
-    return k, copy(stacks[1], v)
+    return k, copy(blocks.v, v)
 
   return loop(jnp.sum(flat, dtype=jnp.int32), step, arrays)
+
+
+def slots_copied(
+  blocks: Shaped[ArrayLeaf, "_ B K _ _"], page: int, platform: str
+) -> int:
+  """Number of tokens that are copied from host memory for a page.
+
+  Args:
+    blocks: Blocks in host memory.
+    page: Tokens of a page.
+    platform: Platform of the devices.
+  """
+  axis = token_axis(blocks)
+  if axis == blocks.ndim - 1:
+    return blocks.shape[axis]
+  return max(page, _TPU_ROWS) if platform == "tpu" else page
+
+
+def _copied_page(
+  blocks: Shaped[Array, "_ B K _ _"], page: int, source: Index, part: Index
+) -> Shaped[Array, "1 P _"]:
+  """Copy a page from host memory to the device.
+
+  Args:
+    blocks: Blocks in host memory.
+    page: Tokens of a page.
+    source: Index of the block of a head among those of all heads.
+    part: Index of the page in the block.
+  """
+
+  def copied(
+    size: int, blocks: jax.Array, source: Index, part: Index
+  ) -> jax.Array:
+    slots = blocks.shape[token_axis(blocks)]
+    dims = blocks.shape[3:] if size == slots else (size, blocks.shape[4])
+    # On a TPU a copy is one slice, along one axis, of the hosts' memory.
+    stack = blocks.reshape(-1, *dims)
+    row = source * (slots // size) + part * page // size
+    host_slots = lax.dynamic_slice_in_dim(stack, row, 1, 0)
+    stored = as_bytes(jax.device_put(host_slots, jax.memory.Space.Device))
+    if size == page:
+      return stored
+    return lax.dynamic_slice_in_dim(stored, part * page % size, page, 1)
+
+  sizes = [slots_copied(blocks, page, x) for x in ("tpu", "cpu")]
+  on_tpu, elsewhere = (functools.partial(copied, size) for size in sizes)
+  if sizes[0] == sizes[1]:
+    return elsewhere(blocks, source, part)
+  return lax.platform_dependent(
+    blocks, source, part, tpu=on_tpu, default=elsewhere
+  )
 
 
 def hot_specs(
@@ -409,7 +472,7 @@ def hot_specs(
   kind: CacheConfig,
 ) -> tuple[HotPages | None, ...]:
   """Specs of the hot pages of each kind of layer; None for those without."""
-  page = kind.tier.block
+  page = unit_of(kind)
   count = -(-(kind.tier.hot or 0) // page)
   # No more than a row has.
   count = min(count, room.capacity // room.shards // page)

@@ -1,7 +1,7 @@
 """Landmarks: what stays on the devices of keys in host memory, to choose by.
 
-Of a page's keys two vectors, see `page_choice`, or the keys of the layer's
-index; with `rank` also coefficients from which the keys are rebuilt.
+What the choice makes of a page's keys, see `page_choice`, or the keys of the
+layer's index; with `rank` also coefficients from which the keys are rebuilt.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ringjax.errors import OptionError
 from ringjax.kv.base import CacheSpec
@@ -31,6 +32,7 @@ from ringjax.ops.attention.blockwise import loop
 from ringjax.ops.attention.cached.code_format import token_axis
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
+from ringjax.parallel import collectives
 from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index
 
@@ -88,10 +90,33 @@ def landmarks_spec(
   pages = room.capacity // kind.tier.block
   lead = (shape.layers, room.batch, shape.heads, pages)
   names = (None, "batch", "heads", "tokens", None, None)
-  dims = 2, shape.key
   if kind.policy is None:
     dims = kind.tier.block, shape.key - _index_of(shape)
-  return room.like((*lead, *dims), room.dtype, names)
+    return room.like((*lead, *dims), room.dtype, names)
+  choice = choice_of(kind)
+  dims = choice.dims(kind.tier.block, shape.key)
+  return room.like((*lead, *dims), choice.dtype(room.dtype), names)
+
+
+def centres_spec(
+  shape: LayerCacheSpec, room: CacheSpec, kind: CacheConfig
+) -> ArrayLeaf | None:
+  """Shape, dtype and sharding of a choice's vectors of heads, or None."""
+  count = 0 if kind.policy is None else choice_of(kind).centres
+  if not count:
+    return None
+  lead = (shape.layers, room.batch, shape.heads)
+  names = (None, "batch", "heads", None, None)
+  return room.like((*lead, count, shape.key), room.dtype, names)
+
+
+def centres_placement(
+  centres: Shaped[ArrayLeaf, " ..."] | None, places: Places
+) -> P | None:
+  """PartitionSpec of such vectors; None without them."""
+  if centres is None:
+    return None
+  return P(None, places.batch or None, places.heads or None)
 
 
 def _index_of(shape: LayerCacheSpec) -> int:
@@ -105,10 +130,12 @@ class PageKeys(NamedTuple):
 
   Fields:
     landmarks: Landmarks of the pages.
+    centres: Vectors of the heads, see `PageChoice.new_centres`; None: none.
     low_rank: Coefficients of the keys; None: their keys are copied.
   """
 
-  landmarks: Float[Array, "L B K M n H"]
+  landmarks: Shaped[Array, "L B K M _ _"]
+  centres: Float[Array, "L B K C H"] | None
   low_rank: LowRankKeys | None
 
 
@@ -178,24 +205,39 @@ def with_landmarks(
       keys, _ = view.tile(jnp.int32(0), view.shape[2])
       keys = keys[:, :, : num_pages * page]
       keys = keys.reshape(rows, heads, num_pages, page, -1)
-      return keys.astype(landmarks.dtype)
+      return keys.astype(open_cache.dtype)
+
+    moves = (nth < count)[:, None, :, None, None]
+
+    def centres_of(
+      layer: Index, centres: Float[Array, "L B K C H"], keys: jax.Array
+    ) -> Float[Array, "B K C H"]:
+      new = choice_of(config).new_centres(keys, real & moves, places.axis)
+      old = lax.dynamic_index_in_dim(centres, layer, 0, keepdims=False)
+      num_older = older[:, 0]
+      if places.axis is not None:
+        num_older = collectives.total(num_older, places.axis)
+      return jnp.where((num_older > 0)[:, None, None, None], old, new)
 
     def step(layer: Index, page_keys: PageKeys) -> PageKeys:
-      keys = pages_of(layer, rotation)
+      keys, centres = pages_of(layer, rotation), page_keys.centres
       if config.policy is None:
         new = keys[..., _index_of(shape) :]
-      else:
+      elif centres is None:
         new = choice_of(config).landmarks(keys, real)
+      else:
+        of_layer = centres_of(layer, centres, keys)
+        new = choice_of(config).landmarks(keys, real, of_layer)
+        centres = lax.dynamic_update_index_in_dim(centres, of_layer, layer, 0)
       at = layer, row, head, target[:, None]
       low_rank = page_keys.low_rank
       if low_rank is not None:
-        moves = (nth < count)[:, None, :, None, None]
         plain = pages_of(layer, Rotation())
         low_rank = low_rank.with_pages(
           layer, plain, real & moves, older[:, 0], target
         )
       return PageKeys(
-        page_keys.landmarks.at[at].set(new, mode="drop"), low_rank
+        page_keys.landmarks.at[at].set(new, mode="drop"), centres, low_rank
       )
 
     if not num_pages:
@@ -206,8 +248,11 @@ def with_landmarks(
   heads = places.heads or None
   constants = open_cache.constants[kind]
   by_head: PyTree = places.by_head
+  by_centre: PyTree = centres_placement(page_keys.centres, places)
   by_page: PyTree = PageKeys(
-    by_head, low_rank_specs(page_keys.low_rank, places)
+    by_head,
+    by_centre,
+    low_rank_specs(page_keys.low_rank, places),
   )
   return places.local(
     local,

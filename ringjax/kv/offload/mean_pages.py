@@ -15,7 +15,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ringjax.kv.offload.page_choice import PageChoice
 from ringjax.ops.attention.blockwise import product
@@ -40,8 +40,12 @@ class Means(PageChoice):
     return self.outliers
 
   def landmarks(
-    self, keys: Float[Array, "B K M P H"], real: Bool[Array, "B 1 M P 1"]
+    self,
+    keys: Float[Array, "B K M P H"],
+    real: Bool[Array, "B 1 M P 1"],
+    centres: Float[Array, "B K C H"] | None = None,
   ) -> Float[Array, "B K M 2 H"]:
+    del centres
     float32_keys = jnp.where(real, keys, 0).astype(jnp.float32)
     count = jnp.maximum(jnp.sum(real, 3, dtype=jnp.int32), 1)
     mean = jnp.sum(float32_keys, 3) / count.astype(float32_keys.dtype)
@@ -57,7 +61,7 @@ class Means(PageChoice):
   def ranked(
     self,
     q: Float[Array, "B K G T H"],
-    landmarks: Float[Array, "B K M 2 H"],
+    landmarks: Shaped[Array, "B K M _ _"],
     has_page: Bool[Array, "B K M"],
     pages_read: tuple[int, ...],
   ) -> tuple[Int[Array, "B K T n"], Bool[Array, "B K T n"]]:

@@ -30,6 +30,7 @@ from ringjax.ops.attention.cached.summaries.summary_view import (
 )
 from ringjax.ops.attention.cached.summaries.window_sums import (
   EndingWindows,
+  PoolingGates,
   WindowSizes,
   WindowWeights,
   window_sums,
@@ -64,14 +65,15 @@ class SummaryLayer(CallLayer):
     self,
     views: tuple[KVView, ...],
     at: Coords,
-    weights: WindowWeights | None,
+    weights: WindowWeights | PoolingGates | None,
   ) -> SummaryLayer:
     """Write the summaries of the windows that end in a call.
 
     Args:
       views: Views of the layer's keys, with those of the call.
       at: Coordinates of the call's tokens, [B, T].
-      weights: Weights of keys and values in a window; None for means of keys.
+      weights: Weights of keys and values in a window, or biases of the gates
+        that keys have; None for means of keys.
     """
     if not self._kept(views):
       return self
@@ -84,7 +86,7 @@ class SummaryLayer(CallLayer):
     def local(
       view: KVView,
       windows: EndingWindows,
-      weights: WindowWeights | None,
+      weights: WindowWeights | PoolingGates | None,
       slots: SummarySlots,
       place: Any,
     ) -> SummarySlots:
@@ -112,13 +114,19 @@ class SummaryLayer(CallLayer):
       slot_specs = SummarySlots(*by_array)
       by_row: Any = P(batch or None)
       by_head: Any = P(None, heads or None)
+      weight_specs: Any = None
+      if isinstance(weights, WindowWeights):
+        weight_specs = WindowWeights(by_head, by_head)
+      elif weights is not None:
+        replicated: Any = P()
+        weight_specs = PoolingGates(replicated)
       written = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(
           specs.specs(batch or None, heads or None, axis),
           EndingWindows(by_row, by_row),
-          weights and WindowWeights(by_head, by_head),
+          weight_specs,
           slot_specs,
           self._place_spec(axis),
         ),
@@ -188,6 +196,7 @@ class RowSummaryLayer(SummaryLayer):
       layer=self.index,
       heads=self.spec.heads,
       sizes=self.spec.sizes,
+      of_kv_heads=not self.spec.of_index,
     )
 
   def _axes(
@@ -201,7 +210,7 @@ class RowSummaryLayer(SummaryLayer):
     divides = rows % math.prod(sizes[a] for a in table.batch_axes) == 0
     batch = table.batch_axes if divides else ()
     heads = collectives.names(table.head_axis)
-    if any(kv_heads % sizes[a] for a in heads):
+    if self.spec.of_index or any(kv_heads % sizes[a] for a in heads):
       heads = ()
     return table.mesh, table.axis, batch, heads
 
@@ -273,6 +282,7 @@ class PooledSummaryLayer(SummaryLayer):
       page=self.cache.pool.page,
       heads=self.spec.heads,
       sizes=self.spec.sizes,
+      of_kv_heads=not self.spec.of_index,
     )
 
   def _axes(
@@ -280,7 +290,8 @@ class PooledSummaryLayer(SummaryLayer):
   ) -> tuple[Mesh | None, str | None, tuple[str, ...], tuple[str, ...]]:
     del view
     pool = self.cache.pool
-    return pool.mesh, pool.axis, (), collectives.names(pool.heads)
+    heads = () if self.spec.of_index else collectives.names(pool.heads)
+    return pool.mesh, pool.axis, (), heads
 
   def _spec(
     self, x: Array, batch: tuple[str, ...], heads: tuple[str, ...]

@@ -45,6 +45,8 @@ class SummarySpec:
     fixed: Whether the rotation of a stored key never changes, so that keys that
       are stored unrotated have summaries, too.
     which: Indices of the layers in the model.
+    of_index: Whether keys are those of an index, one head that no mesh axis
+      shards.
   """
 
   layers: int
@@ -54,6 +56,7 @@ class SummarySpec:
   sizes: WindowSizes
   fixed: bool = True
   which: tuple[int, ...] = ()
+  of_index: bool = False
 
   # Tokens of the whole context have summaries.
   reach = None
@@ -77,7 +80,8 @@ class SummarySpec:
     return self._arrays(room, -(-room.capacity // self.sizes.stride))
 
   def _arrays(self, room: CacheSpec, count: int) -> SummarySlots:
-    names = (None, "batch", "heads", "tokens", None)
+    heads = None if self.of_index else "heads"
+    names = (None, "batch", heads, "tokens", None)
 
     def array_spec(dim: int) -> ArrayLeaf:
       shape = (self.layers, room.batch, self.heads, count, dim)
@@ -99,6 +103,7 @@ class KeySummaries:
     value: Head dim of the values; 0 where values have no summary.
     sizes: Sizes of the windows.
     fixed: See `SummarySpec`.
+    of_index: See `SummarySpec`.
   """
 
   kv_heads: int
@@ -106,6 +111,7 @@ class KeySummaries:
   value: int
   sizes: WindowSizes
   fixed: bool
+  of_index: bool = False
 
   # Number of tokens that a query looks back; None: all.
   reach = None
@@ -113,5 +119,11 @@ class KeySummaries:
   def cache_shape(self, layers: int) -> SummarySpec:
     """Shape of what `layers` of this kind keep."""
     return SummarySpec(
-      layers, self.kv_heads, self.key, self.value, self.sizes, self.fixed
+      layers,
+      self.kv_heads,
+      self.key,
+      self.value,
+      self.sizes,
+      self.fixed,
+      of_index=self.of_index,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from ringjax.errors import OptionError
 from ringjax.models.hf.names import TensorNames
@@ -20,7 +20,7 @@ from ringjax.nn.attention_layers.choosing.indexed_attention import (
 from ringjax.nn.attention_layers.latent import Latent
 from ringjax.nn.block import Layer
 from ringjax.nn.draft_layers.predict_layer import PredictLayer
-from ringjax.nn.feedforward import Gated
+from ringjax.nn.feedforward import Gated, ShortcutFeedforward
 
 
 def _last(config: TransformerConfig) -> Layer:
@@ -51,6 +51,32 @@ def first_dense(config: TransformerConfig) -> Layer:
       "leave predict_layers out",
     )
   return dataclasses.replace(_last(config), feedforward=dense.feedforward)
+
+
+def windowed_dense(config: TransformerConfig) -> Layer:
+  """A layer of the last windowed attention and first dense feedforward."""
+  layer = first_dense(config)
+  windowed = (x.attention for x in reversed(config.layers))
+  attention = next(
+    (x for x in windowed if isinstance(x, Attention) and x.sinks), None
+  )
+  if attention is None:
+    raise OptionError(
+      "predict_layers",
+      f"a {config.family} without layers that see a window",
+      "one such layer, whose heads the predicting layer has",
+      "leave predict_layers out",
+    )
+  return dataclasses.replace(layer, attention=attention)
+
+
+def without_shortcut(config: TransformerConfig) -> Layer:
+  """A layer with one attention and dense feedforward of the last one."""
+  last = _last(config)
+  feedforward = cast(ShortcutFeedforward, last.feedforward)
+  return Layer(
+    norm=last.norm, attention=last.attention, feedforward=feedforward.dense
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +169,7 @@ class PredictNames:
       return start if path.startswith(outer) else start + self.block
 
     return dataclasses.replace(
-      names, parts={**names.parts, **self.parts}, prefix=prefix
+      names, parts_of={number: self.parts}, prefix=prefix
     )
 
 
@@ -185,6 +211,53 @@ MTP = PredictNames(
   copies={"embed_tokens.weight": "embed.weight"},
   layer=last_attention,
   key="mtp_num_hidden_layers",
+  hands_normed=True,
+)
+# Hunyuan 3: as DeepSeek-V3's, but for the last norm and what is handed on.
+HUNYUAN = PredictNames(
+  parts={
+    "embed_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "join": "eh_proj",
+    "out_norm": "final_layernorm",
+  },
+  hands_normed=True,
+)
+# MiMo-V2-Flash: attention with a window, and a dense feedforward.
+MIMO = PredictNames(
+  start="model.mtp.layers.0.",
+  parts={
+    "embed_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "join": "eh_proj",
+    "out_norm": "final_layernorm",
+    "pre_feedforward": "pre_mlp_layernorm",
+  },
+  layer=windowed_dense,
+  hands_normed=True,
+)
+# LongCat-Flash: one attention, and the first of the dense feedforwards.
+LONGCAT = PredictNames(
+  start="model.mtp.",
+  block="layers.0.",
+  parts={
+    "embed_norm": "layers.0.enorm.m",
+    "hidden_norm": "layers.0.hnorm.m",
+    "join": "layers.0.eh_proj",
+    "out_norm": "norm",
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.q": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv": "self_attn.kv_b_proj",
+    "attention.o": "self_attn.o_proj",
+    "feedforward.gate": "transformer_layer.mlp.gate_proj",
+    "feedforward.up": "transformer_layer.mlp.up_proj",
+    "feedforward.down": "transformer_layer.mlp.down_proj",
+  },
+  copies={"embed_tokens.weight": "embed.weight"},
+  layer=without_shortcut,
   hands_normed=True,
 )
 # ERNIE 4.5: a dense layer before the model's own norm, as in FastDeploy.

@@ -179,6 +179,30 @@ class FirstRows:
 
 
 @dataclasses.dataclass(frozen=True)
+class LastRows:
+  """A form whose parameter has `missing_rows` more at its end: zeros."""
+
+  form: Reshape
+  missing_rows: int
+
+  @property
+  def stored(self) -> tuple[int, ...]:
+    rows, *row_shape = self.form.stored
+    return (rows - self.missing_rows, *row_shape)
+
+  def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
+    xp = np if isinstance(x, np.ndarray) else jnp
+    zeros = xp.zeros((self.missing_rows, *self.form.stored[1:]), x.dtype)
+    return self.form.split(_concatenate([x, zeros], 0))
+
+  def join(self, parts: tuple[Any, ...]) -> Shaped[Array | np.ndarray, " ..."]:
+    return self.form.join(parts)[: self.stored[0]]
+
+  def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (None, *self.form.cuts(axes)[1:])
+
+
+@dataclasses.dataclass(frozen=True)
 class WholeNumbers:
   """A form whose tensor has int64 numbers, all of which float32 has."""
 
@@ -209,6 +233,7 @@ Form = (
   | FusedColumns
   | SwappedAxes
   | FirstRows
+  | LastRows
   | WholeNumbers
 )
 
@@ -253,11 +278,16 @@ class TensorNames:
       the prefix of its name, for layers without a common one; None: `layer`.
     parts: A part here -> its name after the prefix. Where a part has a
       weight and a bias, the name is what comes before ".weight".
+    parts_of: A layer's number -> names of its parts that replace those in
+      `parts`, for a layer whose parts have other names.
     leaves: A parameter here -> its whole name after the prefix, where it is
       not the weight or the bias of a part.
     fused: A name after the prefix -> the parameters in that tensor.
     experts: A parameter whose leading axis are experts, or heads -> name with
       {} for the number of each.
+    tables: A parameter [parts, rows, dims] of a module that knows the number
+      of rows of all parts, `stored_rows` -> name with {} for each part's
+      number; the last part may have fewer rows.
     columns: A name after the prefix -> the two parameters in its columns,
       and whether they are interleaved.
     swapped: A name after the prefix -> whether the last two axes of its
@@ -279,9 +309,11 @@ class TensorNames:
   number: Callable[[int, str], int] = lambda layer, path: layer
   prefix: Callable[[int, str], str] | None = None
   parts: Mapping[str, str]
+  parts_of: Mapping[int, Mapping[str, str]] = _none()
   leaves: Mapping[str, str] = _none()
   fused: Mapping[str, Fusion] = _none()
   experts: Mapping[str, str] = _none()
+  tables: Mapping[str, str] = _none()
   columns: Mapping[str, tuple[tuple[str, str], bool]] = _none()
   swapped: Callable[[str], bool] = lambda name: False
   rows: Callable[[str], bool] = lambda path: False
@@ -303,6 +335,10 @@ class TensorNames:
     if self.prefix is not None:
       return self.prefix(layer, path)
     return self.layer.format(self.number(layer, path))
+
+  def part(self, layer: int, part: str) -> str | None:
+    """Name after the prefix of a part of a layer, if it has one."""
+    return self.parts_of.get(layer, {}).get(part) or self.parts.get(part)
 
 
 LLAMA = {

@@ -19,6 +19,7 @@ from ringjax.models.hf.names import (
   Form,
   FusedColumns,
   FusedRows,
+  LastRows,
   Reshape,
   SwappedAxes,
   TensorNames,
@@ -117,7 +118,9 @@ def _outer(
       shape = params[leaf].get_value().shape
       if "{}" not in name:
         target = ((f"streams.{leaf}", ()),)
-        yield CheckpointTensor(name, Reshape(shape, shape), target)
+        part, _, last = leaf.rpartition(".")
+        owner = _part(model.streams, part) if part else model.streams
+        yield CheckpointTensor(name, _form(owner, last, shape), target)
         continue
       square = Transpose(shape[1:2], shape[2:])
       for i in range(shape[0]):
@@ -237,8 +240,17 @@ def _layer(
       for expert in range(shape[0]):
         name = names.experts[path].format(expert)
         yield tensor(name, expert_form, [path], expert)
+    elif path in names.tables:
+      count, rows, dims = shape
+      part_form: Any = Reshape((rows, dims), (rows, dims))
+      missing = count * rows - _part(block, part).stored_rows
+      for number in range(count):
+        name = names.tables[path].format(number)
+        if missing and number == count - 1:
+          part_form = LastRows(part_form, missing)
+        yield tensor(name, part_form, [path], number)
     else:
-      name = names.parts.get(part) or sparse_name(part)
+      name = names.part(layer, part) or sparse_name(part)
       yield tensor(f"{name}.{leaf}", form(path), [path])
 
 

@@ -244,24 +244,45 @@ def _coded4(linear: Linear, group: int, levels: str) -> nnx.Module:
   weight, first = linear.weight.get_value(), 1 + linear.lead
   inner, inputs = inner_size(linear), first + linear.contracted
   group = min(_MX_GROUP if levels == MXFP4 else group, inner + inner % 2)
-  layouts = {
-    EVEN: BlockLayout(
-      group=group,
-      levels=tuple(range(16)),
-      step="float32",
-      minimum="float32",
-    ),
-    NF4: BlockLayout(group=group, levels=_NF4_LEVELS, step="bfloat16"),
-    MXFP4: BlockLayout(group=group, levels=_FP4_LEVELS, step="bfloat16"),
-  }
   arrays = _nibbles(weight, linear.lead, inner, group, levels)
   return BlockCodesLinear(
     linear,
-    layouts[levels],
+    _layout(levels, group),
     *arrays,
     inputs=weight.shape[first:inputs],
     outputs=weight.shape[inputs:],
   )
+
+
+def _layout(levels: str, group: int) -> BlockLayout:
+  """Layout of 4-bit codes of some levels, of `LEVELS`."""
+  if levels == EVEN:
+    return BlockLayout(
+      group=group,
+      levels=tuple(range(16)),
+      step="float32",
+      minimum="float32",
+    )
+  numbers = {NF4: _NF4_LEVELS, MXFP4: _FP4_LEVELS}[levels]
+  return BlockLayout(group=group, levels=numbers, step="bfloat16")
+
+
+def code_kind(model: Transformer) -> str:
+  """Name of the codes of a model's maps: "int8", or "nf4/64" for groups of 64.
+
+  Several kinds are separated by spaces; those of a file are "file", and a model
+  of floats has "".
+  """
+  kinds = set()
+  for _, module in nnx.iter_modules(model.stack):
+    if isinstance(module, Coded8Linear):
+      kinds.add("int8")
+    elif isinstance(module, BlockCodesLinear):
+      group = module.layout.group
+      names = [x for x in LEVELS if _layout(x, group) == module.layout]
+      name = names[0] if names else "file"
+      kinds.add(f"{'int4' if name == EVEN else name}/{group}")
+  return " ".join(sorted(kinds))
 
 
 def rounded(

@@ -6,8 +6,10 @@ With as many blocks as there are it is plain latent attention. A cache has the
 index's keys and gates beside the latents. Blocks begin at multiples of their
 size, in a row of packed documents at those of the row.
 Cost: a map of the queries' latent to I heads of E numbers, and two maps to E
-numbers per token. Keys and gates of all tokens are read for the pooled keys;
-a few queries then read the latents of their blocks alone, see `reads_fewer`.
+numbers per token. A cache keeps the pooled key of each block that has ended, so
+that a call reads the keys and gates of the blocks that it ends, and the pooled
+keys; a few queries then read the latents of their blocks alone, see
+`reads_fewer`.
 Training: no gradient flows through a choice, so training leaves an index as it
 is.
 Ref:  Zhipu AI 2026, GLM-5.3-Flash.
@@ -25,7 +27,12 @@ from jaxtyping import Array, Float
 
 from ringjax.kv.base import LayerCache
 from ringjax.kv.layer_spec import LayerCacheSpec
-from ringjax.nn.attention_layers.choosing.choosing_attention import refuse_tree
+from ringjax.kv.summaries.summary_spec import KeySummaries
+from ringjax.nn.attention_layers.choosing.choosing_attention import (
+  appended_summaries,
+  index_summaries,
+  refuse_tree,
+)
 from ringjax.nn.attention_layers.choosing.indexed_attention import IndexKeys
 from ringjax.nn.attention_layers.key_index import KeyIndex, KeyIndexLayer
 from ringjax.nn.attention_layers.latent import Latent, LatentLayer
@@ -34,6 +41,7 @@ from ringjax.nn.row_tiles import by_tile
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.cached.index_block_reading import PooledBlockReading
+from ringjax.ops.attention.cached.summaries.window_sums import PoolingGates
 from ringjax.ops.rope import Rope
 
 
@@ -98,6 +106,11 @@ class PooledLatent(Latent):
       heads=index.heads, dim=2 * index.dim, rope=None, mask=self.mask
     )
 
+  @property
+  def summaries(self) -> KeySummaries:
+    """Pooled keys, which a cache keeps once their block has ended."""
+    return index_summaries(self.pooled.dim, self.pooled.block)
+
   def cache_shape(self, layers: int) -> LayerCacheSpec:
     shape = super().cache_shape(layers)
     assert shape.reading is not None
@@ -120,18 +133,21 @@ class PooledLatentLayer(LatentLayer):
     self,
     x: Float[Array, "B T D"],
     tokens: Tokens,
-    cache: tuple[LayerCache, LayerCache],
+    cache: tuple[LayerCache, LayerCache, Any],
     attend: Attend,
-  ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, LayerCache]]:
-    """[B, T, D] and the layer's caches, of latents and of the index's keys."""
+  ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, LayerCache, Any]]:
+    """[B, T, D] and the layer's caches: latents, index keys and pooled keys."""
     refuse_tree(tokens)
-    latents, index_keys = cache
+    latents, index_keys, summaries = cache
     q, row, (index_q, weights, new_keys) = attend.rows(self._all_maps, x)
     packed = new_keys[:, None]
     index_keys = index_keys.append(
       packed, packed[..., :0], tokens.at, tokens.rotation(None)
     )
     index: Any = self.index
+    summaries, pooled = appended_summaries(
+      summaries, index_keys, tokens, attend, PoolingGates(index.bias[...])
+    )
     choice = PooledBlockReading(
       q=index_q,
       weights=weights,
@@ -139,7 +155,9 @@ class PooledLatentLayer(LatentLayer):
       count=index.spec.count // index.spec.block,
       block=index.spec.block,
     )
-    if attend.resident:
+    if pooled is not None:
+      choice = dataclasses.replace(choice, summaries=pooled)
+    elif attend.resident:
       views = tuple(view.keys_alone() for view in index_keys.views())
       choice = dataclasses.replace(choice, views=views)
     else:
@@ -148,7 +166,7 @@ class PooledLatentLayer(LatentLayer):
       choice = dataclasses.replace(choice, keys=fresh_keys)
     choice = jax.lax.stop_gradient(choice)
     out, latents = self._mixed(q, row, (), tokens, latents, attend, choice)
-    return attend.rows(self.o, out), (latents, index_keys)
+    return attend.rows(self.o, out), (latents, index_keys, summaries)
 
   def _all_maps(self, x: Float[Array, "B T D"]) -> tuple[Any, ...]:
     """Queries, latents, and the index's queries, weights, and keys."""

@@ -66,6 +66,10 @@ class Recurrent:
     """Number of tokens it looks back: None, all by its state."""
     return None
 
+  def cache_shape(self, layers: int) -> StateShape:
+    """Shape of the state that `layers` of this kind keep."""
+    raise NotImplementedError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delta(Recurrent):
@@ -81,6 +85,7 @@ class Delta(Recurrent):
     eps: Epsilon of the norm of the outputs.
     most_beta: Limit of the update rates, whose least is 0: 1, or 2 for states
       that a token may also reflect.
+    gate: Activation of the gates of the outputs, "silu" or "sigmoid".
   """
 
   key_heads: int
@@ -90,6 +95,7 @@ class Delta(Recurrent):
   taps: int
   eps: float
   most_beta: float = 1.0
+  gate: str = "silu"
 
   def cache_shape(self, layers: int) -> StateShape:
     """Shape of the state that `layers` of this kind keep."""
@@ -199,7 +205,8 @@ class DeltaLayer(nnx.Module):
       mix_delta, taps, inputs, shape, tokens, cache, attend
     )
     mixed = self.norm(mixed.astype(compute_dtype))
-    mixed = mixed * jax.nn.silu(self.z(x).astype(compute_dtype))
+    gate = jax.nn.silu if self.spec.gate == "silu" else jax.nn.sigmoid
+    mixed = mixed * gate(self.z(x).astype(compute_dtype))
     return self.out(mixed.astype(x.dtype)), cache
 
 

@@ -114,11 +114,14 @@ class PageSums(NamedTuple):
     left_out: Part of the attention that is left out, summed over the queries of
       each head, [N].
     top_read: Part of the keys with the largest products that is read, likewise.
+    error: Norm of the error of the output, divided by that of the output over
+      all keys, likewise.
     queries: Number of queries.
   """
 
   left_out: Float[Array, "*L N"]
   top_read: Float[Array, "*L N"]
+  error: Float[Array, "*L N"]
   queries: Float[Array, "*L"]
 
 
@@ -130,6 +133,7 @@ class PageRecord(SumRecord[PageSums]):
     read_lse: Float[Array, "B T N"],
     all_lse: Float[Array, "B T N"],
     top_read: Float[Array, "B T N"],
+    error: Float[Array, "B T N"],
   ) -> None:
     """Add an attention's queries to the layer's.
 
@@ -137,6 +141,7 @@ class PageRecord(SumRecord[PageSums]):
       read_lse: Log-sum-exp of the queries over the keys that are read.
       all_lse: Log-sum-exp of the same queries over all keys.
       top_read: Part of each query's best keys that is read.
+      error: Error of the output, as a part of the output over all keys.
     """
     real = self.real[..., None] & (all_lse > -jnp.inf)
     left_out = -jnp.expm1(jnp.where(real, read_lse - all_lse, 0))
@@ -145,6 +150,7 @@ class PageRecord(SumRecord[PageSums]):
       # Both sums round: a part below 0 is none.
       total(jnp.maximum(left_out, 0)),
       total(top_read),
+      total(error),
       jnp.sum(real[..., 0], dtype=jnp.float32),
     )
     self._add(sums)

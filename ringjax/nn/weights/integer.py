@@ -120,13 +120,25 @@ class IntegerLinear(nnx.Module):
     return y.reshape(*x.shape[: x.ndim - self.contracted], *out)
 
 
+def largest_size(x: Float[Array, "N I"]) -> Float[Array, " I"]:
+  """Largest absolute value of each channel."""
+  return jnp.max(jnp.abs(x), axis=0)
+
+
+def mean_square(x: Float[Array, "N I"]) -> Float[Array, " I"]:
+  """Mean square of each channel, in float32."""
+  return jnp.mean(jnp.square(x.astype(jnp.float32)), axis=0)
+
+
 class NotedLinear(nnx.Module):
-  """A `Linear` that reports the largest size of each input channel.
+  """A `Linear` that reports a number for each input channel of a call.
 
   Attributes:
     base: Wrapped map.
     number: Number of the layer, int32 [], or [L] while layers share an array;
       for an `ExpertLinear` [L, E].
+    note: Function that is called with the layer and the numbers, float32 [I].
+    measure: Function from inputs [N, I] to the numbers [I].
   """
 
   def __init__(
@@ -134,15 +146,19 @@ class NotedLinear(nnx.Module):
     base: Linear,
     number: Int[Array, " ..."],
     note: Callable[[np.ndarray, np.ndarray], None],
+    measure: Callable[[Float[Array, "N I"]], Float[Array, " I"]] = largest_size,
   ):
     self.base, self.contracted, self.note = base, base.contracted, note
+    self.measure = measure
     self.number = nnx.Param(number, axes=(), wide=True, every=True)
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
-    lead = x.ndim - self.contracted
-    size = jnp.max(jnp.abs(x), axis=tuple(range(lead))).astype(jnp.float32)
-    jax.debug.callback(self._note, self.number[...], size.reshape(-1))
+    inner = math.prod(x.shape[x.ndim - self.contracted :])
+    values = self.measure(x.reshape(-1, inner)).astype(jnp.float32)
+    jax.debug.callback(self._note, self.number[...], values)
     return self.base(x)
 
-  def _note(self, number: Array | np.ndarray, size: Array | np.ndarray) -> None:
-    self.note(np.asarray(number), np.asarray(size))
+  def _note(
+    self, number: Array | np.ndarray, values: Array | np.ndarray
+  ) -> None:
+    self.note(np.asarray(number), np.asarray(values))

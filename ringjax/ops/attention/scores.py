@@ -267,16 +267,16 @@ def dropout_weights(
 ) -> Float[Array, " ..."]:
   """Draw 0 or 1 / (1 - rate), from uint32 that broadcast to the tile."""
   # Odd constants, so that seed, head and position 0 are not special.
-  seed = _mix(seed + jnp.uint32(0x9E3779B9))
-  head = _mix(head + seed)
-  row = _mix(row + head)
-  column = _mix(column + jnp.uint32(0x85EBCA77))
-  bits = _mix(row ^ column)
+  seed = mixed_bits(seed + jnp.uint32(0x9E3779B9))
+  head = mixed_bits(head + seed)
+  row = mixed_bits(row + head)
+  column = mixed_bits(column + jnp.uint32(0x85EBCA77))
+  bits = mixed_bits(row ^ column)
   keep = bits >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
   return jnp.where(keep, _const(1 / (1 - rate), dtype), _const(0.0, dtype))
 
 
-def _mix(x: jax.Array) -> jax.Array:
+def mixed_bits(x: UInt[Array, " ..."]) -> UInt[Array, " ..."]:
   """A bijection of uint32 in which every input bit moves every output bit."""
   # MurmurHash3's finaliser.
   x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)

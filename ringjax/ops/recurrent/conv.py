@@ -12,6 +12,7 @@ the tail for the next call is used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -145,6 +146,8 @@ def causal_conv(
   weight: Float[Array, "H D W"],
   seg: Int[Array, "B T"],
   before: Tail,
+  *,
+  dilation: int = 1,
 ) -> Float[Array, "B T H D"]:
   """Convolve each channel.
 
@@ -152,18 +155,42 @@ def causal_conv(
     x: Tokens, [B, T, H, D].
     weight: Taps, [H, D, W]; the last one is for the token itself.
     seg: Documents, int32 [B, T]; 0 is padding.
-    before: Tail of the W - 1 tokens that precede, [B, W - 1, H, D].
+    before: Tail of at least the (W - 1) `dilation` tokens that precede,
+      [B, n, H, D].
+    dilation: Number of tokens from one tap to the next.
 
   Returns:
     Outputs [B, T, H, D] in x's dtype; sums are float32. Zero for padding.
   """
-  dtype, length = wide_dtype(x.dtype), x.shape[1]
+  dtype = wide_dtype(x.dtype)
   taps = weight.shape[-1]
-  all_x = after_tail(x, before.x, seg)
-  all_seg = after_tail(seg, before.seg, seg)
+  lags = [(taps - 1 - j) * dilation for j in range(taps)]
   y = jnp.zeros((), dtype)[(None,) * x.ndim]
-  for j in range(taps):
-    same_document = (all_seg[:, j : j + length] == seg) & (seg > 0)
-    tap = jnp.where(same_document[..., None, None], all_x[:, j : j + length], 0)
+  for j, tap in enumerate(lagged(x, seg, before, lags)):
     y = y + tap.astype(dtype) * weight[None, None, ..., j].astype(dtype)
   return y.astype(x.dtype)
+
+
+def lagged(
+  x: Shaped[Array, "B T H D"],
+  seg: Int[Array, "B T"],
+  before: Tail,
+  lags: Sequence[int],
+) -> list[Shaped[Array, "B T H D"]]:
+  """The token that is each of `lags` before each one, zeros for none.
+
+  Args:
+    x: Tokens, [B, T, H, D].
+    seg: Documents, int32 [B, T]; 0 is padding. Others' tokens count as none.
+    before: Tail of the tokens that precede, [B, n, H, D].
+    lags: Numbers of tokens, from 0 to n.
+  """
+  n, length = before.seg.shape[1], x.shape[1]
+  all_x = after_tail(x, before.x, seg)
+  all_seg = after_tail(seg, before.seg, seg)
+  outputs = []
+  for lag in lags:
+    part = slice(n - lag, n - lag + length)
+    same_document = (all_seg[:, part] == seg) & (seg > 0)
+    outputs.append(jnp.where(same_document[..., None, None], all_x[:, part], 0))
+  return outputs

@@ -793,6 +793,7 @@ def _unavailable() -> ApiError:
     "the server takes no requests any more",
     kind="server_error",
     code="unavailable",
+    headers={"retry-after": "5"},
   )
 
 

@@ -933,10 +933,12 @@ def check_answer(answer: Answer) -> None:
   if isinstance(answer.error, OptionError):
     raise from_error(answer.error)
   if answer.finish == "error":
+    lost = isinstance(answer.error, PeerError)
     raise ApiError(
-      503 if isinstance(answer.error, PeerError) else 500,
+      503 if lost else 500,
       f"the answer could not be made: {answer.error}",
       kind="server_error",
+      headers={"retry-after": "5"} if lost else None,
     )
   if answer.finish in ("cancelled", "deadline"):
     raise ApiError(

@@ -305,6 +305,8 @@ def engine_figures(engine: Engine) -> list[Figure]:
       "Rows without drafts, whose logits were NaN or infinite.",
     ),
     ("preemptions_total", "preemptions", "Rows that had to make room."),
+    ("stored_tokens_total", "stored_tokens", "Tokens of prompts from a store."),
+    ("restarts_total", "restarts", "Starts of the server after a loss."),
     (
       "keys_read_total",
       "keys_read",

@@ -28,14 +28,12 @@ from ringjax.infer.speculate.draft_model import ModelDrafter
 from ringjax.infer.speculate.draft_programs import (
   WINDOW,
   Missing,
-  TreeShape,
   drafted,
   read_more,
   without,
 )
 from ringjax.infer.speculate.drafter import TreeDrafter
 from ringjax.infer.speculate.longspec import SLACK, LongSpec, filled
-from ringjax.infer.speculate.predict_draft import PredictDraft
 from ringjax.kv.cache import KVCache
 from ringjax.kv.storage.pooled_cache import PooledRows
 from ringjax.models.transformer import Transformer
@@ -95,7 +93,7 @@ class ModelRowDrafts:
 
   def __init__(
     self,
-    drafter: TreeDrafter | PredictDraft,
+    drafter: TreeDrafter,
     target: Transformer,
     *,
     rows: int,
@@ -286,13 +284,10 @@ class ModelRowDrafts:
   ) -> tuple[np.ndarray, np.ndarray | None]:
     """Drafted tokens [B, n] after those that each row reads, and parents."""
     drafter = self._drafter
-    shape: int | TreeShape = drafter.count
-    if drafter.widths is not None:
-      shape = TreeShape(drafter.widths, drafter.nodes)
     drafts, self._cache = drafted(
       model,
       self._attend,
-      shape,
+      drafter.shape(drafter.count),
       False,
       self._chooser(how, board),
       self._cache,
@@ -481,10 +476,11 @@ class PredictRowDrafts(ModelRowDrafts):
     self, model: Transformer, read: Missing, how: RowNumbers, board: RowBoard
   ) -> tuple[np.ndarray, np.ndarray | None]:
     pages, self._pages = self._pages, None
-    tokens, _ = self._drafter.program(
+    drafter = self._drafter
+    tokens, _, parents = drafter.program(
       model,
       self._attend,
-      self._drafter.count,
+      drafter.shape(drafter.count),
       False,
       self._chooser(how, board),
       pages,
@@ -494,4 +490,4 @@ class PredictRowDrafts(ModelRowDrafts):
       board.seen,
       self._length,
     )
-    return jax.device_get(tokens), None
+    return jax.device_get((tokens, parents))

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from ringjax.errors import OptionError
 from ringjax.infer.speculate.draft_model import ModelDrafter
-from ringjax.infer.speculate.drafter import Drafter, TextDrafter, TextReader
+from ringjax.infer.speculate.drafter import (
+  Drafter,
+  TextDrafter,
+  TextReader,
+  TreeDrafter,
+)
 from ringjax.infer.speculate.longspec import LongSpec
 from ringjax.infer.speculate.predict_draft import PredictDraft
 from ringjax.infer.speculate.speculation import DRAFTERS, drafter_of
@@ -113,6 +118,8 @@ class RowDrafts:
       OptionError: If the model has recurrent layers, or the drafter refuses it.
     """
     self._drafter.check(model)
+    if isinstance(self._drafter, TreeDrafter):
+      self._drafter.check_widths(model.config.vocab)
     models = [model]
     if isinstance(self._drafter, ModelDrafter):
       models.append(self._drafter.drafts(model))

@@ -41,6 +41,7 @@ def engine_facts(engine: Engine) -> dict[str, str]:
     "mesh": "" if mesh is None else str(dict(mesh.shape)),
     "model": _digest(repr(base.config).encode()),
     "replicated weights": _replicated(base),
+    "store": str(engine.store_link is not None),
     "adapters": str(
       [(name, engine.adapter_digest(name)) for name in engine.adapters]
     ),

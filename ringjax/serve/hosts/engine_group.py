@@ -24,8 +24,14 @@ more requests, finishes those that are open, and ends the group.
 
 Requests are sent as JSON, masks as their grammars. Deadlines are those of
 process 0's clock. Whatever else a replica did with its own clock, memory or
-files would make it differ, so contiguous rows, stores and the transfer of pages
-are refused in several processes.
+files would make it differ, so contiguous rows and the transfer of pages are
+refused in several processes.
+
+Each process has a separate store, or none has one: a prefix counts as found as
+far as all stores have it, by a message from each process to each while its row
+is about to begin. Prefixes of answers that have ended are written at once, so
+that processes that are started again find them (`StoreLink.early`); part of
+them, `important=`, is refused.
 """
 
 from __future__ import annotations
@@ -127,8 +133,8 @@ class EngineGroup:
       clock: Clock in seconds, for deadlines.
 
     Raises:
-      OptionError: If the engine has requests, or differs from that of another
-        process.
+      OptionError: If the engine has requests, reads part of stored prefixes, or
+        differs from that of another process.
       PeerError: If a process is missing.
     """
     number("timeout_s", timeout_s, above=0)
@@ -138,6 +144,13 @@ class EngineGroup:
         "an engine with requests, or a closed one",
         "a new engine",
         "make the group before the first request",
+      )
+    if engine.important is not None:
+      raise OptionError(
+        "important",
+        f"{engine.important} of an engine in a group of processes",
+        "whole prefixes of a store",
+        "leave important out",
       )
     self.engine, self.tokenizer = engine, engine.tokenizer
     self.vocab, self.longest = engine.vocab, engine.longest
@@ -158,6 +171,8 @@ class EngineGroup:
     self._closed = False
     self._steps = self._open_texts = 0
     self._agreement = engine.agreement = GroupAgreement(self.peers)
+    if engine.store_link is not None:
+      engine.store_link.early = True
     self.peers.on_failure(self._failed)
     if self.peers.failure is not None:
       self._failed(self.peers.failure)

@@ -47,7 +47,8 @@ def group_error(failure: PeerError, size: int) -> PeerError:
     "engine",
     f"a failure of one of its {size} processes: {failure}",
     "all of them, which compute each token together",
-    "end all processes and start them again; that process's log has the reason",
+    "retry once they are back; end all processes and start them again "
+    "(launch.serve --restarts=N does); that process's log has the reason",
     rank=failure.rank,
   )
 
@@ -95,6 +96,14 @@ class GroupAgreement:
     if kind != "choice":
       raise self._differs(self.peers.rank)
     return chosen
+
+  def together(self, value: int | None) -> list[int | None]:
+    """Numbers of all processes, in the order of their ranks.
+
+    Raises:
+      PeerError: If a process has failed.
+    """
+    return self.peers.gather(value, idle=False)
 
   def planned(self, plan: StepPlan, scheduler: Scheduler) -> None:
     """Adds a plan, and the pages of all rows, to the digest."""

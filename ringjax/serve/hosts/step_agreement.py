@@ -36,6 +36,17 @@ class StepAgreement(Protocol):
     """
     ...
 
+  def together(self, value: int | None) -> list[int | None]:
+    """Numbers of all replicas, in an order that is the same in all.
+
+    Args:
+      value: Number of this replica, or None.
+
+    Raises:
+      PeerError: If the process of a replica has failed.
+    """
+    ...
+
   def planned(self, plan: StepPlan, scheduler: Scheduler) -> None:
     """Notes a plan whose calls are about to be dispatched."""
     ...
@@ -65,6 +76,10 @@ class LocalAgreement:
   def choose(self, value: Value) -> Value:
     """Returns the value."""
     return value
+
+  def together(self, value: int | None) -> list[int | None]:
+    """Returns the number alone."""
+    return [value]
 
   def planned(self, plan: StepPlan, scheduler: Scheduler) -> None:
     """Does nothing."""

@@ -48,8 +48,9 @@ from ringjax.infer.contexts.important_prefix import (
 )
 from ringjax.kv.storage.page_pool import PagePool
 from ringjax.models.transformer import Transformer
+from ringjax.serve.prefix.page_copies import read_pages
 from ringjax.serve.prefix.prefix_tree import PrefixBlock, next_digest
-from ringjax.serve.prefix.store_link import StoreLink, read_pages
+from ringjax.serve.prefix.store_link import StoreLink
 from ringjax.serve.scheduler import Scheduler, ServedRow, StoredPrefix
 from ringjax.store import (
   Impress,
@@ -220,6 +221,7 @@ class ImportantLink(StoreLink):
     # Single pages are not stored on eviction.
     self._tree.on_evict = None
     self.how, self._dtype = how, np.dtype(pool.dtype)
+    self._page_shapes = pool.page_shapes(0)
     self._widths = mixer.head_dim, mixer.value
     self._pages_each = how.segment // page
     self._nodes: collections.OrderedDict[bytes, _NodeUse] = (
@@ -500,7 +502,7 @@ class ImportantLink(StoreLink):
     for n in range(first, end):
       at = (n - first) * page
       parts = []
-      for x, (shape, dtype) in zip(arrays, self._shapes[0], strict=True):
+      for x, (shape, dtype) in zip(arrays, self._page_shapes, strict=True):
         # On a TPU keys are padded with zeros.
         padded = np.zeros(shape, dtype)
         padded[..., : x.shape[-1]] = x[:, :, at : at + page]

@@ -43,16 +43,13 @@ from ringjax.infer import inputs
 from ringjax.kv.storage.page_pool import PagePool
 from ringjax.kv.summaries.summary_spec import SummarySpec
 from ringjax.serve.engine import Engine
+from ringjax.serve.prefix.page_copies import read_pages
 from ringjax.serve.prefix.prefix_tree import (
   PrefixBlock,
   PrefixTree,
   next_digest,
 )
-from ringjax.serve.prefix.store_link import (
-  constants_digest,
-  read_pages,
-  weights_digest,
-)
+from ringjax.serve.prefix.store_link import constants_digest, weights_digest
 from ringjax.transfer import (
   DevicePage,
   PageBatch,

@@ -11,15 +11,19 @@ no file, unless all rows wait for one.
 Memory: on the device the batches in flight to the host, eight at most; pages
 beyond these are dropped and counted.
 
+Of an engine in several processes each stores and reads its own part of the
+pages; a prefix counts as found as far as all have it, by a message from each to
+each while a row is about to begin (`EngineGroup`).
+
 A block of the store is one page of one group of layers: groups that look back
 a window let pages go earlier than others, and need the last ones only.
 """
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,15 +31,22 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Shaped, UInt
+from jaxtyping import Array, Shaped, UInt
 
-from ringjax.errors import InputTypeError, OptionError
+from ringjax.errors import InputTypeError
 from ringjax.kv.storage.page_pool import PagePool
 from ringjax.models.fingerprint import fingerprint
 from ringjax.models.grouping import STACK, looped, regrouped
 from ringjax.models.transformer import Transformer
 from ringjax.ops.rope import Rope
+from ringjax.parallel.local_arrays import whole_on_host
 from ringjax.parallel.programs import bounded
+from ringjax.serve.prefix.page_copies import (
+  BATCH,
+  DeviceBatch,
+  Payload,
+  page_copies,
+)
 from ringjax.serve.prefix.prefix_tree import PrefixBlock, next_digest
 from ringjax.serve.scheduler import Scheduler, ServedRow, StoredPrefix
 from ringjax.store import Store, StoreFetch
@@ -43,30 +54,10 @@ from ringjax.store import Store, StoreFetch
 if TYPE_CHECKING:
   from ringjax.serve.engine import EngineCounters
 
-# Pages of each shard in one copy; maximum copies in flight to the host.
-_BATCH, _MOST_COPIES = 16, 8
+# Maximum copies in flight to the host.
+_MOST_COPIES = 8
 # Maximum seconds that a step waits for blocks if it has no other work.
 _WAIT = 0.05
-
-
-@bounded
-@functools.partial(jax.jit, static_argnums=(1, 3))
-def read_pages(
-  pool: PagePool,
-  group: int,
-  pages: Int[Array, "R k"],
-  layers: tuple[int, int] | None = None,
-) -> tuple[Any, ...]:
-  """Compiled `PagePool.read_pages`: arrays of a group's pages."""
-  return pool.read_pages(group, pages, layers)
-
-
-@bounded
-@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
-def _write_pages(
-  pool: PagePool, group: int, pages: jax.Array, held: Any
-) -> PagePool:
-  return pool.write_pages(group, pages, held)
 
 
 @bounded
@@ -101,6 +92,7 @@ class RowSearch:
     digests: Digests of its prompt's full blocks.
     payloads: Payloads found, by (number, group).
     missing: Pairs (number, group) that are not in the store.
+    common: Number of blocks that all processes have at most, None if unknown.
     fetch: Fetch in flight, or None.
     wanted: Pairs (number, group) that it fetches.
   """
@@ -108,12 +100,21 @@ class RowSearch:
   digests: list[bytes]
   payloads: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
   missing: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+  common: int | None = None
   fetch: StoreFetch | None = None
   wanted: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
 
 class StoreLink:
-  """Exports evicted pages and imports cached ones; a `BlockSource`."""
+  """Exports evicted pages and imports cached ones; a `BlockSource`.
+
+  Attributes:
+    store: Store of the blocks.
+    together: Function of this process's number of blocks that returns the
+      numbers of all processes of the engine.
+    early: Whether blocks are exported once a row that read them has ended
+      well, before they are evicted: a process that is killed then leaves them.
+  """
 
   def __init__(
     self,
@@ -141,7 +142,6 @@ class StoreLink:
 
     Raises:
       InputTypeError: If `store` is not a `Store`.
-      OptionError: If pages are spread over several processes.
     """
     if not isinstance(store, Store):
       raise InputTypeError(
@@ -150,28 +150,24 @@ class StoreLink:
         "an rj.store.Store",
         "make one with rj.store.Store(host=1 << 30)",
       )
-    arrays = jax.tree.leaves((pool.slots, model))
-    if not all(x.is_fully_addressable for x in arrays):
-      raise OptionError(
-        "store",
-        "a store, for pages that are spread over several processes",
-        "pages on the devices of one process",
-        "leave store out",
-      )
     self.store, self._scheduler, self._counters = store, scheduler, counters
-    self._tree = scheduler.tree
+    self._tree, self._pages = scheduler.tree, page_copies(pool)
+    self._groups = len(pool.groups)
     self._names = _namespaces(
       model, base or model, adapters or {}, pool, scheduler, longest
     )
-    self._shapes = [pool.page_shapes(g) for g in range(len(pool.groups))]
-    self._bytes = [
-      sum(int(np.prod(s)) * d.itemsize for s, d in shapes)
-      for shapes in self._shapes
-    ]
+    if self._pages.facts:
+      # Processes that share a folder have other parts of the same pages.
+      facts = self._pages.facts.encode()
+      self._names = [hashlib.sha256(x + facts).digest() for x in self._names]
     # Pages that are about to be freed, and their keys, by group and shard.
     self._leaving: list[list[list[tuple[int, bytes]]]] = [
       [[] for _ in range(self._tree.shards)] for _ in pool.groups
     ]
+    self.together: Callable[[int | None], list[int | None]] = lambda n: [n]
+    self.early = False
+    # Blocks to export before they are evicted.
+    self._early: collections.deque[PrefixBlock] = collections.deque()
     self._copies: list[concurrent.futures.Future[None]] = []
     self._copier = concurrent.futures.ThreadPoolExecutor(
       1, "ringjax engine exports"
@@ -184,22 +180,17 @@ class StoreLink:
 
   def warm_up(self, pool: PagePool) -> PagePool:
     """Compile the copy programs; returns the pool unchanged."""
-    for group in range(len(pool.groups)):
-      read_pages(pool, group, np.zeros((self._tree.shards, _BATCH), np.int32))
-      pages, arrays = self._blank(group)
-      pool = _write_pages(pool, group, pages, tuple(arrays))
+    shape = self._tree.shards, BATCH
+    for group in range(self._groups):
+      self._pages.read(pool, group, np.zeros(shape, np.int32))
+      blank = self._pages.blank(group)
+      pool = self._pages.write(pool, group, self._no_pages(), blank)
     return pool
 
-  def _blank(self, group: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Blank batch: page numbers, int32 [R, k], and arrays for the pages."""
-    shards = self._tree.shards
-    # Out-of-range page numbers, which a write drops.
-    pages = np.full((shards, _BATCH), np.iinfo(np.int32).max, np.int32)
-    arrays = [
-      np.zeros((shape[0], shards * _BATCH, *shape[1:]), dtype)
-      for shape, dtype in self._shapes[group]
-    ]
-    return pages, arrays
+  def _no_pages(self) -> np.ndarray:
+    """Out-of-range page numbers of a batch, int32 [R, k]: not written."""
+    shape = self._tree.shards, BATCH
+    return np.full(shape, np.iinfo(np.int32).max, np.int32)
 
   # -------------------------------------------------------------------------
   # Out
@@ -212,7 +203,7 @@ class StoreLink:
       # It was never loaded into the page, so the store still has it.
       return
     key = self._key(group, block.digest)
-    if key not in self.store:
+    if self._pages.nbytes(group, shard) and key not in self.store:
       self._leaving[group][shard].append((page, key))
 
   def move(self, pool: PagePool) -> PagePool:
@@ -221,37 +212,71 @@ class StoreLink:
     Call it after a plan and before its calls.
     """
     self._export(pool, most=_MOST_COPIES)
+    self._export_early(pool)
     return self._import(pool)
+
+  def ended(self, row: ServedRow) -> None:
+    """Queues the blocks of a row whose answer is complete, if `early`."""
+    if self.early:
+      self._early.extend(row.blocks)
+
+  def settle(self, pool: PagePool) -> None:
+    """Exports queued blocks and waits for the copies; for an idle engine."""
+    while self._early:
+      self._export_early(pool)
+      self._await_copies()
+
+  def _export_early(self, pool: PagePool) -> None:
+    """Exports queued blocks, as many as there is room for in flight."""
+    self._copies = [x for x in self._copies if not x.done()]
+    room = (_MOST_COPIES - len(self._copies)) * BATCH
+    while self._early and room > 0:
+      block = self._early.popleft()
+      if not block.ready or block.lost:
+        continue
+      shard = block.depth % self._tree.shards
+      for group, page in enumerate(block.pages):
+        # Evicted pages are exported already, and those to load are stored.
+        if page is None or (group, shard, page) in self._scheduler.loads:
+          continue
+        self._leave(block, group, page)
+        room -= 1
+    self._export(pool, most=None)
+
+  def _await_copies(self) -> None:
+    for copy in self._copies:
+      copy.result()
 
   def _export(self, pool: PagePool, *, most: int | None) -> None:
     self._copies = [x for x in self._copies if not x.done()]
     for group, shards in enumerate(self._leaving):
       while any(shards):
-        batch = [shard[:_BATCH] for shard in shards]
+        batch = [shard[:BATCH] for shard in shards]
         for shard in shards:
-          del shard[:_BATCH]
+          del shard[:BATCH]
         count = sum(map(len, batch))
         if most is not None and len(self._copies) >= most:
           self._counters.pages_lost += count
           continue
-        pages = np.zeros((len(shards), _BATCH), np.int32)
+        pages = np.zeros((len(shards), BATCH), np.int32)
         for n, shard in enumerate(batch):
           pages[n, : len(shard)] = [page for page, _ in shard]
-        arrays = read_pages(pool, group, pages)
-        for x in arrays:
-          x.copy_to_host_async()
         keys = [
-          (n * _BATCH + i, key)
+          (n, i, key)
           for n, shard in enumerate(batch)
           for i, (_, key) in enumerate(shard)
         ]
+        arrays = self._pages.read(pool, group, pages)
         self._counters.pages_out += count
         self._copies.append(self._copier.submit(self._put, arrays, keys))
 
-  def _put(self, held: Any, keys: list[tuple[int, bytes]]) -> None:
-    arrays = [np.asarray(x) for x in held]
-    for n, key in keys:
-      self.store.put(key, b"".join(x[:, n].tobytes() for x in arrays))
+  def _put(
+    self, arrays: DeviceBatch, keys: list[tuple[int, int, bytes]]
+  ) -> None:
+    """Gives the store pages (shard, index in the batch, key) of a batch."""
+    batch = self._pages.on_host(arrays)
+    for shard, n, key in keys:
+      self.store.put(key, self._pages.payload(batch, shard, n))
 
   def put(self, group: int, digest: bytes, leaves: list[np.ndarray]) -> None:
     """Gives the store one page of a group that another engine computed.
@@ -274,9 +299,9 @@ class StoreLink:
       for group, page in enumerate(block.pages):
         if block.ready and page is not None:
           self._leave(block, group, page)
+    self._early.clear()
     self._export(pool, most=None)
-    for copy in self._copies:
-      copy.result()
+    self._await_copies()
 
   def close(self) -> None:
     """Detaches from the tree and ends the thread."""
@@ -290,9 +315,11 @@ class StoreLink:
   def look(
     self, row: ServedRow, root: PrefixBlock, count: int, most: int
   ) -> StoredPrefix | None:
-    """Blocks of a row's prompt from tree and store; None while in flight."""
-    tree = self._tree
-    pieces = tree.pieces(row.prompt, most)
+    """Blocks of a row's prompt from tree and store; None while in flight.
+
+    Of several processes all return the same blocks, those that all have.
+    """
+    pieces = self._tree.pieces(row.prompt, most)
     state: RowSearch = row.store_state
     if state is None:
       digests, at = [], root.digest
@@ -300,27 +327,59 @@ class StoreLink:
         at = next_digest(at, piece)
         digests.append(at)
       state = row.store_state = RowSearch(digests=digests)
-      for group in range(len(self._names)):
+      for group in range(self._groups):
         self.store.request([self._key(group, x) for x in digests])
+    chain = self._tree.chain(root, pieces)
+    chain = chain[: next((n for n, b in enumerate(chain) if not b.ready), None)]
+    while True:
+      needed = self._needed(state, chain, count, most)
+      totals = self.together(None if needed is None else needed[0])
+      known = [total for total in totals if total is not None]
+      if needed is None or len(known) < len(totals):
+        return None
+      if len({*known}) == 1:
+        payloads = {x: self._payload(state, *x) for x in needed[1]}
+        return StoredPrefix(count=needed[0], payloads=payloads)
+      # A window may need other pages for fewer blocks.
+      state.common = min(known)
+
+  def _needed(
+    self, state: RowSearch, chain: list[PrefixBlock], count: int, most: int
+  ) -> tuple[int, list[tuple[int, int]]] | None:
+    """Blocks that this process has; None while it fetches some.
+
+    Args:
+      state: Search of the row.
+      chain: Blocks of the prompt in the tree.
+      count: Number of blocks that the tree has.
+      most: Maximum number of blocks.
+
+    Returns:
+      Number of blocks, and their pages (number, group) that the store has.
+    """
     if state.fetch is not None:
       if not state.fetch.done:
         return None
       self._fetched(state)
+    if state.common is not None:
+      most = min(most, state.common)
     while True:
-      chain = tree.chain(root, pieces)
-      chain = chain[
-        : next((n for n, b in enumerate(chain) if not b.ready), None)
-      ]
       total, needed = self._longest(state, chain, count, most)
-      wanted = [x for x in needed if x not in state.payloads]
+      wanted = [x for x in needed if self._here(*x) and x not in state.payloads]
       if not wanted:
-        payloads = {x: state.payloads[x] for x in needed}
-        return StoredPrefix(count=total, payloads=payloads)
+        return total, needed
       keys = [self._key(g, state.digests[n]) for n, g in wanted]
       state.wanted, state.fetch = wanted, self.store.fetch(keys)
       if not state.fetch.done:
         return None
       self._fetched(state)
+
+  def _here(self, n: int, group: int) -> bool:
+    """Whether this process has a part of the page of block n of a prompt."""
+    return self._pages.nbytes(group, n % self._tree.shards) > 0
+
+  def _payload(self, state: RowSearch, n: int, group: int) -> Payload:
+    return state.payloads[n, group] if self._here(n, group) else b""
 
   def _fetched(self, state: RowSearch) -> None:
     """Collects the payloads of a fetch and notes the first missing block."""
@@ -328,7 +387,8 @@ class StoreLink:
     assert fetch is not None
     for n, group in state.wanted:
       payload = fetch.found.get(self._key(group, state.digests[n]))
-      if payload is None or len(payload) != self._bytes[group]:
+      size = self._pages.nbytes(group, n % self._tree.shards)
+      if payload is None or len(payload) != size:
         state.missing.add((n, group))
         return
       state.payloads[n, group] = payload
@@ -350,11 +410,15 @@ class StoreLink:
     def is_available(n: int, group: int) -> bool:
       at = n, group
       if at not in available:
-        available[at] = cached(n, group) or (
-          at not in state.missing
-          and (
-            at in state.payloads
-            or self._key(group, state.digests[n]) in self.store
+        available[at] = (
+          cached(n, group)
+          or not self._here(n, group)
+          or (
+            at not in state.missing
+            and (
+              at in state.payloads
+              or self._key(group, state.digests[n]) in self.store
+            )
           )
         )
       return available[at]
@@ -398,33 +462,22 @@ class StoreLink:
     """Fills the pages that the scheduler gave to blocks of the store."""
     loads, shards = self._scheduler.loads, self._tree.shards
     waiting: list[list[list[tuple[int, Any]]]] = [
-      [[] for _ in range(shards)] for _ in self._shapes
+      [[] for _ in range(shards)] for _ in range(self._groups)
     ]
     for (group, shard, page), payload in loads.items():
       waiting[group][shard].append((page, payload))
     loads.clear()
     for group, lists in enumerate(waiting):
       while any(lists):
-        pages, arrays = self._blank(group)
+        pages, batch = self._no_pages(), self._pages.blank(group)
         for shard, page_loads in enumerate(lists):
-          for i, (page, payload) in enumerate(page_loads[:_BATCH]):
+          for i, (page, payload) in enumerate(page_loads[:BATCH]):
             pages[shard, i] = page
-            _unpack(payload, arrays, shard * _BATCH + i)
-          self._counters.pages_in += len(page_loads[:_BATCH])
-          del page_loads[:_BATCH]
-        pool = _write_pages(pool, group, pages, tuple(arrays))
+            self._pages.fill(batch, shard, i, payload)
+          self._counters.pages_in += len(page_loads[:BATCH])
+          del page_loads[:BATCH]
+        pool = self._pages.write(pool, group, pages, batch)
     return pool
-
-
-def _unpack(payload: Any, held: list[np.ndarray], n: int) -> None:
-  """Writes a payload to index n of the arrays."""
-  at = 0
-  for x in held:
-    shape = (x.shape[0], *x.shape[2:])
-    size = int(np.prod(shape))
-    values = np.frombuffer(payload, x.dtype, size, at)
-    x[:, n] = values.reshape(shape)
-    at += values.nbytes
 
 
 def weights_digest(model: Transformer) -> str:
@@ -458,10 +511,14 @@ def _checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
     path: x
     for path, x in leaves.items()
     if jnp.dtype(x.dtype).itemsize in (1, 2, 4, 8)
-    and x.sharding.memory_kind
-    in (None, next(iter(x.devices())).default_memory().kind)
+    and x.sharding.memory_kind in (None, _local_device(x).default_memory().kind)
   }
-  return jax.device_get(checksums(on_device))
+  return whole_on_host(checksums(on_device))
+
+
+def _local_device(x: jax.Array) -> jax.Device:
+  """A device of this process that has a part of an array."""
+  return next(iter(x.sharding.addressable_devices))
 
 
 def _forms(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
@@ -492,7 +549,7 @@ def constants_digest(pool: PagePool) -> bytes:
   """Digest of the constants of a pool's codec, layer by layer."""
   by_layer: dict[int, Any] = {}
   for shape, constants in zip(pool.shapes, pool.constants, strict=True):
-    for x in map(np.asarray, jax.tree.leaves(constants)):
+    for x in jax.tree.leaves(whole_on_host(constants)):
       for n, number in enumerate(shape.which):
         part = x[n] if x.shape[:1] == (len(shape.which),) else x
         hasher = by_layer.setdefault(number, hashlib.sha256())
@@ -513,7 +570,7 @@ def _namespaces(
   digest = hashlib.sha256()
   tree, limits = scheduler.tree, scheduler.limits
   leaves = jax.tree.leaves(model)
-  device = next(iter(leaves[0].devices()))
+  device = _local_device(leaves[0])
   facts = (
     "ringjax block 4",
     weights_digest(base),

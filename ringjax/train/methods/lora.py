@@ -32,6 +32,7 @@ from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.models.parameter_arrays import tensors_digest
 from ringjax.models.transformer import Transformer
+from ringjax.models.weights.coded_weights import code_kind
 from ringjax.models.weights.linear_maps import (
   CODED,
   INDEX_PATH,
@@ -62,12 +63,15 @@ class Lora:
       layers elsewhere nor row by row.
     new_tokens: Number of ids at the end of the vocabulary whose embeddings are
       trained, and their part of an untied head.
+    over: Codes whose error the adapters began with, see `residual_adapters`;
+      empty: adapters of a model's weights, of floats or codes.
   """
 
   rank: int = 16
   alpha: float = 32.0
   targets: tuple[str, ...] = ("q", "k", "v", "o")
   new_tokens: int = 0
+  over: str = ""
 
   def __post_init__(self) -> None:
     positive_int("rank", self.rank)
@@ -141,8 +145,26 @@ class Lora:
     start = value.shape[axis] - self.new_tokens
     return jax.lax.slice_in_dim(value, start, value.shape[axis], axis=axis)
 
+  def check_codes(self, model: Transformer) -> None:
+    """Refuses a model without the codes whose error the adapters correct.
+
+    Raises:
+      OptionError: If it has floats, or other codes.
+    """
+    kind = code_kind(model) if self.over else ""
+    if kind != self.over:
+      raise OptionError(
+        "adapters",
+        f"adapters that correct the error of {self.over}, for a model of "
+        f"{kind or 'floats'}",
+        f"a model whose maps are {self.over}",
+        "code the model as it was for the training, with "
+        "rj.models.with_coded_weights or --weights",
+      )
+
   def model(self, params: PyTree, frozen: Transformer) -> Transformer:
     """The model with its adapters added; its own weights get no gradient."""
+    self.check_codes(frozen)
     maps = adaptable_maps(frozen)
     # Sums that exist only while a layer runs.
     in_layers = {
@@ -233,6 +255,8 @@ def with_adapters(
     OptionError: If parameters are of another model, or of maps that its layers
       use as arrays.
   """
+  for lora, _ in adapters:
+    lora.check_codes(model)
   maps = adaptable_maps(model)
   paths = list(dict.fromkeys(path for _, params in adapters for path in params))
   unknown = [path for path in paths if path not in maps]

@@ -55,6 +55,8 @@ TENSORS = "adapter_model.safetensors"
 # Entry of a file's metadata with the modules of the layer that predicts further
 # tokens, which most models are loaded without.
 _PREDICTING = "predict_layer"
+# Entry with the codes that the adapters belong to, see `Lora.over`.
+_OVER = "over"
 _PREFIX = "base_model.model."
 # Entries that only affect training, or repeat what the tensors show.
 _IGNORED = (
@@ -138,7 +140,7 @@ def save_adapter(
   modules = {_in_layer(name) for name, _, _, _ in adapted}
   if jax.process_index():
     return
-  metadata = {"format": "pt"}
+  metadata = {"format": "pt"} | ({_OVER: how.over} if how.over else {})
   if model.config.predicts is not None:
     last = f"stack.blocks.{len(model.stack.runs) - 1}."
     further = [
@@ -213,6 +215,7 @@ def load_adapter(
     ConfigError: If the config is not for a sum W + s A B.
     CheckpointFormatError: If a file is missing or broken.
     CheckpointMismatchError: If tensors are of another model, rank or shape.
+    OptionError: If the adapters correct codes that the model lacks.
   """
   place = pathlib.Path(local_path("path", path))
   config = _config(place)
@@ -220,7 +223,8 @@ def load_adapter(
   if config.get("use_rslora"):
     # The scale of rsLoRA is alpha / sqrt(r).
     alpha *= math.sqrt(rank)
-  pairs, further = _pairs(place)
+  pairs, metadata = _pairs(place)
+  further = metadata.get(_PREDICTING, "").split()
   maps = adaptable_maps(model)
   params: dict[str, dict[str, np.ndarray]] = {}
   for name, form, targets in _modules(model):
@@ -260,7 +264,11 @@ def load_adapter(
       TENSORS, "no adapter", "one or more", "pass the folder of an adapter"
     )
   targets = tuple(sorted({name.rsplit(".", 1)[-1] for name in params}))
-  return Lora(rank=rank, alpha=alpha, targets=targets), params
+  how = Lora(
+    rank=rank, alpha=alpha, targets=targets, over=metadata.get(_OVER, "")
+  )
+  how.check_codes(model)
+  return how, params
 
 
 def _adapted(
@@ -385,8 +393,8 @@ def _refuse(name: str, value: object, wanted: str) -> NoReturn:
 
 def _pairs(
   place: pathlib.Path,
-) -> tuple[dict[str, dict[str, np.ndarray]], list[str]]:
-  """Arrays A and B, float32, by module; modules of a predicting layer."""
+) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, str]]:
+  """Arrays A and B, float32, by module; metadata of the file."""
   if not (place / TENSORS).exists():
     raise CheckpointFormatError(
       f"{place.name}"[-60:],
@@ -413,7 +421,7 @@ def _pairs(
       raise CheckpointMismatchError(
         TENSORS, f"only {', '.join(pair)} of {module}", "A and B", "save again"
       )
-  return pairs, metadata.get(_PREDICTING, "").split()
+  return pairs, metadata
 
 
 def _check_shapes(

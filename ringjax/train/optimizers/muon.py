@@ -17,6 +17,7 @@ Scalable for LLM Training, arXiv 2502.16982.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -111,13 +112,66 @@ def scale_by_muon(
     eps: Number added to the root of the second moment.
     mesh: Devices that share the matrices; None for one.
   """
+  return with_orthogonal_matrices(scale_by_momenta(b1, b2, eps), mesh)
+
+
+def with_orthogonal_matrices(
+  optimizer: optax.GradientTransformation, mesh: Mesh | None
+) -> optax.GradientTransformationExtraArgs:
+  """The optimizer, with the orthogonal factors of its updates of matrices.
+
+  Args:
+    optimizer: Optimizer, whose state this one has.
+    mesh: Devices that share the matrices; None for one.
+  """
+  optimizer = optax.with_extra_args_support(optimizer)
+
+  def update(
+    updates: PyTree, state: Any, params: PyTree = None, **others: Any
+  ) -> tuple[PyTree, Any]:
+    axes = matrices(updates)
+    updates, state = optimizer.update(updates, state, params, **others)
+    leaves, form = jax.tree.flatten(updates)
+    results = [
+      x if matrix is None else _orthogonal(x, matrix, mesh).astype(x.dtype)
+      for x, matrix in zip(leaves, axes, strict=True)
+    ]
+    return jax.tree.unflatten(form, results), state
+
+  return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def momenta_by_leaf(
+  b1: float, b2: float, eps: float
+) -> Callable[[PyTree], list[optax.GradientTransformation]]:
+  """Function from parameters to `scale_by_momenta` of each of their arrays."""
+  return lambda params: [
+    scale_by_momenta(b1, b2, eps, lambda _, matrix=matrix: [matrix])
+    for matrix in matrices(params)
+  ]
+
+
+def scale_by_momenta(
+  b1: float,
+  b2: float,
+  eps: float,
+  axes_of: Callable[[PyTree], list[Matrix | None]] = matrices,
+) -> optax.GradientTransformation:
+  """The Nesterov momentum of matrices, and Adam for other parameters.
+
+  Args:
+    b1: Decay of the momentum of matrices.
+    b2: Decay of Adam's second moment.
+    eps: Number added to the root of the second moment.
+    axes_of: Function from parameters to the axes of matrices of each array.
+  """
   adam_b1 = 0.9
 
   def init(params: PyTree) -> MuonState:
     leaves, form = jax.tree.flatten(params)
     nu = [
       jnp.zeros_like(x) if matrix is None else jnp.zeros((), x.dtype)
-      for x, matrix in zip(leaves, matrices(params), strict=True)
+      for x, matrix in zip(leaves, axes_of(params), strict=True)
     ]
     momentum = jax.tree.map(jnp.zeros_like, params)
     return MuonState(jnp.int32(0), momentum, jax.tree.unflatten(form, nu))
@@ -135,7 +189,7 @@ def scale_by_muon(
       gradients,
       jax.tree.leaves(state.momentum),
       jax.tree.leaves(state.nu),
-      matrices(updates),
+      axes_of(updates),
       strict=True,
     ):
       if matrix is None:
@@ -144,7 +198,7 @@ def scale_by_muon(
         moved = (momentum / first) / (jnp.sqrt(nu / second) + eps)
       else:
         momentum = b1 * momentum + gradient
-        moved = _orthogonal(b1 * momentum + gradient, matrix, mesh)
+        moved = b1 * momentum + gradient
       results.append(moved.astype(gradient.dtype))
       momenta.append(momentum)
       nus.append(nu)

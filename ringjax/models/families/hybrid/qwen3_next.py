@@ -31,7 +31,8 @@ from ringjax.nn.feedforward import Experts, Softmax
 from ringjax.nn.recurrent_layers.delta import Delta
 
 
-def _delta(r: ConfigReader) -> Delta:
+def delta(r: ConfigReader) -> Delta:
+  """Gated delta net of a config."""
   key_heads = r.whole("linear_num_key_heads", default=16)
   heads = r.whole("linear_num_value_heads", default=32)
   if heads % key_heads:
@@ -56,7 +57,7 @@ def _hybrid(
   every = r.whole("full_attention_interval", default=4)
   types = r.layer_types(pattern(r, every, "linear_attention"))
   mixers = {
-    "linear_attention": _delta(r),
+    "linear_attention": delta(r),
     "full_attention": attention(
       # Images have three positions for the rotation; tokens of text have one.
       r,
@@ -72,7 +73,8 @@ def _hybrid(
   return model(r, name, attentions, feedforward, norm)
 
 
-def _experts(r: ConfigReader) -> Experts:
+def qwen_experts(r: ConfigReader) -> Experts:
+  """Experts of a config, with a shared one that has a gate."""
   return experts(
     r,
     Softmax(renormalise=r.flag("norm_topk_prob", default=True)),
@@ -83,7 +85,7 @@ def _experts(r: ConfigReader) -> Experts:
 
 
 def _qwen3_next(r: ConfigReader) -> TransformerConfig:
-  return _hybrid(r, "qwen3_next", qwen_feedforwards(r, _experts(r)))
+  return _hybrid(r, "qwen3_next", qwen_feedforwards(r, qwen_experts(r)))
 
 
 def _qwen3_5(r: ConfigReader) -> TransformerConfig:
@@ -95,10 +97,10 @@ def _qwen3_5_moe(r: ConfigReader) -> TransformerConfig:
   r.ignore("intermediate_size", "mlp_only_layers")
   r.only("decoder_sparse_step", 1)
   r.only("norm_topk_prob", True)
-  return _hybrid(r, "qwen3_5_moe", _experts(r))
+  return _hybrid(r, "qwen3_5_moe", qwen_experts(r))
 
 
-def _names(config: TransformerConfig, apart: bool = False) -> TensorNames:
+def tensor_names(config: TransformerConfig, apart: bool = False) -> TensorNames:
   """Tensor names; `apart` if a delta net's maps are in several tensors."""
   fused: dict[str, Fusion] = {}
   for layer in config.layers:
@@ -148,7 +150,7 @@ FAMILIES = (
   Family(
     name="qwen3_next",
     config=_qwen3_next,
-    names=_names,
+    names=tensor_names,
     # A layer that predicts the token after the next one.
     unread=lambda config: ("mtp.",),
     predict=MTP,
@@ -156,7 +158,7 @@ FAMILIES = (
   Family(
     name="qwen3_5",
     config=_qwen3_5,
-    names=functools.partial(_names, apart=True),
+    names=functools.partial(tensor_names, apart=True),
     types=("qwen3_5_text",),
     unread=lambda config: ("mtp.",),
     predict=MTP,
@@ -165,7 +167,7 @@ FAMILIES = (
   Family(
     name="qwen3_5_moe",
     config=_qwen3_5_moe,
-    names=functools.partial(_names, apart=True),
+    names=functools.partial(tensor_names, apart=True),
     types=("qwen3_5_moe_text",),
     unread=lambda config: ("mtp.",),
     predict=MTP,

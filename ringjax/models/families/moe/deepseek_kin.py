@@ -29,7 +29,7 @@ from ringjax.models.families.moe.deepseek import (
   latent_names,
 )
 from ringjax.models.families.moe.mixtures import QWEN_EXPERTS, shared_names
-from ringjax.models.families.predict_layers import NEXTN, unread
+from ringjax.models.families.predict_layers import HUNYUAN, NEXTN, unread
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import TensorNames
 from ringjax.models.transformer import TransformerConfig
@@ -308,5 +308,6 @@ FAMILIES = (
       experts=QWEN_EXPERTS,
     ),
     unread=unread,
+    predict=HUNYUAN,
   ),
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from ringjax.models.families.family import Family, llama_names, model, rms
 from ringjax.models.families.moe.deepseek import latent
+from ringjax.models.families.predict_layers import LONGCAT
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention_layers.shortcut_layer import ShortcutLayer
@@ -137,5 +138,6 @@ FAMILIES = (
       },
     ),
     unread=_unread,
+    predict=LONGCAT,
   ),
 )

@@ -13,6 +13,7 @@ from ringjax.models.families.family import (
   model,
 )
 from ringjax.models.families.moe.mixtures import QWEN_EXPERTS
+from ringjax.models.families.predict_layers import MIMO
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention_layers.attention import Attention
@@ -131,5 +132,6 @@ FAMILIES = (
     ),
     # Layers that predict the tokens after the next one.
     unread=lambda config: ("model.mtp.",),
+    predict=MIMO,
   ),
 )

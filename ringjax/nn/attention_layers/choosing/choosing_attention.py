@@ -21,6 +21,7 @@ from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.cached.summaries.summary_view import SummaryView
 from ringjax.ops.attention.cached.summaries.window_sums import (
+  PoolingGates,
   WindowSizes,
   WindowWeights,
 )
@@ -117,13 +118,53 @@ class SummaryQuery(GroupedQuery):
     """
     keys, summaries = caches
     q, keys = self._appended(q, k, v, tokens, keys)
-    view = None
-    # A call without a cache keeps none.
-    if isinstance(summaries, SummaryLayer):
-      views = keys.views()
-      summaries = summaries.appended(views, tokens.at, weights)
-      view = summaries.view(views) if attend.resident else None
+    summaries, view = appended_summaries(
+      summaries, keys, tokens, attend, weights
+    )
     return q, (keys, summaries), view
+
+
+def appended_summaries(
+  summaries: object,
+  keys: LayerCache,
+  tokens: Tokens,
+  attend: Attend,
+  weights: WindowWeights | PoolingGates | None = None,
+) -> tuple[object, SummaryView | None]:
+  """Write the summaries of the windows of keys that end in a call.
+
+  Args:
+    summaries: The layer's summaries; anything else for a call without a cache.
+    keys: Keys of the layer, with those of the call.
+    tokens: Tokens of the call.
+    attend: Sharding of the tokens.
+    weights: See `SummaryLayer.appended`.
+
+  Returns:
+    The summaries, and a view of them; None where keys travel, and where a cache
+    has none.
+  """
+  # A call without a cache keeps none.
+  if not isinstance(summaries, SummaryLayer):
+    return summaries, None
+  views = tuple(view.keys_alone() for view in keys.views())
+  if weights is None or isinstance(weights, PoolingGates):
+    summaries = summaries.appended(views, tokens.at, weights)
+  else:
+    summaries = summaries.appended(keys.views(), tokens.at, weights)
+  return summaries, summaries.view(views) if attend.resident else None
+
+
+def index_summaries(dim: int, block: int) -> KeySummaries:
+  """Summaries of the blocks of an index's keys, of `dim` numbers each."""
+  return KeySummaries(
+    kv_heads=1,
+    key=dim,
+    value=0,
+    sizes=WindowSizes(block, block),
+    fixed=True,
+    of_index=True,
+  )
 
 
 def refuse_sparse(

@@ -44,6 +44,7 @@ from ringjax.ops.attention.cached.views import (
   coords_specs,
   fold_tiles,
   in_order,
+  in_tiles,
   tiled,
 )
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel, Loops
@@ -324,11 +325,13 @@ class CacheVisit:
       return dataclasses.replace(self, at=at)._read(view, q, terms)
 
     def read_chunk(chunk: PyTree) -> Partial:
-      q, at, places = chunk
+      q, at, places, bias = chunk
       q = jnp.moveaxis(q, 1, 3)
       if places is not None:
         places = jnp.moveaxis(places, 1, 2)
-      chunk_view = with_places(view, places)
+      if bias is not None:
+        bias = jnp.moveaxis(bias, 1, 3)
+      chunk_view = with_places(view, places, bias)
       partial = read_by_query(chunk_view, q, Coords(*at), self.terms, read)
       return jax.tree.map(lambda x: jnp.moveaxis(x, 3, 1), partial)
 
@@ -336,11 +339,13 @@ class CacheVisit:
     with_rows = lambda x: jnp.broadcast_to(x, (rows, x.shape[1]))
     pages = selecting(view)
     assert pages is not None
-    places = pages.places
+    places, bias = pages.places, pages.bias
     if places is not None:
       places = jnp.moveaxis(places, 2, 1)
+    if bias is not None:
+      bias = jnp.moveaxis(bias, 3, 1)
     at = Coords(*map(with_rows, self.at))
-    operands = jnp.moveaxis(self.q, 3, 1), at, places
+    operands = jnp.moveaxis(self.q, 3, 1), at, places, bias
     parts = -(-self.q.shape[3] // _FEW)
     partial = by_chunks(read_chunk, operands, parts)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 3), partial)
@@ -411,10 +416,17 @@ def _by_segments(
   if isinstance(view, StreamedView):
     size = view.block
   at = tiled(view.at, size)
+  bias = terms.bias
+  if bias is not None:
+    bias = in_tiles(bias, size)
 
   def read(first: Index, k: jax.Array, v: jax.Array, carry: Partial) -> Partial:
     segment_context = context._replace(k=cut_coords(at, first, size))
-    args = ScoreArgs(scores, terms, segment_context)
+    segment_terms = terms
+    if bias is not None:
+      segment_bias = lax.dynamic_slice_in_dim(bias, first, size, 4)
+      segment_terms = terms._replace(bias=segment_bias)
+    args = ScoreArgs(scores, segment_terms, segment_context)
     return local.forward(Local(q, k, v), args, carry)
 
   shapes = view.tile(jnp.int32(0), size)

@@ -7,13 +7,15 @@ score, the lowest position first among equal ones. With `PooledBlockReading` all
 heads read what `TopPooledBlocks` chooses. Blocks are of positions, so the
 choice does not depend on views, shards or chunks of queries, but for pooled
 keys whose scores differ by less than the rounding of their sums.
-Cost: the index's keys are read. A few queries then read the keys and values of
+Cost: the index's keys are read; of pooled ones only the pooled keys, where a
+cache keeps them. A few queries then read the keys and values of
 their blocks alone; where these would be more than half of the slots, all keys
 and values are read and those of other blocks masked, see `reads_fewer`.
 Memory: scores of some queries and all keys of a shard; the pooled keys of all
 blocks.
 
-Ref: MiniMax 2026, MiniMax-M3 (MSA); Zhipu AI 2026, GLM-5.3-Flash.
+Ref: MiniMax 2026, MiniMax-M3 (MSA); Zhipu AI 2026, GLM-5.3-Flash; Qwen Team
+2026, Qwen4-Exp.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from ringjax.ops.attention.cached.block_reading import (
   read_blocks,
 )
 from ringjax.ops.attention.cached.selection import by_chunks
+from ringjax.ops.attention.cached.summaries.summary_view import SummaryView
 from ringjax.ops.attention.cached.views import (
   KVView,
   fold_tiles,
@@ -54,10 +57,12 @@ from ringjax.ops.attention.sparse.top_index_blocks import (
 from ringjax.ops.attention.sparse.top_pooled_blocks import (
   TopPooledBlocks,
   best_pooled,
+  finished,
   pooled_scores,
 )
 from ringjax.ops.attention.sparse.top_tokens import ranked
 from ringjax.ops.mask import Coords, visible
+from ringjax.ops.rope import Rope
 from ringjax.ops.softmax import Partial, merge, wide_dtype
 from ringjax.parallel import collectives
 from ringjax.parallel.call_sharding import MeshAxes
@@ -236,6 +241,11 @@ class PooledBlockReading(BlockChoice):
       else None.
     views: Views of the index's keys and gates, slot by slot those of the
       layer's views; () where keys travel.
+    norm: Weight of the norm of pooled keys, [E], or None.
+    eps: Epsilon of that norm.
+    rope: Rotation of pooled keys by the first position of a block, or None.
+    summaries: Pooled keys of blocks that have ended, which are then read in
+      place of `views`; None where a cache keeps none, and in a visit.
   """
 
   q: Float[Array, "B T I E"]
@@ -243,18 +253,25 @@ class PooledBlockReading(BlockChoice):
   bias: Float[Array, "m E"]
   keys: Float[Array, "B S X"] | None = None
   views: tuple[KVView, ...] = ()
+  norm: Float[Array, " E"] | None = None
+  eps: float = 1e-6
+  rope: Rope | None = None
+  summaries: SummaryView | None = None
 
   def specs(self, batch: MeshAxes, tokens: MeshAxes) -> PooledBlockReading:
     """Return the same tree of PartitionSpecs for these mesh axes."""
     of_tokens = P(batch, tokens)
-    return tree.with_leaves(self, q=of_tokens, weights=of_tokens, bias=P())
+    specs: Any = dict(q=of_tokens, weights=of_tokens, bias=P())
+    if self.norm is not None:
+      specs["norm"] = P()
+    return tree.with_leaves(self, **specs)
 
-  def visited(self) -> tuple[KVView, ...]:
-    return self.views
+  def visited(self) -> tuple[Any, ...]:
+    return self.views if self.summaries is None else (self.summaries,)
 
   def without_keys(self) -> PooledBlockReading:
-    """Drop `keys` and `views`, for keys that are passed besides."""
-    return dataclasses.replace(self, keys=None, views=())
+    """Drop `keys`, `views` and `summaries`, which are passed besides."""
+    return dataclasses.replace(self, keys=None, views=(), summaries=None)
 
   def chooses(self, tokens: int) -> bool:
     """Whether a query may read fewer than `tokens` keys."""
@@ -269,6 +286,9 @@ class PooledBlockReading(BlockChoice):
       keys=self.keys.astype(self.q.dtype),
       bias=self.bias,
       count=self.count,
+      norm=self.norm,
+      eps=self.eps,
+      rope=self.rope,
     )
 
   def over_shards(
@@ -308,10 +328,19 @@ class PooledBlockReading(BlockChoice):
       return None
     blocks = -(-slots * shards // self.block)
     in_basis = lambda view: view.aligned(visit.q, keys=False).view
-    index_views = tuple(map(in_basis, visit.index_views))
-    pooled, has_ended = self._pooled(views, index_views, blocks, visit)
+    number = jnp.arange(blocks, dtype=jnp.int32)
+    end = number * self.block + self.block - 1
+    kept = None
+    if isinstance(visit.index_views[0], SummaryView):
+      kept = visit.index_views[0].of_shard(axis)
+      pooled, number = kept.keys[:, :, 0], kept.number
+    else:
+      index_views = tuple(map(in_basis, visit.index_views))
+      pooled = self._pooled(views, index_views, blocks, visit)
+    has_ended = self._ended(views, blocks, visit)
+    first = (number * self.block)[None]
+    pooled = finished(pooled, self.norm, self.eps, self.rope, first)
     pooled = pooled.astype(self.q.dtype)
-    end = jnp.arange(blocks, dtype=jnp.int32) * self.block + self.block - 1
     b = visit.q.shape[0]
     with_batch = lambda x: jnp.broadcast_to(x, (b, *x.shape[1:]))
     index_q, weights = with_batch(self.q), with_batch(self.weights)
@@ -322,14 +351,19 @@ class PooledBlockReading(BlockChoice):
       q, index_q, weights, q_at = chunk
       q_at = Coords(*q_at)
       scores = pooled_scores(index_q, weights, pooled)
+      if kept is not None:
+        scores = kept.everywhere(scores, 0, blocks, axis)
       seen = end[None, None] <= q_at.pos[..., None]
       allowed = seen & has_ended[:, None] & (q_at.seg > 0)[..., None]
       best = best_pooled(scores, allowed, q_at.pos, self.count, self.block)
+      # All kv heads of this shard read the same blocks.
+      heads = b, visit.q.shape[1], 1, *best.shape[1:]
+      best = jnp.broadcast_to(best[:, None, None], heads)
       partial = read_blocks(
         views,
         jnp.moveaxis(q, 1, 3),
         q_at,
-        best[:, None, None],
+        best,
         self.block,
         blocks,
         visit,
@@ -346,8 +380,8 @@ class PooledBlockReading(BlockChoice):
     index_views: Sequence[KVView],
     blocks: int,
     visit: CacheVisit,
-  ) -> tuple[Float[Array, "B C E"], Bool[Array, "B C"]]:
-    """Pooled keys of all blocks of all shards, and whether all tokens exist."""
+  ) -> Float[Array, "B C E"]:
+    """Pooled keys of all blocks of all shards, of which all keys are read."""
     b, dims = visit.q.shape[0], self.q.shape[-1]
     dtype = wide_dtype(self.q.dtype)
     like = visit.q, self.q, self.bias, tuple(views), tuple(index_views)
@@ -357,7 +391,6 @@ class PooledBlockReading(BlockChoice):
       collectives.zeros(shape, dtype, like),
       collectives.zeros(shape, dtype, like),
     )
-    sizes = collectives.zeros((b, blocks), jnp.int32, like)
     bias = self.bias.astype(dtype)
     for view, keys in zip(views, index_views, strict=True):
       size = tile_slots(keys, visit.platform)
@@ -377,26 +410,42 @@ class PooledBlockReading(BlockChoice):
         size: int = size,
       ) -> tuple[Array, Array, Array]:
         del v
-        keys, gates = jnp.split(k[:, 0].astype(dtype), 2, -1)
         cut = functools.partial(
           lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1
         )
-        gates = gates + cut(place_bias)
+        keys = k[:, 0].astype(dtype)
+        gates = jnp.zeros_like(keys)
+        if keys.shape[-1] > dims:
+          keys, gates = jnp.split(keys, 2, -1)
+          gates = gates + cut(place_bias)
         return jax.vmap(_added)(sums, cut(number), keys, gates)
 
       tiles = jnp.arange(at.pos.shape[1] // size, dtype=jnp.int32)
       count = jnp.asarray(tiles.size, jnp.int32)
       sums = fold_tiles(keys, size, tiles, count, add, sums)
-      put = lambda sizes, index: sizes.at[index].add(1, mode="drop")
-      sizes = jax.vmap(put)(sizes, number)
     largest, total, weighted = sums
     if visit.axis is not None:
       overall = collectives.largest(largest, visit.axis)
       factor = _ratio(largest, overall)
-      total, weighted, sizes = collectives.total(
-        (total * factor, weighted * factor, sizes), visit.axis
+      total, weighted = collectives.total(
+        (total * factor, weighted * factor), visit.axis
       )
-    return weighted / jnp.where(total == 0, 1, total), sizes == self.block
+    return weighted / jnp.where(total == 0, 1, total)
+
+  def _ended(
+    self, views: Sequence[KVView], blocks: int, visit: CacheVisit
+  ) -> Bool[Array, "B C"]:
+    """Whether all tokens of each block of all shards exist."""
+    b = visit.q.shape[0]
+    sizes = collectives.zeros((b, blocks), jnp.int32, (visit.q, tuple(views)))
+    put = lambda sizes, index: sizes.at[index].add(1, mode="drop")
+    for view in views:
+      number = jnp.where(view.at.seg != 0, view.at.pos // self.block, blocks)
+      number = jnp.broadcast_to(number, (b, number.shape[1]))
+      sizes = jax.vmap(put)(sizes, number)
+    if visit.axis is not None:
+      sizes = collectives.total(sizes, visit.axis)
+    return sizes == self.block
 
 
 def _ratio(smaller: Array, larger: Array) -> Array:
@@ -432,6 +481,6 @@ def _added(
 
 tree.register(
   PooledBlockReading,
-  ("q", "weights", "bias", "keys", "views"),
-  ("count", "block"),
+  ("q", "weights", "bias", "keys", "views", "norm", "summaries"),
+  ("count", "block", "eps", "rope"),
 )

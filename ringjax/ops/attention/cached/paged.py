@@ -62,6 +62,10 @@ class PagedView(StoredView):
       the largest products with the queries of its group. Empty: all pages.
     places: Places in the table that each query reads, int32 [B, K, T, n], -1
       for none, if the queries chose their pages before; or None.
+    bias: Bias of the scores of a query and the slots of each of these pages,
+      float32 [B, K, G, T, n], such as the negative logarithm of the probability
+      that a sampled key had; -inf for a page that only other queries of the
+      group read. None: 0.
   """
 
   k: Shaped[Array, "N P _"]
@@ -75,6 +79,7 @@ class PagedView(StoredView):
   bounds: Float[Array, "N 2 H"] | None = None
   pages_read: tuple[int, ...] = ()
   places: Int[Array, "B K T n"] | None = None
+  bias: Float[Array, "B K G T n"] | None = None
 
   @property
   def at(self) -> Coords:
@@ -116,6 +121,7 @@ class PagedView(StoredView):
       constants=jax.tree.map(lambda _: P(heads), self.constants),
       bounds=None if self.bounds is None else pool,
       places=None if self.places is None else P(batch, heads, None, tokens),
+      bias=None if self.bias is None else P(batch, heads, None, None, tokens),
     )
 
   def tile(
@@ -193,12 +199,21 @@ class PagedView(StoredView):
       bounds=None,
       pages_read=(),
       places=None,
+      bias=None,
     )
+
+  def bias_by_query(self) -> Float[Array, "_ 1 G 1 S"] | None:
+    """Bias of the scores of `by_query`'s slots, whose heads are examples."""
+    if self.bias is None:
+      return None
+    groups, _, n = self.bias.shape[2:]
+    by_head = jnp.swapaxes(self.bias, 2, 3).reshape(-1, 1, groups, 1, n)
+    return jnp.repeat(by_head, self.k.shape[1], 4)
 
 
 tree.register(
   PagedView,
-  ("k", "v", "pos", "seg", "table", "constants", "bounds", "places"),
+  ("k", "v", "pos", "seg", "table", "constants", "bounds", "places", "bias"),
   ("decoders", "axes", "pages_read"),
 )
 
@@ -241,12 +256,16 @@ def selecting(view: KVView) -> PagedView | None:
   return pages if isinstance(pages, PagedView) and pages.selects else None
 
 
-def with_places(view: KVView, places: Int[Array, "B K T n"] | None) -> KVView:
-  """View that is `selecting`, with other `PagedView.places`."""
+def with_places(
+  view: KVView,
+  places: Int[Array, "B K T n"] | None,
+  bias: Float[Array, "B K G T n"] | None,
+) -> KVView:
+  """View that is `selecting`, with other `PagedView.places` and `bias`."""
   if isinstance(view, UnrotatedView):
-    return view._replace(stored=with_places(view.stored, places))
+    return view._replace(stored=with_places(view.stored, places, bias))
   assert isinstance(view, PagedView)
-  return dataclasses.replace(view, places=places)
+  return dataclasses.replace(view, places=places, bias=bias)
 
 
 def read_by_query(
@@ -278,7 +297,8 @@ def read_by_query(
   slopes = terms.slopes
   if slopes is not None:
     slopes = jnp.repeat(slopes, count, 0)
-  partial = read(page_view, split_q, terms._replace(slopes=slopes), split_at)
+  terms = terms._replace(slopes=slopes, bias=pages.bias_by_query())
+  partial = read(page_view, split_q, terms, split_at)
 
   def unsplit(x: Float[Array, "B KT G 1 *J"]) -> jax.Array:
     x = x.reshape(b, heads, count, groups, *x.shape[4:])

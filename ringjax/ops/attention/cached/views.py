@@ -548,7 +548,8 @@ def decode_attention(
 ) -> Partial:
   """Partial of a few queries over the keys of a view.
 
-  `args.context.allow` has keys in whole tiles, see `tiled`.
+  `args.context.allow` has keys in whole tiles, see `tiled`; a bias has all
+  slots of the view.
   """
   rows, block = q.shape[3], tile_slots(keys, platform)
   many = platform == "cpu" and rows >= _MANY and in_order(keys)
@@ -557,6 +558,9 @@ def decode_attention(
     # A tile of queries computes the scores of whole tiles of keys.
     block = min(block, _KEYS_OF_MANY)
   args = args.of_keys(tiled(args.context.k, block), 0)
+  if args.terms.bias is not None:
+    bias = in_tiles(args.terms.bias, block)
+    args = args._replace(terms=args.terms._replace(bias=bias))
   context = args.context
   kinds = tile_kinds(context.mask, context.q, context.k, rows, block)
   # All tiles of a streamed view are read in one loop.

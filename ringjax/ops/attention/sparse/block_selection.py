@@ -190,13 +190,13 @@ class BlockSelection(KeyChoice):
 
 
 def keys_by_position(
-  tokens: ShardTokens, keys: Float[Array, "B S E"], length: int
-) -> tuple[Float[Array, "B A E"], Int[Array, "B A"]]:
+  tokens: ShardTokens, keys: Shaped[Array, "B S E"], length: int
+) -> tuple[Shaped[Array, "B A E"], Int[Array, "B A"]]:
   """Gather an index's keys, and their documents, of the whole sequence.
 
   Args:
     tokens: Tokens of a shard.
-    keys: Index keys of the shard's tokens.
+    keys: Index keys of the shard's tokens, or other numbers of theirs.
     length: Number of positions, A; those without a token are zeros.
   """
   b, size, _ = keys.shape

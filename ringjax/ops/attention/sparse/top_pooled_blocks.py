@@ -1,4 +1,4 @@
-"""The blocks whose pooled key has the best score of an index (GLM-5.3).
+"""The blocks whose pooled key has the best score of an index.
 
 Guarantees: of the blocks of `block` tokens that end at or before a query t, it
 reads the `count` with the largest
@@ -11,7 +11,9 @@ block's tokens,
 
   pooled = sum_j softmax_j(gate_j + bias_j) key_j,
 
-with a softmax over the tokens for each dim. A block is of one document; tokens
+with a softmax over the tokens for each dim (GLM-5.3); without gates it is the
+mean of the keys. It may be normed, and rotated by the position of the block's
+first token (Qwen4-Exp). A block is of one document; tokens
 of blocks that two documents share are read by queries of these blocks alone.
 All heads read the same tokens. A score that is not a number is the best. The
 choice is the same in all layouts and on all meshes.
@@ -20,7 +22,7 @@ gates are gathered once, each shard's from all others.
 Memory: keys and gates of the whole sequence, and the scores of one chunk of
 queries.
 
-Ref: Zhipu AI 2026, GLM-5.3-Flash.
+Ref: Zhipu AI 2026, GLM-5.3-Flash; Qwen Team 2026, Qwen4-Exp.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ringjax import tree
 from ringjax.checks import as_array, positive_int
-from ringjax.errors import DtypeError, ShapeError
+from ringjax.errors import DtypeError, OptionError, ShapeError
 from ringjax.ops.attention.blockwise import product
 from ringjax.ops.attention.sparse.block_selection import (
   BlockSelection,
@@ -47,6 +49,8 @@ from ringjax.ops.attention.sparse.block_selection import (
 from ringjax.ops.attention.sparse.gathered import scan_queries
 from ringjax.ops.attention.sparse.top_tokens import check_count, ranked
 from ringjax.ops.mask import Coords, Mask, visible
+from ringjax.ops.norm import rms_norm
+from ringjax.ops.rope import Rope, Rotation
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
 
@@ -61,9 +65,14 @@ class TopPooledBlocks(BlockSelection):
   Attributes:
     q: Queries of the index, [B, T, I, E].
     weights: Weights of the index's heads, with all scales, [B, T, I].
-    keys: Keys of the index and, after them, gates, [B, S, 2 E].
-    bias: Bias of the gates by the place in a block, [block, E].
+    keys: Keys of the index and, after them, gates, [B, S, 2 E]; or keys alone,
+      [B, S, E], whose means are pooled keys.
+    bias: Bias of the gates by the place in a block, [block, E]; without gates
+      it only says how large a block is.
     count: Most blocks that a query reads besides its own.
+    norm: Weight of an RMSNorm of pooled keys, [E], or None.
+    eps: Epsilon of that norm.
+    rope: Rotation of pooled keys after that, or None.
   """
 
   q: Float[Array, "B T I E"]
@@ -71,12 +80,16 @@ class TopPooledBlocks(BlockSelection):
   keys: Float[Array, "B S X"]
   bias: Float[Array, "m E"]
   count: int
+  norm: Float[Array, " E"] | None = None
+  eps: float = 1e-6
+  rope: Rope | None = None
 
   dimensions: ClassVar[Dimensions] = {
     "q": ("B", "T"),
     "weights": ("B", "T"),
     "keys": ("B", "S"),
     "bias": (),
+    "norm": (),
   }
 
   @property
@@ -97,13 +110,19 @@ class TopPooledBlocks(BlockSelection):
     heads, dims = index_q.shape[2:]
     check_shape("selection.weights", weights, (*q[:2], heads), "head weights")
     check_shape("selection.bias", bias, (None, dims), "a bias for each place")
-    if keys.ndim != 3 or keys.shape[0] != q[0] or keys.shape[2] != 2 * dims:
+    widths = dims, 2 * dims
+    if keys.ndim != 3 or keys.shape[0] != q[0] or keys.shape[2] not in widths:
       raise ShapeError(
         "selection.keys",
         f"shape {keys.shape}",
-        f"[{q[0]}, S, {2 * dims}], an index key and a gate for each key",
+        f"[{q[0]}, S, {2 * dims}], an index key and a gate for each key, or "
+        f"[{q[0]}, S, {dims}], keys alone",
         "concatenate both in the order of `key`",
       )
+    if self.norm is not None:
+      norm = as_array("selection.norm", self.norm)
+      check_shape("selection.norm", norm, (dims,), "a weight for each dim")
+    check_rotation(self.rope, dims)
     if index_q.dtype != keys.dtype:
       raise DtypeError(
         "selection.keys",
@@ -120,6 +139,12 @@ class TopPooledBlocks(BlockSelection):
     blocks = -(-tokens.length // block)
     keys, seg = keys_by_position(tokens, self.keys, blocks * block)
     pooled = _pooled(keys.reshape(b, blocks, block, -1), self.bias)
+    first = None
+    if self.rope is not None:
+      pos = jnp.broadcast_to(tokens.k_at.pos, self.keys.shape[:2])
+      pos, _ = keys_by_position(tokens, pos[..., None], blocks * block)
+      first = pos.reshape(b, blocks, block)[..., 0]
+    pooled = finished(pooled, self.norm, self.eps, self.rope, first)
     pooled = pooled.astype(self.q.dtype)
     seg = seg.reshape(b, blocks, block)
     # Of one document.
@@ -149,9 +174,54 @@ def _pooled(
 ) -> Float[Array, "B C E"]:
   """Pooled key of each block of keys and gates: float32 or wider."""
   dtype = wide_dtype(keys.dtype)
-  keys, gates = jnp.split(keys.astype(dtype), 2, -1)
+  keys = keys.astype(dtype)
+  if keys.shape[-1] == bias.shape[-1]:
+    return jnp.mean(keys, 2)
+  keys, gates = jnp.split(keys, 2, -1)
   weights = jax.nn.softmax(gates + bias.astype(dtype)[None, None], 2)
   return jnp.sum(weights * keys, 2)
+
+
+def finished(
+  pooled: Float[Array, "B C E"],
+  norm: Float[Array, " E"] | None,
+  eps: float,
+  rope: Rope | None,
+  first: Int[Array, "#B C"] | None,
+) -> Float[Array, "B C E"]:
+  """Pooled keys after their norm and their rotation.
+
+  Args:
+    pooled: Pooled key of each block.
+    norm: Weight of the norm, or None.
+    eps: Epsilon of the norm.
+    rope: Rotation, or None.
+    first: Position of the first token of each block; None without a rotation.
+  """
+  if norm is not None:
+    pooled = rms_norm(pooled, norm, eps)
+  if rope is None:
+    return pooled
+  assert first is not None
+  return Rotation(rope=rope).anywhere(pooled[:, None], first)[:, 0]
+
+
+def check_rotation(rope: Rope | None, dims: int) -> None:
+  """Refuse a rotation that pooled keys of so many dims cannot have.
+
+  Raises:
+    OptionError: If it depends on the text's length, is learned or too wide.
+  """
+  if rope is None:
+    return
+  if rope.scaling.by_length or rope.learned or rope.dims > dims:
+    kind = type(rope.scaling).__name__
+    raise OptionError(
+      "selection.rope",
+      f"{rope.dims} dims, scaled by {kind}, learned: {rope.learned}",
+      f"at most {dims} dims, frequencies that are the same for all texts",
+      "choose another scaling, such as linear, ntk or yarn",
+    )
 
 
 def pooled_scores(
@@ -192,4 +262,8 @@ def best_pooled(
   return jnp.concatenate([chosen, local], -1)
 
 
-tree.register(TopPooledBlocks, ("q", "weights", "keys", "bias"), ("count",))
+tree.register(
+  TopPooledBlocks,
+  ("q", "weights", "keys", "bias", "norm"),
+  ("count", "eps", "rope"),
+)

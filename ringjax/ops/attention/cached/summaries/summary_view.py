@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -75,10 +75,9 @@ class SummaryView:
     page: Number of tokens of a page; 0 for slots of rows.
     heads: Number of KV heads of all devices.
     sizes: Sizes of the windows.
+    of_kv_heads: Whether its heads are sharded as those of keys; those of an
+      index are not.
   """
-
-  # Its heads are sharded as those of keys.
-  of_kv_heads: ClassVar[bool] = True
 
   k: Float[ArrayLeaf, "L _ K _ H"]
   v: Float[ArrayLeaf, "L _ K _ J"]
@@ -87,6 +86,7 @@ class SummaryView:
   page: int = 0
   heads: int
   sizes: WindowSizes
+  of_kv_heads: bool = True
 
   def specs(
     self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
@@ -130,7 +130,9 @@ class SummaryView:
 
 
 tree.register(
-  SummaryView, ("k", "v", "layer", "table"), ("page", "heads", "sizes")
+  SummaryView,
+  ("k", "v", "layer", "table"),
+  ("page", "heads", "sizes", "of_kv_heads"),
 )
 
 

@@ -59,6 +59,17 @@ class WindowWeights(NamedTuple):
   values: Float[Array, "n K J"]
 
 
+class PoolingGates(NamedTuple):
+  """Biases of gates, whose softmax over a window weighs each dim of its keys.
+
+  Fields:
+    bias: Bias by the place in a window, [n, E]; keys have E numbers and, after
+      them, E gates.
+  """
+
+  bias: Float[Array, "n E"]
+
+
 class EndingWindows(NamedTuple):
   """Windows that end with a token of a call, row by row.
 
@@ -94,7 +105,7 @@ def window_sums(
   view: KVView,
   windows: EndingWindows,
   sizes: WindowSizes,
-  weights: WindowWeights | None,
+  weights: WindowWeights | PoolingGates | None,
   dtype: DTypeLike,
   axis: str | None,
 ) -> tuple[Float[Array, "B n K H"], Float[Array, "B n K J"] | None]:
@@ -106,7 +117,8 @@ def window_sums(
     view: View that `gathers`, with the tokens of the call.
     windows: Windows.
     sizes: Sizes of the windows.
-    weights: Weights of keys and values; None for the mean of the keys alone.
+    weights: Weights of keys and values, or biases of gates that keys have;
+      None for the mean of the keys alone.
     dtype: Dtype of the sums.
     axis: Manual axis that shards the keys, or None.
   """
@@ -137,6 +149,9 @@ def window_sums(
       k = jnp.where(stored, k, 0)
       if weights is None:
         return (jnp.sum(k, 3) / sizes.length,)
+      if isinstance(weights, PoolingGates):
+        # A softmax is of the keys of all shards.
+        return (k.reshape(*k.shape[:3], -1),)
       v = jnp.where(stored, k if v is None else v, 0)
       by_head = lambda w: jnp.swapaxes(w, 0, 1)[None, None].astype(dtype)
       of = lambda x, w: jnp.sum(x * by_head(w), 3)
@@ -146,8 +161,16 @@ def window_sums(
     computed = by_chunks(of_windows, windows, parts)
     return jax.tree.map(lambda x, y: y.astype(x.dtype), empty, computed)
 
-  dims = view.shape[3:4] if weights is None else view.shape[3:5]
+  if isinstance(weights, PoolingGates):
+    dims = (sizes.length * view.shape[3],)
+  else:
+    dims = view.shape[3:4] if weights is None else view.shape[3:5]
   results = loop(any_ends, sums, tuple(map(zeros, dims)))
   if axis is not None:
     results = collectives.total(results, axis)
-  return results[0], None if weights is None else results[1]
+  if isinstance(weights, PoolingGates):
+    k = results[0].reshape(b, count, heads, sizes.length, -1)
+    keys, gates = jnp.split(k, 2, -1)
+    gates = gates + weights.bias.astype(dtype)[None, None, None]
+    return jnp.sum(jax.nn.softmax(gates, 3) * keys, 3), None
+  return results[0], results[1] if len(results) > 1 else None
