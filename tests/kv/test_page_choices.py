@@ -159,6 +159,16 @@ def test_all_pages_and_vectors_change_nothing(kind):
 
 
 @pytest.mark.slow
+def test_sampled_codes_are_those_without_host_memory():
+  """Hashes and probabilities are of the keys that codes stand for."""
+  kind = f"int8+select:budget=1.0,{HASHES},device=8,page=8,hot=16"
+  got, cache = run(kind, ends=(40, 41))
+  want, _ = run("int8:page=8", ends=(40, 41))
+  contract.close(got, want, 1e-5 * max(1, np.abs(want).max()))
+  assert cache.fetches().misses
+
+
+@pytest.mark.slow
 def test_fewer_vectors_are_an_approximation_of_the_first_keys():
   """The error falls with the rank, and is less than that of no keys."""
   errors = []

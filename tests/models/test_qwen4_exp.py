@@ -48,6 +48,12 @@ def test_what_a_file_leaves_out():
                for x in checkpoints.config(NAME)["layer_types"]]  # fmt: skip
   assert read(layer_types=published) == read()
   assert read(output_gate_type=None).layers[0].attention.gate == "silu"
+  # All dims of a head rotate where no part is named.
+  turned = {"rope_type": "default", "rope_theta": 100.0}
+  attends = (
+    read(rope_parameters=turned, indexer_head_dim=16).layers[1].attention
+  )
+  assert attends.rope.dims == attends.head_dim == 16
 
 
 @pytest.mark.parametrize(

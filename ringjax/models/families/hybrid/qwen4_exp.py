@@ -68,7 +68,7 @@ def _kinds(r: ConfigReader) -> list[str]:
 def _attention(r: ConfigReader, norm: Norm) -> PooledBlockAttention:
   """Gated attention to the blocks that an index chooses."""
   # Images have three positions for the rotation; tokens of text have one.
-  rope = r.rope(partial=0.25, beside=("mrope_section", "mrope_interleaved"))
+  rope = r.rope(beside=("mrope_section", "mrope_interleaved"))
   r.must_be("indexer_kv_heads", 1, default=None)
   sizes = {key: r.whole(key) for key in _INDEX}
   dim, count = sizes["indexer_head_dim"], sizes["indexer_budget"]
