@@ -276,6 +276,8 @@ def test_bad_drafters_are_refused(loaded):
   refused(OptionError, lambda: ask("self"), "keeps all tokens")
   refused(OptionError, lambda: ask("longspec"), "model", "longspec.load")
   refused(OptionError, lambda: ask("lookup:verify=rejection"), "match")
+  wide = f"early:layers=1,widths=({model.config.vocab + 1},)"
+  refused(OptionError, lambda: ask(wide), "widths", "ids")
   recurrent, _ = loaded("qwen3_next")
   refused(OptionError, lambda: ask("lookup", recurrent), "recurrent")
   by = speculate.DraftModel(model=recurrent)
