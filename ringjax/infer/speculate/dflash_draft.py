@@ -57,14 +57,14 @@ class DFlash(HeadDraft):
   def check(self, target: Transformer) -> None:
     super().check(target)
     head: Any = target.config.predicts
-    most = head.block - 1
+    deepest = head.block - 1
     if self.widths is None:
-      integer("count", self.count, least=1, most=most)
-    elif len(self.widths) > most:
+      integer("count", self.count, least=1, most=deepest)
+    elif len(self.widths) > deepest:
       raise OptionError(
         "widths",
         f"{self.widths}, for a head with blocks of {head.block} tokens",
-        f"at most {most} depths",
+        f"at most {deepest} depths",
         "pass fewer widths",
       )
 
