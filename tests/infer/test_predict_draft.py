@@ -266,7 +266,9 @@ def test_paths_of_a_tree_are_those_of_whole_texts():
 @LONG
 def test_trees_for_recurrent_layers_are_refused():
   model = predicting.model("qwen3_next")
-  call = lambda: same(model, draft=drafter(widths=(2, 2)))
+  call = lambda: rj.infer.generate(
+    model, [[1, 2]], max_new_tokens=2, speculate=drafter(widths=(2, 2))
+  )
   refused(OptionError, call, "chain", "widths")
 
 
