@@ -212,6 +212,8 @@ def test_refusals(tmp_path):
   base = eagle_heads.target()
   refused(OptionError, lambda: drafter().check(base), "dflash.load")
   refused(OptionError, lambda: drafter(count=5).check(model()), "count")
+  deep = drafter(widths=(1,) * 5)
+  refused(OptionError, lambda: deep.check(model()), "widths", "4 depths")
   refused(OptionError, lambda: rj.models.save(model(), "x"), "without_head")
   tokens = np.array([[1, 2]], np.int32)
   refused(OptionError, lambda: model().predicted_logits(tokens), "further")

@@ -96,7 +96,7 @@ def test_trees_change_no_token(family, options, how):
   assert found.accepted > 0 and found.drafter.tree
 
 
-@LONG
+@SLOW
 def test_trees_over_a_sharded_cache_and_a_second_turn(loaded):
   _, mesh = loaded("llama3", 4)
   model = rj.models.place(eagle_heads.model(), mesh)

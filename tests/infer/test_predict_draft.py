@@ -266,7 +266,9 @@ def test_paths_of_a_tree_are_those_of_whole_texts():
 @LONG
 def test_trees_for_recurrent_layers_are_refused():
   model = predicting.model("qwen3_next")
-  call = lambda: same(model, draft=drafter(widths=(2, 2)))
+  call = lambda: rj.infer.generate(
+    model, [[1, 2]], max_new_tokens=2, speculate=drafter(widths=(2, 2))
+  )
   refused(OptionError, call, "chain", "widths")
 
 
@@ -281,6 +283,14 @@ def test_refusals():
   refused(OptionError, lambda: call(model, "mtp:widths=(2,15)"), "14", "7 ids")
   drawn = lambda: PredictDraft(widths=(2, 2), beam=1, verify="rejection")
   refused(OptionError, drawn, "beam", "widths=")
+  folding = {"type": "self_extend", "group": 4, "window": 6}
+  folded = rj.models.abstract(
+    checkpoints.config("qwen3") | {"position_folding": folding}
+  )
+  tree = PredictDraft(widths=(2, 2))
+  refused(OptionError, lambda: tree.check_tree(folded), "widths", "Folded")
+  # Trees of other widths are others.
+  assert tree != PredictDraft(widths=(2, 3))
   draft = lambda: rj.models.longspec.with_draft(model)
   refused(OptionError, draft, "predicts further tokens")
   again = lambda: rj.models.with_predict_layer(model)

@@ -276,6 +276,8 @@ def test_bad_drafters_are_refused(loaded):
   refused(OptionError, lambda: ask("self"), "keeps all tokens")
   refused(OptionError, lambda: ask("longspec"), "model", "longspec.load")
   refused(OptionError, lambda: ask("lookup:verify=rejection"), "match")
+  wide = f"early:layers=1,widths=({model.config.vocab + 1},)"
+  refused(OptionError, lambda: ask(wide), "widths", "ids")
   recurrent, _ = loaded("qwen3_next")
   refused(OptionError, lambda: ask("lookup", recurrent), "recurrent")
   by = speculate.DraftModel(model=recurrent)
@@ -337,10 +339,10 @@ def test_a_block_reads_the_pages_of_rows(loaded, family, devices, options):
     ("deepseek_v3", dict(count=3), {}),
     ("llama3", dict(count=3), {}),
     ("eagle3", dict(count=3), dict(kind="int8")),
-    ("dflash", dict(count=3), {}),
     ("llama3", dict(widths=(2, 4)), {}),
     ("dflash", dict(widths=(2, 3)), {}),
     ("eagle3", dict(widths=(3, 6), beam=2, best=5), dict(kind="int8")),
+    ("dflash", dict(count=3), {}),
   ],
 )
 def test_a_layer_of_the_model_drafts(name, how, options):

@@ -223,6 +223,7 @@ def test_a_layer_that_drafts_keeps_two_calls(make):
   assert "layers other than attention and a feedforward" in reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True])
 def test_adapters_are_added_to_codes(loaded, merged):
   """Adapters of rows, and one that is added to frozen codes (QLoRA)."""

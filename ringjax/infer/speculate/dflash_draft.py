@@ -26,6 +26,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.checks import integer
+from ringjax.errors import OptionError
 from ringjax.infer.speculate.draft_programs import TreeNodes, drafted_by
 from ringjax.infer.speculate.drafter import TreeShape
 from ringjax.infer.speculate.predict_draft import HeadDraft
@@ -39,7 +40,7 @@ from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DFlash(HeadDraft):
   """Drafts by the DFlash head that a model has.
 
@@ -56,7 +57,16 @@ class DFlash(HeadDraft):
   def check(self, target: Transformer) -> None:
     super().check(target)
     head: Any = target.config.predicts
-    integer("count", self.count, least=1, most=head.block - 1)
+    deepest = head.block - 1
+    if self.widths is None:
+      integer("count", self.count, least=1, most=deepest)
+    elif len(self.widths) > deepest:
+      raise OptionError(
+        "widths",
+        f"{self.widths}, for a head with blocks of {head.block} tokens",
+        f"at most {deepest} depths",
+        "pass fewer widths",
+      )
 
   @property
   def program(self) -> Callable[..., Any]:

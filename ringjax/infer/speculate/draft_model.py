@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from ringjax.checks import integer
 from ringjax.errors import OptionError
 from ringjax.infer.speculate.drafter import (
+  OF_ONE_PATH,
   Drafting,
   Target,
   TreeDrafter,
@@ -172,18 +173,20 @@ class SelfDraft(ModelDrafter):
 
 
 def check_layers(model: Transformer, layers: Sequence[Any]) -> None:
-  """Refuses layers whose states or summaries of keys follow a single text.
+  """Refuses layers whose states, summaries or positions are of a single text.
 
   Raises:
     OptionError: If the model has such layers.
   """
   mixers = [mixer for layer in layers for mixer in layer.mixers]
-  if all(isinstance(m.cache_shape(1), LayerCacheSpec) for m in mixers):
+  of_one_path = any(isinstance(x.attention, OF_ONE_PATH) for x in layers)
+  cached = all(isinstance(m.cache_shape(1), LayerCacheSpec) for m in mixers)
+  if cached and not of_one_path:
     return
   raise OptionError(
     "speculate",
-    f"a draft model of family {model.config.family}, with recurrent layers "
-    "or summaries of keys",
+    f"a draft model of family {model.config.family}, with recurrent layers, "
+    "summaries of keys or folded positions",
     "one whose cache can go back, or a chain in the target's tokens",
     "leave widths out, or take another draft model",
   )

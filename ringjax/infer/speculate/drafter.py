@@ -22,6 +22,26 @@ from ringjax.infer.session import Session
 from ringjax.infer.speculate.verifiers import VERIFIERS
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models.transformer import Transformer
+from ringjax.nn.attention_layers.choosing.block_attention import BlockAttention
+from ringjax.nn.attention_layers.choosing.native_attention import (
+  NativeAttention,
+)
+from ringjax.nn.attention_layers.choosing.pooled_block_attention import (
+  PooledBlockAttention,
+)
+from ringjax.nn.attention_layers.compressed import CompressedAttention
+from ringjax.nn.attention_layers.folded_attention import FoldedAttention
+from ringjax.nn.attention_layers.pooled_latent import PooledLatent
+
+# Attention whose positions or summaries are those of one path of tokens.
+OF_ONE_PATH = (
+  FoldedAttention,
+  CompressedAttention,
+  PooledLatent,
+  PooledBlockAttention,
+  BlockAttention,
+  NativeAttention,
+)
 
 
 class Target(NamedTuple):
@@ -221,17 +241,17 @@ class TreeDrafter(Drafter):
     widths = self.widths or (1,) * self.count
     return sum(min(width, self.beam or width) for width in widths)
 
-  def check_widths(self, vocab: int) -> None:
-    """Refuses depths with more tokens than there are paths.
-
-    Args:
-      vocab: Number of ids that may follow a token.
+  def check_tree(self, target: Transformer) -> None:
+    """Refuses a tree, before a prompt is read, that a target can't check.
 
     Raises:
-      OptionError: If a tree has such a depth.
+      OptionError: If a depth has more tokens than there are paths, or a layer
+        of the target reads one path of tokens only.
     """
-    continued = 1
-    for depth, width in enumerate(self.widths or ()):
+    if self.widths is None:
+      return
+    continued, vocab = 1, target.config.vocab
+    for depth, width in enumerate(self.widths):
       if width > continued * vocab:
         raise OptionError(
           "widths",
@@ -240,6 +260,15 @@ class TreeDrafter(Drafter):
           "pass smaller widths",
         )
       continued = min(width, self.beam or width)
+    for layer in target.config.layers:
+      if isinstance(layer.attention, OF_ONE_PATH):
+        raise OptionError(
+          "widths",
+          f"{self.widths}, for a {target.config.family} with layers of "
+          f"{type(layer.attention).__name__}",
+          "a chain: these layers read one path of tokens",
+          "leave widths out",
+        )
 
   def shape(self, count: int) -> int | TreeShape:
     """Shape of a draft: a chain of `count` tokens, or the tree."""

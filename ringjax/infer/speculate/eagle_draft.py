@@ -16,7 +16,7 @@ from ringjax.nn.draft_layers.eagle_layer import EagleLayer
 from ringjax.nn.draft_layers.predict_layer import PredictLayer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3(HeadDraft):
   """Drafts by the EAGLE-3 head that a model has."""
 

@@ -51,7 +51,7 @@ from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictDraft(TreeDrafter):
   """Drafts by the model's layer that predicts one token further.
 
@@ -99,7 +99,7 @@ class PredictDraft(TreeDrafter):
     return _Predicting(self, target)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadDraft(PredictDraft):
   """Drafts by a head that a model has, stored in another folder.
 

@@ -286,7 +286,7 @@ def check_speculation(
   cache = session.cache
   drafter.check(session.model)
   if isinstance(drafter, TreeDrafter):
-    drafter.check_widths(session.model.config.vocab)
+    drafter.check_tree(session.model)
   marks = cache.kind.policy is not None and cache.kind.policy.marks
   if drafter.tree and (cache.irreversible or marks):
     cache_text = (

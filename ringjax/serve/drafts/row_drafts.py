@@ -119,7 +119,7 @@ class RowDrafts:
     """
     self._drafter.check(model)
     if isinstance(self._drafter, TreeDrafter):
-      self._drafter.check_widths(model.config.vocab)
+      self._drafter.check_tree(model)
     models = [model]
     if isinstance(self._drafter, ModelDrafter):
       models.append(self._drafter.drafts(model))
