@@ -503,19 +503,22 @@ class _Evaluation:
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
       return []
 
-  def _add(self, figure: dict[str, Any], place: int | None = None) -> None:
+  def _add(
+    self, figure: dict[str, Any], place: int | None = None, unjudged: int = 0
+  ) -> None:
     """Adds a figure and writes --out, so that an interrupted run keeps it.
 
     Args:
       figure: The figure, as JSON.
       place: Index at which it stands, in place of what is there; default: the
         end.
+      unjudged: Number of figures that a judge has yet to score.
     """
     path, unit = self._values.out, self._unit
     place = len(self.record[unit]) if place is None else place
     self.record[unit][place : place + 1] = [figure]
     num_figures = len(self.record[unit])
-    self.record["complete"] = num_figures == self._total
+    self.record["complete"] = num_figures == self._total and not unjudged
     if path is not None and not self._screen.quiet:
       timing.write_json(path, self.record)
       self.done = num_figures
@@ -745,6 +748,13 @@ class _Evaluation:
       settings["weights"] = fingerprint(model)
 
     places: dict[tuple[str, str], int] = {}
+    unjudged: set[tuple[str, str]] = set()
+
+    def note_judgement(answer: SuiteAnswer) -> None:
+      if judge is None or answer.judged_by(judge.model):
+        unjudged.discard(answer.key)
+      else:
+        unjudged.add(answer.key)
 
     def begin(total: int, known: Sequence[SuiteAnswer]) -> None:
       if known:
@@ -759,12 +769,15 @@ class _Evaluation:
         **about,
       )
       places.update({answer.key: n for n, answer in enumerate(known)})
+      for answer in known:
+        note_judgement(answer)
       screen.begin("asking", total, "questions", len(known))
 
     def add(answer: SuiteAnswer) -> None:
       # An answer that is judged replaces the one before its score.
       place = places.setdefault(answer.key, len(places))
-      self._add(answer.record(), place)
+      note_judgement(answer)
+      self._add(answer.record(), place, len(unjudged))
       screen.at(len(self.record["answers"]))
 
     answers = suite_answers(

@@ -192,7 +192,9 @@ def run(
   logs = contextlib.ExitStack()
   hosts = host_processes.HostProcesses(screen, lambda: doing)
   supervised = restarts.SupervisedProcess.from_environment()
-  answers = (lambda: None) if supervised is None else supervised.answers
+  answers = serves = lambda: None
+  if supervised is not None:
+    answers, serves = supervised.answers, supervised.serves
   try:
     mode = flag_modes.mode_of(values)
     cluster_roles.check_role(values)
@@ -296,6 +298,7 @@ def run(
       doing = "serving"
       if not hosts.leads:
         assert isinstance(engine, rj.serve.EngineGroup)
+        serves()
         return hosts.follow(engine)
     name = values.model_name or fetched_models.name_of(folder)
     app = rj.serve.app(
@@ -335,7 +338,7 @@ def run(
   if joined_at:
     screen.say(f"instances join at {joined_at}")
   screen.say(f"serving at http://{url_host}:{port}/v1")
-  answers()
+  serves()
   try:
     with logs:
       http_server.serve(

@@ -32,9 +32,12 @@ from .host_processes import ProbeServer
 # The listening socket, the socket to the supervisor, and the number of
 # restarts, as numbers.
 VARIABLE = "RINGJAX_SERVE_PROCESS"
-_BEAT_S, _PAUSE_S = 1.0, 1.0
-_ALIVE, _ANSWERS = b".", b"A"
-# Exit status of a process that refuses its flags.
+# Several beats fit into the shortest --failure_timeout, 1 s.
+_BEAT_S, _PAUSE_S = 0.2, 1.0
+# Seconds in which a process that has let go of its supervisor has to end.
+_END_S = 60.0
+_ALIVE, _ANSWERS, _SERVES = b".", b"A", b"S"
+# Exit status of a process that refuses its flags, or fails by an error.
 _REFUSED = 2
 
 
@@ -74,6 +77,11 @@ class SupervisedProcess(NamedTuple):
     with contextlib.suppress(OSError):
       self.link.sendall(_ANSWERS)
 
+  def serves(self) -> None:
+    """Tells the supervisor that the flags are accepted and requests served."""
+    with contextlib.suppress(OSError):
+      self.link.sendall(_ANSWERS + _SERVES)
+
   def _beat(self) -> None:
     with contextlib.suppress(OSError):
       while True:
@@ -108,6 +116,8 @@ class Supervisor:
     self._most, self._silence_s = restarts, silence_s
     self._process: subprocess.Popen[bytes] | None = None
     self._told: int | None = None
+    # Whether a process has served requests.
+    self._served = False
 
   def run(self) -> int:
     """Runs the server until it ends; returns its exit status."""
@@ -118,7 +128,7 @@ class Supervisor:
     count = 0
     while True:
       status = self._run_once(count)
-      refused = status == _REFUSED and not count
+      refused = status == _REFUSED and not (count or self._served)
       if not status or refused or self._told or count == self._most:
         # As a shell reports signals.
         return status if status >= 0 else 128 - status
@@ -172,10 +182,22 @@ class Supervisor:
         if not received:
           break
         silence_s = self._silence_s
+        self._served |= _SERVES in received
         if _ANSWERS in received and probes is not None:
           probes.stop()
           probes = None
-      status = process.wait()
+      status = self._status(process)
       if probes is not None:
         probes.stop()
       return status
+
+  def _status(self, process: subprocess.Popen[bytes]) -> int:
+    """Status of a process that ends; it is killed if it hangs at its end."""
+    try:
+      return process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+      self._screen.error(
+        f"the server's process did not end within {_END_S:g} s"
+      )
+      process.kill()
+      return process.wait()

@@ -111,7 +111,8 @@ ASKED = suites.JudgeQuestion("Judge.", {"fluency": 1, "recall": 4})
   [
     (['Reasons {"fluency": 9} and {"fluency": 1, "recall": 2.5}'], 1),
     ([429, 503, '```json\n{"recall": 2.5, "fluency": 1, "x": 2}\n```'], 3),
-    (["no numbers", b"no JSON", '{"fluency": 1, "recall": 2.5}'], 3),
+    (["no numbers", b"no JSON", f'{{"fluency": 1, "recall": 1{"0" * 400}}}',
+      '{"fluency": 1, "recall": 2.5}'], 4),
     (['{"fluency": 2, "recall": 2.5}', '{"fluency": 1, "recall": -1}',
       '{"fluency": true, "recall": 1}', '{"fluency": 1}',
       '{"fluency": 1, "recall": 2.5}'], 5),
@@ -294,10 +295,18 @@ def test_a_judged_run_loses_nothing(tmp_path, monkeypatch):
     record = json.loads(out.read_text())
     scores = [answer["score"] for answer in record["answers"]]
     assert scores == [1.0, None] and not record["complete"]
-    server.bodies, server.replies = [], ['{"fluency": 0, "correctness": 2}']
+    server.bodies = []
+    server.replies = ['{"fluency": 0, "correctness": 2}', 401]
+    status, _, err = run(*argv, *judge)
+    assert status == 2 and "2 of 3 answers already" in err, err
+    record = json.loads(out.read_text())
+    scores = [answer["score"] for answer in record["answers"]]
+    # All have answers, and one has no score yet.
+    assert scores == [1.0, 0.0, None] and not record["complete"]
+    server.bodies.clear()
     status, table, err = run(*argv, *judge)
-    assert status == 0 and "2 of 3 answers already" in err, err
-    assert len(asked) == 3 and len(server.bodies) == 2
+    assert status == 0 and "3 of 3 answers already" in err, err
+    assert len(asked) == 3 and len(server.bodies) == 1
     record = json.loads(out.read_text())
     scores = [answer["score"] for answer in record["answers"]]
     assert scores == [1.0, 0.0, 1.0] and record["complete"]

@@ -297,9 +297,10 @@ def test_a_server_comes_back_whenever_a_process_is_killed(folder, tmp_path):
       assert supervisor.returncode == 0, out + log
 
 
-# A server's process without a model; its status is that of its start's number.
+# A server's process without a model. Its arguments: a file for what it was
+# answered, and what each start does: it ends with a status, or is killed, ...
 PROCESS = """
-import http.client, json, os, signal, socket, sys, time
+import http.client, json, os, signal, socket, sys
 listener, link, count = map(int, os.environ["RINGJAX_SERVE_PROCESS"].split())
 listener, link = socket.socket(fileno=listener), socket.socket(fileno=link)
 answers = []
@@ -310,44 +311,67 @@ for method, path in (("GET", "/ready"), ("POST", "/v1/completions")):
   answers.append([response.status, response.getheader("retry-after")])
   assert "started" in response.read().decode()
   client.close()
-link.sendall(b".A")
 with open(sys.argv[1], "a") as file:
   file.write(json.dumps([count, answers]) + "\\n")
-if count == 1:
-  os.kill(os.getpid(), signal.SIGKILL)
-if count == 3:
+action, _, status = sys.argv[2 + count].rpartition(":")
+if action == "serves":
+  link.sendall(b".AS")
+if action == "silent":
+  link.sendall(b".A")
+if action == "hangs":
+  link.close()
+if action in ("silent", "hangs"):
   signal.pause()
-sys.exit([3, 0, 2, 0, 0][count])
+if action == "killed":
+  os.kill(os.getpid(), signal.SIGKILL)
+os._exit(int(status))
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("most", "status"), [(0, 3), (1, 137), (9, 0)])
+@pytest.mark.parametrize(
+  ("actions", "most", "starts", "status"),
+  [
+    # After a loss, a signal, a refusal that is not the first, and silence.
+    (("3", "killed:", "2", "silent:", "hangs:", "0"), 0, 1, 3),
+    (("3", "killed:", "2", "silent:", "hangs:", "0"), 1, 2, 137),
+    (("3", "killed:", "2", "silent:", "hangs:", "0"), 9, 6, 0),
+    # Flags that are refused, and an error of a server that has served.
+    (("2", "0"), 9, 1, 2),
+    (("serves:2", "0"), 9, 2, 0),
+  ],
+)
 def test_a_supervisor_starts_its_process_again(
-  tmp_path, monkeypatch, most, status
+  tmp_path, monkeypatch, actions, most, starts, status
 ):
-  """After a loss, a signal, a refusal that is not the first, and silence."""
-  starts = tmp_path / "starts"
-  starts.touch()
-  arguments = [sys.executable, "-c", PROCESS, str(starts)]
+  record = tmp_path / "starts"
+  arguments = [sys.executable, "-c", PROCESS, str(record), *actions]
   monkeypatch.setattr(sys, "orig_argv", arguments)
   monkeypatch.setattr(restarts, "_PAUSE_S", 0.0)
+  monkeypatch.setattr(restarts, "_END_S", 2.0)
   numbers = signal.SIGTERM, signal.SIGINT
   handlers = [signal.getsignal(number) for number in numbers]
   text = io.StringIO()
+  # Silence counts from a process's first message on.
+  silence_s = PATIENCE_S if "silent:" not in actions[:starts] else 2.0
   try:
     with socket.create_server(("127.0.0.1", 0)) as listener:
       supervisor = restarts.Supervisor(
-        listener, console.Screen("serve", text), restarts=most, silence_s=2.0
+        listener,
+        console.Screen("serve", text),
+        restarts=most,
+        silence_s=silence_s,
       )
       assert supervisor.run() == status
   finally:
     for number, handler in zip(numbers, handlers, strict=True):
       signal.signal(number, handler)
-  lines = starts.read_text().splitlines()
-  expected = [[n, [[503, "5"]] * 2] for n in range(min(most, 4) + 1)]
+  lines = record.read_text().splitlines()
+  expected = [[n, [[503, "5"]] * 2] for n in range(starts)]
   assert [json.loads(line) for line in lines] == expected
-  assert ("silent for 2 s" in text.getvalue()) == (most == 9)
+  said = text.getvalue()
+  assert ("silent for 2 s" in said) == ("silent:" in actions[:starts])
+  assert ("not end within 2 s" in said) == ("hangs:" in actions[:starts])
 
 
 def test_flags_of_several_processes(tmp_path):

@@ -122,7 +122,7 @@ class AnswerJudge:
           if error.code not in _BUSY:
             break
           seconds = error.headers.get("Retry-After", "")
-          pause = max(pause, float(seconds)) if seconds.isdigit() else pause
+          pause = max(pause, float(seconds)) if seconds.isdecimal() else pause
       # No connection, or one that was cut.
       except (OSError, http.client.HTTPException) as error:
         failure = f"{type(error).__name__}: {error}"
@@ -181,7 +181,10 @@ def numbers_of(
     value = values.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
       return None
-    numbers[name] = float(value)
+    try:
+      numbers[name] = float(value)
+    except OverflowError:
+      return None
   for name, bound in highest.items():
     limit = numbers[bound] if isinstance(bound, str) else bound
     if not 0 <= numbers[name] <= (math.inf if limit is None else limit):
