@@ -39,7 +39,7 @@ import jax
 import numpy as np
 from absl import flags
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 from ml_collections.config_dict import placeholder
 from ml_collections.config_flags import config_flags
 
@@ -1215,6 +1215,7 @@ def default_config() -> ConfigDict:
     save_dtype: Dtype of the weights in `model`: float32, bfloat16 or float16;
       default: that of the weights in init_from, else float32.
   """
+  # A reference to an object takes numbers and "auto".
   return ConfigDict(
     {
       "model": "llama-100m",
@@ -1227,14 +1228,14 @@ def default_config() -> ConfigDict:
       "layout": "striped",
       "strategy": "ring",
       "remat": "attention",
-      "feedforward_block": 2048,
+      "feedforward_block": FieldReference(2048, field_type=object),
       "stage_rows": 1,
       "stage_rounds": 1,
       "dtype": "float32",
       "products": "float",
       "save_dtype": placeholder(str),
       "z_loss": 0.0,
-      "block": 1024,
+      "block": FieldReference(1024, field_type=object),
       "distil": 0.0,
       "top": 50,
       "expert_balance": {},
@@ -1474,6 +1475,9 @@ def _identity(
   """
   entries = _config_record(config)
   identity = {name: entries[name] for name in _DECISIVE}
+  # Where moments are changes no number: a run resumes with either.
+  identity["optimizer"] = dict(entries["optimizer"])
+  identity["optimizer"].pop("moments_in", None)
   if base is None:
     identity |= {"model": entries["model"], "start": entries["start"]}
   else:

@@ -61,6 +61,8 @@ def fields(config: ConfigDict, entries: str) -> Iterator[Field]:
   mixture = config_entries.pop("sources", None) or [{}]
   for name, value in config_entries.items():
     kind = config.get_type(name).__name__.replace("ConfigDict", "dict")
+    # Of a number, or a word in its place.
+    kind = kind.replace("object", "int | str")
     kind += " | None" * (value is None)
     part = _PARTS.get(name)
     value_text = "see below" if part else json_text(value)

@@ -88,6 +88,7 @@ class RewardRecipe:
     integer("accumulate", self.accumulate, least=1)
     one_of("remat", self.remat, remat.POLICIES)
     dtype_of(self.dtype)
+    self.optimizer.check_replay(self.loop_config.replay_every)
     if self.rows % self.accumulate:
       raise OptionError(
         "accumulate",

@@ -1,8 +1,9 @@
 """Blocks of tokens of the feedforward and the loss, by a device's memory.
 
 Guarantees: "auto" depends on the model, the rows, the mesh and the whole memory
-of a device alone, so that each run on such devices has the same blocks; a
-block that would fill a device is refused before the first step.
+of a device alone, the smallest of all processes, so that each run on such
+devices has the same blocks, and each process the same program. A number of
+tokens is taken as it is.
 Memory, an estimate: a step of the feedforward takes 4 W + 4 D numbers of the
 computation for each token, W being the numbers that a layer computes from a
 token's D: those numbers and the product, and gradients of both. A step of the
@@ -11,15 +12,19 @@ loss takes 3 V + D numbers of float32: logits, probabilities and gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from ringjax.checks import positive_int
-from ringjax.errors import MemoryEstimateError, OptionError
+from ringjax.errors import OptionError
 from ringjax.models.transformer import TransformerConfig
+from ringjax.parallel.call_sharding import STAGE
 from ringjax.parallel.memory import device_memory
 
 AUTO = "auto"
@@ -139,38 +144,36 @@ def resolved_blocks(
     mesh: Devices; None is one.
     axis: Mesh axis that shards the sequence, or None.
     itemsize: Bytes of a number of the computation.
-
-  Raises:
-    MemoryEstimateError: If a block that is given is larger than a device.
   """
-  devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
-  memory = device_memory(devices[0], len(devices)).total
-  shards = 1 if mesh is None or axis is None else mesh.shape[axis]
+  feedforward, loss = blocks
+  if not isinstance(feedforward, str) and not isinstance(loss, str):
+    return BlockSizes(feedforward, loss)
+  shape = {} if mesh is None else dict(mesh.shape)
+  shards = 1 if axis is None else shape.get(axis, 1)
   # A block has tokens of each row of a device.
-  batch_shards = 1
-  if mesh is not None:
-    shape = dict(mesh.shape)
-    batch_shards = mesh.size // shards // shape.get("model", 1)
+  batch_shards = math.prod(shape.get(x, 1) for x in ("replica", "data", STAGE))
   rows_each = max(-(-count // min(count, batch_shards)) for count, _ in rows)
   tokens = max(-(-length // shards) for _, length in rows)
   per_token = BlockSizes(
     *(n * rows_each for n in token_bytes(config, itemsize, mesh=mesh))
   )
-  chosen = chosen_blocks(per_token, memory, tokens)
-  names = ("feedforward_block", "block")
-  sizes = []
-  for name, block, auto, nbytes in zip(
-    names, blocks, chosen, per_token, strict=True
-  ):
-    size = auto if isinstance(block, str) else block
-    needed = min(size, tokens) * nbytes
-    if not isinstance(block, str) and memory is not None and needed > memory:
-      raise MemoryEstimateError(
-        name,
-        f"{size} tokens of {rows_each} row(s) at once, which take "
-        f"{needed / 1e9:.1f} GB of a device",
-        f"at most the {memory / 1e9:.1f} GB that it has",
-        f"pass {name}={auto}, or 'auto'",
-      )
-    sizes.append(size)
-  return BlockSizes(*sizes)
+  chosen = chosen_blocks(per_token, _least_memory(mesh), tokens)
+  return BlockSizes(
+    chosen.feedforward if isinstance(feedforward, str) else feedforward,
+    chosen.loss if isinstance(loss, str) else loss,
+  )
+
+
+def _least_memory(mesh: Mesh | None) -> int | None:
+  """Bytes of the smallest device of all processes; None if one is unknown.
+
+  Devices of one kind report different totals where processes share a machine,
+  and processes with other blocks would run other programs.
+  """
+  devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+  memory = device_memory(devices[0], len(devices)).total
+  if mesh is None or jax.process_count() == 1:
+    return memory
+  # JAX has no integers of 64 bits by default.
+  sizes = multihost_utils.process_allgather(np.float32(memory or 0))
+  return int(np.min(sizes)) or None

@@ -199,6 +199,20 @@ class Optimizer:
         "leave out moments, or moments_in",
       )
 
+  def check_replay(self, every: int | None) -> None:
+    """Refuses steps that are computed twice with moments on the host.
+
+    Raises:
+      OptionError: If `every` is a number of steps and moments are there.
+    """
+    if self.moments_in == "host" and every is not None:
+      raise OptionError(
+        "replay_every",
+        f"{every} with moments_in='host', of which the devices hold no copy",
+        "None, or moments_in='device'",
+        "leave one of them out",
+      )
+
   def learning_rates(self, total: int) -> optax.Schedule:
     """The learning rate of each of `total` steps."""
     high, low = self.learning_rate, self.end_learning_rate
@@ -452,15 +466,7 @@ class Recipe:
     check_block("feedforward_block", self.feedforward_block)
     positive_int("stage_rows", self.stage_rows)
     integer("seed", self.seed, least=0)
-    on_host = self.optimizer.moments_in == "host"
-    if on_host and self.loop_config.replay_every is not None:
-      raise OptionError(
-        "replay_every",
-        f"{self.loop_config.replay_every} with moments_in='host', of which "
-        "the devices hold no copy",
-        "None, or moments_in='device'",
-        "leave one of them out",
-      )
+    self.optimizer.check_replay(self.loop_config.replay_every)
     if self.objective.posttraining is not None:
       self._check_posttraining(self.objective.posttraining)
     methods = {
@@ -624,9 +630,6 @@ class Recipe:
       model: Model of arrays or of shapes.
       mesh: Mesh of the devices; None for one device.
       axis: Mesh axis that shards the sequence, or None.
-
-    Raises:
-      MemoryEstimateError: If a block that is given is larger than a device.
     """
     sizes = resolved_blocks(
       (self.feedforward_block, self.objective.block),

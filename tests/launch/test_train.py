@@ -625,6 +625,18 @@ def test_help_config_lists_every_field(small):
 ONE_STEP = "--config.stages=({'steps': 1, 'length': 160, 'batch': 1},)"
 
 
+def test_blocks_are_numbers_or_chosen(small):
+  flags = [f"--config={small}", "--config.feedforward_block=auto"]
+  values = common.parse("train", train.define, [*flags, "--config.block=512"])
+  made = train.recipe_of(values.config)
+  assert (made.feedforward_block, made.objective.block) == ("auto", 512)
+  values.config.block = "auto"
+  assert train.recipe_of(values.config).objective.block == "auto"
+  values.config.block = "all"
+  with pytest.raises(OptionError, match="block: got 'all'"):
+    train.recipe_of(values.config)
+
+
 @pytest.mark.slow
 def test_another_recipe_is_not_mixed_in(small, tmp_path):
   out = tmp_path / "out"
@@ -640,6 +652,14 @@ def test_another_recipe_is_not_mixed_in(small, tmp_path):
   assert "Traceback" not in err
   # What the run that is there was asked for is still known.
   assert (out / "config.json").read_text() == asked
+  # The memory of moments, and blocks, are no part of the recipe's numbers.
+  status, said, err = run(
+    *flags,
+    "--config.optimizer.moments_in=host",
+    "--config.feedforward_block=auto",
+  )
+  assert status == 0, err
+  assert "blocks on each shard: feedforward " in said + err
 
 
 def test_a_second_run_in_a_folder_is_refused_at_once(

@@ -258,6 +258,11 @@ def test_what_cannot_be_learned_is_refused_before_the_first_step():
     run(recipe(), model=eagle_heads.model(), **options)
   with pytest.raises(OptionError, match="accumulate"):
     recipe(accumulate=3)
+  with pytest.raises(OptionError, match="replay_every: got 2 with moments_in"):
+    recipe(
+      optimizer=rj.train.Optimizer(moments_in="host"),
+      loop_config=LoopConfig(replay_every=2),
+    )
   with pytest.raises(OptionError, match="truncate"):
     recipe(
       groups=GroupConfig(groups=2, length=45, age=1),

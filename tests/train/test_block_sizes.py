@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax.errors import MemoryEstimateError, OptionError
+from ringjax.errors import OptionError
 from ringjax.parallel.memory import DeviceMemory
 from ringjax.train import block_sizes
 from ringjax.train.block_sizes import chosen_blocks, token_bytes
@@ -65,28 +67,33 @@ def test_auto_trains_as_the_numbers_that_it_stands_for():
     np.testing.assert_array_equal(x, y)
 
 
-def test_blocks_larger_than_a_device_are_refused(monkeypatch):
+def test_auto_stands_next_to_numbers_which_are_taken_as_they_are(monkeypatch):
   model = rj.models.abstract("qwen3-8b")
-  stage = rj.train.Stage(steps=1, length=1 << 20, batch=1)
+  stage = rj.train.Stage(steps=1, length=1 << 20, batch=4)
   monkeypatch.setattr(
     block_sizes, "device_memory", lambda *_: DeviceMemory(int(16.9e9), 0, None)
   )
 
-  def sizes(**options):
-    block = options.pop("block", 1024)
+  def sizes(feedforward_block, block, **axes):
+    mesh = None
+    if axes:
+      devices = jax.devices()[: math.prod(axes.values())]
+      mesh = rj.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
     recipe = rj.train.Recipe(
-      stages=(stage,), objective=rj.train.Objective(block=block), **options
+      stages=(stage,),
+      feedforward_block=feedforward_block,
+      objective=rj.train.Objective(block=block),
     )
-    recipe = recipe.with_block_sizes(model, None, None)
+    recipe = recipe.with_block_sizes(model, mesh, None)
     return recipe.feedforward_block, recipe.objective.block
 
-  assert sizes(feedforward_block="auto", block="auto") == (2048, 512)
-  assert sizes(feedforward_block=512, block="auto") == (512, 512)
-  fault = r"block: got 16384 tokens of 1 row.*30.1 GB.*block=512, or 'auto'"
-  with pytest.raises(MemoryEstimateError, match=fault):
-    sizes(block=16384)
-  with pytest.raises(MemoryEstimateError, match="feedforward_block"):
-    sizes(feedforward_block=1 << 17)
+  assert sizes("auto", "auto") == (512, 128)
+  # Rows are on all of these axes, and on no axis of experts.
+  assert sizes("auto", "auto", data=2, stage=2) == (2048, 512)
+  assert sizes("auto", "auto", data=2, expert=2) == (1024, 256)
+  assert sizes(64, "auto") == (64, 128)
+  # An estimate refuses nothing: these may fit.
+  assert sizes(1 << 17, 1 << 16) == (1 << 17, 1 << 16)
 
 
 def test_words_that_are_no_block_are_refused():
