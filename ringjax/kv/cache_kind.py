@@ -587,7 +587,7 @@ def cache_kind(
     key, equals, value = pair.partition("=")
     names = [n for n in defaults if key in (n, n.partition(".")[2])]
     if not names or key in keys or not equals:
-      shown = ", ".join(f"{k}={v}" for k, v in defaults.items())
+      shown = ", ".join(defaults)
       raise OptionError(
         name,
         f"{pair!r} in {kind!r}",

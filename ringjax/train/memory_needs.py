@@ -24,9 +24,9 @@ from ringjax.train.step import TrainState
 from ringjax.typing import ArrayLeaf
 
 _REMEDY = (
-  "shard over more devices (mesh= and Rules(embed=AXIS); --mesh), keep moments "
-  "in the host's memory (Optimizer(moments_in='host')), or train adapters "
-  "(Recipe(lora=); --config.lora.rank=16)"
+  "shard over more devices (Rules(embed=AXIS); --mesh), pass "
+  "moments_in='host', or train adapters (Recipe(lora=); "
+  "--config.lora.rank=16)"
 )
 _SMALLER = (
   "shorten the rows or raise accumulate (Stage(length=, accumulate=); "

@@ -51,7 +51,7 @@ def test_options_are_the_fields_of_the_kind(many):
     ("int3", ", many, or a codec + a policy of these; pass --cache"),
     ("Dense", "one of dense"),
     ("dense:", "got '' in 'dense:'; wanted options of 'dense'"),
-    ("many:bit=4", "policy.bits=8, policy.part=0.5, policy.order=first"),
+    ("many:bit=4", "policy.bits, policy.part, policy.order"),
     ("many:bits", "'bits' in 'many:bits'"),
     ("many:bits=4,bits=8", "each once"),
     ("many:bits=four", "wanted a value of type int; write it as bits=8"),
