@@ -105,10 +105,18 @@ def environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def command(*argv: str, **options) -> Iterator[subprocess.Popen]:
-  """`python argv...`, which does not outlive the block."""
+def command(
+  *argv: str, prefix: tuple[str, ...] = (), **options
+) -> Iterator[subprocess.Popen]:
+  """`python argv...`, which does not outlive the block.
+
+  Args:
+    *argv: Arguments of python.
+    prefix: Command that becomes python, with its arguments.
+    **options: Of `subprocess.Popen`.
+  """
   process = subprocess.Popen(
-    [sys.executable, *argv],
+    [*prefix, sys.executable, *argv],
     cwd=ROOT,
     env=environment(),
     stdin=subprocess.DEVNULL,

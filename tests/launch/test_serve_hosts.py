@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import http.client
 import io
 import itertools
@@ -12,6 +13,7 @@ import pathlib
 import random
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -29,6 +31,8 @@ from tests.launch.conftest import PATIENCE_S, command
 
 LOST = 3
 PROMPT = [*b"def main("]
+# Two network namespaces, which stand for hosts, and their addresses.
+HOSTS = {"ringjax-test-0": "10.77.0.1", "ringjax-test-1": "10.77.0.2"}
 
 
 def free_ports(count):
@@ -390,3 +394,90 @@ def test_flags_of_several_processes(tmp_path):
       parsed("--role=router", "--failure_timeout=9", "--cluster_key=k"),
       flag_modes.MODES["alone"].used | {"failure_timeout"},
     )
+
+
+def run_ip(*words):
+  return subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def linked_hosts():
+  """Makes the namespaces, and a cable between them."""
+  with contextlib.ExitStack() as stack:
+    try:
+      for name in HOSTS:
+        run_ip("netns", "add", name)
+        stack.callback(run_ip, "netns", "del", name)
+        run_ip("-n", name, "link", "set", "lo", "up")
+      first, second = HOSTS
+      run_ip(
+        "-n", first, "link", "add", "cable", "type", "veth",
+        "peer", "name", "cable", "netns", second,
+      )  # fmt: skip
+      for name, address in HOSTS.items():
+        run_ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+        run_ip("-n", name, "link", "set", "cable", "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+      pytest.skip(f"namespaces need root and iproute2: {error}")
+    yield
+
+
+@contextlib.contextmanager
+def on_host(name):
+  """Lets this thread, and processes that it starts, have a host's network."""
+  enter = ctypes.CDLL(None).setns
+  with open("/proc/self/ns/net") as back, open(f"/run/netns/{name}") as there:
+    assert not enter(there.fileno(), 0)
+    try:
+      yield
+    finally:
+      assert not enter(back.fileno(), 0)
+
+
+@pytest.mark.slow
+def test_a_cable_that_is_cut_and_mended(folder):
+  """Both hosts notice by silence, and serve again once they are connected."""
+  pytest.importorskip("uvicorn")
+  with linked_hosts(), contextlib.ExitStack() as stack:
+    supervisors = []
+    for rank, (name, address) in enumerate(HOSTS.items()):
+      # Collectives connect to the address that the host's name stands for.
+      named = ["unshare", "-u", "sh", "-c", 'hostname "$0" && exec "$@"']
+      with on_host(name):
+        supervisors.append(
+          stack.enter_context(
+            command(
+              "-m", "launch.serve", f"--model={folder}", "--port=8000",
+              "--rows=2", "--longest=256", "--piece=16", "--pieces=2",
+              "--mesh=seq:2", "--coordinator=10.77.0.1:7788",
+              "--num_processes=2", f"--process_id={rank}", "--restarts=9",
+              "--failure_timeout=20",
+              prefix=(*named, address),
+            )
+          )
+        )  # fmt: skip
+
+    def wait():
+      for name, supervisor in zip(HOSTS, supervisors, strict=True):
+        with on_host(name):
+          wait_until_ready([supervisor], [8000])
+
+    wait()
+    first = next(iter(HOSTS))
+    pids = [served_by(supervisor) for supervisor in supervisors]
+    with on_host(first), post(8000, max_tokens=200, stream=True) as response:
+      assert b"data: " in response.readline()
+      run_ip("-n", first, "link", "set", "cable", "down")
+      events = response.read()
+    assert b"rank 1" in events and events.endswith(b"data: [DONE]\n\n")
+    end = time.monotonic() + PATIENCE_S
+    while any(
+      served_by(supervisor) in (pid, None)
+      for supervisor, pid in zip(supervisors, pids, strict=True)
+    ):
+      assert time.monotonic() < end
+      time.sleep(0.1)
+    run_ip("-n", first, "link", "set", "cable", "up")
+    wait()
+    with on_host(first), post(8000, max_tokens=20) as response:
+      assert response.status == 200 and json.loads(response.read())["choices"]
