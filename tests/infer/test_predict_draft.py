@@ -54,13 +54,13 @@ def same(model, count=14, lengths=(9, 23, 4), draft=None, **how):
 @pytest.mark.parametrize(
   ("name", "how"),
   [
+    ("llama3", {"cache_kind": "unrotated"}),
     ("glm4_moe", {}),
     ("qwen3_next", {}),
     ("deepseek_v3", {"cache_kind": "int8"}),
     ("glm4_moe", DRAWN),
     ("ernie4_5_moe", {"cache_kind": "int4"}),
     ("qwen3", {"prefill": "chunked", "chunk": 8}),
-    ("llama3", {"cache_kind": "unrotated"}),
   ],
   ids=str,
 )
@@ -193,8 +193,8 @@ def law_of(model, text, path):
   return law
 
 
-@pytest.mark.one_case
-@pytest.mark.parametrize("name", ["llama3", "qwen3_next", "deepseek_v3"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v3", "llama3"])
 def test_drafts_in_decoding_are_those_of_whole_texts(name):
   """Of rows of unequal length, one of which waits."""
   model = predicting.model(name)
