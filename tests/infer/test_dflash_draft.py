@@ -151,6 +151,7 @@ def same(model, count=14, lengths=(9, 23, 4), draft=None, **how):
   return reports[0].speculation
 
 
+@pytest.mark.long
 def test_drafts_are_those_of_the_published_forward():
   """Rows have unequal lengths, and one waits; drawn tokens state their laws."""
   prompts = prompts_of()

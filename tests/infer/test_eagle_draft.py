@@ -170,13 +170,13 @@ def head(tmp_path, **more):
   return base, rj.models.eagle3.load(folder, base), weights, config
 
 
-@pytest.mark.one_case
+@pytest.mark.long
 @pytest.mark.parametrize(
   "more",
   [
-    {},
     {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
     {"hidden_size": 48, "target_hidden_size": 64},
+    {},
   ],
   ids=str,
 )

@@ -79,6 +79,7 @@ def same(a, b) -> bool:
   )
 
 
+@pytest.mark.long
 def test_the_policy_is_the_engine_bit_for_bit():
   """Every update sees the log-probabilities of the engine that sampled."""
   result, reports = run(recipe(objective=GroupObjective(beta=0.1)))
