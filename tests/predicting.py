@@ -115,3 +115,22 @@ def model(name="glm4_moe", seed=1):
   config = checkpoints.config(name) | {"vocab_size": 7}
   config |= {"initializer_range": 0.25, "bos_token_id": 1, "eos_token_id": 2}
   return rj.models.create(config, seed=seed, predict_layers=True)
+
+
+def prompts_of(model, lengths=(9, 23, 4)):
+  draw = np.random.default_rng(0)
+  return [draw.integers(0, model.config.vocab, n).astype(np.int32)
+          for n in lengths]  # fmt: skip
+
+
+def same(model, draft, count, lengths, **how):
+  """The report of a call whose tokens are those of one without drafts."""
+  prompts, reports = prompts_of(model, lengths), []
+  want = rj.infer.generate(model, prompts, max_new_tokens=count, **how)
+  got = rj.infer.generate(
+    model, prompts, max_new_tokens=count, speculate=draft,
+    report=reports.append, **how,
+  )  # fmt: skip
+  np.testing.assert_array_equal(got.tokens, want.tokens)
+  np.testing.assert_array_equal(got.lengths, want.lengths)
+  return reports[0].speculation

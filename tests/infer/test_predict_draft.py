@@ -22,15 +22,10 @@ from ringjax.models.transformer import tokens_of
 from ringjax.nn.sharding_context import ContextParallel
 from tests import checkpoints, predicting
 from tests.helpers import refused
+from tests.predicting import prompts_of
 
 LONG, SLOW = pytest.mark.long, pytest.mark.slow
 DRAWN = dict(temperature=0.8, top_k=20, seed=3)
-
-
-def prompts_of(model, lengths=(9, 23, 4)):
-  draw = np.random.default_rng(0)
-  return [draw.integers(0, model.config.vocab, n).astype(np.int32)
-          for n in lengths]  # fmt: skip
 
 
 def drafter(**options):
@@ -38,16 +33,7 @@ def drafter(**options):
 
 
 def same(model, count=14, lengths=(9, 23, 4), draft=None, **how):
-  """The report of a call whose tokens are those of one without drafts."""
-  prompts, reports = prompts_of(model, lengths), []
-  want = rj.infer.generate(model, prompts, max_new_tokens=count, **how)
-  got = rj.infer.generate(
-    model, prompts, max_new_tokens=count, speculate=draft or drafter(),
-    report=reports.append, **how,
-  )  # fmt: skip
-  np.testing.assert_array_equal(got.tokens, want.tokens)
-  np.testing.assert_array_equal(got.lengths, want.lengths)
-  return reports[0].speculation
+  return predicting.same(model, draft or drafter(), count, lengths, **how)
 
 
 @pytest.mark.one_case

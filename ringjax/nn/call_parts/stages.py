@@ -35,7 +35,7 @@ from ringjax.parallel.call_sharding import STAGE
 
 
 class Turn(NamedTuple):
-  """What a stage computes in a pass; of all stages, [S] each.
+  """The rows and layers of a pass, for each of S stages, [S] each.
 
   Fields:
     stage: Number of the stage, int32 [].

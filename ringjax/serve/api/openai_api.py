@@ -907,8 +907,8 @@ def _with_thinking(chat_message: dict[str, Any], joins: bool) -> dict[str, Any]:
 
   Args:
     chat_message: Message of a history.
-    joins: Whether text before calls is reasoning, too, beside which the
-      template allows no other.
+    joins: Whether text before calls is reasoning, too, of which the template
+      allows one field only.
   """
   thinking = chat_message.get("reasoning_content")
   if not thinking:
