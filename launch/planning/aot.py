@@ -45,8 +45,8 @@ _OF_PLACES = ("weights", "coded_bits", "cache", "cache_placement")
 _OF_TILES = ("strategy", "q_block", "kv_block")
 # Options of a program in addition to those of all programs.
 _OPTIONS = {
-  "train": (*_OF_MODEL, *_OF_TILES, "remat", "optimizer", "moments_in",
-            "accumulate", "block", "loss_block"),
+  "train": (*_OF_MODEL, *_OF_TILES, "remat", "optimizer", "moments",
+            "moments_in", "accumulate", "block", "loss_block"),
   "prefill": (*_OF_MODEL, *_OF_TILES, *_OF_PLACES, "block", "chunk"),
   "pair": (*_OF_MODEL, "block", "how_summed"),
   "decode": (*_OF_MODEL, *_OF_PLACES),
@@ -163,9 +163,9 @@ def _options(values: flags.FlagValues, program: str) -> dict[str, Any]:
   if strategy is not None:
     options["strategy"] = named(strategy)
   for name in (
-    "remat", "optimizer", "moments_in", "accumulate", "block", "loss_block",
-    "q_block", "kv_block", "order", "dtype", "how_summed", "weights",
-    "cache_placement", "chunk", "drafted",
+    "remat", "optimizer", "moments", "moments_in", "accumulate", "block",
+    "loss_block", "q_block", "kv_block", "order", "dtype", "how_summed",
+    "weights", "cache_placement", "chunk", "drafted",
   ):  # fmt: skip
     if values[name].value is not None:
       options[name] = values[name].value
@@ -367,6 +367,8 @@ def _too_large(compiled: Compiled) -> list[str]:
     lines.append("  --strategy=striped keeps one shard's keys at a time")
   if facts.get("optimizer") == "adamw":
     lines.append("  --optimizer=adafactor or lion keeps fewer moments")
+  if facts.get("moments") == "float32":
+    lines.append("  --moments=int8 keeps moments as codes of 8 bits")
   if facts.get("moments_in") == "device":
     lines.append("  --moments_in=host keeps moments in the host's memory")
   if facts.get("cache") == "dense":

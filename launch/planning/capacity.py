@@ -35,7 +35,8 @@ _COMPARED = ("striped", "gather", "plain")
 _LEAST, _MOST = 1 << 13, 1 << 28
 # More tokens have more pairwise scores than the compiler can count.
 _MOST_PAIRS = 1 << 22
-_TRAINING_OPTIONS = ("remat", "optimizer", "moments_in", "loss_block")
+_TRAINING_OPTIONS = ("remat", "optimizer", "moments", "moments_in",
+                     "loss_block")  # fmt: skip
 _WITH_CACHE = ("prefill",)
 _PICTURE = "the longest contexts of each model, slice and strategy"
 # Fields that identify a row.

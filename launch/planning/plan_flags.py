@@ -213,6 +213,9 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "What is kept of a layer; see train.remat."),
   ("optimizer", "text", None, "aot capacity",
    "Optimizer of training; default: adamw."),
+  ("moments", "enum", None, "aot capacity",
+   "How the optimizer's moments are stored between steps of training; "
+   "default: float32.", ("float32", "int8")),
   ("moments_in", "enum", None, "aot capacity",
    "Memory of the optimizer's moments between steps of training; default: "
    "device.", ("device", "host")),

@@ -308,17 +308,19 @@ def train(
   accumulate: int = 1,
   remat: str = "attention",
   optimizer: str = "adamw",
+  moments: str = "float32",
   moments_in: str = "device",
   loss_block: int = 1024,
   **options: Any,
 ) -> Built:
-  """Builds a training step: float32 weights and moments, gradients, update.
+  """Builds a training step: float32 weights, gradients, moments, update.
 
   Args:
     devices: Devices of the slice.
     accumulate: Number of micro-batches.
     remat: Rematerialization policy of a layer, of `train.remat.POLICIES`.
     optimizer: Name of an optimizer, of `train.recipe.OPTIMIZERS`.
+    moments: Storage of its moments, of `train.recipe.MOMENTS`.
     moments_in: Memory of its moments, of `train.recipe.MEMORIES`.
     loss_block: Tokens of a step of the head.
     options: Options of `ModelOptions`.
@@ -332,9 +334,9 @@ def train(
   mesh = attend.mesh
   assert isinstance(mesh, Mesh)
   model = program.form(mesh, "float32")
-  update = recipes.Optimizer(name=optimizer, moments_in=moments_in).build(
-    1000, mesh
-  )
+  update = recipes.Optimizer(
+    name=optimizer, moments=moments, moments_in=moments_in
+  ).build(1000, mesh)
   objective = training.Objective(
     block=positive_int("loss_block", loss_block),
     dtype=recipes.dtype_of(program.dtype),
@@ -365,6 +367,7 @@ def train(
     what="train",
     remat=remat,
     optimizer=optimizer,
+    moments=moments,
     moments_in=moments_in,
     moments_host_bytes=moments_host_bytes,
     least_bytes=_train_bytes(program, model, state, mesh.size),

@@ -16,7 +16,12 @@ from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import Optimizer, loop, step
 from ringjax.train import batch as batches
 from ringjax.train.memory_needs import training_memory
-from ringjax.train.optimizers.coded_moments import decode, encode
+from ringjax.train.optimizers.coded_moments import (
+  block_count,
+  decode,
+  encode,
+  scale_of,
+)
 from ringjax.train.optimizers.muon import Matrix, matrices, scale_by_muon
 
 CONFIG = {
@@ -173,15 +178,17 @@ def test_codes_of_moments_are_right_on_average(squares):
   draw = np.random.default_rng(0)
   x = draw.normal(size=(3, 301)).astype(np.float32) ** 3
   x[1] *= 1e-6
-  x[2, :151] = 0
+  x[2, :172] = 0
   x = x * x if squares else x
   draws = []
   for n in range(200):
-    codes, scale = encode(jnp.asarray(x), jax.random.key(n), squares=squares)
+    scale = scale_of(jnp.asarray(x))
+    codes = encode(jnp.asarray(x), scale, jax.random.key(n), squares=squares)
     draws.append(np.asarray(decode(codes, scale)))
   assert codes.dtype == (jnp.uint8 if squares else jnp.int8)
-  assert scale.shape == (3, 2)
-  assert np.all(draws[0][2, :151] == 0)
+  # 43 numbers each, of which four are zeros.
+  assert scale.shape == (3, 7)
+  assert np.all(draws[0][2, :172] == 0)
   largest = np.abs(x).max(1, keepdims=True)
   mean = np.mean(draws, 0)
   assert np.all(np.abs(mean - x) <= 2e-3 * largest)
@@ -189,6 +196,46 @@ def test_codes_of_moments_are_right_on_average(squares):
   if squares:
     # An update divides by the root.
     assert np.all(draws[0][x > 1e-30] > 0)
+
+
+@pytest.mark.parametrize(
+  ("length", "shards", "size"),
+  [
+    (4096, 64, 64),
+    (5120, 64, 80),
+    (2048, 64, 32),
+    (25600, 128, 200),
+    (768, 16, 48),
+    (151936, 4, 32),
+    # A prime: two blocks, the last one padded.
+    (509, 1, 255),
+  ],
+)
+def test_blocks_of_moments_lie_on_one_shard(length, shards, size):
+  count = block_count(length)
+  assert count % shards == 0
+  assert -(-length // count) == size
+
+
+@pytest.mark.parametrize("length", [2560, 2036])
+def test_moments_of_eight_bits_of_explicitly_sharded_axes(length):
+  """Whole blocks are updated where they are, others are gathered."""
+  mesh = jax.make_mesh((4,), ("seq",), devices=jax.devices()[:4])
+  sharding = jax.NamedSharding(mesh, jax.P(None, "seq"))
+  optimizer = Optimizer(moments="int8", clip=None).build(10, mesh)
+  draw = np.random.default_rng(0)
+  w = draw.normal(size=(4, length)).astype(np.float32)
+  sharded = {"w": jax.device_put(w, sharding)}
+  state = step.start(optimizer, sharded, mesh).optimizer
+  with jax.numpy_dtype_promotion("standard"):
+    update = jax.jit(optimizer.update).lower(sharded, state, sharded).compile()
+  assert ("all-gather" in update.as_text()) == (length == 2036)
+  got, _ = update(sharded, state, sharded)
+  assert got["w"].sharding.spec == sharding.spec
+  alone = {"w": jnp.asarray(w)}
+  with jax.numpy_dtype_promotion("standard"):
+    want, _ = jax.jit(optimizer.update)(alone, optimizer.init(alone), alone)
+  np.testing.assert_allclose(got["w"], want["w"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["adamw"])

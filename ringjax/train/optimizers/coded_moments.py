@@ -7,8 +7,11 @@ code a step would never move. The random numbers follow from the count of
 updates, so that a run that resumes computes the same.
 Levels: a block's largest number times (n / 127)^2 with a sign, or for second
 moments (n / 255)^4, of which none above 0 becomes 0: the update divides by it.
-Memory: a byte for a number, and 4 for a block of at most 256 of the last axis.
-Arrays of fewer than 4,096 numbers stay floats.
+Memory: a byte for a number, and 4 for a block of at most 256 of the last axis,
+of as many blocks as up to 64 shards of that axis divide, where its length has
+such blocks of 32 numbers or more. An update holds no float32 moments: they are
+computed from the codes twice, for the scales and for the new codes. Arrays of
+fewer than 4,096 numbers stay floats.
 Ref: Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization, arXiv
 2110.02861 (blocks; there codes are a tree of exponents and fractions).
 """
@@ -22,11 +25,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from ringjax.typing import ArrayLeaf
 
 _BLOCK = 256
+# Shorter blocks would have more than an eighth of a byte of scale for a number.
+_LEAST_BLOCK = 32
+# Number of shards of an axis that have whole blocks.
+_SHARDS = 64
 # As in the paper: small arrays save little.
 _SMALL = 4096
 # Names of second moments in states of optimizers, which are never negative.
@@ -58,57 +66,110 @@ def with_coded_moments(
   """
 
   def init(params: PyTree) -> CodedMoments:
-    return _encoded(optimizer.init(params), jnp.int32(0))
+    moments = optimizer.init(params)
+    return _encoded(moments, _scales(moments), jnp.int32(0))
 
   def update(
     updates: PyTree, state: Any, params: PyTree = None
   ) -> tuple[PyTree, CodedMoments]:
-    moments = jax.tree.map(_decoded_leaf, state.codes, state.scales)
-    updates, moments = optimizer.update(updates, moments, params)
-    return updates, _encoded(moments, state.count + 1)
+    decoded = lambda x: jax.tree.map(_decoded_leaf, x.codes, x.scales)
+    _, moments = optimizer.update(updates, decoded(state), params)
+    scales = _scales(moments)
+    # Without the barrier XLA keeps the float32 moments, four bytes a number,
+    # from one use to the other.
+    state, scales = lax.optimization_barrier((state, scales))
+    updates, moments = optimizer.update(updates, decoded(state), params)
+    return updates, _encoded(moments, scales, state.count + 1)
 
   return optax.GradientTransformation(init, update)
 
 
-def _encoded(moments: PyTree, count: jax.Array) -> CodedMoments:
+def _scales(moments: PyTree) -> PyTree:
+  """Largest number of each block, and 0 for what has no codes."""
+
+  def of_leaf(x: jax.Array) -> jax.Array:
+    if x.dtype != jnp.float32 or x.size < _SMALL:
+      return jnp.zeros((), jnp.float32)
+    return scale_of(_with_whole_blocks(x))
+
+  return jax.tree.map(of_leaf, moments)
+
+
+def _encoded(moments: PyTree, scales: PyTree, count: jax.Array) -> CodedMoments:
   """The state with codes for its moments."""
   leaves, form = jax.tree_util.tree_flatten_with_path(moments)
   key = jax.random.fold_in(jax.random.key(0), count)
-  pairs = [
-    _encoded_leaf(path, x, jax.random.fold_in(key, n))
-    for n, (path, x) in enumerate(leaves)
+  codes = [
+    _encoded_leaf(path, x, scale, jax.random.fold_in(key, n))
+    for n, ((path, x), scale) in enumerate(
+      zip(leaves, jax.tree.leaves(scales), strict=True)
+    )
   ]
-  codes, scales = (
-    jax.tree.unflatten(form, [pair[n] for pair in pairs]) for n in (0, 1)
-  )
-  return CodedMoments(count, codes, scales)
+  return CodedMoments(count, jax.tree.unflatten(form, codes), scales)
 
 
 def _encoded_leaf(
-  path: Sequence[Any], x: jax.Array, key: Key[Array, ""]
-) -> tuple[jax.Array, jax.Array]:
-  if x.dtype != jnp.float32 or x.size < _SMALL:
-    return x, jnp.zeros((), jnp.float32)
+  path: Sequence[Any], x: jax.Array, scale: jax.Array, key: Key[Array, ""]
+) -> jax.Array:
+  if not scale.ndim:
+    return x
   squares = any(getattr(k, "name", None) in _SQUARES for k in path)
-  return encode(x, key, squares=squares)
+  gathered = _with_whole_blocks(x)
+  codes = encode(gathered, scale, key, squares=squares)
+  return codes if gathered is x else _placed_like(codes, x)
 
 
 def _decoded_leaf(codes: jax.Array, scale: jax.Array) -> jax.Array:
-  return decode(codes, scale) if scale.ndim else codes
+  if not scale.ndim:
+    return codes
+  gathered = _with_whole_blocks(codes)
+  x = decode(gathered, scale)
+  return x if gathered is codes else _placed_like(x, codes)
+
+
+def _with_whole_blocks(x: jax.Array) -> jax.Array:
+  """The array, without shards of the last axis that cut a block.
+
+  It is another array on meshes with explicit axes alone, which refuse to cut
+  such an axis into blocks; the compiler gathers it on others.
+  """
+  sharding, count = jax.typeof(x).sharding, block_count(x.shape[-1])
+  axes = sharding.spec[-1] if len(sharding.spec) == x.ndim else None
+  if axes is None:
+    return x
+  names = axes if isinstance(axes, tuple) else (axes,)
+  shards = math.prod(sharding.mesh.shape[name] for name in names)
+  if count % shards == 0 == x.shape[-1] % count:
+    return x
+  spec = jax.P(*sharding.spec[:-1], None)
+  return jax.sharding.reshard(x, jax.NamedSharding(sharding.mesh, spec))
+
+
+def _placed_like(x: jax.Array, like: jax.Array) -> jax.Array:
+  return jax.sharding.reshard(x, jax.typeof(like).sharding)
+
+
+def scale_of(x: Float[Array, "*lead n"]) -> Float[Array, "*lead blocks"]:
+  """The largest absolute number of each block of the last axis."""
+  return jnp.max(_in_blocks(jnp.abs(x), block_count(x.shape[-1])), -1)
 
 
 def encode(
-  x: Float[Array, "*lead n"], key: Key[Array, ""], *, squares: bool = False
-) -> tuple[Shaped[Array, "*lead n"], Float[Array, "*lead blocks"]]:
-  """Encode numbers as codes of 8 bits and the largest number of each block.
+  x: Float[Array, "*lead n"],
+  scale: Float[Array, "*lead blocks"],
+  key: Key[Array, ""],
+  *,
+  squares: bool = False,
+) -> Shaped[Array, "*lead n"]:
+  """Encode numbers as codes of 8 bits.
 
   Args:
     x: Numbers, float32.
+    scale: Largest absolute number of each block, from `scale_of`.
     key: Random key of the rounding.
     squares: Whether they are second moments, which are not negative.
   """
-  blocks = _in_blocks(jnp.abs(x))
-  scale = jnp.max(blocks, -1)
+  blocks = _in_blocks(jnp.abs(x), scale.shape[-1])
   divisor = jnp.where(scale > 0, scale, jnp.float32(1))
   parts = _joined(blocks / divisor[..., None], x.shape[-1])
   largest_code, power = (255, 4) if squares else (127, 2)
@@ -123,8 +184,8 @@ def encode(
   level = lower + ((number + 0.5) / 256 < chance).astype(jnp.float32)
   if squares:
     level = jnp.where(parts > 0, jnp.maximum(level, 1), level)
-    return level.astype(jnp.uint8), scale
-  return (jnp.sign(x) * level).astype(jnp.int8), scale
+    return level.astype(jnp.uint8)
+  return (jnp.sign(x) * level).astype(jnp.int8)
 
 
 def decode(
@@ -136,13 +197,30 @@ def decode(
   numbers = codes.astype(jnp.float32)
   parts = (jnp.abs(numbers) * jnp.float32(1 / largest_code)) ** power
   parts = jnp.sign(numbers) * parts
-  blocks = _in_blocks(parts) * scale[..., None]
+  blocks = _in_blocks(parts, scale.shape[-1]) * scale[..., None]
   return _joined(blocks, codes.shape[-1])
 
 
-def _in_blocks(x: Shaped[Array, "*lead n"]) -> Shaped[Array, "*lead b m"]:
+def block_count(length: int) -> int:
+  """Number of blocks of an axis.
+
+  It is a multiple of the largest power of two up to 64 for which there are
+  blocks of 32 to 256 numbers without padding, so that no block lies on two
+  shards. An axis without such blocks has the fewest, the last one padded.
+  """
+  shards = _SHARDS
+  while shards:
+    for size in range(_BLOCK, _LEAST_BLOCK - 1, -1):
+      if length % (size * shards) == 0:
+        return length // size
+    shards //= 2
+  return -(-length // _BLOCK)
+
+
+def _in_blocks(
+  x: Shaped[Array, "*lead n"], count: int
+) -> Shaped[Array, "*lead count m"]:
   """Blocks of equal size of the last axis, the last one padded with zeros."""
-  count = -(-x.shape[-1] // _BLOCK)
   size = -(-x.shape[-1] // count)
   padding = [(0, 0)] * (x.ndim - 1) + [(0, count * size - x.shape[-1])]
   return jnp.pad(x, padding).reshape(*x.shape[:-1], count, size)
