@@ -129,9 +129,10 @@ def test_layers_that_read_latents_keep_none():
   assert [x.group for x in layers] == ["rotated", "rotated", None, None]
   model = models.abstract(checkpoints.config(NAME))
   assert sum(kind.layers for kind in model.kinds) == 3
-  own = read(kv_source_layers=[0, 1, 2, 3])
-  assert own == read(kv_source_layers=None) == read(kv_source_layers="absent")
-  assert not any(x.attention.reads for x in own.layers)
+  unshared = read(kv_source_layers=[0, 1, 2, 3])
+  assert unshared == read(kv_source_layers=None)
+  assert unshared == read(kv_source_layers="absent")
+  assert not any(x.attention.reads for x in unshared.layers)
   # Of two sources a layer reads the last one.
   sources = [0, 0, 2, 2, 4]
   changes = dict(
@@ -143,6 +144,17 @@ def test_layers_that_read_latents_keep_none():
   )
   layers = read(kv_source_layers=sources, **changes).layers
   assert [x.attention.reads for x in layers] == [0, 1, 0, 1, 0]
+  present = {k: x for k, x in changes.items() if x != "absent"}
+  config = checkpoints.config(NAME) | present | {"kv_source_layers": sources}
+  config |= {
+    "layer_types": ["indexed_attention"] * 5,
+    "mlp_layer_types": ["sparse"] * 5,
+  }
+  model = models.abstract(config, dtype=jnp.float32)
+  # Pairs of layers are alike, but not in a loop.
+  assert [run.repeats for run in model.stack.runs] == [1] * 5
+  logits = jax.eval_shape(model, EXPECTED.tokens)
+  assert logits.shape == EXPECTED.logits.shape
   with pytest.raises(ConfigError, match="kv_source_layers"):
     read(kv_source_layers=[0, 0, 2, 0, 4], **changes)
 
