@@ -119,7 +119,7 @@ def operands(t: int = 32):
 def test_compressed_keys_beside_others():
   """Fewer keys than queries, which are a part of what attention reads."""
   q, entries, _, _ = operands()
-  entries, near = entries[:, ::4], jnp.float32([0.3, -1.0, 0.7, 2.0])
+  entries, window_score = entries[:, ::4], jnp.float32([0.3, -1.0, 0.7, 2.0])
   maps = {
     "q": q[..., :2, :4],
     "weights": q[..., :2, 4],
@@ -131,8 +131,8 @@ def test_compressed_keys_beside_others():
   s = s.reshape(1, 32, 4, 8) * 8**-0.5
   s = jnp.where(seen[:, :, None], s, -jnp.inf)
   # A key of the window, with a score for each head.
-  near = jnp.broadcast_to(near[None, None], s.shape[:3])
-  lse = jnp.logaddexp(jax.nn.logsumexp(s, -1), near)
+  window_score = jnp.broadcast_to(window_score[None, None], s.shape[:3])
+  lse = jnp.logaddexp(jax.nn.logsumexp(s, -1), window_score)
   masses = np.asarray(jnp.sum(jnp.exp(s - lse[..., None]), 2))
   total = masses.sum(-1, keepdims=True)
   p = masses / np.where(total > 0, total, 1)
