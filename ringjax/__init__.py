@@ -56,7 +56,7 @@ from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.sparse.given import GivenBlocks
-from ringjax.ops.attention.sparse.index_loss import index_loss
+from ringjax.ops.attention.sparse.index_learning.index_loss import index_loss
 from ringjax.ops.attention.sparse.native_sparse import (
   NativeSparse,
   native_sparse_attention,

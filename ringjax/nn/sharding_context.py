@@ -45,7 +45,7 @@ from ringjax.ops.attention.cost.select import Auto
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.scores import Scores, Terms
 from ringjax.ops.attention.sparse.given import GivenBlocks
-from ringjax.ops.attention.sparse.index_loss import index_loss
+from ringjax.ops.attention.sparse.index_learning.index_loss import index_loss
 from ringjax.ops.attention.sparse.sparse_api import (
   sparse_attention,
   sparse_latent_attention,
@@ -725,21 +725,20 @@ class ContextParallel(ShardingContext):
       residual = dataclasses.replace(extras, residual=True)
       out, lse = self._dense(q, tokens, fresh, mask, residual)
     at = Coords(*(jnp.broadcast_to(x, q.shape[:2]) for x in tokens.at))
+    by_position = isinstance(selection, PositionChoice)
+    index = selection.index_selection(k.shape[1])
     loss = None
-    if record.index_learns and isinstance(selection, KeySelection):
-      assert selection.keys is not None
+    if record.index_learns and index is not None:
       options = self.call_options(q, k.shape[2], tokens, mask, extras)
       del options["sinks"]
-      options |= self._coords_of(at, tokens, True)
+      if by_position and tokens.segmented:
+        options |= dict(q_segment_ids=at.seg, kv_segment_ids=at.seg)
+      elif not by_position:
+        options |= self._coords_of(at, tokens, True)
       loss = index_loss(
         q,
         k[:, :, 0] if extras.up is not None else k,
-        TopTokens(
-          q=selection.q,
-          weights=selection.weights,
-          keys=selection.keys.astype(selection.q.dtype),
-          count=min(selection.count, k.shape[1]),
-        ),
+        index,
         lse,
         chosen=chosen,
         up=extras.up,
@@ -760,8 +759,10 @@ class ContextParallel(ShardingContext):
       all_lse = self._dense_lse(
         sampled_q, sampled_at, tokens, fresh, mask, extras
       )
+    elif chooses and by_position:
+      # In a warm-up, which only an index has. Blocks are of all positions.
+      chosen_lse = sample(self._selective(q, tokens, fresh, mask, extras)[1])
     elif chooses:
-      # In a warm-up, which only an index has.
       assert isinstance(selection, KeySelection) and selection.keys is not None
       _, chosen_lse, _ = self._chosen(
         sampled_q,
@@ -853,21 +854,104 @@ class ContextParallel(ShardingContext):
       mask: Mask over both coordinates.
       extras: Further terms of the layer's attention, see `Extras.residual`.
     """
-    k, v = (jnp.swapaxes(x, 1, 2) for x in (keys.k, keys.v))
-    arguments: dict[str, Any] = dict(
+    out, lse, _ = self._between(q, at, keys, mask, extras)
+    return (out, lse) if extras.residual else out
+
+  def recorded_between(
+    self,
+    q: Float[Array, "B T N H"],
+    at: Coords,
+    keys: KV,
+    mask: Mask,
+    extras: Extras,
+    record: ChoiceRecord,
+  ) -> tuple[Any, Callable[[Float[Array, "B T N"]], None]]:
+    """`between` with a residual, and what records the choice of these keys.
+
+    Queries read all keys while the index warms up, else the chosen ones.
+
+    Returns:
+      The output and its log-sum-exp; and a function of the log-sum-exp of the
+      layer's whole attention, of which these keys may be a part.
+    """
+    selection = extras.selection
+    assert isinstance(selection, KeySelection) and selection.keys is not None
+    all_keys = dataclasses.replace(extras, selection=None, residual=True)
+    residual = dataclasses.replace(extras, residual=True)
+    run = all_keys if record.warm_up else residual
+    out, lse, chosen = self._between(q, at, keys, mask, run)
+    at = Coords(*(jnp.broadcast_to(x, q.shape[:2]) for x in at))
+
+    def add(attention_lse: Float[Array, "B T N"]) -> None:
+      loss = None
+      if record.index_learns:
+        loss = index_loss(
+          q,
+          jnp.swapaxes(keys.k, 1, 2),
+          selection.index_selection(keys.k.shape[2]),
+          attention_lse,
+          chosen=chosen,
+          **self._between_options(q, at, keys, mask, extras),
+        )
+      # What follows has no gradient.
+      of_queries = selection.without_keys(), q, lse
+      of_queries, fixed_keys, index_keys = lax.stop_gradient(
+        (of_queries, keys, selection.keys)
+      )
+      sampled_at = Coords(*map(self._sampled, at))
+      sampled, sampled_q, sampled_lse = jax.tree.map(self._sampled, of_queries)
+      chosen_lse = all_lse = sampled_lse
+      again = lambda extras: self._between(
+        sampled_q, sampled_at, fixed_keys, mask, extras
+      )[1]
+      if chosen is not None:
+        all_lse = again(all_keys)
+      elif record.warm_up:
+        sampled = dataclasses.replace(sampled, keys=index_keys)
+        chosen_lse = again(dataclasses.replace(residual, selection=sampled))
+      record.add(loss, chosen_lse, all_lse, sampled_at.seg > 0)
+
+    return (out, lse), add
+
+  def _between_options(
+    self,
+    q: Float[Array, "B T N H"],
+    at: Coords,
+    keys: KV,
+    mask: Mask,
+    extras: Extras,
+  ) -> dict[str, Any]:
+    """Options of attention of `between`."""
+    same_length = keys.k.shape[2] == q.shape[1]
+    return dict(
       mask=mask,
       scale=extras.scale,
       mesh=self.mesh,
       axis=self.axis,
       **self.shares(q.shape[0], q.shape[2], keys.k.shape[1]),
-      layout=self.layout if k.shape[1] == q.shape[1] else Contiguous(),
+      layout=self.layout if same_length else Contiguous(),
       q_positions=at.pos,
       kv_positions=keys.at.pos,
       q_segment_ids=at.seg,
       kv_segment_ids=keys.at.seg,
       logits_soft_cap=extras.soft_cap,
-      return_residual=extras.residual,
     )
+
+  def _between(
+    self,
+    q: Float[Array, "B T N H"],
+    at: Coords,
+    keys: KV,
+    mask: Mask,
+    extras: Extras,
+  ) -> tuple[Any, Any, GivenBlocks | None]:
+    """`between`: the output, its log-sum-exp and the choice.
+
+    The second is None unless `extras` asks for it, the third where all keys are
+    read.
+    """
+    k, v = (jnp.swapaxes(x, 1, 2) for x in (keys.k, keys.v))
+    options = self._between_options(q, at, keys, mask, extras)
     selection = extras.selection
     shards = 1 if self.around is None else collectives.axis_size(self.around)
     # Layers that choose blocks read keys of their own tokens alone.
@@ -880,10 +964,20 @@ class ContextParallel(ShardingContext):
         keys=selection.keys.astype(selection.q.dtype),
         count=selection.count,
       )
-      return sparse_attention(q, k, v, choice, **arguments)
-    return dot_product_attention(
-      q, k, v, **arguments, strategy="ring", alibi_slopes=extras.slopes
+      return sparse_attention(
+        q, k, v, choice, **options, return_residual=True, return_selection=True
+      )
+    out = dot_product_attention(
+      q,
+      k,
+      v,
+      **options,
+      strategy="ring",
+      alibi_slopes=extras.slopes,
+      return_residual=extras.residual,
     )
+    out, lse = out if extras.residual else (out, None)
+    return out, lse, None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -85,8 +85,10 @@ def runs(layers: Sequence[Layer], *, scan: bool = True) -> tuple[Run, ...]:
   while start < len(layers):
     period, repeats = 1, 1
     for p in range(1, _LONGEST + 1 if scan else 0):
-      r = 1
-      unit = tuple(layers[start : start + p])
+      r, unit = 1, tuple(layers[start : start + p])
+      if any(map(_owns, unit)):
+        # A cache that later layers read would be one of each repeat.
+        break
       while tuple(layers[start + r * p : start + (r + 1) * p]) == unit:
         r += 1
       if r > 1 and r * p > period * repeats:

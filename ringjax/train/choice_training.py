@@ -24,10 +24,18 @@ from ringjax.models.weights.linear_maps import INDEX_PATH
 from ringjax.nn.attention_layers.choosing.choosing_attention import (
   ChoosingAttention,
 )
+from ringjax.nn.attention_layers.choosing.index_block_attention import (
+  IndexBlockAttention,
+)
 from ringjax.nn.attention_layers.choosing.indexed_attention import (
   IndexedAttention,
 )
+from ringjax.nn.attention_layers.choosing.pooled_block_attention import (
+  PooledBlockAttention,
+)
+from ringjax.nn.attention_layers.compressed import CompressedAttention
 from ringjax.nn.attention_layers.latent import Latent
+from ringjax.nn.attention_layers.pooled_latent import PooledLatent
 from ringjax.nn.sums.choice_sums import ChoiceSums
 from ringjax.nn.sums.layer_record import LayerSums
 from ringjax.nn.tokens import Tokens
@@ -46,8 +54,14 @@ class ChoosingLayers(NamedTuple):
 
 
 def _has_index(attention: object) -> bool:
-  indexed = isinstance(attention, Latent) and attention.index is not None
-  return indexed or isinstance(attention, IndexedAttention)
+  """Whether a layer has an index that learns from a loss of its own."""
+  if isinstance(attention, CompressedAttention):
+    compression = attention.compression
+    return compression is not None and compression.index is not None
+  kinds = IndexedAttention | IndexBlockAttention | PooledBlockAttention
+  if isinstance(attention, PooledLatent | kinds):
+    return True
+  return isinstance(attention, Latent) and attention.index is not None
 
 
 def choosing_layers(model: object) -> tuple[ChoosingLayers, ...]:

@@ -11,6 +11,8 @@ import numpy as np
 import ringjax as rj
 
 B, N, K, H = 2, 4, 2, 8
+# Positions of a block, of indexes of blocks.
+M = 4
 # Largest error of a mean over tokens, and of its gradients.
 ERROR = 1e-6
 
@@ -20,6 +22,7 @@ def check(
   shards: int = 1,
   mesh: Any = None,
   *,
+  units: str = "tokens",
   sparse: bool = False,
   latents: bool = False,
   t: int = 40,
@@ -31,7 +34,9 @@ def check(
 ) -> None:
   """Losses of queries, and gradients of their mean, are those of the equation.
 
-  Attention is that to all keys, or to the index's own choice if `sparse`.
+  Attention is that to all keys, or to the index's own choice if `sparse`. The
+  index is one of "tokens", of "pooled" blocks, or, for each kv head, of blocks
+  by their best "key".
   """
   r = np.random.default_rng(0)
   draw = lambda *shape: r.normal(size=shape).astype(np.float32)
@@ -40,6 +45,10 @@ def check(
     "weights": draw(B, t, 3),
     "keys": draw(B, t, 4),
   }
+  if units == "pooled":
+    index |= {"keys": draw(B, t, 8), "bias": draw(M, 4), "norm": draw(4)}
+  if units == "key":
+    index = {"q": draw(B, t, K, 4), "keys": draw(B, t, 4)}
   q, k, v = draw(B, t, N, H), draw(B, t, K, H), draw(B, t, K, 5)
   rows, up = draw(B, t, 5 + 2), draw(5, N, (H - 2) + 5)
   sink = jnp.asarray(draw(N)) if sinks else None
@@ -62,9 +71,18 @@ def check(
     "local_window_size": None if window is None else (window, 0),
     **axes,
   }
-  top = lambda x: rj.TopTokens(
-    count=7, **{name: into(x[name]) for name in index}
-  )
+
+  def top(x):
+    by_token = ("q", "weights", "keys")
+    arrays = {
+      name: into(x[name]) if name in by_token else x[name] for name in x
+    }
+    if units == "pooled":
+      return rj.TopPooledBlocks(count=2, **arrays)
+    if units == "key":
+      return rj.TopIndexBlocks(count=3, block=M, local=1, **arrays)
+    return rj.TopTokens(count=7, **arrays)
+
   of_rows = into(q), into(rows), jnp.asarray(up)
   operands = of_rows if latents else (into(q), into(k))
   chosen = None
@@ -75,10 +93,13 @@ def check(
       *operands, *values, top(index), **options, sinks=sink,
       return_residual=True, return_selection=True,
     )  # fmt: skip
-    numbers = np.asarray(back(chosen.blocks))[:, :, 0]
-    marked = np.zeros((B, t, t + 1), bool)
+    numbers = np.asarray(back(chosen.blocks))
+    size, blocks = chosen.block, -(-t // chosen.block)
+    marked = np.zeros((*numbers.shape[:3], blocks + 1), bool)
     np.put_along_axis(marked, numbers, True, -1)
-    visible &= marked[..., :-1]
+    # Those of each query head.
+    marked = np.repeat(marked, N // marked.shape[2], 2)[..., :-1]
+    chosen_keys = np.repeat(marked, size, -1)[..., :t]
   else:
     attend = rj.latent_attention if latents else rj.dot_product_attention
     values = () if latents else (into(v),)
@@ -95,7 +116,10 @@ def check(
     s = np.einsum("btnh,bsnh->bnts", q.astype(np.float64), keys) * H**-0.5
     if soft_cap is not None:
       s = soft_cap * np.tanh(s / soft_cap)
-    s = np.where(visible[:, None], s, -np.inf)
+    seen = np.broadcast_to(visible[:, None], s.shape)
+    if sparse:
+      seen = seen & np.moveaxis(chosen_keys, 2, 1)
+    s = np.where(seen, s, -np.inf)
     largest = s.max(-1, keepdims=True)
     largest = np.where(np.isfinite(largest), largest, 0)
     p = np.exp(s - largest)
@@ -103,17 +127,69 @@ def check(
     if sinks:
       at = np.asarray(sink, np.float64)[None, :, None, None]
       total = total + np.exp(at - largest)
-    p = (p / np.where(total == 0, 1, total)).sum(1)
-    mass = p.sum(-1, keepdims=True)
-    p = p / np.where(mass == 0, 1, mass)
-    dots = jnp.einsum("btie,bse->btis", index["q"], index["keys"])
-    scores = jnp.einsum("btis,bti->bts", jax.nn.relu(dots), index["weights"])
-    some = visible.any(-1, keepdims=True)
-    scores = jnp.where(visible | ~some, scores, -jnp.inf)
-    logarithm = jax.nn.log_softmax(scores, -1)
-    terms = jnp.where(visible, logarithm, 0)
-    of_p = p * np.log(np.where(p > 0, p, 1))
-    return jnp.sum(jnp.asarray(of_p) - jnp.asarray(p) * terms, -1)
+    p = p / np.where(total == 0, 1, total)
+    scores, masses, offered = of_units(index, p, seen)
+    masses = np.where(offered, masses, 0)
+    mass = masses.sum(-1, keepdims=True)
+    masses = masses / np.where(mass == 0, 1, mass)
+    some = offered.any(-1, keepdims=True)
+    scores = jnp.where(offered | ~some, scores, -jnp.inf)
+    terms = jnp.where(offered, jax.nn.log_softmax(scores, -1), 0)
+    of_p = masses * np.log(np.where(masses > 0, masses, 1))
+    losses = jnp.sum(jnp.asarray(of_p) - jnp.asarray(masses) * terms, -1)
+    return jnp.mean(losses, 1)
+
+  def of_units(index, p, seen):
+    """Scores, masses and offered units of each head that chooses, [B, M, T, U].
+
+    Args:
+      index: Arrays of the index.
+      p: Probabilities of attention, [B, N, T, S].
+      seen: Pairs that count, [B, N, T, S].
+    """
+    if units == "tokens":
+      dots = jnp.einsum("btie,bse->btis", index["q"], index["keys"])
+      scores = jnp.einsum("btis,bti->bts", jax.nn.relu(dots), index["weights"])
+      return scores[:, None], p.sum(1, keepdims=True), seen[:, :1]
+    blocks = -(-t // M)
+    padded = lambda x: np.pad(x, [(0, 0)] * 3 + [(0, blocks * M - t)])
+    by_block = lambda x: padded(x).reshape(*x.shape[:3], blocks, M)
+    number, own_block = np.arange(blocks), i // M
+    if units == "key":
+      of_kv = lambda x: x.reshape(B, K, N // K, t, t)
+      masses = by_block(of_kv(p).sum(2)).sum(-1)
+      allowed = by_block(of_kv(seen)[:, :, 0])
+      dots = jnp.einsum("btke,bse->bkts", index["q"], index["keys"])
+      width = [(0, 0)] * 3 + [(0, blocks * M - t)]
+      dots = jnp.pad(dots, width).reshape(B, K, t, blocks, M)
+      scores = jnp.max(jnp.where(allowed, dots, -jnp.inf), -1)
+      offered = allowed.any(-1) & (number != own_block)
+      return jnp.where(offered, scores, 0), masses, offered
+    masses = by_block(p.sum(1, keepdims=True)).sum(-1)
+    count = t // M
+    keys, gates = jnp.split(index["keys"][:, : count * M], 2, -1)
+    cut = lambda x: x.reshape(B, count, M, -1)
+    weights = jax.nn.softmax(cut(gates) + index["bias"][None, None], 2)
+    pooled = jnp.sum(weights * cut(keys), 2)
+    square = jnp.mean(pooled**2, -1, keepdims=True)
+    pooled = pooled * jax.lax.rsqrt(square + 1e-6) * index["norm"][None, None]
+    dots = jnp.einsum("btie,bce->btic", index["q"], pooled)
+    scores = jnp.einsum("btic,bti->btc", jax.nn.relu(dots), index["weights"])
+    scores = jnp.pad(scores, [(0, 0)] * 2 + [(0, blocks - count)])
+    # Whole blocks of the query's document that have ended.
+    last, of_block = number * M + M - 1, documents[:, : count * M]
+    of_block = of_block.reshape(B, count, M)
+    whole = (of_block == of_block[..., :1]).all(-1)
+    whole = np.pad(
+      np.where(whole, of_block[..., 0], 0), [(0, 0), (0, blocks - count)]
+    )
+    offered = (last <= i) & (whole[:, None] == documents[..., None])
+    offered &= (documents != 0)[..., None]
+    if window is not None:
+      offered &= i - last <= window
+    if sparse:
+      offered &= by_block(np.moveaxis(chosen_keys, 2, 1)[:, :1])[:, 0].any(-1)
+    return scores[:, None], masses, offered[:, None]
 
   def loss(index):
     return back(

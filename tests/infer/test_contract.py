@@ -14,6 +14,7 @@ import pytest
 import ringjax as rj
 from ringjax.infer import prefill
 from ringjax.kv.layer_spec import LayerKV
+from ringjax.kv.summaries.summary_spec import SummarySlots
 from ringjax.nn.sharding_context import (
   CachedAttention,
   ChainParallel,
@@ -129,6 +130,10 @@ def contents(cache):
   found = []
   pos, seg = np.asarray(cache.at.pos), np.asarray(cache.at.seg)
   for slots in cache.slots:
+    if isinstance(slots, SummarySlots):
+      # Summaries are in the order of their windows' positions.
+      found.extend(np.asarray(x) for x in slots)
+      continue
     if not isinstance(slots, LayerKV):
       # Slots of compressed keys are in the order of their windows.
       found.extend(np.asarray(x) for x in jax.tree.leaves(slots.memory))

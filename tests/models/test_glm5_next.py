@@ -13,6 +13,7 @@ from ringjax.models.weights.linear_maps import rounded_maps
 from ringjax.nn.attention_layers.pooled_latent import PooledLatent
 from ringjax.nn.feedforward import Gated
 from tests import checkpoints
+from tests.helpers import make_mesh
 
 NAME = "glm5_next"
 EXPECTED = checkpoints.expected(NAME)
@@ -33,6 +34,19 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(folder):
   return models.load(folder)
+
+
+@pytest.mark.long
+def test_a_sequence_on_shards(folder):
+  """Delta attention hands its state on, and blocks are those of all shards."""
+  mesh, layout = make_mesh(4, "auto"), rj.Striped()
+  model = models.load(folder, mesh=mesh, dtype=jnp.float32)
+  order = layout.padded_order(40, 4)
+  attend = models.ContextParallel(mesh=mesh, axis="seq", layout=layout)
+  logits = model(EXPECTED.tokens[:, order], attend=attend)
+  np.testing.assert_allclose(
+    np.asarray(logits)[:, np.argsort(order)], EXPECTED.logits, atol=5e-5
+  )
 
 
 def test_what_a_file_leaves_out():

@@ -69,7 +69,11 @@ def test_what_a_file_leaves_out():
     ("index_head_dim", 6),
     ("indexer_types", ["shared", "full", "full", "full"]),
     ("indexer_types", ["full", "full", "shared", "full"]),
-    ("kv_source_layers", [0, 0, 2, 3]),
+    ("kv_source_layers", [0, 0, 2]),
+    ("kv_source_layers", [0, 1, 3, 3]),
+    ("kv_source_layers", [0, 0, 0, 3]),
+    ("kv_source_layers", [0, 0, 2, 0]),
+    ("kv_source_layers", "0"),
     ("layer_types", ["full_attention"] * 4),
     ("no_rope_layers", [1, 1, 0]),
     ("q_lora_rank", 28),
@@ -117,6 +121,42 @@ def test_scales_by_position():
   factors = np.log(np.asarray(pos) + 1.0)[..., None] * [0.5, -1.0, 0.0]
   factors += [1.0, 0.3, 2.0]
   np.testing.assert_allclose(layer(q, pos), q * factors[..., None], rtol=1e-5)
+
+
+def test_layers_that_read_latents_keep_none():
+  layers = [x.attention for x in read().layers]
+  assert [x.reads for x in layers] == [False, True, False, False]
+  assert [x.group for x in layers] == ["rotated", "rotated", None, None]
+  model = models.abstract(checkpoints.config(NAME))
+  assert sum(kind.layers for kind in model.kinds) == 3
+  unshared = read(kv_source_layers=[0, 1, 2, 3])
+  assert unshared == read(kv_source_layers=None)
+  assert unshared == read(kv_source_layers="absent")
+  assert not any(x.attention.reads for x in unshared.layers)
+  # Of two sources a layer reads the last one.
+  sources = [0, 0, 2, 2, 4]
+  changes = dict(
+    num_hidden_layers=5,
+    no_rope_layers=[1] * 5,
+    indexer_types=["full", "shared"] * 2 + ["full"],
+    mlp_layer_types="absent",
+    layer_types="absent",
+  )
+  layers = read(kv_source_layers=sources, **changes).layers
+  assert [x.attention.reads for x in layers] == [0, 1, 0, 1, 0]
+  present = {k: x for k, x in changes.items() if x != "absent"}
+  config = checkpoints.config(NAME) | present | {"kv_source_layers": sources}
+  config |= {
+    "layer_types": ["indexed_attention"] * 5,
+    "mlp_layer_types": ["sparse"] * 5,
+  }
+  model = models.abstract(config, dtype=jnp.float32)
+  # Pairs of layers are alike, but not in a loop.
+  assert [run.repeats for run in model.stack.runs] == [1] * 5
+  logits = jax.eval_shape(model, EXPECTED.tokens)
+  assert logits.shape == EXPECTED.logits.shape
+  with pytest.raises(ConfigError, match="kv_source_layers"):
+    read(kv_source_layers=[0, 0, 2, 0, 4], **changes)
 
 
 @pytest.mark.long

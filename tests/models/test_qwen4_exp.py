@@ -139,11 +139,21 @@ def test_rows_turns_and_single_tokens(model):
 
 
 @pytest.mark.long
-def test_packed_documents_that_begin_with_a_block(model):
-  """Each equals the document alone in a row, n-grams included."""
+@pytest.mark.parametrize("restarts", [False, True])
+def test_packed_documents_that_begin_with_a_block(model, restarts):
+  """Each equals the document alone in a row, n-grams included.
+
+  Positions are those of the row, or restart with each document.
+  """
   first, second = EXPECTED.tokens[:1, :24], EXPECTED.tokens[1:, :15]
   segments = np.repeat(np.int32([1, 2]), [24, 15])[None]
-  packed = model(np.concatenate([first, second], 1), segment_ids=segments)
+  both = np.concatenate([first, second], 1)
+  positions = np.concatenate([np.arange(24), np.arange(15)]).astype(np.int32)
+  packed = model(
+    both,
+    segment_ids=segments,
+    positions=positions[None] if restarts else None,
+  )
   np.testing.assert_allclose(
     packed[:, :24], EXPECTED.logits[:1, :24], atol=5e-5
   )

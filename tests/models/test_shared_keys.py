@@ -1,4 +1,4 @@
-"""Gemma 3n and 4: layers that read others' keys, and tokens' ids."""
+"""Gemma 3n and 4, Mistral Large 4: layers that read others' keys, and ids."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ def test_ids_that_the_second_embedding_does_not_have():
   assert np.abs(np.asarray(found - other)).max() > 0.1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mistral_large4"])
 def test_what_cannot_share_says_so(name, tmp_path):
   model = rj.models.abstract(checkpoints.config(name))
   with pytest.raises(ConfigError, match=f"{name}.*read"):
     LayerPrograms(model)
-  with pytest.raises(OptionError, match="reads another's keys"):
+  with pytest.raises(OptionError, match="reads another's keys|is Latent"):
     check_target(model)
-  with pytest.raises(OptionError, match=f"{name}.*read"):
+  with pytest.raises(OptionError, match=f"{name}.*(read|of Latent)"):
     cepe.with_encoder(model)
   with pytest.raises(OptionError, match=f"placement.*{name}"):
     model.init_cache(1, 8, placement="host")
@@ -170,6 +170,7 @@ def test_layers_that_read_in_a_loop(tmp_path):
     ("gemma4", "dense"),
     pytest.param("gemma3n", "int8", marks=pytest.mark.slow),
     pytest.param("gemma4", "windowed", marks=pytest.mark.slow),
+    pytest.param("mistral_large4", "int8", marks=pytest.mark.slow),
   ],
 )
 def test_rows_of_unequal_lengths_over_shards(tmp_path, name, kind):

@@ -16,6 +16,7 @@ from ringjax.errors import ConfigError, InputTypeError, OptionError
 from ringjax.eval.entropy import attention_statistics
 from ringjax.models.contents import read_config
 from ringjax.models.hf.tensors import parameters
+from ringjax.models.weights.linear_maps import INDEX_PATH
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.parallel.layout import Striped
 from ringjax.serve import Engine, Request
@@ -38,6 +39,8 @@ INDEX = "index:heads=2,dim=4,count=5"
 BLOCKS = "moba:block=4,count=2"
 NATIVE = "nsa:length=4,stride=2,block=4,count=3,initial=1,local=1,window=3"
 KINDS = (INDEX, BLOCKS, NATIVE)
+# Families whose indexes choose compressed keys, or blocks.
+OTHER_INDEXES = ("deepseek_v4", "minimax_m3_vl", "qwen4_exp", "glm5_next")
 
 
 @functools.cache
@@ -263,12 +266,14 @@ def test_shards_give_the_gradients_of_one_device(kind):
   "name",
   [
     "deepseek_v32",
-    pytest.param("hy_v4", marks=pytest.mark.slow),
-    pytest.param("mistral_large4", marks=pytest.mark.slow),
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in ("hy_v4", "mistral_large4", *OTHER_INDEXES)
+    ),
   ],
 )
 def test_an_index_of_a_family_learns_beside_its_mixture(name, tmp_path):
-  """From rows of latents; nothing else learns from its loss."""
+  """Nothing else learns from its loss, of whatever units it chooses."""
   folder = checkpoints.write(name, tmp_path / "model")
   model = rj.models.load(folder, dtype="float32")
   rows = batches.whole_rows(checkpoints.expected(name).tokens[:, :18])
@@ -276,10 +281,37 @@ def test_an_index_of_a_family_learns_beside_its_mixture(name, tmp_path):
   without, _ = gradient(model, rows, index_loss=0.0)
   assert statistics.index_loss > 0 and 0 < statistics.recall < 1
   for path, value in got.items():
-    if ".index." in path:
+    if INDEX_PATH in path:
       assert np.abs(value).max() > 1e-6 and not without[path].any(), path
     else:
       np.testing.assert_allclose(value, without[path], atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=pytest.mark.long if last else pytest.mark.slow)
+    for name, last in zip(OTHER_INDEXES, (0, 0, 0, 1), strict=True)
+  ],
+)
+def test_an_index_of_a_family_learns_on_shards_as_on_a_device(name, tmp_path):
+  """Packed documents on stripes; in a warm-up it alone learns."""
+  model = rj.models.load(checkpoints.write(name, tmp_path), dtype="float32")
+  mesh = make_mesh(4, "auto")
+  attend = ContextParallel(mesh=mesh, axis="seq", layout=Striped())
+  placed = rj.models.place(model, mesh)
+  for warm_up in (False, True):
+    options = {"index_warm_up": warm_up}
+    want, on_device = gradient(model, documents(), **options)
+    got, sharded = gradient(placed, documents(), attend, **options)
+    for path, expected in want.items():
+      np.testing.assert_allclose(got[path], expected, atol=2e-6, err_msg=path)
+      learns = not warm_up or INDEX_PATH in path
+      assert learns or not expected.any(), path
+    np.testing.assert_allclose(
+      sharded.index_loss, on_device.index_loss, atol=1e-6
+    )
+    assert 0 < sharded.recall_worst <= sharded.recall <= 1
 
 
 # ---------------------------------------------------------------------------
@@ -444,10 +476,22 @@ def test_an_index_without_a_loss_stays_as_it_is():
     assert bool((after[name] != value).any()) == (".index." not in name), name
 
 
-@pytest.mark.long
-def test_only_the_index_learns_in_a_warm_up_and_a_run_resumes(tmp_path):
+@pytest.mark.parametrize(
+  "family",
+  [
+    pytest.param(None, marks=pytest.mark.long),
+    *(pytest.param(x, marks=pytest.mark.slow) for x in OTHER_INDEXES),
+  ],
+)
+def test_only_the_index_learns_in_a_warm_up_and_a_run_resumes(family, tmp_path):
   """With the same losses and weights, whatever is recomputed."""
-  fresh = lambda: with_sparse_attention(rj.models.create(CONFIG), INDEX, seed=3)
+  if family is None:
+    fresh = lambda: with_sparse_attention(
+      rj.models.create(CONFIG), INDEX, seed=3
+    )
+  else:
+    folder = checkpoints.write(family, tmp_path / "model")
+    fresh = lambda: rj.models.load(folder, dtype="float32")
   reports = []
   train = functools.partial(
     recipe.train, report=lambda stage, report: reports.append(report)
@@ -459,7 +503,7 @@ def test_only_the_index_learns_in_a_warm_up_and_a_run_resumes(tmp_path):
   warmed_up = parameters(train(warm, fresh(), text()).model)
   for name, value in first_weights.items():
     moved = bool((np.asarray(warmed_up[name].get_value()) != value).any())
-    assert moved == (".index." in name), name
+    assert moved == (INDEX_PATH in name), name
   reports.clear()
   want = train(two_stages(remat="nothing"), fresh(), text())
   losses = [(x.loss, x.choice) for x in reports]
@@ -474,9 +518,10 @@ def test_only_the_index_learns_in_a_warm_up_and_a_run_resumes(tmp_path):
 
   reports.clear()
   plan = two_stages(remat="all")
-  with Checkpoints(tmp_path) as saved, pytest.raises(Killed):
+  steps = tmp_path / "steps"
+  with Checkpoints(steps) as saved, pytest.raises(Killed):
     train(plan, fresh(), text(), checkpoints=saved, on_step=kill)
-  with Checkpoints(tmp_path) as saved:
+  with Checkpoints(steps) as saved:
     got = train(plan, fresh(), text(), checkpoints=saved)
   resumed = [(x.loss, x.choice) for x in reports]
   np.testing.assert_allclose(

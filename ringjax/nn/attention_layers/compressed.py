@@ -7,6 +7,8 @@ a learned sink of each head. Rotated dims are the last ones of a head; those of
 the output are rotated back by the query's position, so that a value counts by
 its distance. Equal results for a whole sequence, for chunks through a cache,
 and token by token; for one device and for shards.
+Training: an index of entries learns from `rj.index_loss` alone, by the mass on
+each entry of the layer's whole attention, with its window and its sinks.
 Cost: of T tokens T (W + S / m) pairs, or T (W + k) with an index of k entries
 and its products of S / m keys.
 Memory: W keys of a row, S / m entries, and the tokens of a window.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,6 +42,7 @@ from ringjax.nn.sharding_context import (
   ContextParallel,
   Extras,
 )
+from ringjax.nn.sums.choice_sums import ChoiceRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.cached.selection import KeySelection
 from ringjax.ops.attention.scores import Scores
@@ -54,6 +58,9 @@ from ringjax.ops.norm import rms_norm
 from ringjax.ops.recurrent.conv import Tail
 from ringjax.ops.rope import Rope
 from ringjax.ops.softmax import Partial, add_sink, finalize, merge, wide_dtype
+
+# Function of the log-sum-exp of a layer's attention, [B, T, N].
+RecordChoice = Callable[[Array], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -293,7 +300,7 @@ class CompressedAttentionLayer(nnx.Module):
     if spec.compression is not None:
       keys, stored_entries = caches
     partial, keys = self._near(q, kv, tokens, keys, attend)
-    caches = keys
+    caches, record_choice = keys, None
     if spec.compression is not None:
       projections, index_q, weights = index
       new_entries, entries = self._compressed(
@@ -307,12 +314,13 @@ class CompressedAttentionLayer(nnx.Module):
           count=spec.compression.index.count,
           first=spec.keys.dim,
         )
-        selection = lax.stop_gradient(selection)
-      entry_partial = self._far(
+      entry_partial, record_choice = self._far(
         q, new_entries, tokens, entries, selection, attend
       )
       partial, caches = merge(partial, entry_partial), (keys, entries)
-    out, _ = finalize(add_sink(partial, self.sinks[...][None, None]))
+    out, lse = finalize(add_sink(partial, self.sinks[...][None, None]))
+    if record_choice is not None:
+      record_choice(lse)
     out = self._rotated(out.astype(q.dtype), tokens, spec.reversed_rope)
     return attend.summed(self._out, out), caches
 
@@ -328,7 +336,9 @@ class CompressedAttentionLayer(nnx.Module):
     index_q = weights = None
     if self.index_compressor is not None:
       assert self.index_q is not None and self.index_weights is not None
-      projections.append(lax.stop_gradient(self.index_compressor(x)))
+      # The index learns from its own loss, and nothing else does.
+      x, latent = lax.stop_gradient((x, latent))
+      projections.append(self.index_compressor(x))
       index_q = self.index_q(latent)
       scale = (index_q.shape[-2] * index_q.shape[-1]) ** -0.5
       weights = self.index_weights(x)
@@ -431,8 +441,12 @@ class CompressedAttentionLayer(nnx.Module):
     cache: StateCache,
     selection: KeySelection | None,
     attend: Attend,
-  ) -> Partial:
-    """Partial of the entries that queries see."""
+  ) -> tuple[Partial, RecordChoice | None]:
+    """Partial of the entries that queries see.
+
+    In training also what records how they were chosen, of the log-sum-exp of
+    the layer's attention.
+    """
     window_keys = self.spec.keys
     call: Any = attend
     mask = Causal()
@@ -444,16 +458,21 @@ class CompressedAttentionLayer(nnx.Module):
       # Queries do not meet the keys of the index.
       width = new_entries.k.shape[-1] - window_keys.dim
       q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, width)))
+      choice = lax.stop_gradient(selection)
+      extras = dataclasses.replace(extras, selection=choice)
       out, lse = call.visit(q, (cache.view(),), tokens.at, mask, extras)
-      return Partial.of(out[..., : window_keys.dim], lse)
+      return Partial.of(out[..., : window_keys.dim], lse), None
     if selection is not None:
       index_keys = new_entries.k[:, 0, :, window_keys.dim :]
       selection = dataclasses.replace(selection, keys=index_keys)
       extras = dataclasses.replace(extras, selection=selection)
     k = new_entries.k[..., : window_keys.dim]
-    return Partial.of(
-      *call.between(q, tokens.at, KV(k, k, new_entries.at), mask, extras)
-    )
+    between = q, tokens.at, KV(k, k, new_entries.at), mask, extras
+    record = None if selection is None else tokens.record_of(ChoiceRecord)
+    if record is None:
+      return Partial.of(*call.between(*between)), None
+    out, record_choice = call.recorded_between(*between, record)
+    return Partial.of(*out), record_choice
 
   def _out(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
     """Map of each group of heads to its latent vector, and of all to D."""

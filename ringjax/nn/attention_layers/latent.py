@@ -71,6 +71,11 @@ class Latent:
     gate_dims: Number of gates of a head: 1, or `value` for one of each dim.
     sinks: Whether each head has a learned score that takes part in the softmax.
     latent_scale: Factor on the normed latents of keys and values.
+    group: Name that layers with the same latents share; None: no other layer
+      reads this one's.
+    reads: Whether the layer has no latents, but reads those of the last layer
+      of its group before it that has some. An index is then one that it reads,
+      too, of which those latents have the keys.
   """
 
   heads: int
@@ -90,6 +95,8 @@ class Latent:
   gate_dims: int = 1
   sinks: bool = False
   latent_scale: float = 1.0
+  group: str | None = None
+  reads: bool = False
 
   @property
   def ropes(self) -> tuple[Rope, ...]:
@@ -171,10 +178,11 @@ class LatentLayer(nnx.Module):
       (n, spec.plain + turned),
       ("embed" if size is None else None, "heads", None),
     )
-    self.kv_down = Linear(
-      rngs, (embed,), (c + turned,), ("embed", None), bias=spec.bias
-    )
-    self.kv_norm = norm(c)
+    if not spec.reads:
+      self.kv_down = Linear(
+        rngs, (embed,), (c + turned,), ("embed", None), bias=spec.bias
+      )
+      self.kv_norm = norm(c)
     self.kv = Linear(
       rngs, (c,), (n, spec.plain + spec.value), (None, "heads", None)
     )
@@ -217,14 +225,19 @@ class LatentLayer(nnx.Module):
     attend: Attend,
   ) -> tuple[Float[Array, "B T D"], Any]:
     """[B, T, D] and the layer's cache with this call's latents."""
-    q, row, index = attend.rows(self._maps, x)
-    if isinstance(cache, JointLayer):
-      assert self.spec.index is None
-      out, cache = cache.by_call(
-        functools.partial(self._mixed_rows, attend), (q, row)
-      )
+    if self.spec.reads:
+      assert not isinstance(cache, JointLayer)
+      q = attend.rows(lambda x: self.q(by_tile(self.q_norm, self.q_down(x))), x)
+      out = self._read(q, tokens, cache, attend)
     else:
-      out, cache = self._mixed(q, row, index, tokens, cache, attend)
+      q, row, index = attend.rows(self._maps, x)
+      if isinstance(cache, JointLayer):
+        assert self.spec.index is None
+        out, cache = cache.by_call(
+          functools.partial(self._mixed_rows, attend), (q, row)
+        )
+      else:
+        out, cache = self._mixed(q, row, index, tokens, cache, attend)
     if self.gate is not None:
       out = by_tile(self._gated, out, attend.rows(self.gate, x))
     return attend.rows(self.o, out), cache
@@ -274,10 +287,6 @@ class LatentLayer(nnx.Module):
         `index`, if the layer has one.
     """
     spec = self.spec
-    if self.temperature is not None:
-      q = self.temperature(q, tokens.pos)
-    q_plain, q_turned = q[..., : spec.plain], q[..., spec.plain :]
-    unrotated, q_turned = q_turned, tokens.rotate(spec.rope, q_turned)
     latent = self.kv_norm(latent_and_shared[..., : spec.latent])
     if spec.latent_scale != 1.0:
       latent = latent * jnp.asarray(spec.latent_scale, latent.dtype)
@@ -290,40 +299,91 @@ class LatentLayer(nnx.Module):
     row = jnp.concatenate(parts, -1)[:, None]
     rotation = tokens.rotation(spec.row_rope, first=spec.latent)
     cache = cache.append(row, row[..., :0], tokens.at, rotation)
+    q = self._scaled(q, tokens)
+    q_plain, unrotated = q[..., : spec.plain], q[..., spec.plain :]
+    q_turned = tokens.rotate(spec.rope, unrotated)
     cache = cache.observe(
       lambda: self._row_queries(q_plain, q_turned),
       lambda: self._row_queries(q_plain, unrotated),
     )
     selection = choice
     if spec.index is not None:
-      selection = KeySelection(
-        q=tokens.rotate(spec.rope, index[0]),
-        weights=index[1],
-        count=spec.index.count,
-        first=spec.latent + spec.shared,
-      )
+      selection = self._selection(index, tokens)
       if isinstance(cache, IndexedLayer):
         cache = cache.chosen_by(selection)
+    queries = q_plain, q_turned
+    return self._attended(queries, tokens, cache, attend, selection), cache
+
+  def _read(
+    self,
+    q: Float[Array, "B T N H"],
+    tokens: Tokens,
+    cache: LayerCache,
+    attend: Attend,
+  ) -> Float[Array, "B T N J"]:
+    """Attention to the latents of another layer, which it has appended.
+
+    Args:
+      q: Queries before their rotation.
+      tokens: Coordinates and rotations of the call's tokens.
+      cache: Part of the cache of the layer that has the latents.
+      attend: Attention of the call.
+    """
+    spec, selection = self.spec, None
+    q = self._scaled(q, tokens)
+    q_plain, q_turned = q[..., : spec.plain], q[..., spec.plain :]
+    if spec.index is not None:
+      index = spec.index.exchange((), tokens, q.dtype)
+      selection = self._selection(index, tokens)
+    queries = q_plain, tokens.rotate(spec.rope, q_turned)
+    return self._attended(queries, tokens, cache, attend, selection)
+
+  def _scaled(
+    self, q: Float[Array, "B T N H"], tokens: Tokens
+  ) -> Float[Array, "B T N H"]:
+    """Queries times factors of their positions, if the layer has any."""
+    return q if self.temperature is None else self.temperature(q, tokens.pos)
+
+  def _selection(self, index: tuple[Any, ...], tokens: Tokens) -> KeySelection:
+    """Choice of keys by the queries, weights and keys of an index."""
+    spec = self.spec
+    assert spec.index is not None
+    return KeySelection(
+      q=tokens.rotate(spec.rope, index[0]),
+      weights=index[1],
+      count=spec.index.count,
+      first=spec.latent + spec.shared,
+    )
+
+  def _attended(
+    self,
+    queries: tuple[Float[Array, "B T N P"], Float[Array, "B T N R"]],
+    tokens: Tokens,
+    cache: LayerCache,
+    attend: Attend,
+    selection: CachedChoice | None,
+  ) -> Float[Array, "B T N J"]:
+    """Attention of queries, plain dims and rotated ones, to latents."""
+    spec = self.spec
+    q_plain, q_turned = queries
     extras = Extras(
       scale=spec.scale,
       selection=selection,
       sinks=None if self.sinks is None else self.sinks[...],
     )
     if attend.resident:
-      out = self._absorbed(q_plain, q_turned, tokens, cache, attend, extras)
-    else:
-      q = jnp.concatenate([q_plain, q_turned], -1)
-      # From the cache: a codec may have changed the latents.
-      assert cache.fresh is not None
-      row = cache.fresh.k[:, 0]
-      end = spec.latent + spec.shared
-      latent, unrotated = row[..., : spec.latent], row[..., spec.latent : end]
-      if isinstance(selection, KeySelection):
-        selection = dataclasses.replace(selection, keys=row[..., end:])
-        extras = dataclasses.replace(extras, selection=selection)
-      unrotated = unrotated[:, :, None]
-      out = self._expanded(q, latent, unrotated, tokens, attend, extras)
-    return out, cache
+      return self._absorbed(q_plain, q_turned, tokens, cache, attend, extras)
+    q = jnp.concatenate([q_plain, q_turned], -1)
+    # From the cache: a codec may have changed the latents.
+    assert cache.fresh is not None
+    row = cache.fresh.k[:, 0]
+    end = spec.latent + spec.shared
+    latent, unrotated = row[..., : spec.latent], row[..., spec.latent : end]
+    if isinstance(selection, KeySelection):
+      selection = dataclasses.replace(selection, keys=row[..., end:])
+      extras = dataclasses.replace(extras, selection=selection)
+    unrotated = unrotated[:, :, None]
+    return self._expanded(q, latent, unrotated, tokens, attend, extras)
 
   def _maps(self, x: Float[Array, "B T D"]) -> tuple[Any, ...]:
     """Queries, latents, and the index's queries, weights and keys."""

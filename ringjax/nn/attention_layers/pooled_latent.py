@@ -10,8 +10,8 @@ numbers per token. A cache keeps the pooled key of each block that has ended, so
 that a call reads the keys and gates of the blocks that it ends, and the pooled
 keys; a few queries then read the latents of their blocks alone, see
 `reads_fewer`.
-Training: no gradient flows through a choice, so training leaves an index as it
-is.
+Training: no gradient flows through a choice: an index learns from
+`rj.index_loss`, by attention's mass on the blocks that have ended.
 Ref:  Zhipu AI 2026, GLM-5.3-Flash.
 """
 
@@ -155,16 +155,17 @@ class PooledLatentLayer(LatentLayer):
       count=index.spec.count // index.spec.block,
       block=index.spec.block,
     )
-    if pooled is not None:
-      choice = dataclasses.replace(choice, summaries=pooled)
-    elif attend.resident:
-      views = tuple(view.keys_alone() for view in index_keys.views())
-      choice = dataclasses.replace(choice, views=views)
-    else:
+    if not attend.resident:
       assert index_keys.fresh is not None
       fresh_keys = index_keys.fresh.k[:, 0]
       choice = dataclasses.replace(choice, keys=fresh_keys)
-    choice = jax.lax.stop_gradient(choice)
+    else:
+      if pooled is None:
+        views = tuple(view.keys_alone() for view in index_keys.views())
+        choice = dataclasses.replace(choice, views=views)
+      else:
+        choice = dataclasses.replace(choice, summaries=pooled)
+      choice = jax.lax.stop_gradient(choice)
     out, latents = self._mixed(q, row, (), tokens, latents, attend, choice)
     return attend.rows(self.o, out), (latents, index_keys, summaries)
 

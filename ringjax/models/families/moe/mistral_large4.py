@@ -2,7 +2,8 @@
 
 The rotation's frequencies are multiplied by learned factors, and some layers
 have none. Queries, and those of the index, are scaled by their positions, with
-learned numbers of each head. Some layers read the index of an earlier one.
+learned numbers of each head. Some layers read the index of an earlier one, and
+some of these its latents, too (`kv_source_layers`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from ringjax.nn.attention_layers.shared_index import (
 from ringjax.nn.feedforward import Experts, Gated
 from ringjax.ops.rope import Rope
 
+# Names of layers that share latents, by whether these are rotated.
+_GROUPS = {False: "unrotated", True: "rotated"}
 _COUNT = ("n_routed_experts", "num_local_experts", "num_experts")
 # Of a file without `rope_parameters`.
 _ROPE = {
@@ -90,6 +93,47 @@ def _index(r: ConfigReader, rope: Rope) -> KeyIndex:
   )
 
 
+def _sources(
+  r: ConfigReader, types: list[str], rotates: list[bool]
+) -> list[int]:
+  """Layer whose latents each layer reads: its own, or those of an earlier one.
+
+  A layer reads the latents of the last layer before it that others read and
+  that is rotated as it is, and the index whose keys are stored with them.
+  """
+  key, count = "kv_source_layers", r.layers()
+  sources = r.value(key, default=None)
+  if sources is None:
+    return list(range(count))
+  valid = isinstance(sources, list) and all(type(n) is int for n in sources)
+  if not valid or len(sources) != count:
+    raise r.error(key, sources, f"{count} numbers of layers, or null")
+  last_source: dict[bool, int] = {}
+  last_index = {}
+  for n, source in enumerate(sources):
+    last_index[n] = n if types[n] == "full" else last_index.get(n - 1)
+    if source == n:
+      if n in sources[n + 1 :]:
+        last_source[rotates[n]] = n
+      continue
+    if not 0 <= source < n or sources[source] != source:
+      want = f"for layer {n} itself, or an earlier layer that has latents"
+      raise r.error(key, sources, want)
+    if last_source.get(rotates[n]) != source:
+      want = (
+        f"for layer {n} the last layer before it that others read and that is "
+        "rotated as it is (no_rope_layers)"
+      )
+      raise r.error(key, sources, want, OTHER)
+    if types[n] == "full" or last_index[n] != last_index[source]:
+      want = (
+        f"{n} for layer {n}, or one that reads the index of layer {source}, "
+        "whose keys are stored with its latents (indexer_types)"
+      )
+      raise r.error(key, sources, want, OTHER)
+  return sources
+
+
 def _attentions(r: ConfigReader, eps: float) -> list[Latent]:
   """Attention of each layer."""
   # The queries have no latent vector.
@@ -102,6 +146,7 @@ def _attentions(r: ConfigReader, eps: float) -> list[Latent]:
   )
   index = _index(r, rope)
   rotates, types = rope_flags(r), index_types(r)
+  sources = _sources(r, types, rotates)
   shares = "shared" in types
   attentions = []
   last_index = 0
@@ -117,7 +162,10 @@ def _attentions(r: ConfigReader, eps: float) -> list[Latent]:
     layer_index = dataclasses.replace(
       index, shared=shares, reads=kind == "shared"
     )
-    layer = dataclasses.replace(attend, index=layer_index)
+    reads = sources[n] != n
+    layer = dataclasses.replace(attend, index=layer_index, reads=reads)
+    if reads or n in sources[n + 1 :]:
+      layer = dataclasses.replace(layer, group=_GROUPS[is_rotated])
     if not is_rotated:
       plain = attend.plain + attend.shared
       layer = dataclasses.replace(layer, rope=None, plain=plain)
@@ -143,11 +191,6 @@ def _feedforwards(r: ConfigReader) -> list[Experts | Gated]:
 
 def _config(r: ConfigReader) -> TransformerConfig:
   norm = rms(r, default=1e-5)
-  count = r.layers()
-  sources = r.value("kv_source_layers", default=None)
-  if sources is not None and sources != list(range(count)):
-    want = f"the numbers 0 to {count - 1}: each layer keeps its own latents"
-    raise r.error("kv_source_layers", sources, want, OTHER)
   attentions = _attentions(r, norm.eps)
   index = attentions[0].index
   assert index is not None

@@ -9,8 +9,9 @@ row of packed documents at those of the row.
 Cost: K queries and one key of E numbers per token, and the products with the
 chosen keys. A few queries read these alone from a cache, see `reads_fewer`;
 more of them read all keys, masked.
-Training: no gradient flows through a choice, so training leaves an index as it
-is.
+Training: no gradient flows through a choice: an index learns from
+`rj.index_loss`, by the mass of a kv head's attention on the blocks before the
+local ones. Its scores, which have no scale, are divided there by sqrt(E).
 Ref:  MiniMax 2026, MiniMax-M3 (MSA).
 """
 

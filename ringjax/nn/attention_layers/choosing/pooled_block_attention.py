@@ -10,8 +10,9 @@ at those of the row.
 Cost: I queries and one key of E numbers per token, one mean per block, which a
 cache keeps once the block has ended, and the products with the chosen keys. A
 few queries read these alone from a cache, see `reads_fewer`.
-Training: no gradient flows through a choice, so training leaves an index as it
-is.
+Training: no gradient flows through a choice: an index learns from
+`rj.index_loss`, by attention's mass on the blocks that have ended. Its scores,
+which have no scale, are divided there by the root of their I E products.
 Ref:  Qwen Team 2026, Qwen4-Exp.
 """
 
@@ -158,16 +159,21 @@ class PooledBlockQuery(GroupedQuery):
       norm=self.index.norm_weight,
       eps=index.norm.eps,
       rope=rope,
+      scale=(index.heads * index.dim) ** -0.5,
     )
-    if means is not None:
-      reading = dataclasses.replace(reading, summaries=means)
-    elif attend.resident:
-      views = tuple(view.keys_alone() for view in index_keys.views())
-      reading = dataclasses.replace(reading, views=views)
-    else:
+    if not attend.resident:
       assert index_keys.fresh is not None
       fresh_keys = index_keys.fresh.k[:, 0]
-      reading = dataclasses.replace(reading, keys=fresh_keys)
-    reading = jax.lax.stop_gradient(reading)
+      # Packed documents have positions of their own.
+      reading = dataclasses.replace(
+        reading, keys=fresh_keys, positions=tokens.pos
+      )
+    else:
+      if means is None:
+        views = tuple(view.keys_alone() for view in index_keys.views())
+        reading = dataclasses.replace(reading, views=views)
+      else:
+        reading = dataclasses.replace(reading, summaries=means)
+      reading = jax.lax.stop_gradient(reading)
     out, keys = self._mixed(q, k, v, tokens, keys, attend, reading)
     return self._projected(x, out, attend), (keys, index_keys, summaries)

@@ -93,7 +93,7 @@ class BlockChoice(PositionChoice):
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K J"],
-    segments: Int[Array, "B T"] | None,
+    segments: Int[Array, "#B T"] | None,
     **options: Any,
   ) -> tuple[Float[Array, "B T N J"], Float[Array, "B T N"], GivenBlocks]:
     return sparse_attention(

@@ -18,7 +18,11 @@ from ringjax.parallel.call_sharding import MeshAxes
 if TYPE_CHECKING:
   from ringjax.ops.attention.cached.cached_attention import CacheVisit
   from ringjax.ops.attention.cached.views import KVView
+  from ringjax.ops.attention.sparse.block_selection import ScoredBlocks
   from ringjax.ops.attention.sparse.given import GivenBlocks
+  from ringjax.ops.attention.sparse.top_tokens import TopTokens
+
+  IndexSelection = TopTokens | ScoredBlocks
 
 
 class CachedChoice(abc.ABC):
@@ -42,6 +46,15 @@ class CachedChoice(abc.ABC):
   @abc.abstractmethod
   def chooses(self, tokens: int) -> bool:
     """Whether a query may read fewer than `tokens` keys."""
+
+  def index_selection(self, length: int) -> IndexSelection | None:
+    """The selection whose scores learn from attention; None without an index.
+
+    Args:
+      length: Number of keys that there are.
+    """
+    del length
+    return None
 
   def queries(
     self, q: Float[Array, "B T N H"], kv_heads: int
@@ -78,7 +91,7 @@ class PositionChoice(CachedChoice):
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K J"],
-    segments: Int[Array, "B T"] | None,
+    segments: Int[Array, "#B T"] | None,
     **options: Any,
   ) -> tuple[Float[Array, "B T N J"], Float[Array, "B T N"], GivenBlocks]:
     """Attention to the call's own keys, which go around their shards.

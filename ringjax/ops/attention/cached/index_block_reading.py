@@ -114,6 +114,19 @@ class IndexBlockReading(BlockChoice):
       local=self.local,
     )
 
+  def index_selection(self, length: int) -> TopIndexBlocks:
+    selection = self.block_selection()
+    count = min(self.count, -(-length // self.block))
+    # Which blocks are best does not depend on a scale, but how sure the index
+    # is does: that of attention.
+    scale = self.q.shape[3] ** -0.5
+    return dataclasses.replace(
+      selection,
+      q=selection.q * scale,
+      count=count,
+      local=min(self.local, count),
+    )
+
   def partial(
     self, visit: CacheVisit, views: Sequence[KVView]
   ) -> Partial | None:
@@ -246,6 +259,10 @@ class PooledBlockReading(BlockChoice):
     rope: Rotation of pooled keys by the first position of a block, or None.
     summaries: Pooled keys of blocks that have ended, which are then read in
       place of `views`; None where a cache keeps none, and in a visit.
+    positions: Positions of the call's own tokens in their documents, int32,
+      where keys travel and pooled keys are rotated; else None.
+    scale: Factor on the scores in the loss of the index. Which are the best
+      does not depend on it.
   """
 
   q: Float[Array, "B T I E"]
@@ -257,6 +274,8 @@ class PooledBlockReading(BlockChoice):
   eps: float = 1e-6
   rope: Rope | None = None
   summaries: SummaryView | None = None
+  positions: Int[Array, "#B S"] | None = None
+  scale: float = 1.0
 
   def specs(self, batch: MeshAxes, tokens: MeshAxes) -> PooledBlockReading:
     """Return the same tree of PartitionSpecs for these mesh axes."""
@@ -270,8 +289,10 @@ class PooledBlockReading(BlockChoice):
     return self.views if self.summaries is None else (self.summaries,)
 
   def without_keys(self) -> PooledBlockReading:
-    """Drop `keys`, `views` and `summaries`, which are passed besides."""
-    return dataclasses.replace(self, keys=None, views=(), summaries=None)
+    """Drop keys, their views and positions, which are passed besides."""
+    return dataclasses.replace(
+      self, keys=None, views=(), summaries=None, positions=None
+    )
 
   def chooses(self, tokens: int) -> bool:
     """Whether a query may read fewer than `tokens` keys."""
@@ -280,6 +301,9 @@ class PooledBlockReading(BlockChoice):
   def block_selection(self) -> TopPooledBlocks:
     """The selection that chooses these blocks where keys travel."""
     assert self.keys is not None
+    positions = self.positions
+    if positions is not None:
+      positions = jnp.broadcast_to(positions, self.keys.shape[:2])
     return TopPooledBlocks(
       q=self.q,
       weights=self.weights,
@@ -289,6 +313,15 @@ class PooledBlockReading(BlockChoice):
       norm=self.norm,
       eps=self.eps,
       rope=self.rope,
+      positions=positions,
+    )
+
+  def index_selection(self, length: int) -> TopPooledBlocks:
+    selection = self.block_selection()
+    return dataclasses.replace(
+      selection,
+      weights=selection.weights * self.scale,
+      count=min(self.count, -(-length // self.block)),
     )
 
   def over_shards(
@@ -296,7 +329,7 @@ class PooledBlockReading(BlockChoice):
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K X"],
     v: Float[Array, "B T K Z"],
-    segments: Int[Array, "B T"] | None,
+    segments: Int[Array, "#B T"] | None,
     up: Float[Array, "C N Y"] | None = None,
     **options: Any,
   ) -> tuple[Float[Array, "B T N J"], Float[Array, "B T N"], GivenBlocks]:
@@ -481,6 +514,6 @@ def _added(
 
 tree.register(
   PooledBlockReading,
-  ("q", "weights", "bias", "keys", "views", "norm", "summaries"),
-  ("count", "block", "eps", "rope"),
+  ("q", "weights", "bias", "keys", "views", "norm", "summaries", "positions"),
+  ("count", "block", "eps", "rope", "scale"),
 )

@@ -171,7 +171,7 @@ class NativeReading(PositionChoice):
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K J"],
-    segments: Int[Array, "B T"] | None,
+    segments: Int[Array, "#B T"] | None,
     **options: Any,
   ) -> tuple[Float[Array, "B T N J"], Float[Array, "B T N"], GivenBlocks]:
     assert self.gates is not None and self.weights is not None

@@ -52,7 +52,7 @@ from ringjax.ops.attention.sparse.gathered import (
   fold_chosen,
   piece_keys,
 )
-from ringjax.ops.attention.sparse.top_tokens import ranked
+from ringjax.ops.attention.sparse.top_tokens import TopTokens, ranked
 from ringjax.ops.mask import Coords, Mask, visible
 from ringjax.ops.softmax import Partial, merge, wide_dtype
 from ringjax.parallel import collectives
@@ -104,6 +104,15 @@ class KeySelection(CachedChoice):
   def chooses(self, tokens: int) -> bool:
     """Whether a query may read fewer than `tokens` keys."""
     return self.count < tokens
+
+  def index_selection(self, length: int) -> TopTokens:
+    assert self.keys is not None
+    return TopTokens(
+      q=self.q,
+      weights=self.weights,
+      keys=self.keys.astype(self.q.dtype),
+      count=min(self.count, length),
+    )
 
   def partial(
     self, visit: CacheVisit, views: Sequence[KVView]

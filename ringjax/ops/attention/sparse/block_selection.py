@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.errors import ShapeError
@@ -187,6 +187,46 @@ class BlockSelection(KeyChoice):
     out = jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
     lse = jnp.transpose(lse, (0, 3, 1, 2)).reshape(b, t, n)
     return out, lse, chosen
+
+
+class ScoredBlocks(BlockSelection):
+  """Base class of the kinds whose blocks get scores of an index, which learns.
+
+  A query is offered the blocks among which its scores choose: those that it
+  reads in any case are not.
+  """
+
+  @property
+  @abc.abstractmethod
+  def queries(self) -> tuple[Any, ...]:
+    """Arrays of the index's queries, [B, T, ...] each."""
+
+  @abc.abstractmethod
+  def units(self, tokens: ShardTokens) -> PyTree:
+    """Per shard: what scores need of the keys of the whole sequence."""
+
+  @abc.abstractmethod
+  def scores_per_query(self, blocks: int) -> int:
+    """Number of products of the index for the scores of so many blocks."""
+
+  @abc.abstractmethod
+  def unit_scores(
+    self,
+    queries: tuple[Any, ...],
+    q_at: Coords,
+    units: PyTree,
+    mask: Mask,
+    blocks: Int[Array, "B q M n"] | None = None,
+  ) -> tuple[Float[Array, "B q M c"], Bool[Array, "B q M c"]]:
+    """Scores of blocks, and whether a query is offered each.
+
+    Args:
+      queries: `queries` of some tokens.
+      q_at: Their coordinates, [B, q].
+      units: Arrays that `units` returned.
+      mask: Pairs that are visible.
+      blocks: Numbers of the blocks, -1 for none; None: all blocks.
+    """
 
 
 def keys_by_position(

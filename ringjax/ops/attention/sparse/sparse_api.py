@@ -29,7 +29,12 @@ from ringjax.ops.attention.sparse.block_selection import (
 from ringjax.ops.attention.sparse.given import GivenBlocks
 from ringjax.ops.attention.strategies.ring import Ring
 from ringjax.ops.mask import Mask
-from ringjax.parallel.call_sharding import AUTO, locate, shards_of
+from ringjax.parallel.call_sharding import (
+  AUTO,
+  CallSharding,
+  locate,
+  shards_of,
+)
 from ringjax.parallel.layout import Layout
 
 _OPTIONS = (
@@ -265,6 +270,21 @@ def attend_selected(
   location = locate(
     x.operands, axis=axis, required=False, by_name=False, **place
   )
+  check_head_shards(selection, kv_heads, location)
+  x = with_selection(x, selection)
+  return run(x, location, Ring(Blockwise()), True)
+
+
+def check_head_shards(
+  selection: KeyChoice, kv_heads: int, location: CallSharding
+) -> None:
+  """Raise OptionError if heads that choose together are on several shards.
+
+  Args:
+    selection: Choice of keys.
+    kv_heads: Number of kv heads of the call.
+    location: Mesh and axes of the call.
+  """
   if selection.sums_heads and location.heads and location.mesh is not None:
     head_shards = math.prod(location.mesh.shape[a] for a in location.heads)
     if kv_heads % head_shards:
@@ -276,8 +296,6 @@ def attend_selected(
         "together",
         "pass heads='query', or shard no heads",
       )
-  x = with_selection(x, selection)
-  return run(x, location, Ring(Blockwise()), True)
 
 
 def with_selection(x: AttentionArgs, selection: KeyChoice) -> AttentionArgs:

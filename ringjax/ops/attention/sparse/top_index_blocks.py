@@ -19,20 +19,20 @@ Ref: MiniMax 2026, MiniMax-M3 (MSA).
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax import tree
 from ringjax.checks import as_array, positive_int
 from ringjax.errors import DtypeError, OptionError, ShapeError
 from ringjax.ops.attention.blockwise import product
 from ringjax.ops.attention.sparse.block_selection import (
-  BlockSelection,
   Dimensions,
+  ScoredBlocks,
   ShardTokens,
   check_shape,
   keys_by_position,
@@ -46,8 +46,20 @@ from ringjax.parallel import collectives
 _SCORES = 1 << 24
 
 
+class KeyUnits(NamedTuple):
+  """Blocks of a sequence.
+
+  Fields:
+    keys: Keys of the index, [B, C, m, E].
+    seg: Documents of the tokens, int32 [B, C, m]; 0 for none.
+  """
+
+  keys: jax.Array
+  seg: jax.Array
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopIndexBlocks(BlockSelection):
+class TopIndexBlocks(ScoredBlocks):
   """The blocks whose best key has the best score of an index, per kv head.
 
   Attributes:
@@ -138,6 +150,49 @@ class TopIndexBlocks(BlockSelection):
     inputs = collectives.vary(inputs, axes)
     chunk = max(1, _SCORES // (b * heads * length))
     return scan_queries(fold, (), inputs, chunk)[1]
+
+  @property
+  def queries(self) -> tuple[Any, ...]:
+    return (self.q,)
+
+  def scores_per_query(self, blocks: int) -> int:
+    return self.q.shape[2] * blocks * self.block
+
+  def units(self, tokens: ShardTokens) -> KeyUnits:
+    blocks = -(-tokens.length // self.block)
+    keys, seg = keys_by_position(tokens, self.keys, blocks * self.block)
+    by_block = lambda x: x.reshape(-1, blocks, self.block, *x.shape[2:])
+    return KeyUnits(by_block(keys), by_block(seg))
+
+  def unit_scores(
+    self,
+    queries: tuple[Any, ...],
+    q_at: Coords,
+    units: PyTree,
+    mask: Mask,
+    blocks: Int[Array, "B q M n"] | None = None,
+  ) -> tuple[Float[Array, "B q M c"], Bool[Array, "B q M c"]]:
+    (q,) = queries
+    keys, seg = units
+    if blocks is None:
+      scores = product("bqke,bcme->bqkcm", q, keys)
+      number = jnp.arange(keys.shape[1], dtype=jnp.int32)[None, None, None]
+      seg = seg[:, None, None]
+    else:
+      real = blocks >= 0
+      number = jnp.where(real, blocks, 0)
+      row = jnp.arange(q.shape[0])[:, None, None, None]
+      scores = product("bqke,bqkcme->bqkcm", q, keys[row, number])
+      seg = jnp.where(real[..., None], seg[row, number], 0)
+    offsets = jnp.arange(self.block, dtype=jnp.int32)[None, None, None, None]
+    k_at = Coords(number[..., None] * self.block + offsets, seg)
+    per_key = lambda x: x[:, :, None, None, None]
+    allowed = visible(mask, Coords(*map(per_key, q_at)), k_at)
+    scores = jnp.max(jnp.where(allowed, scores, -jnp.inf), -1)
+    offered = jnp.any(allowed, -1)
+    distance = q_at.pos[:, :, None, None] // self.block - number
+    offered &= (distance < 0) | (distance >= self.local)
+    return scores, jnp.broadcast_to(offered, scores.shape)
 
 
 def chosen_blocks(

@@ -28,20 +28,20 @@ Ref: Zhipu AI 2026, GLM-5.3-Flash; Qwen Team 2026, Qwen4-Exp.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax import tree
 from ringjax.checks import as_array, positive_int
 from ringjax.errors import DtypeError, OptionError, ShapeError
 from ringjax.ops.attention.blockwise import product
 from ringjax.ops.attention.sparse.block_selection import (
-  BlockSelection,
   Dimensions,
+  ScoredBlocks,
   ShardTokens,
   check_shape,
   keys_by_position,
@@ -58,8 +58,21 @@ from ringjax.parallel import collectives
 _HEAD_SCORES = 1 << 24
 
 
+class PooledUnits(NamedTuple):
+  """Blocks of a sequence.
+
+  Fields:
+    pooled: Pooled key of each block, in the queries' dtype, [B, C, E].
+    seg: Document of each block, int32 [B, C]; 0 if it has not ended, or has
+      tokens of several.
+  """
+
+  pooled: jax.Array
+  seg: jax.Array
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopPooledBlocks(BlockSelection):
+class TopPooledBlocks(ScoredBlocks):
   """The blocks whose pooled key has the best score of an index.
 
   Attributes:
@@ -73,6 +86,8 @@ class TopPooledBlocks(BlockSelection):
     norm: Weight of an RMSNorm of pooled keys, [E], or None.
     eps: Epsilon of that norm.
     rope: Rotation of pooled keys after that, or None.
+    positions: Positions of the keys in their documents, int32 [B, S], by which
+      pooled keys are rotated; None: those of the layout.
   """
 
   q: Float[Array, "B T I E"]
@@ -83,6 +98,7 @@ class TopPooledBlocks(BlockSelection):
   norm: Float[Array, " E"] | None = None
   eps: float = 1e-6
   rope: Rope | None = None
+  positions: Int[Array, "B S"] | None = None
 
   dimensions: ClassVar[Dimensions] = {
     "q": ("B", "T"),
@@ -90,6 +106,7 @@ class TopPooledBlocks(BlockSelection):
     "keys": ("B", "S"),
     "bias": (),
     "norm": (),
+    "positions": ("B", "S"),
   }
 
   @property
@@ -133,15 +150,43 @@ class TopPooledBlocks(BlockSelection):
     positive_int("selection.bias", bias.shape[0])
     check_count(self.count, -(-k[1] // bias.shape[0]), "blocks")
 
+  @property
+  def queries(self) -> tuple[Any, ...]:
+    return self.q, self.weights
+
+  def scores_per_query(self, blocks: int) -> int:
+    return self.q.shape[2] * blocks
+
   def choose(self, tokens: ShardTokens) -> Int[Array, "B T 1 n"]:
-    b, _, heads, _ = self.q.shape
-    block = self.block_size
+    b = self.q.shape[0]
+    units = self.units(tokens)
+
+    def fold(_: tuple, rows: tuple) -> tuple[tuple, jax.Array]:
+      *queries, pos, row_seg = rows
+      q_at = Coords(pos, row_seg)
+      scores, allowed = self.unit_scores(
+        tuple(queries), q_at, units, tokens.mask
+      )
+      scores, allowed = scores[:, :, 0], allowed[:, :, 0]
+      chosen = best_pooled(scores, allowed, pos, self.count, self.block_size)
+      return (), chosen[:, :, None]
+
+    inputs = *self.queries, *tokens.q_at
+    axes = collectives.varying_axes(inputs, units)
+    inputs = collectives.vary(inputs, axes)
+    blocks = units.pooled.shape[1]
+    chunk = max(1, _HEAD_SCORES // (b * self.scores_per_query(blocks)))
+    return scan_queries(fold, (), inputs, chunk)[1]
+
+  def units(self, tokens: ShardTokens) -> PooledUnits:
+    b, block = self.q.shape[0], self.block_size
     blocks = -(-tokens.length // block)
     keys, seg = keys_by_position(tokens, self.keys, blocks * block)
     pooled = _pooled(keys.reshape(b, blocks, block, -1), self.bias)
     first = None
     if self.rope is not None:
-      pos = jnp.broadcast_to(tokens.k_at.pos, self.keys.shape[:2])
+      pos = tokens.k_at.pos if self.positions is None else self.positions
+      pos = jnp.broadcast_to(pos, self.keys.shape[:2])
       pos, _ = keys_by_position(tokens, pos[..., None], blocks * block)
       first = pos.reshape(b, blocks, block)[..., 0]
     pooled = finished(pooled, self.norm, self.eps, self.rope, first)
@@ -149,24 +194,34 @@ class TopPooledBlocks(BlockSelection):
     seg = seg.reshape(b, blocks, block)
     # Of one document.
     ends = (seg[..., 0] > 0) & jnp.all(seg == seg[..., :1], -1)
-    end_at = Coords(
-      jnp.arange(blocks, dtype=jnp.int32)[None, None] * block + (block - 1),
-      jnp.where(ends, seg[..., 0], 0)[:, None],
-    )
+    return PooledUnits(pooled, jnp.where(ends, seg[..., 0], 0))
 
-    def fold(_: tuple, rows: tuple) -> tuple[tuple, jax.Array]:
-      q, weights, pos, row_seg = rows
-      q_at = Coords(pos[..., None], row_seg[..., None])
-      allowed = visible(tokens.mask, q_at, end_at)
+  def unit_scores(
+    self,
+    queries: tuple[Any, ...],
+    q_at: Coords,
+    units: PyTree,
+    mask: Mask,
+    blocks: Int[Array, "B q 1 n"] | None = None,
+  ) -> tuple[Float[Array, "B q 1 c"], Bool[Array, "B q 1 c"]]:
+    q, weights = queries
+    pooled, seg = units
+    if blocks is None:
       scores = pooled_scores(q, weights, pooled)
-      chosen = best_pooled(scores, allowed, pos, self.count, block)
-      return (), chosen[:, :, None]
-
-    inputs = self.q, self.weights, *tokens.q_at
-    axes = collectives.varying_axes(inputs, pooled, end_at)
-    inputs = collectives.vary(inputs, axes)
-    chunk = max(1, _HEAD_SCORES // (b * heads * blocks))
-    return scan_queries(fold, (), inputs, chunk)[1]
+      number = jnp.arange(pooled.shape[1], dtype=jnp.int32)[None, None]
+      seg = seg[:, None]
+    else:
+      real = blocks[:, :, 0] >= 0
+      number = jnp.where(real, blocks[:, :, 0], 0)
+      row = jnp.arange(q.shape[0])[:, None, None]
+      dots = product("bqie,bqce->bqic", q, pooled[row, number])
+      weights = weights.astype(dots.dtype)
+      scores = product("bqic,bqi->bqc", jnp.maximum(dots, 0), weights)
+      seg = jnp.where(real, seg[row, number], 0)
+    q_at = Coords(*(x[..., None] for x in q_at))
+    last = number * self.block_size + (self.block_size - 1)
+    offered = visible(mask, q_at, Coords(last, seg))
+    return scores[:, :, None], offered[:, :, None]
 
 
 def _pooled(
@@ -264,6 +319,6 @@ def best_pooled(
 
 tree.register(
   TopPooledBlocks,
-  ("q", "weights", "keys", "bias", "norm"),
+  ("q", "weights", "keys", "bias", "norm", "positions"),
   ("count", "eps", "rope"),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import RingjaxError
+from ringjax.ops.attention.sparse.index_learning import block_training
 from tests.contracts import index_loss
 
 
@@ -21,6 +24,7 @@ def mesh_of(shards: int):
   )
 
 
+BLOCKS = ("pooled", "key")
 SEGMENTS = np.stack([np.repeat([1, 2, 3, 0], [9, 14, 12, 5]), np.ones(40)])
 OPTIONS = dict(
   seg=SEGMENTS.astype(np.int32), window=17, soft_cap=3.0, sinks=True
@@ -35,10 +39,53 @@ def test_loss_and_gradients_are_those_of_the_equation(sparse):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("units", ["pooled", "key"])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_documents_windows_sinks_and_caps_combine_on_shards(sparse):
-  index_loss.check(rj.Striped(), 4, mesh_of(4), sparse=sparse)
-  index_loss.check(rj.Contiguous(), 4, mesh_of(4), sparse=sparse, **OPTIONS)
+def test_an_index_of_blocks_learns_as_its_equation_says(units, sparse):
+  """On a device, of a length that ends within a block."""
+  index_loss.check(rj.Contiguous(), units=units, sparse=sparse, t=21)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+  "units",
+  ["tokens", *(pytest.param(x, marks=pytest.mark.slow) for x in BLOCKS)],
+)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_documents_windows_sinks_and_caps_combine_on_shards(sparse, units):
+  check = functools.partial(
+    index_loss.check, shards=4, mesh=mesh_of(4), sparse=sparse, units=units
+  )
+  check(rj.Striped())
+  check(rj.Contiguous(), **OPTIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("units", BLOCKS)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_masses_of_blocks_are_summed_over_sharded_heads(sparse, units):
+  """Rows of latents have one choice for all heads."""
+  mesh = rj.make_mesh(
+    (2, 2, 2), ("data", "seq", "model"), devices=jax.devices()[:8]
+  )
+  index_loss.check(
+    rj.Striped(),
+    2,
+    mesh,
+    units=units,
+    latents=units == "pooled",
+    sparse=sparse,
+    axis="seq",
+    batch_axis="data",
+    head_axis="model",
+  )
+
+
+@pytest.mark.long
+def test_parts_of_the_queries_give_what_all_of_them_give(monkeypatch):
+  """As in a text whose masses on all blocks do not fit into memory."""
+  monkeypatch.setattr(block_training, "_NUMBERS", 64)
+  index_loss.check(rj.Striped(), 4, mesh_of(4), units="pooled")
 
 
 @pytest.mark.long
@@ -66,6 +113,50 @@ def operands(t: int = 32):
     q=draw(1, t, 2, 4), weights=draw(1, t, 2), keys=draw(1, t, 4), count=4
   )
   return draw(1, t, 4, 8), draw(1, t, 2, 8), draw(1, t, 2, 8), index
+
+
+@pytest.mark.long
+def test_compressed_keys_beside_others():
+  """Fewer keys than queries, which are a part of what attention reads."""
+  q, entries, _, _ = operands()
+  entries, window_score = entries[:, ::4], jnp.float32([0.3, -1.0, 0.7, 2.0])
+  maps = {
+    "q": q[..., :2, :4],
+    "weights": q[..., :2, 4],
+    "keys": q[:, ::4, 2, :4],
+  }
+  ends, pos = np.arange(3, 32, 4)[None], np.arange(32)
+  seen = ends[:, None] <= pos[None, :, None]
+  s = jnp.einsum("btkgh,bskh->btkgs", q.reshape(1, 32, 2, 2, 8), entries)
+  s = s.reshape(1, 32, 4, 8) * 8**-0.5
+  s = jnp.where(seen[:, :, None], s, -jnp.inf)
+  # A key of the window, with a score for each head.
+  window_score = jnp.broadcast_to(window_score[None, None], s.shape[:3])
+  lse = jnp.logaddexp(jax.nn.logsumexp(s, -1), window_score)
+  masses = np.asarray(jnp.sum(jnp.exp(s - lse[..., None]), 2))
+  total = masses.sum(-1, keepdims=True)
+  p = masses / np.where(total > 0, total, 1)
+
+  def equation(maps):
+    dots = jnp.einsum("btie,bse->btis", maps["q"], maps["keys"])
+    scores = jnp.einsum("btis,bti->bts", jax.nn.relu(dots), maps["weights"])
+    scores = jnp.where(seen | (total == 0), scores, -jnp.inf)
+    terms = jnp.where(seen, jax.nn.log_softmax(scores, -1), 0)
+    entropy = np.sum(p * np.log(np.where(p > 0, p, 1)), -1)
+    return jnp.sum(entropy - jnp.sum(p * terms, -1))
+
+  def loss(maps):
+    losses = rj.index_loss(
+      q, entries, rj.TopTokens(count=2, **maps), lse, mask=rj.Causal(),
+      q_positions=pos[None], kv_positions=ends,
+    )  # fmt: skip
+    return jnp.sum(losses)
+
+  want, want_gradient = jax.value_and_grad(equation)(maps)
+  value, gradient = jax.value_and_grad(loss)(maps)
+  np.testing.assert_allclose(value, want, rtol=1e-6)
+  for name, x in gradient.items():
+    np.testing.assert_allclose(x, want_gradient[name], atol=2e-6, err_msg=name)
 
 
 def test_no_gradient_reaches_attention():
@@ -154,10 +245,28 @@ def test_the_compiled_program_has_no_array_of_all_pairs():
 def test_what_does_not_fit_is_refused_by_name():
   q, k, _, index = operands()
   lse = jnp.zeros((1, 32, 4))
+  at = jnp.arange(32, dtype=jnp.int32)[None]
+  pooled = rj.TopPooledBlocks(
+    q=index.q,
+    weights=index.weights,
+    keys=index.keys,
+    bias=jnp.zeros((4, 4)),
+    count=2,
+  )
   cases = (
     ("sinks", (q, k, index, lse), dict(sinks=jnp.zeros(4))),
     ("lse", (q, k, index, lse[..., :1]), {}),
     ("index", (q, k, rj.TopBlocks(count=2, block=4), lse), {}),
+    (
+      "kv_positions",
+      (q, k, pooled, lse),
+      dict(kv_positions=at, q_positions=at),
+    ),
+    (
+      "blocks of 1 keys",
+      (q, k, pooled, lse),
+      dict(chosen=rj.GivenBlocks(blocks=jnp.zeros((1, 32, 1, 1), jnp.int32))),
+    ),
     (
       "one choice for all heads",
       (q, k, index, lse),

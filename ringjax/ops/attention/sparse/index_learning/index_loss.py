@@ -2,8 +2,10 @@
 
 Guarantees: the loss of a query is KL(p || softmax(I)), where p are attention's
 own probabilities, summed over heads and normalised, and I the index's scores,
-over all keys that the query sees or over those that it has chosen. Its gradient
-reaches the index alone.
+over all keys that the query sees or over those that it has chosen. Of an index
+of blocks both are of blocks: p is also summed over the keys of a block, over
+those blocks among which the index chooses, without those that a query reads in
+any case. Its gradient reaches the index alone.
 """
 
 from __future__ import annotations
@@ -20,10 +22,19 @@ from ringjax.errors import OptionError, ShapeError
 from ringjax.ops.attention.arguments import AttentionArgs
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.execution import run
-from ringjax.ops.attention.sparse.block_selection import check_shape
+from ringjax.ops.attention.sparse.block_selection import (
+  ScoredBlocks,
+  check_shape,
+)
 from ringjax.ops.attention.sparse.given import GivenBlocks
-from ringjax.ops.attention.sparse.index_training import IndexTraining
+from ringjax.ops.attention.sparse.index_learning.block_training import (
+  BlockIndexTraining,
+)
+from ringjax.ops.attention.sparse.index_learning.token_training import (
+  IndexTraining,
+)
 from ringjax.ops.attention.sparse.sparse_api import (
+  check_head_shards,
   known_options,
   with_selection,
 )
@@ -36,7 +47,7 @@ from ringjax.parallel.layout import Layout
 def index_loss(
   query: Float[Array, "B T N H"],
   key: Float[Array, "B S ..."],
-  index: TopTokens,
+  index: TopTokens | ScoredBlocks,
   lse: Float[Array, "B T N"],
   *,
   chosen: GivenBlocks | None = None,
@@ -59,11 +70,12 @@ def index_loss(
   Args:
     query: Queries of attention, [B, T, N, H].
     key: Keys of attention, [B, S, K, H], or rows of latents [B, S, C + R].
-    index: Index, whose count is not used.
+    index: Index, whose count is not used: `TopTokens`, `TopPooledBlocks` or
+      `TopIndexBlocks`.
     lse: Log-sum-exp of attention's scores, float32 [B, T, N]: what attention
       returns with `return_residual=True`.
-    chosen: Keys that each query has chosen, the same for all heads: what sparse
-      attention returns with `return_selection=True`; None for all that it sees.
+    chosen: Keys that each query has chosen, what sparse attention by this
+      index returns with `return_selection=True`; None for all that it sees.
     up: Up-projection, where keys are rows, as in `sparse_latent_attention`.
     is_causal: Whether a query only sees keys at and before its position.
     mesh: Device mesh, as in `dot_product_attention`.
@@ -75,12 +87,19 @@ def index_loss(
       that made `lse`; `sinks` have no key and are not passed.
 
   Returns:
-    Loss of each query, float32 [B, T]; 0 for one that sees no key.
+    Loss of each query, float32 [B, T]; 0 for one that sees no key. Its mean
+    over the kv heads where each chooses for itself.
 
   Raises:
     RingjaxError: If arguments do not fit, before anything is compiled.
   """
-  instance("index", index, TopTokens)
+  if not isinstance(index, TopTokens | ScoredBlocks):
+    raise OptionError(
+      "index",
+      f"a {type(index).__name__}",
+      "a TopTokens, TopPooledBlocks or TopIndexBlocks",
+      "pass a selection by the scores of an index",
+    )
   if options.get("sinks") is not None:
     raise OptionError(
       "sinks",
@@ -111,15 +130,32 @@ def index_loss(
   check_shape("lse", lse, x.q.shape[:3], "attention's log-sum-exp")
   one_index_key = (b, s * key_shards, *x.k.shape[2:])
   index.check(x.q.shape, one_index_key, x.mask)
+  lists = index.choice_heads(x.q.shape[2], x.kv_heads)
+  of_blocks = isinstance(index, ScoredBlocks)
+  if of_blocks and x.k_pos is not None:
+    raise OptionError(
+      "kv_positions",
+      f"positions of keys with a {type(index).__name__}",
+      "keys at the positions of the layout: its blocks are of positions",
+      "leave out kv_positions, or learn from tokens with TopTokens",
+    )
   blocks, size = None, 1
   if chosen is not None:
     instance("chosen", chosen, GivenBlocks)
     chosen.check(x.q.shape, one_index_key, x.mask)
-    if chosen.blocks.shape[2] != 1:
+    heads = "one choice for all heads" if lists == 1 else "one for each kv head"
+    if chosen.blocks.shape[2] != lists:
       raise OptionError(
         "chosen",
-        f"blocks of shape {chosen.blocks.shape}, a choice of each head",
-        "one choice for all heads, [B, T, 1, n]",
+        f"blocks of shape {chosen.blocks.shape}",
+        f"{heads}, [B, T, {lists}, n]",
+        "pass what sparse attention with this index returns",
+      )
+    if of_blocks and chosen.block != index.block_size:
+      raise OptionError(
+        "chosen",
+        f"blocks of {chosen.block} keys",
+        f"those of the index, of {index.block_size} keys",
         "pass what sparse attention with this index returns",
       )
     blocks, size = chosen.blocks, chosen.block
@@ -135,6 +171,15 @@ def index_loss(
     by_name=False,
   )
   x = lax.stop_gradient(x)
+  if isinstance(index, ScoredBlocks):
+    check_head_shards(index, x.kv_heads, place)
+    x = with_selection(
+      x, BlockIndexTraining(index=index, lse=lse, chosen=blocks)
+    )
+    losses = run(x, place, Ring(Blockwise()), True)[1]
+    # Query heads have the loss of the head that chooses for them.
+    losses = losses[:, :, :: x.q.shape[2] // lists]
+    return jnp.mean(losses, -1).astype(jnp.float32)
   training = IndexTraining(
     q=index.q,
     weights=index.weights,

@@ -1,0 +1,1 @@
+"""Losses of indexes that choose keys."""
