@@ -35,6 +35,7 @@ _KINDS = (
   "budget=256,page=16,landmarks=means;"
   "budget=192,page=16,landmarks=means,outlier_pages=4;"
   "budget=256,page=16,landmarks=hashes,hash_bits=8,hash_tables=75;"
+  "budget=256,page=128,landmarks=clusters;"
   "budget=256,page=16,unrotated=True,rank=32;"
   "budget=192,page=16,landmarks=means,outlier_pages=4,unrotated=True,rank=32"
 )

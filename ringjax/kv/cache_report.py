@@ -306,6 +306,8 @@ class _Tally:
       self._add("landmarks", landmarks)
       self._add("hot pages", _bytes(cache.hot[n]))
       self.read += landmarks * filled / size
+      if cache.moments[n] is not None:
+        self._add("queries noted", _bytes(cache.moments[n]))
       if cache.low_rank[n] is not None:
         self._add("low-rank keys", _bytes(cache.low_rank[n]))
       filled = cache.shards * cache.tokens_read(n, filled // cache.shards)

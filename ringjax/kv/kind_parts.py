@@ -117,9 +117,11 @@ class TierConfig(Config):
   )
   landmarks: str = option(
     'What queries choose keys of host memory by: "bounds" of the keys of a '
-    'page (Quest), "means" of them (ShadowKV), or "hashes" of single keys, '
-    "which are sampled (MagicPIG). Layers with an index choose by it.",
-    choices=("bounds", "means", "hashes"),
+    'page (Quest), "means" of them (ShadowKV), "hashes" of single keys, which '
+    'are sampled (MagicPIG), or "clusters" of the keys of a page, whose tokens '
+    "are read one by one (RetrievalAttention). Layers with an index choose by "
+    "it.",
+    choices=("bounds", "means", "hashes", "clusters"),
     default="bounds",
   )
   outlier_pages: int = option(
@@ -149,6 +151,12 @@ class TierConfig(Config):
     '"hashes".',
     least=0,
     default=4,
+  )
+  cluster_tokens: int = option(
+    'Mean number of tokens of a cluster, with "clusters": each page has '
+    "page // cluster_tokens of them.",
+    least=1,
+    default=8,
   )
   rank: int | None = option(
     "Numbers in which device memory has each key of a page in host memory, "
@@ -307,6 +315,23 @@ REFUSED = (
     lambda k: f"{k.tier.sink_tokens}, with pages of {k.layout.page} tokens",
     "fewer than a page, so that a budget has room for sampled tokens",
     lambda k: f"pass sink_tokens={k.layout.page // 2}",
+  ),
+  CacheRefusal(
+    "cluster_tokens",
+    lambda k: (
+      k.tier.cluster_tokens != TierConfig().cluster_tokens
+      and k.tier.landmarks != "clusters"
+    ),
+    lambda k: f"{k.tier.cluster_tokens}, with landmarks={k.tier.landmarks!r}",
+    "landmarks=clusters, whose size it is",
+    "pass landmarks=clusters, or leave cluster_tokens out",
+  ),
+  CacheRefusal(
+    "cluster_tokens",
+    lambda k: k.tier.cluster_tokens > k.layout.page,
+    lambda k: f"{k.tier.cluster_tokens}, with pages of {k.layout.page} tokens",
+    "at most a page, as clusters are of the keys of one",
+    lambda k: f"pass cluster_tokens={k.layout.page // 4}, or larger pages",
   ),
   CacheRefusal(
     "rank",

@@ -223,6 +223,11 @@ PATHS: dict[str, Path] = {
     choice=dict(landmarks="hashes", hash_bits=2, hash_tables=8, sink_tokens=2),
     evicts=True,
   ),
+  # Clusters are of a page's keys, by queries of the row's first tokens.
+  "clusters in host memory": _in_host(
+    rj.kv.Select(budget=16),
+    choice=dict(landmarks="clusters", cluster_tokens=3),
+  ),
   # Keys are of a basis of the first that left the devices.
   "keys of low rank": _in_host(
     rj.kv.Select(budget=0.4), choice=dict(rank=6), unrotated=True, evicts=True

@@ -45,6 +45,8 @@ _EXAMPLES = (
   {"device": 8, "hot": 64, "policy": rj.kv.Select(), "hash_tables": 75},
   {**_HASHES, "hash_bits": 17},
   {**_HASHES, "sink_tokens": 32},
+  {"device": 8, "hot": 64, "policy": rj.kv.Select(), "cluster_tokens": 4},
+  {**_HASHES, "landmarks": "clusters", "cluster_tokens": 33},
   {**_HASHES, "unrotated": True, "rank": 8},
   {"rank": 8},
   {
@@ -160,6 +162,8 @@ def test_every_option_of_a_part_is_written_and_kept_by_a_sum():
         value = 12
       if field.name.startswith("hash_") or field.name == "sink_tokens":
         more = _HASHES
+      if field.name == "cluster_tokens":
+        value, more = 12, {**_HASHES, "landmarks": "clusters"}
       if field.name in ("landmarks", "outlier_pages", "rank"):
         more = {
           "device": 8, "hot": 64, "policy": rj.kv.Select(),

@@ -42,6 +42,10 @@ KINDS_OF_PARTS = {
   "select:budget=8,page=8,device=8,hot=16,landmarks=hashes": {
     "open: numbers", "landmarks", "hot pages", "host: numbers",
   },
+  "select:budget=8,page=8,device=8,hot=16,landmarks=clusters": {
+    "open: numbers", "landmarks", "queries noted", "hot pages",
+    "host: numbers",
+  },
   "int2:first=4,recent=4,page=8": {
     "open (first, recent, newest): numbers", "pages: codes", "pages: scales",
     "pages: coordinates", "pages: tables",

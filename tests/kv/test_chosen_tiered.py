@@ -168,8 +168,11 @@ def test_a_mesh_of_three_axes():
 
 
 @pytest.mark.long
-def test_rows_are_taken_inserted_and_cut():
-  kind = kind_text.parse("select:budget=1.0,page=8,device=8,hot=16")
+@pytest.mark.parametrize("landmarks", ["bounds", "clusters"])
+def test_rows_are_taken_inserted_and_cut(landmarks):
+  kind = kind_text.parse(
+    f"select:budget=1.0,page=8,device=8,hot=16,landmarks={landmarks}"
+  )
   model, tokens = contract.model(1, "grouped"), tokens_of(60)
   _, cache = run(kind, ends=(40, 41, 42), flushes=3)
   cache = cache.truncate(np.array([42, 20]))

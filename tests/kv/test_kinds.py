@@ -41,6 +41,7 @@ LONG = [
   ),
 ]
 SLOW = [
+  *(contract.Setup(f"{CHOSEN},landmarks=clusters", n) for n in (1, 4)),
   *(
     contract.Setup("per-head", n, family)
     for n in (1, 4)

@@ -12,6 +12,7 @@ import ringjax as rj
 from ringjax.errors import OptionError
 from ringjax.eval import page_recall
 from ringjax.kv import kind_text
+from ringjax.kv.offload.clustered_keys import Clusters
 from ringjax.kv.offload.hashed_keys import Hashes, log_sampled
 from ringjax.kv.offload.mean_pages import Means
 from ringjax.ops.mask import Coords
@@ -22,6 +23,7 @@ from tests.kv.test_chosen_tiered import CAPACITY, B, run, tokens_of
 MEANS = "landmarks=means,outlier_pages=1"
 # So many that each key is sampled.
 HASHES = "landmarks=hashes,hash_bits=1,hash_tables=400"
+CLUSTERS = "landmarks=clusters,cluster_tokens=3"
 # As many vectors as the keys of the tests' models have numbers.
 WHOLE = "unrotated=True,rank=16"
 
@@ -63,6 +65,65 @@ def test_pages_are_those_of_the_definition(outliers):
   assert got == defined(q, keys, 4, outliers)
 
 
+def clusters_of(keys, count, metric):
+  """Clusters of a page's keys [P, H], after eight rounds of k-means."""
+  root = np.linalg.cholesky(metric)
+  x = keys.astype(np.float64) @ root
+  means = x[np.arange(count) * len(x) // count]
+  nearest = lambda: ((x[:, None] - means[None]) ** 2).sum(-1).argmin(1)
+  for _ in range(8):
+    cluster = nearest()
+    means = [
+      x[cluster == n].mean(0) if (cluster == n).any() else means[n]
+      for n in range(count)
+    ]
+    means = np.stack(means)
+  return nearest()
+
+
+@pytest.mark.parametrize("has_queries", [False, True])
+def test_clusters_are_those_of_the_definition(has_queries):
+  """k-means in the metric of the queries; best clusters, the last in part."""
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  heads, pages, page, dim, most = 2, 5, 8, 4, 13
+  # Keys differ most where queries do not look.
+  spread = np.array([1, 1, 3, 3], np.float32)
+  q, keys = normal(heads, 3, dim) / spread, normal(heads, pages, page, dim)
+  keys, queries = keys * spread, normal(heads, 50, dim) / spread
+  moments = np.einsum("kth,ktj->khj", queries, queries)
+  metrics = moments if has_queries else np.tile(np.eye(dim), (heads, 1, 1))
+  choice = Clusters(3)
+  landmarks = choice.landmarks(
+    jnp.asarray(keys[None]),
+    jnp.ones((1, 1, pages, page, 1), bool),
+    # Without queries they are 0.
+    moments=jnp.asarray(moments[None] * has_queries),
+  )
+  ends = jnp.arange(pages * page)[None]
+  at = Coords(ends, jnp.ones_like(ends))
+  num_read = tuple(min(n * page, most) for n in range(pages + 1))
+  units, reads, *_ = choice.chosen(
+    jnp.asarray(q[None, :, :, None]), landmarks, None, at, num_read
+  )
+  assert np.asarray(reads).all() and units.shape[3] == most
+  for head in range(heads):
+    members, means = [], []
+    for n in range(pages):
+      cluster = clusters_of(keys[head, n], page // 3, metrics[head])
+      for number in range(page // 3):
+        tokens = np.flatnonzero(cluster == number)
+        if tokens.size:
+          members.append(tokens + n * page)
+          means.append(keys[head, n, tokens].mean(0))
+    sizes = np.array([len(x) for x in members])
+    weight = np.exp(q[head] @ np.stack(means).T / np.sqrt(dim))
+    share = weight / (weight * sizes).sum(1, keepdims=True)
+    order = np.argsort(-share.sum(0))
+    want = np.concatenate([members[n] for n in order])[:most]
+    assert np.asarray(units)[0, head, 0].tolist() == want.tolist()
+
+
 def estimate(bits, tables, pages, copies=256):
   """Exact sums of weights and of values, estimates of them, and keys read.
 
@@ -89,7 +150,7 @@ def estimate(bits, tables, pages, copies=256):
   choice = Hashes(bits, tables, sinks=2, seed=3)
   centres = choice.new_centres(pages_of_keys, real, None)
   landmarks = choice.landmarks(pages_of_keys, real, centres)
-  num_read = tuple(min(n, pages) for n in range(num_pages + 1))
+  num_read = tuple(min(n, pages) * page for n in range(num_pages + 1))
   at = Coords(jnp.asarray(pos), jnp.ones(pos.shape, jnp.int32))
   chosen = choice.chosen(q, landmarks, centres, at, num_read)
   units = chosen.units
@@ -144,6 +205,8 @@ def test_the_probability_of_a_sample_is_exact_where_it_is_small():
     f"select:budget=1.0,{HASHES}",
     f"select:budget=1.0,{WHOLE}",
     f"select:budget=1.0,{MEANS},{WHOLE}",
+    f"select:budget=1.0,{CLUSTERS}",
+    f"select:budget=1.0,{CLUSTERS},{WHOLE}",
   ],
 )
 def test_all_pages_and_vectors_change_nothing(kind):
@@ -152,16 +215,18 @@ def test_all_pages_and_vectors_change_nothing(kind):
   want, _ = run("dense", ends=ends, flushes=6)
   contract.close(got, want, 1e-5 * max(1, np.abs(want).max()))
   fetches = cache.fetches()
-  # Tokens are copied one by one where hashes choose them.
-  key_bytes = (1 if "hashes" in kind else 8) * 16 * 4
+  # Tokens are copied one by one where hashes or clusters choose them.
+  by_token = "hashes" in kind or "clusters" in kind
+  key_bytes = (1 if by_token else 8) * 16 * 4
   copied = key_bytes if "rank" in kind else 2 * key_bytes
   assert fetches.misses and fetches.bytes == fetches.misses * copied
 
 
 @pytest.mark.slow
-def test_sampled_codes_are_those_without_host_memory():
-  """Hashes and probabilities are of the keys that codes stand for."""
-  kind = f"int8+select:budget=1.0,{HASHES},device=8,page=8,hot=16"
+@pytest.mark.parametrize("choice", [HASHES, CLUSTERS])
+def test_chosen_codes_are_those_without_host_memory(choice):
+  """Hashes, probabilities, clusters are of the keys that codes stand for."""
+  kind = f"int8+select:budget=1.0,{choice},device=8,page=8,hot=16"
   got, cache = run(kind, ends=(40, 41))
   want, _ = run("int8:page=8", ends=(40, 41))
   contract.close(got, want, 1e-5 * max(1, np.abs(want).max()))
@@ -189,6 +254,7 @@ def test_fewer_vectors_are_an_approximation_of_the_first_keys():
     MEANS,
     f"{MEANS},unrotated=True,rank=4",
     "landmarks=hashes,hash_bits=2,hash_tables=8,unrotated=True",
+    f"{CLUSTERS},unrotated=True,rank=4",
   ],
 )
 def test_rows_turns_and_drafts_are_independent(options):
@@ -217,6 +283,7 @@ def test_rows_turns_and_drafts_are_independent(options):
   [
     f"{MEANS},unrotated=True,rank=8",
     "landmarks=hashes,hash_bits=2,hash_tables=8",
+    CLUSTERS,
   ],
 )
 def test_heads_may_be_sharded(options):
@@ -234,8 +301,9 @@ def test_heads_may_be_sharded(options):
 
 
 @pytest.mark.slow
-def test_shards_of_a_sequence_sample_their_keys():
-  """With a mean of the keys of all shards; all are sampled."""
+@pytest.mark.parametrize("choice", [HASHES, CLUSTERS])
+def test_shards_of_a_sequence_choose_their_keys(choice):
+  """With a mean of keys, or queries, of all shards; all keys are chosen."""
   config = {**SMALL, "model_type": "qwen3", "head_dim": 16}
   text = [x.tolist() for x in tokens_of(50)]
 
@@ -245,7 +313,7 @@ def test_shards_of_a_sequence_sample_their_keys():
       model, text, max_new_tokens=10, cache_kind=kind
     ).tokens.tolist()
 
-  kind = kind_text.parse(f"select:budget=1.0,page=8,device=8,hot=16,{HASHES}")
+  kind = kind_text.parse(f"select:budget=1.0,page=8,device=8,hot=16,{choice}")
   mesh = rj.make_mesh((2, 2), ("seq", "model"))
   assert ask(mesh, kind) == ask(None, "dense")
 
@@ -263,6 +331,11 @@ def test_shards_of_a_sequence_sample_their_keys():
     ("select:device=8,hot=64,page=8,hash_tables=50", "hash_tables"),
     ("select:device=8,hot=64,page=8,landmarks=hashes,hash_bits=20", "hash_b"),
     ("select:device=8,hot=64,page=8,landmarks=hashes,sink_tokens=8", "sink_t"),
+    ("select:device=8,hot=64,page=8,cluster_tokens=4", "cluster_tokens"),
+    (
+      "select:device=8,hot=64,page=8,landmarks=clusters,cluster_tokens=9",
+      "got 9",
+    ),
   ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(text, name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ringjax.kv.offload.clustered_keys import Clusters
 from ringjax.kv.offload.hashed_keys import Hashes
 from ringjax.kv.offload.mean_pages import Means
 from ringjax.kv.offload.page_choice import Bounds, PageChoice
@@ -21,6 +22,8 @@ def choice_of(kind: CacheConfig) -> PageChoice:
     return Hashes(
       tier.hash_bits, tier.hash_tables, tier.sink_tokens, tier.hash_seed
     )
+  if tier.landmarks == "clusters":
+    return Clusters(tier.cluster_tokens)
   return Bounds()
 
 
@@ -32,8 +35,7 @@ def unit_of(kind: CacheConfig) -> int:
   return choice_of(kind).unit(kind.tier.block)
 
 
-def pages_read(kind: CacheConfig, count: int) -> int:
-  """Number of pages that a query reads of a head with `count` pages."""
+def units_read(kind: CacheConfig, pages: int) -> int:
+  """Number of units that a query reads of a head with `pages` pages."""
   assert kind.policy is not None
-  pages = kind.policy.pages(count, kind.tier.block)
-  return max(1, min(count, pages + choice_of(kind).extra_pages))
+  return choice_of(kind).units_read(kind.policy, pages, kind.tier.block)

@@ -10,17 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, PyTree, Shaped
 
 from ringjax.kv.layer_spec import LayerKV
-from ringjax.kv.offload.choices import choice_of, pages_read
+from ringjax.kv.offload.choices import choice_of, units_read
+from ringjax.kv.offload.clustered_keys import noted_queries
 from ringjax.kv.offload.hot_pages import (
   ChosenPages,
   HotPages,
   fetch_chosen,
   is_wider,
 )
-from ringjax.kv.offload.landmarks import centres_placement
+from ringjax.kv.offload.landmarks import head_placement, num_pages
 from ringjax.kv.offload.low_rank_keys import LowRankKeys, low_rank_specs
 from ringjax.kv.offload.moved_blocks import with_heads
 from ringjax.kv.offload.page_choice import ChosenUnits, PageChoice
@@ -45,46 +46,62 @@ class ChosenTieredLayer(TieredLayer):
   Attributes:
     cache: Cache of the call.
     hot: Hot pages of the kind of layer; None if all stays on the devices.
+    moments: Moments of queries of the kind of layer; None: none are recorded.
     chosen: Pages that the call's queries read; None: they read all.
   """
 
   cache: ChosenTieredCache
   hot: HotPages | None
+  moments: Float[Array, "L B K H H"] | None = None
   chosen: ChosenPages | None = None
 
   @property
-  def slots(self) -> tuple[PyTree, HotPages | None]:
-    return self.inner.slots, self.hot
+  def slots(self) -> tuple[PyTree, HotPages | None, jax.Array | None]:
+    return self.inner.slots, self.hot, self.moments
 
   def observe(
     self, rotated: Callable[[], Array], plain: Callable[[], Array]
   ) -> ChosenTieredLayer:
     del plain
     cache = self.cache
+    if self.moments is not None and cache.open.held.mode != REPLICATED:
+      return self._noting(rotated)
     policy = cache.kind.policy
     if policy is None or not self._chooses:
       # An index chooses by `chosen_by`.
       return self
     landmarks, places = cache.landmarks[self.kind], self._places
     assert landmarks is not None
-    count = landmarks.shape[3] // cache.shards
-    num_read = tuple(pages_read(cache.kind, n) for n in range(count + 1))
+    count = num_pages(landmarks) // cache.shards
+    num_read = tuple(units_read(cache.kind, n) for n in range(count + 1))
     choice = choice_of(cache.kind)
 
     def choose(
       q: jax.Array,
-      landmarks: jax.Array,
+      landmarks: PyTree,
       centres: jax.Array | None,
       at: Coords,
     ) -> ChosenUnits:
-      q = _by_head(q, landmarks.shape[1])
+      q = _by_head(q, _num_heads(landmarks))
       return choice.chosen(q, landmarks, centres, at, num_read)
 
     q = rotated()
     spec = P(places.batch or None, None, places.heads or None)
-    page = cache.kind.tier.block
-    units = max(num_read) * (page // choice.unit(page))
-    return self._fetched(choose, q, spec, q.shape[1], units)
+    return self._fetched(choose, q, spec, q.shape[1], max(num_read))
+
+  def _noting(self, rotated: Callable[[], Array]) -> ChosenTieredLayer:
+    """Record the queries of a prompt's tokens."""
+    if self.fresh is None:
+      return self
+    assert self.moments is not None
+    cache = self.cache
+    # Tokens that a shard has before its first page moves.
+    stop = -(-(cache.kind.tier.device or 0) // cache.shards)
+    stop += cache.kind.tier.block
+    moments = noted_queries(
+      self.moments, self.index, rotated, self.fresh.at, stop
+    )
+    return dataclasses.replace(self, moments=moments)
 
   def chosen_by(self, selection: KeySelection) -> ChosenTieredLayer:
     """Copy the pages with keys that the layer's index may choose.
@@ -167,6 +184,7 @@ class ChosenTieredLayer(TieredLayer):
     blocks, landmarks = cache.blocks[self.kind], cache.landmarks[self.kind]
     low_rank, centres = cache.low_rank[self.kind], cache.centres[self.kind]
     assert blocks is not None and landmarks is not None
+    choice = choice_of(cache.kind)
     batch, heads, axis = (
       x or None for x in (places.batch, places.heads, places.tokens)
     )
@@ -175,7 +193,7 @@ class ChosenTieredLayer(TieredLayer):
       queries: PyTree,
       blocks: LayerKV,
       hot: HotPages,
-      landmarks: jax.Array,
+      landmarks: PyTree,
       centres: jax.Array | None,
       low_rank: LowRankKeys | None,
       at: Coords,
@@ -185,24 +203,26 @@ class ChosenTieredLayer(TieredLayer):
       of_layer = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
       at = Coords(*at)
       head_vectors = None if centres is None else of_layer(centres)
-      units = choose(queries, of_layer(landmarks), head_vectors, at)
+      of_pages = jax.tree.map(of_layer, landmarks)
+      units = choose(queries, of_pages, head_vectors, at)
       new_hot, chosen = fetch_chosen(
         LayerKV(*blocks), hot, at, layer, units.units, units.reads, low_rank
       )
-      if head_vectors is None:
+      if not choice.samples:
         return new_hot, chosen
-      q = _by_head(queries, of_layer(landmarks).shape[1])
+      assert head_vectors is not None
+      q = _by_head(queries, _num_heads(of_pages))
       view = self._view(new_hot, chosen, stored)
-      bias = _sampling_bias(choice_of(cache.kind), q, view, head_vectors, units)
+      bias = _sampling_bias(choice, q, view, head_vectors, units)
       return new_hot, chosen._replace(bias=bias)
 
     block_spec: PyTree = P(axis, batch, heads)
     value_spec: PyTree = block_spec if blocks.v.size else P()
     by_head: PyTree = P(batch, heads, axis)
     by_query: PyTree = P(batch, heads, None, axis)
-    total = landmarks.shape[3] * (cache.kind.tier.block // hot.k.shape[1])
+    total = num_pages(landmarks) * (cache.kind.tier.block // hot.k.shape[1])
     of_bias = P(batch, heads, None, None, axis)
-    bias_spec: PyTree = None if centres is None else of_bias
+    bias_spec: PyTree = of_bias if choice.samples else None
     wider = is_wider(hot, cache.shards, tokens * most, total)
     pool: PyTree = places.pool if wider else None
     value_pool: PyTree = pool if hot.v.size or pool is None else P()
@@ -214,7 +234,7 @@ class ChosenTieredLayer(TieredLayer):
         LayerKV(block_spec, value_spec),
         specs_of_hot,
         places.by_head,
-        centres_placement(centres, places),
+        head_placement(centres, places),
         low_rank_specs(low_rank, places),
         places.by_example,
         P(),
@@ -317,6 +337,11 @@ class _Stored(NamedTuple):
 
   constants: tuple[tuple[Any, ...], tuple[Any, ...]]
   rotation: Rotation | None
+
+
+def _num_heads(landmarks: PyTree[Shaped[Array, "B K M ..."]]) -> int:
+  """Number of KV heads of a layer's landmarks."""
+  return jax.tree.leaves(landmarks)[0].shape[1]
 
 
 def _by_head(

@@ -6,14 +6,16 @@ pages of the older part that its queries choose: by bounds of their keys
 of pages or of single tokens, see `page_choice`; or all those with keys that the
 index of its layer chooses, and so the same keys as without host memory. With
 `rank` the keys of chosen pages are rebuilt, see `low_rank_keys`; tokens that
-`hashed_keys` samples are weighed. A choice does not depend on drafts,
+`hashed_keys` samples are weighed; `clustered_keys` are read by their clusters,
+which queries of prompts shape. A choice does not depend on drafts,
 other tokens of a call, other rows, or what was hot before. The tokens of a
 prompt read all pages.
 Cost: of each call, a product of its queries with the landmarks, and a copy of
 each chosen page that is not hot, see `fetch_chosen`; `fetches` counts them.
 Memory: on the devices as `TieredCache`, `hot` tokens of each KV head, and the
 landmarks: of bounds, two vectors for each page of a KV head; of an index, its
-key of each token; of hashes, their bits. On the hosts as `TieredCache`.
+key of each token; of hashes, their bits; of clusters, their centres. On the
+hosts as `TieredCache`.
 
 Ref: Tang et al. 2024, Quest, arXiv 2406.10774; DeepSeek-AI 2025,
 DeepSeek-V3.2-Exp.
@@ -22,7 +24,7 @@ DeepSeek-V3.2-Exp.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -36,7 +38,7 @@ from ringjax.kv.base import HOST, CacheSpec, zeros
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.kv.cache_rows import placed_as
 from ringjax.kv.offload.cache_files import CacheFiles
-from ringjax.kv.offload.choices import pages_read, unit_of
+from ringjax.kv.offload.choices import unit_of, units_read
 from ringjax.kv.offload.chosen_layer import ChosenTieredLayer
 from ringjax.kv.offload.host_memory import default_device
 from ringjax.kv.offload.hot_pages import (
@@ -52,6 +54,7 @@ from ringjax.kv.offload.landmarks import (
   centres_spec,
   check_choosing_layers,
   landmarks_spec,
+  moments_spec,
   with_landmarks,
 )
 from ringjax.kv.offload.low_rank_keys import LowRankKeys
@@ -59,6 +62,7 @@ from ringjax.kv.offload.moved_blocks import with_heads
 from ringjax.kv.offload.tiered import TieredCache
 from ringjax.kv.storage import changes
 from ringjax.kv.storage.pages import host
+from ringjax.ops.mask import Coords
 from ringjax.parallel.local_arrays import move
 from ringjax.typing import ArrayLeaf, Index
 
@@ -90,25 +94,30 @@ class ChosenTieredCache(TieredCache):
     memory: Memory kind of the pages, one of `MEMORIES`.
     places: Mesh axes that shard the pages.
     landmarks: For each kind of layer, what queries choose the pages by: two
-      vectors of a page, [L, B, K, R M, 2, H], hashes, [L, B, K, R M, P, n], or
-      the keys of the layer's index, [L, B, 1, R M, P, E].
+      vectors of a page, [L, B, K, R M, 2, H], hashes, [L, B, K, R M, P, n],
+      `ClusterLandmarks`, or keys of the layer's index, [L, B, 1, R M, P, E].
     centres: For each kind of layer the choice's vectors of its heads; None
       without them.
     low_rank: For each kind of layer the coefficients of its keys; None where
       keys are copied.
     hot: For each kind of layer its hot pages; None if all stays on the devices.
+    moments: For each kind of layer the sums of outer products of the queries of
+      each KV head's group, those of prompts, float32; None: none are recorded.
   """
 
-  landmarks: tuple[Shaped[ArrayLeaf, "_ B _ _ _ _"] | None, ...]
+  landmarks: tuple[PyTree[Shaped[ArrayLeaf, "_ B _ _ ..."]] | None, ...]
   centres: tuple[Float[ArrayLeaf, "_ B _ _ _"] | None, ...]
   low_rank: tuple[LowRankKeys | None, ...]
   hot: tuple[HotPages | None, ...]
-  layer_fields: ClassVar[tuple[str, ...]] = ("hot",)
+  moments: tuple[Float[ArrayLeaf, "_ B _ _ _"] | None, ...]
+  layer_fields: ClassVar[tuple[str, ...]] = ("hot", "moments")
+  changing: ClassVar[tuple[str, ...]] = (*TieredCache.changing, "moments")
   row_axes: ClassVar[Mapping[str, int]] = {
     **TieredCache.row_axes,
     "landmarks": 1,
     "centres": 1,
     "low_rank": 1,
+    "moments": 1,
   }
 
   # -------------------------------------------------------------------------
@@ -156,6 +165,10 @@ class ChosenTieredCache(TieredCache):
         for shape, blocks in zip(shapes, base.blocks, strict=True)
       ),
       hot=hot_specs(shapes, base.blocks, room, kind),
+      moments=tuple(
+        None if blocks is None else moments_spec(shape, room, kind)
+        for shape, blocks in zip(shapes, base.blocks, strict=True)
+      ),
     )
 
   def allocated(self, files: CacheFiles | None = None) -> ChosenTieredCache:
@@ -165,13 +178,19 @@ class ChosenTieredCache(TieredCache):
       zeros(self.centres),
       zeros(self.low_rank),
       emptied(self.hot),
+      zeros(self.moments),
     )
     if self.mesh is None:
       # As `TieredCache` does, so that jit does not compile twice.
       arrays = jax.device_put(arrays, default_device())
-    landmarks, centres, low_rank, hot = arrays
+    landmarks, centres, low_rank, hot, moments = arrays
     return dataclasses.replace(
-      cache, landmarks=landmarks, centres=centres, low_rank=low_rank, hot=hot
+      cache,
+      landmarks=landmarks,
+      centres=centres,
+      low_rank=low_rank,
+      hot=hot,
+      moments=moments,
     )
 
   def _hot_for(self, batch: int) -> tuple[HotPages | None, ...]:
@@ -224,7 +243,8 @@ class ChosenTieredCache(TieredCache):
     page = self.kind.tier.block
     pages = -(-tokens // page)
     if self.kind.policy is not None:
-      return min(tokens, pages_read(self.kind, pages) * page) if pages else 0
+      read = units_read(self.kind, pages) * unit_of(self.kind)
+      return min(tokens, read) if pages else 0
     return min(tokens, self.shapes[kind].reading.most * page)
 
   def tile_trips(self, platform: str) -> float:
@@ -237,10 +257,16 @@ class ChosenTieredCache(TieredCache):
   # A call
   # -------------------------------------------------------------------------
 
+  def allocate(
+    self, at: Coords, *, sees: bool, **call: Any
+  ) -> ChosenTieredCache:
+    cache: Any = super().allocate(at, sees=sees, **call)
+    return cache if sees else cache._without_queries(jnp.zeros_like)
+
   def layer(self, kind: int, slots: PyTree, index: Index) -> ChosenTieredLayer:
-    inner, hot = slots
+    inner, hot, moments = slots
     inner = self.open.layer(kind, inner, index)
-    return ChosenTieredLayer(self, inner, index, kind, hot)
+    return ChosenTieredLayer(self, inner, index, kind, hot, moments)
 
   # -------------------------------------------------------------------------
   # Between calls
@@ -258,6 +284,7 @@ class ChosenTieredCache(TieredCache):
         self.open,
         older,
         count,
+        self.moments[n],
         n,
         self.kind,
         self.limit,
@@ -281,10 +308,16 @@ class ChosenTieredCache(TieredCache):
     """Return the cache after a change between calls; see `ModelCache.changed`.
 
     Hot pages of rows that are taken or inserted are copied again. Bounds of a
-    page that `truncate` leaves partly empty include the keys that it had.
+    page that `truncate` leaves partly empty include the keys that it had, and
+    moments the queries of dropped tokens, unless a row becomes empty.
     """
     cache: Any = super().changed(change)
     match change:
+      case changes.ResetRows(rows):
+        return cache._without_queries(lambda x: x.at[:, rows].set(0))
+      case changes.Truncate(end, _):
+        is_empty = end[None, :, None, None, None] == 0
+        return cache._without_queries(lambda x: jnp.where(is_empty, 0, x))
       case changes.TakeRows(rows):
         return dataclasses.replace(cache, hot=self._hot_for(len(rows)))
       case changes.InsertRows(rows, _):
@@ -295,13 +328,22 @@ class ChosenTieredCache(TieredCache):
         return dataclasses.replace(cache, hot=hot)
     return cache
 
+  def _without_queries(
+    self, change: Callable[[jax.Array], jax.Array]
+  ) -> ChosenTieredCache:
+    """Return the cache with changed moments of queries."""
+    reset = lambda x: placed_as(change(x), x)
+    return dataclasses.replace(self, moments=jax.tree.map(reset, self.moments))
+
   def gathered(self, device: jax.Device) -> ChosenTieredCache:
     """Copy the cache to one device and its host."""
     order = self._gathered_order()
     cache: Any = super().gathered(device)
 
     def gather_pages(x: jax.Array) -> jax.Array:
-      index = order[None, :, None, :, None, None]
+      index = order[None, :, None, :].reshape(
+        1, len(order), 1, -1, *(1,) * (x.ndim - 4)
+      )
       return move(jnp.asarray(np.take_along_axis(host(x), index, 3)), device)
 
     landmarks = jax.tree.map(gather_pages, self.landmarks)
@@ -311,6 +353,7 @@ class ChosenTieredCache(TieredCache):
       landmarks=landmarks,
       centres=jax.tree.map(to_device, self.centres),
       low_rank=jax.tree.map(to_device, self.low_rank),
+      moments=jax.tree.map(to_device, self.moments),
     )
     hot = jax.tree.map(to_device, cache._hot_for(self.batch))
     counted = []
@@ -325,6 +368,15 @@ class ChosenTieredCache(TieredCache):
 
 tree.register(
   ChosenTieredCache,
-  ("open", "held", "blocks", "landmarks", "centres", "low_rank", "hot"),
+  (
+    "open",
+    "held",
+    "blocks",
+    "landmarks",
+    "centres",
+    "low_rank",
+    "hot",
+    "moments",
+  ),
   ("kind", "limit", "memory", "places"),
 )

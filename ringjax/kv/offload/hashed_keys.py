@@ -32,17 +32,19 @@ import dataclasses
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Shaped, UInt
+from jaxtyping import Array, Bool, Float, PyTree, Shaped, UInt
 
 from ringjax.kv.offload.page_choice import ChosenUnits, PageChoice
 from ringjax.ops.attention.blockwise import product
 from ringjax.ops.attention.scores import mixed_bits
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
+from ringjax.typing import ArrayLeaf, leaf
 
 # Equal codes by which a key is sampled.
 _LEAST = 2
@@ -72,12 +74,19 @@ class Hashes(PageChoice):
     del page
     return 1
 
-  def dims(self, page: int, key: int) -> tuple[int, int]:
-    del key
-    return page, self.tables
+  @property
+  def samples(self) -> bool:
+    return True
 
-  def dtype(self, keys: DTypeLike) -> DTypeLike:
-    del keys
+  def arrays(
+    self, page: int, key: int, keys: DTypeLike
+  ) -> Shaped[ArrayLeaf, "P L"]:
+    del key, keys
+    return leaf(jax.ShapeDtypeStruct((page, self.tables), self._dtype))
+
+  @property
+  def _dtype(self) -> DTypeLike:
+    """Dtype of a code."""
     return jnp.uint8 if self.bits <= 8 else jnp.uint16
 
   def new_centres(
@@ -98,8 +107,9 @@ class Hashes(PageChoice):
     keys: Float[Array, "B K M P H"],
     real: Bool[Array, "B 1 M P 1"],
     centres: Float[Array, "B K C H"] | None = None,
+    moments: Float[Array, "B K H H"] | None = None,
   ) -> UInt[Array, "B K M P L"]:
-    del real
+    del real, moments
     assert centres is not None
     centred = _centred(keys, centres[:, :, :, None])
     return self._codes(centred)
@@ -112,17 +122,17 @@ class Hashes(PageChoice):
     def of_table(planes: Float[Array, "H bits"]) -> UInt[Array, " ..."]:
       side = product("...h,hb->...b", x, planes) > 0
       code = jnp.sum(jnp.where(side, 1 << place, 0), -1, dtype=jnp.int32)
-      return code.astype(self.dtype(x.dtype))
+      return code.astype(self._dtype)
 
     return jnp.moveaxis(lax.map(of_table, planes), 0, -1)
 
   def chosen(
     self,
     q: Float[Array, "B K G T H"],
-    landmarks: Shaped[Array, "B K M _ _"],
+    landmarks: PyTree[Shaped[Array, "B K M ..."]],
     centres: Float[Array, "B K C H"] | None,
     at: Coords,
-    pages_read: tuple[int, ...],
+    units_read: tuple[int, ...],
   ) -> ChosenUnits:
     del centres
     b, heads, num_pages, page, _ = landmarks.shape
@@ -138,7 +148,7 @@ class Hashes(PageChoice):
 
     # Numbers of tokens depend on the row alone, not on the width of the table.
     used = jnp.any(at.seg.reshape(at.seg.shape[0], num_pages, page) > 0, 2)
-    limit = jnp.asarray(pages_read, jnp.int32)[jnp.sum(used, 1)] * page
+    limit = jnp.asarray(units_read, jnp.int32)[jnp.sum(used, 1)]
     limit = jnp.broadcast_to(limit[:, None, None], sampled.shape[:3])
     room = jnp.maximum(limit - jnp.sum(is_sink, 3, dtype=jnp.int32), 1)
     count = jnp.sum(sampled, 3, dtype=jnp.int32)
@@ -150,7 +160,7 @@ class Hashes(PageChoice):
     bits = mixed_bits(pos[:, :, 0].astype(jnp.uint32) + seed)
     priority = (bits >> 8).astype(jnp.float32) / (1 << 24)
     rank = jnp.where(is_sink, 2, jnp.where(sampled, priority, -1))
-    best, units = lax.top_k(rank, max(pages_read) * page)
+    best, units = lax.top_k(rank, max(units_read))
     order = lax.broadcasted_iota(jnp.int32, units.shape, 3)
     reads = (best >= 0) & (order < limit[..., None])
     pick = lambda x: jnp.take_along_axis(x, units, 3)

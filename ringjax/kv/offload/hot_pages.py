@@ -407,7 +407,8 @@ def _fetched(
     if low_rank is None:
       return tuple(map(copy, blocks, arrays))
     k, v = arrays
-    rebuilt = low_rank.of_page(layer, head, page).astype(k.dtype)
+    rebuilt = low_rank.of_unit(layer, head, page, slots_of_page)
+    rebuilt = rebuilt.astype(k.dtype)
     k = lax.dynamic_update_slice_in_dim(k, rebuilt, target, 0)
     return k, copy(blocks.v, v)
 

@@ -2,6 +2,7 @@
 
 What the choice makes of a page's keys, see `page_choice`, or the keys of the
 layer's index; with `rank` also coefficients from which the keys are rebuilt.
+Some choices look at recorded queries of prompts, see `clustered_keys`.
 """
 
 from __future__ import annotations
@@ -85,17 +86,26 @@ def check_choosing_layers(
 
 def landmarks_spec(
   shape: LayerCacheSpec, room: CacheSpec, kind: CacheConfig
-) -> ArrayLeaf:
-  """Shape, dtype and sharding of the landmarks of a kind of layer."""
+) -> PyTree[Shaped[ArrayLeaf, "L B K M ..."]]:
+  """Shapes, dtypes and shardings of the landmarks of a kind of layer."""
   pages = room.capacity // kind.tier.block
   lead = (shape.layers, room.batch, shape.heads, pages)
-  names = (None, "batch", "heads", "tokens", None, None)
+  names = (None, "batch", "heads", "tokens")
   if kind.policy is None:
     dims = kind.tier.block, shape.key - _index_of(shape)
-    return room.like((*lead, *dims), room.dtype, names)
-  choice = choice_of(kind)
-  dims = choice.dims(kind.tier.block, shape.key)
-  return room.like((*lead, *dims), choice.dtype(room.dtype), names)
+    return room.like((*lead, *dims), room.dtype, (*names, None, None))
+
+  def like(x: ArrayLeaf) -> ArrayLeaf:
+    unsharded = (None,) * len(x.shape)
+    return room.like((*lead, *x.shape), x.dtype, (*names, *unsharded))
+
+  arrays = choice_of(kind).arrays(kind.tier.block, shape.key, room.dtype)
+  return jax.tree.map(like, arrays)
+
+
+def num_pages(landmarks: PyTree[Shaped[ArrayLeaf, "L B K M ..."]]) -> int:
+  """Number of pages of a row that landmarks of a kind of layer are of."""
+  return jax.tree.leaves(landmarks)[0].shape[3]
 
 
 def centres_spec(
@@ -110,11 +120,22 @@ def centres_spec(
   return room.like((*lead, count, shape.key), room.dtype, names)
 
 
-def centres_placement(
-  centres: Shaped[ArrayLeaf, " ..."] | None, places: Places
+def moments_spec(
+  shape: LayerCacheSpec, room: CacheSpec, kind: CacheConfig
+) -> ArrayLeaf | None:
+  """Shape, dtype and sharding of moments of queries; None without them."""
+  if kind.policy is None or not choice_of(kind).observes:
+    return None
+  dims = shape.layers, room.batch, shape.heads, shape.key, shape.key
+  names = (None, "batch", "heads", None, None)
+  return room.like(dims, jnp.float32, names)
+
+
+def head_placement(
+  arrays: Shaped[ArrayLeaf, " ..."] | None, places: Places
 ) -> P | None:
-  """PartitionSpec of such vectors; None without them."""
-  if centres is None:
+  """PartitionSpec of arrays of heads, [L, B, K, ...]; None without them."""
+  if arrays is None:
     return None
   return P(None, places.batch or None, places.heads or None)
 
@@ -134,18 +155,19 @@ class PageKeys(NamedTuple):
     low_rank: Coefficients of the keys; None: their keys are copied.
   """
 
-  landmarks: Shaped[Array, "L B K M _ _"]
+  landmarks: PyTree[Shaped[Array, "L B K M ..."]]
   centres: Float[Array, "L B K C H"] | None
   low_rank: LowRankKeys | None
 
 
 @bounded
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7), donate_argnums=0)
+@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8), donate_argnums=0)
 def with_landmarks(
   page_keys: PageKeys,
   open_cache: KVCache,
   older: Int[Array, "B R"],
   count: Int[Array, "B R"],
+  moments: Float[Array, "L B K H H"] | None,
   kind: int,
   config: CacheConfig,
   limit: int,
@@ -158,6 +180,7 @@ def with_landmarks(
     open_cache: Open cache.
     older: Slots of the older part in use, int32 [B, R].
     count: Number of pages, int32 [B, R].
+    moments: Moments of the queries of the heads, or None.
     kind: Index of the kind of layer.
     config: Cache kind.
     limit: Maximum number of tokens of a row, for rotations that depend on it.
@@ -177,6 +200,7 @@ def with_landmarks(
     at: Coords,
     older: jax.Array,
     count: jax.Array,
+    moments: jax.Array | None,
   ) -> PageKeys:
     landmarks = page_keys.landmarks
     inside = dataclasses.replace(
@@ -188,12 +212,12 @@ def with_landmarks(
     )
     table = dataclasses.replace(open_cache.held, at=Coords(*at))
     slots = k.shape[token_axis(k)]
-    num_pages = slots // page
-    real = at.seg[:, : num_pages * page] > 0
-    real = real.reshape(real.shape[0], 1, num_pages, page, 1)
-    nth = jnp.arange(num_pages, dtype=jnp.int32)[None]
-    target = jnp.where(nth < count, older // page + nth, landmarks.shape[3])
-    rows, heads = landmarks.shape[1:3]
+    open_pages = slots // page
+    real = at.seg[:, : open_pages * page] > 0
+    real = real.reshape(real.shape[0], 1, open_pages, page, 1)
+    nth = jnp.arange(open_pages, dtype=jnp.int32)[None]
+    target = jnp.where(nth < count, older // page + nth, num_pages(landmarks))
+    rows, heads = jax.tree.leaves(landmarks)[0].shape[1:3]
     row = jnp.arange(rows)[:, None, None]
     head = jnp.arange(heads)[None, :, None]
 
@@ -203,8 +227,8 @@ def with_landmarks(
       if not shape.value:
         view = view.keys_alone()
       keys, _ = view.tile(jnp.int32(0), view.shape[2])
-      keys = keys[:, :, : num_pages * page]
-      keys = keys.reshape(rows, heads, num_pages, page, -1)
+      keys = keys[:, :, : open_pages * page]
+      keys = keys.reshape(rows, heads, open_pages, page, -1)
       return keys.astype(open_cache.dtype)
 
     moves = (nth < count)[:, None, :, None, None]
@@ -224,7 +248,10 @@ def with_landmarks(
       if config.policy is None:
         new = keys[..., _index_of(shape) :]
       elif centres is None:
-        new = choice_of(config).landmarks(keys, real)
+        of_layer = moments
+        if moments is not None:
+          of_layer = lax.dynamic_index_in_dim(moments, layer, 0, keepdims=False)
+        new = choice_of(config).landmarks(keys, real, moments=of_layer)
       else:
         of_layer = centres_of(layer, centres, keys)
         new = choice_of(config).landmarks(keys, real, of_layer)
@@ -236,11 +263,11 @@ def with_landmarks(
         low_rank = low_rank.with_pages(
           layer, plain, real & moves, older[:, 0], target
         )
-      return PageKeys(
-        page_keys.landmarks.at[at].set(new, mode="drop"), centres, low_rank
-      )
+      set_pages = lambda old, new: old.at[at].set(new, mode="drop")
+      landmarks = jax.tree.map(set_pages, page_keys.landmarks, new)
+      return PageKeys(landmarks, centres, low_rank)
 
-    if not num_pages:
+    if not open_pages:
       return page_keys
     return loop(shape.layers, step, page_keys)
 
@@ -248,7 +275,8 @@ def with_landmarks(
   heads = places.heads or None
   constants = open_cache.constants[kind]
   by_head: PyTree = places.by_head
-  by_centre: PyTree = centres_placement(page_keys.centres, places)
+  by_centre: PyTree = head_placement(page_keys.centres, places)
+  by_moments: PyTree = head_placement(moments, places)
   by_page: PyTree = PageKeys(
     by_head,
     by_centre,
@@ -264,6 +292,7 @@ def with_landmarks(
       by_row,
       by_row,
       by_row,
+      by_moments,
     ),
     by_page,
-  )(page_keys, k, v, constants, open_cache.held.at, older, count)
+  )(page_keys, k, v, constants, open_cache.held.at, older, count, moments)

@@ -87,25 +87,27 @@ class LowRankKeys:
       basis=like((rank, shape.key), (None, None)),
     )
 
-  def of_page(
-    self, layer: Index, head: Index, page: Index
-  ) -> Float[Array, "1 P H"]:
-    """Rebuild the keys of a page, before their rotation.
+  def of_unit(
+    self, layer: Index, head: Index, unit: Index, size: int
+  ) -> Float[Array, "1 n H"]:
+    """Rebuild the keys of a page or of a part of one, before their rotation.
 
     Args:
       layer: Index of the layer in the L.
       head: Index of the head in the rows' heads, B K.
-      page: Page of the head.
+      unit: Index of the unit among those of the head.
+      size: Tokens of a unit, which divide a page.
     """
     _, b, heads, pages, slots, rank = self.coefficients.shape
     at = jnp.asarray(layer, jnp.int32) * (b * heads) + head
     take = lambda x, index: jax.lax.dynamic_index_in_dim(
       x, index, 0, keepdims=False
     )
-    coefficients = self.coefficients.reshape(-1, slots, rank)
+    coefficients = self.coefficients.reshape(-1, size, rank)
+    units = pages * (slots // size)
     basis = self.basis.reshape(-1, rank, self.basis.shape[-1])
     keys = product(
-      "pr,rh->ph", take(coefficients, at * pages + page), take(basis, at)
+      "pr,rh->ph", take(coefficients, at * units + unit), take(basis, at)
     )
     return keys.astype(self.basis.dtype)[None]
 

@@ -44,8 +44,9 @@ class Means(PageChoice):
     keys: Float[Array, "B K M P H"],
     real: Bool[Array, "B 1 M P 1"],
     centres: Float[Array, "B K C H"] | None = None,
+    moments: Float[Array, "B K H H"] | None = None,
   ) -> Float[Array, "B K M 2 H"]:
-    del centres
+    del centres, moments
     float32_keys = jnp.where(real, keys, 0).astype(jnp.float32)
     count = jnp.maximum(jnp.sum(real, 3, dtype=jnp.int32), 1)
     mean = jnp.sum(float32_keys, 3) / count.astype(float32_keys.dtype)

@@ -2,7 +2,8 @@
 
 Landmarks are what stays on the devices of the keys of a page of a KV head: by
 default two vectors of a key's size. A choice makes them of the page's keys,
-once, and by them chooses units for each query: whole pages, or single tokens.
+once, and by them chooses units for each query, by their indices: whole pages,
+or single tokens, which need not be adjacent.
 
 Guarantees: with all pages read (`budget=1.0`) the result is dense attention,
 unless the choice samples. A choice depends on its row's keys and on the query
@@ -15,14 +16,19 @@ and a case of `tests/kv/test_page_choices.py`.
 from __future__ import annotations
 
 import abc
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from ringjax.ops.attention.cached.paged import ranked_pages
 from ringjax.ops.mask import Coords
+from ringjax.typing import ArrayLeaf, leaf
+
+if TYPE_CHECKING:
+  from ringjax.kv.policies.policy import Policy
 
 
 class ChosenUnits(NamedTuple):
@@ -58,18 +64,37 @@ class PageChoice(abc.ABC):
     """Number of vectors of a KV head that stay on the devices, too."""
     return 0
 
+  @property
+  def samples(self) -> bool:
+    """Whether keys are read with a probability, by which they are weighed."""
+    return False
+
+  @property
+  def observes(self) -> bool:
+    """Whether landmarks are made by queries of the row's prompts, too."""
+    return False
+
   def unit(self, page: int) -> int:
     """Number of adjacent tokens that are chosen and copied together."""
     return page
 
-  def dims(self, page: int, key: int) -> tuple[int, int]:
-    """Dimensions of a page's landmarks."""
-    del page
-    return 2, key
+  def units_read(self, policy: Policy, pages: int, page: int) -> int:
+    """Number of units that a query reads of a head with `pages` pages."""
+    read = max(1, min(pages, policy.pages(pages, page) + self.extra_pages))
+    return read * (page // self.unit(page))
 
-  def dtype(self, keys: DTypeLike) -> DTypeLike:
-    """Dtype of landmarks of keys of a dtype."""
-    return keys
+  def arrays(
+    self, page: int, key: int, keys: DTypeLike
+  ) -> PyTree[Shaped[ArrayLeaf, " ..."]]:
+    """Shapes and dtypes of a page's landmarks.
+
+    Args:
+      page: Tokens of a page.
+      key: Numbers of a key.
+      keys: Dtype of the keys.
+    """
+    del page
+    return leaf(jax.ShapeDtypeStruct((2, key), keys))
 
   def new_centres(
     self,
@@ -93,22 +118,25 @@ class PageChoice(abc.ABC):
     keys: Float[Array, "B K M P H"],
     real: Bool[Array, "B 1 M P 1"],
     centres: Float[Array, "B K C H"] | None = None,
-  ) -> Shaped[Array, "B K M _ _"]:
+    moments: Float[Array, "B K H H"] | None = None,
+  ) -> PyTree[Shaped[Array, "B K M ..."]]:
     """Make the landmarks of pages.
 
     Args:
       keys: Keys of the pages, rotated.
       real: Whether each slot has a key.
       centres: Vectors of the heads, see `new_centres`.
+      moments: Sums of outer products of the queries of each head's group, if
+        the choice `observes`; 0 for a row without any.
     """
 
   def chosen(
     self,
     q: Float[Array, "B K G T H"],
-    landmarks: Shaped[Array, "B K M _ _"],
+    landmarks: PyTree[Shaped[Array, "B K M ..."]],
     centres: Float[Array, "B K C H"] | None,
     at: Coords,
-    pages_read: tuple[int, ...],
+    units_read: tuple[int, ...],
   ) -> ChosenUnits:
     """Choose units for queries, of whose groups each chooses together.
 
@@ -117,11 +145,12 @@ class PageChoice(abc.ABC):
       landmarks: Landmarks of the pages.
       centres: Vectors of the heads.
       at: Coordinates of the slots of the pages, [B or 1, M P].
-      pages_read: Number of pages that a query reads of a head with 0, 1, ... M.
+      units_read: Number of units that a query reads of a head with 0, 1, ... M
+        pages.
     """
     del centres
     has_page = has_pages(at, landmarks)
-    pages, reads = self.ranked(q, landmarks, has_page, pages_read)
+    pages, reads = self.ranked(q, landmarks, has_page, units_read)
     # Of an empty row a query would read a page, too.
     reads &= jnp.take_along_axis(has_page[:, :, None], pages, 3)
     return ChosenUnits(pages, reads)
@@ -157,7 +186,7 @@ class PageChoice(abc.ABC):
 
 
 def has_pages(
-  at: Coords, landmarks: Shaped[Array, "B K M _ _"]
+  at: Coords, landmarks: Shaped[Array, "B K M *_"]
 ) -> Bool[Array, "B K M"]:
   """Whether each page has a token."""
   num_pages = landmarks.shape[2]
@@ -176,8 +205,9 @@ class Bounds(PageChoice):
     keys: Float[Array, "B K M P H"],
     real: Bool[Array, "B 1 M P 1"],
     centres: Float[Array, "B K C H"] | None = None,
+    moments: Float[Array, "B K H H"] | None = None,
   ) -> Float[Array, "B K M 2 H"]:
-    del centres
+    del centres, moments
     low = jnp.min(jnp.where(real, keys, jnp.inf), 3)
     high = jnp.max(jnp.where(real, keys, -jnp.inf), 3)
     return jnp.stack([low, high], 3)
