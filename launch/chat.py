@@ -162,7 +162,7 @@ class _Chat:
     """Loads the model and creates the cache."""
     values, screen = self._values, self._screen
     screen.quiet = jax.process_index() > 0
-    self._processes = ConversationGroup(self.group.meet())
+    self._processes = ConversationGroup(self.group.meet(values))
     path = fetched_models.resolve(values.model or _MODEL, "--model")
     folder = as_path(path)
     mesh = common.mesh(values.mesh)

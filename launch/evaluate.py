@@ -527,7 +527,7 @@ class _Evaluation:
   def _start(self) -> None:
     """Waits for the other processes, and silences all but the first."""
     common.start(self._values, single=self._values.model is not None)
-    self._group.meet()
+    self._group.meet(self._values)
     self._screen.quiet = jax.process_index() > 0
 
   def _load(

@@ -223,8 +223,13 @@ class _Work:
     """Reads the prompt and answers; returns all figures."""
     values = self._values
     self._screen.quiet = jax.process_index() > 0
-    self.group.meet()
+    self.group.meet(values)
     on_two = integer_flags.reading(values)
+    if values.important is not None and jax.process_count() > 1:
+      raise prompts.clash(
+        "--important in several processes",
+        "one process: tokens are chosen with the whole model on one device",
+      )
     mesh = common.mesh("seq:1" if on_two else values.mesh)
     answer_entropy.refuse_mesh(values, mesh)
     next_prompt.refuse_mesh(values, mesh)
@@ -394,11 +399,6 @@ class _Work:
   ) -> None:
     """Creates a session with the document's tokens that the question needs."""
     values, screen = self._values, self._screen
-    if jax.process_count() > 1:
-      raise prompts.clash(
-        "--important in several processes",
-        "one process: tokens are chosen with the whole model on one device",
-      )
     document, question = prompts.around_question(
       self._prompt, values, tokenizer, chat
     )

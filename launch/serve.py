@@ -292,7 +292,8 @@ def run(
         screen.end()
         with cluster_roles.logging_calls(values, engine):
           return cluster_roles.work(values, engine, screen)
-      logs.enter_context(cluster_roles.logging_calls(values, engine))
+      if hosts.leads:
+        logs.enter_context(cluster_roles.logging_calls(values, engine))
       doing = "meeting the other processes' engines"
       engine = hosts.engine(engine)
       doing = "serving"

@@ -281,7 +281,7 @@ class _TrainingRun:
     config = values.config
     screen.quiet = jax.process_index() > 0
     first = not screen.quiet
-    self.group.meet(config.timeout_s or PATIENCE_S)
+    self.group.meet(values, config.timeout_s or PATIENCE_S)
     mesh = common.mesh(values.mesh)
     folder = values.init_from or config.get("init_from") or None
     if folder is not None:

@@ -45,7 +45,8 @@ _INSTANCE = {"layer_parts"}
 _DEVICES = {"devices", "distributed", "mesh"}
 _PROCESSES = {"coordinator", "num_processes", "process_id", "init_timeout"}
 _MODEL = {"model", "strict", "dtype", "longest", "rope_scaling"}
-_SERVER = frozenset(
+# Flags of one process of a server, or of the one that serves clients.
+PROCESS_0 = _SERVER = frozenset(
   {
     "admin",
     "api_keys",

@@ -23,6 +23,7 @@ from ringjax.json_text import json_text
 
 from ..shared import console
 from ..shared.group import Group
+from .flag_modes import PROCESS_0
 
 # Seconds to send clients their errors once a process is lost.
 LINGER_S = 10.0
@@ -161,13 +162,6 @@ class HostProcesses:
           "--num_processes and --process_id",
         )
       return
-    if values.log_calls is not None:
-      raise OptionError(
-        "--log_calls",
-        f"{values.log_calls} in {jax.process_count()} processes",
-        "one process: times of calls include the wait for the others",
-        "leave it out",
-      )
     # JAX takes SIGTERM for a notice: a process that loads would not end by it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     self._probes = ProbeServer(
@@ -175,7 +169,7 @@ class HostProcesses:
     )
     answers()
     self._screen.quiet = jax.process_index() > 0
-    self._peers = self.group.meet(values.failure_timeout)
+    self._peers = self.group.meet(values, values.failure_timeout, own=PROCESS_0)
 
   def engine(
     self, engine: rj.serve.Engine

@@ -129,6 +129,12 @@ class Supervisor:
     while True:
       status = self._run_once(count)
       refused = status == _REFUSED and not (count or self._served)
+      if self._told is not None and status in (None, -self._told):
+        # There is no process, or it does not catch signals yet: nobody waits
+        # for an answer of it.
+        self._screen.say("ended")
+        return 0
+      assert status is not None
       if not status or refused or self._told or count == self._most:
         # As a shell reports signals.
         return status if status >= 0 else 128 - status
@@ -145,12 +151,16 @@ class Supervisor:
     if self._process is not None and self._process.poll() is None:
       self._process.send_signal(number)
 
-  def _run_once(self, count: int) -> int:
-    """Runs the process once; returns its status, below 0 for a signal."""
+  def _run_once(self, count: int) -> int | None:
+    """Runs the process once, unless a signal has come.
+
+    Returns:
+      Its exit status, below 0 for a signal; None if it was not started.
+    """
     link, process_link = socket.socketpair()
     with link, process_link:
       if self._told:
-        return -self._told
+        return None
       probes: ProbeServer | None = ProbeServer(
         self._listener, "the server: it is being started"
       )

@@ -165,7 +165,8 @@ class _Stage:
       values["devices"].value = 1
     common.start(values)
     self.doing = "waiting for the other processes"
-    peers = self.group.meet(values.silence)
+    own = {*values} - STAGE_PASSED
+    peers = self.group.meet(values, values.silence, own=own)
     is_last = peers.rank == peers.size - 1
     self.doing = "loading layers"
     folder = _folder(values)

@@ -314,6 +314,16 @@ class FlagHelper:
     self._define(flags.DEFINE_bool, name, default, text)
 
 
+def is_shown(flag: Any) -> bool:
+  """Whether a flag is one that `FlagHelper` has defined, and no alias."""
+  return getattr(flag, "heading", _HIDDEN) != _HIDDEN
+
+
+def is_place(flag: Any) -> bool:
+  """Whether the value of a flag is a file, a folder or an address."""
+  return isinstance(flag.parser, _Path | _Place)
+
+
 def names_of(define: Callable[[flags.FlagValues], None]) -> frozenset[str]:
   """Names of the flags that a function defines, without aliases."""
   values = flags.FlagValues()

@@ -3,23 +3,30 @@
 A process that waits in a collective for one that has died cannot be woken, and
 JAX itself notices after minutes, or aborts with a stack trace. So each process
 ends itself once it receives the failure, with the rank and the reason in one
-line.
+line. Before anything is loaded the processes compare their flags.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import jax
+from absl import flags
 
+import ringjax
 from ringjax.errors import PeerError
+from ringjax.parallel.joint_outcome import check_equal
 from ringjax.parallel.peers import Peers
 
 from . import console
+from .flag_helpers import is_place, is_shown
 
 # Exit status after another process was lost.
 FAILED = 3
@@ -27,6 +34,19 @@ FAILED = 3
 # starved.
 PATIENCE_S = 60.0
 _MOMENT_S = 2.0
+# Characters of a flag's value that is sent as it is.
+_LONGEST_FACT = 120
+# Flags that say which process this is, and how it finds the others.
+_OWN = frozenset(
+  {
+    "coordinator",
+    "devices",
+    "distributed",
+    "init_timeout",
+    "num_processes",
+    "process_id",
+  }
+)
 
 
 class Group:
@@ -58,13 +78,22 @@ class Group:
     """Whether there are other processes."""
     return self._peers is not None and self._peers.size > 1
 
-  def meet(self, timeout_s: float = PATIENCE_S) -> Peers:
+  def meet(
+    self,
+    values: flags.FlagValues,
+    timeout_s: float = PATIENCE_S,
+    *,
+    own: Collection[str] = (),
+  ) -> Peers:
     """Connects the processes, and ends this one when another is lost.
 
     Args:
+      values: Flags as passed, which are compared, see `flag_facts`.
       timeout_s: Seconds that another process may be silent.
+      own: Names of further flags that may differ.
 
     Raises:
+      OptionError: If a flag differs from that of another process.
       PeerError: If a process is missing.
     """
     peers = self._peers = Peers.of_processes(timeout_s=timeout_s)
@@ -79,7 +108,10 @@ class Group:
         self.end()
 
     if self.several:
+      # First: a process that is refused ends the others, which are too.
+      check_equal(peers.gather(flag_facts(values, own)))
       peers.on_failure(failed)
+      peers.check()
     return peers
 
   def end_after(self, seconds: float) -> None:
@@ -138,6 +170,56 @@ class Group:
     """Leaves the group; the other processes may continue."""
     if self._peers is not None:
       self._peers.close()
+
+
+def flag_facts(
+  values: flags.FlagValues, own: Collection[str] = ()
+) -> dict[str, str]:
+  """Texts that are equal in processes which were started by one command.
+
+  A file, a folder or an address may be another one in each process; all of them
+  have one, or none.
+
+  Args:
+    values: Flags as passed.
+    own: Names of flags that may differ, besides those that tell the processes
+      apart.
+  """
+  facts = {
+    "version of ringjax": ringjax.__version__,
+    "version of jax": jax.__version__,
+  }
+  for name in values:
+    flag = values[name]
+    if name in _OWN or name in own or not is_shown(flag):
+      continue
+    value: Any = flag.value
+    if value is not None and is_place(flag):
+      value = "a path"
+    facts[f"--{name}"] = "" if value is None else _short(str(value))
+  config = values["config"].value if "config" in values else None
+  if hasattr(config, "to_json_best_effort"):
+    # Functions have no text that is the same everywhere.
+    facts |= _leaves("--config", json.loads(config.to_json_best_effort()))
+  return facts
+
+
+def _short(text: str) -> str:
+  """The text, or of a long one its digest: others are sent it, and shown it."""
+  if len(text) <= _LONGEST_FACT:
+    return text
+  digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+  return f"{len(text)} characters of digest {digest[:16]}"
+
+
+def _leaves(name: str, value: object) -> dict[str, str]:
+  """Texts of a JSON value's parts by their path."""
+  if not isinstance(value, Mapping):
+    return {name: _short(str(value))}
+  parts: dict[str, str] = {}
+  for key, part in value.items():
+    parts |= _leaves(f"{name}.{key}", part)
+  return parts
 
 
 def _leave(status: int) -> None:

@@ -14,7 +14,7 @@ import collections
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -99,6 +99,27 @@ def exchanged(
     # All have come to this call, so all have read the values of the last one.
     client.key_value_delete(key(call - 1, rank_here))
   return values
+
+
+def check_equal(facts: Sequence[Mapping[str, str]]) -> None:
+  """Refuses processes with other facts than process 0.
+
+  Args:
+    facts: Facts of each process by their names, in the order of ranks.
+
+  Raises:
+    OptionError: If a fact differs; the error names it and the process.
+  """
+  for rank, facts_of_rank in enumerate(facts):
+    for name in {**facts[0], **facts_of_rank}:
+      first_text, text = facts[0].get(name), facts_of_rank.get(name)
+      if text != first_text:
+        raise errors.OptionError(
+          name,
+          f"{text or 'nothing'} in process {rank}",
+          f"{first_text or 'nothing'}, as in process 0",
+          "start all processes with the same model, options and versions",
+        )
 
 
 def raise_first(error: Exception | None, ranks: tuple[int, ...]) -> None:

@@ -24,9 +24,10 @@ import pytest
 import ringjax as rj
 from launch import serve
 from launch.serving import flag_modes, restarts
-from launch.shared import common, console
+from launch.shared import common, console, group
 from ringjax.data import Bytes
 from ringjax.errors import OptionError
+from ringjax.parallel import joint_outcome
 from tests.launch.conftest import PATIENCE_S, command
 
 LOST = 3
@@ -97,10 +98,11 @@ def post(port, **body):
 
 
 @pytest.mark.long
-def test_two_processes_serve_until_one_is_killed(folder):
+def test_two_processes_serve_until_one_is_killed(folder, tmp_path):
   """Clients get the model's text, and an error once a process is lost."""
   pytest.importorskip("uvicorn")
-  with serving(folder, "--failure_timeout=20") as (processes, ports):
+  each = [(f"--log_calls={tmp_path / str(rank)}",) for rank in range(2)]
+  with serving(folder, "--failure_timeout=20", each=each) as (processes, ports):
     wait_until_ready(processes, ports)
     assert get(ports[1], "/health") == (200, {"status": "ok"})
     assert get(ports[1], "/v1/models")[0] == 404
@@ -111,6 +113,10 @@ def test_two_processes_serve_until_one_is_killed(folder):
     ) as engine:
       request = rj.serve.Request(prompt=PROMPT, max_new_tokens=12)
       assert text == engine.submit(request).result().answers[0].text
+    calls = rj.serve.cluster.read_calls(tmp_path / "0")
+    assert {call.phase for call in calls} == {"prefill", "decode"}
+    assert {call.devices for call in calls} == {2}
+    assert not (tmp_path / "1").exists()
     with post(ports[0], max_tokens=200, stream=True) as response:
       assert b"data: " in response.readline()
       processes[1].send_signal(signal.SIGKILL)
@@ -326,10 +332,57 @@ if action == "hangs":
   link.close()
 if action in ("silent", "hangs"):
   signal.pause()
+if action == "told":
+  os.kill(os.getppid(), signal.SIGTERM)
+  signal.pause()
 if action == "killed":
   os.kill(os.getpid(), signal.SIGKILL)
 os._exit(int(status))
 """
+
+
+def supervised(
+  record, monkeypatch, actions, text, most=9, silence_s=PATIENCE_S
+):
+  """Status of a supervisor of processes that do these actions."""
+  arguments = [sys.executable, "-c", PROCESS, str(record), *actions]
+  monkeypatch.setattr(sys, "orig_argv", arguments)
+  monkeypatch.setattr(restarts, "_PAUSE_S", 0.0)
+  monkeypatch.setattr(restarts, "_END_S", 2.0)
+  numbers = signal.SIGTERM, signal.SIGINT
+  handlers = [signal.getsignal(number) for number in numbers]
+  try:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+      supervisor = restarts.Supervisor(
+        listener,
+        console.Screen("serve", text),
+        restarts=most,
+        silence_s=silence_s,
+      )
+      return supervisor.run()
+  finally:
+    for number, handler in zip(numbers, handlers, strict=True):
+      signal.signal(number, handler)
+
+
+class Signals(io.StringIO):
+  """A screen at which a signal comes with the message of a restart."""
+
+  def write(self, text):
+    if "start 1 of" in text:
+      signal.raise_signal(signal.SIGTERM)
+    return super().write(text)
+
+
+@pytest.mark.parametrize("actions", [("3", "0"), ("told:",)])
+def test_a_signal_while_no_process_serves_ends_normally(
+  tmp_path, monkeypatch, actions
+):
+  """Between two starts, and at one that does not catch signals yet."""
+  text, record = Signals(), tmp_path / "starts"
+  assert supervised(record, monkeypatch, actions, text) == 0
+  assert len(record.read_text().splitlines()) == 1
+  assert text.getvalue().splitlines()[-1] == "ended"
 
 
 @pytest.mark.long
@@ -348,28 +401,11 @@ os._exit(int(status))
 def test_a_supervisor_starts_its_process_again(
   tmp_path, monkeypatch, actions, most, starts, status
 ):
-  record = tmp_path / "starts"
-  arguments = [sys.executable, "-c", PROCESS, str(record), *actions]
-  monkeypatch.setattr(sys, "orig_argv", arguments)
-  monkeypatch.setattr(restarts, "_PAUSE_S", 0.0)
-  monkeypatch.setattr(restarts, "_END_S", 2.0)
-  numbers = signal.SIGTERM, signal.SIGINT
-  handlers = [signal.getsignal(number) for number in numbers]
-  text = io.StringIO()
   # Silence counts from a process's first message on.
   silence_s = PATIENCE_S if "silent:" not in actions[:starts] else 2.0
-  try:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-      supervisor = restarts.Supervisor(
-        listener,
-        console.Screen("serve", text),
-        restarts=most,
-        silence_s=silence_s,
-      )
-      assert supervisor.run() == status
-  finally:
-    for number, handler in zip(numbers, handlers, strict=True):
-      signal.signal(number, handler)
+  text, record = io.StringIO(), tmp_path / "starts"
+  ended = supervised(record, monkeypatch, actions, text, most, silence_s)
+  assert ended == status
   lines = record.read_text().splitlines()
   expected = [[n, [[503, "5"]] * 2] for n in range(starts)]
   assert [json.loads(line) for line in lines] == expected
@@ -394,6 +430,40 @@ def test_flags_of_several_processes(tmp_path):
       parsed("--role=router", "--failure_timeout=9", "--cluster_key=k"),
       flag_modes.MODES["alone"].used | {"failure_timeout"},
     )
+
+
+def test_flags_of_one_command_are_compared():
+  """Paths, ports and what process 0 alone uses may differ, options not."""
+
+  def facts(*argv):
+    return group.flag_facts(
+      common.parse("serve", serve.define, argv), flag_modes.PROCESS_0
+    )
+
+  base = facts("--store=gs://a/b", "--rows=4", "--port=1", "--process_id=0")
+  same = facts("--store=/c", "--rows=4", "--port=2", "--process_id=1")
+  joint_outcome.check_equal([base, same, base])
+  for argv, name in (
+    (("--rows=4",), "--store"),
+    (("--store=/c", "--rows=5"), "--rows"),
+    (("--store=/c", "--rows=4", "--restarts=1"), "--restarts"),
+    (("--store=/c", "--rows=4", f"--speculate={'x' * 999}"), "--speculate"),
+  ):
+    with pytest.raises(OptionError, match=f"^{name}: .* in process 2"):
+      joint_outcome.check_equal([base, same, facts(*argv)])
+
+
+@pytest.mark.slow
+def test_processes_with_other_flags_are_refused(folder, tmp_path):
+  """All of them, before they load, and none is started again."""
+  pytest.importorskip("uvicorn")
+  each = (f"--store={tmp_path}",), ()
+  with serving(folder, "--restarts=3", each=each) as (supervisors, _):
+    for supervisor in supervisors:
+      out, log = supervisor.communicate(timeout=PATIENCE_S)
+      assert supervisor.returncode == 2, out + log
+      assert "--store: got nothing in process 1" in " ".join(log.split())
+      assert "loading" not in log and "start 1" not in log
 
 
 def run_ip(*words):

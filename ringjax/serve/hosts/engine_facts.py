@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from ringjax.errors import OptionError
 from ringjax.infer.speculate.drafter import Drafter
 from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models.transformer import Transformer
@@ -52,26 +51,6 @@ def engine_facts(engine: Engine) -> dict[str, str]:
     "jax": jax.__version__,
     "ringjax": _version(),
   }
-
-
-def check_equal(facts: list[dict[str, str]]) -> None:
-  """Refuses processes with other facts than process 0.
-
-  Args:
-    facts: Facts of each process, in the order of ranks.
-
-  Raises:
-    OptionError: If a fact differs.
-  """
-  for rank, facts_of_rank in enumerate(facts):
-    for name in facts[0]:
-      if facts_of_rank.get(name) != facts[0][name]:
-        raise OptionError(
-          name,
-          f"{facts_of_rank.get(name)!r} in process {rank}",
-          f"{facts[0][name]!r}, as in process 0",
-          "start all processes with the same model, options and versions",
-        )
 
 
 def _option(value: object) -> str:

@@ -55,11 +55,12 @@ from ringjax.errors import (
   RingjaxError,
 )
 from ringjax.infer import inputs
+from ringjax.parallel.joint_outcome import check_equal
 from ringjax.parallel.peers import TOGETHER, WAITING, Peers
 from ringjax.serve.api.grammar import GrammarCompiler
 from ringjax.serve.api.server_metrics import Figure
 from ringjax.serve.engine import Engine
-from ringjax.serve.hosts.engine_facts import check_equal, engine_facts
+from ringjax.serve.hosts.engine_facts import engine_facts
 from ringjax.serve.hosts.group_agreement import GroupAgreement, group_error
 from ringjax.serve.hosts.open_requests import OpenRequest, OpenRequests
 from ringjax.serve.request import Answer, Handle, Request
