@@ -143,6 +143,16 @@ _LATER: dict[str, Any] = {
   # Layers of each round are arrays of their own.
   "stage_rounds": 1,
 }
+# Fields of a report that are written otherwise, or not at all.
+_NESTED = (
+  "first",
+  "objective",
+  "experts",
+  "choice",
+  "means",
+  "policy",
+  "scores",
+)
 # File of a folder with the chat template that its weights were trained with.
 _TEMPLATE = "chat_template.jinja"
 _PACKERS = {"best_fit": BestFit, "cut": Cut}
@@ -647,10 +657,12 @@ class _TrainingRun:
     experts = {} if metrics.experts is None else metrics.experts._asdict()
     choice = {} if metrics.choice is None else metrics.choice._asdict()
     means = metrics.means or {}
+    scores = {} if metrics.scores is None else metrics.scores._asdict()
     row = {
       **dataclasses.asdict(metrics),
       **{f"experts_{name}": value for name, value in experts.items()},
       **choice,
+      **{f"logits_{name}": value for name, value in scores.items()},
       **_policy_figures(metrics, rollouts),
       **means,
       "stage": stage,
@@ -664,7 +676,7 @@ class _TrainingRun:
     row = {
       k: None if isinstance(v, float) and not math.isfinite(v) else v
       for k, v in row.items()
-      if k not in ("first", "objective", "experts", "choice", "means", "policy")
+      if k not in _NESTED
     }
     assert self._log is not None
     # Flushed at once: a kill loses no line on a disk.
@@ -718,6 +730,12 @@ class _TrainingRun:
         ""
         if metrics.predicted is None
         else f"  further {metrics.predicted:.4f}"
+      )
+      + (
+        f"  largest logit {scores['largest']:.4g}, "
+        f"{scores['clipped']:.0f} heads clipped"
+        if scores
+        else ""
       )
     )
     self.screen.at(_tokens(train_recipe, metrics.step))

@@ -24,10 +24,12 @@ from ringjax import tree
 from ringjax.errors import MeshError, OptionError
 from ringjax.kv.base import KV, LayerCache
 from ringjax.nn.sums.choice_sums import ChoiceRecord
+from ringjax.nn.sums.score_sums import ScoreRecord
 from ringjax.nn.tokens import Tokens
 from ringjax.nn.weights.layer_array import LayerArray
 from ringjax.ops.ancestors import Ancestors
 from ringjax.ops.attention.api import (
+  attention_score_maxima,
   dot_product_attention,
   latent_attention,
 )
@@ -530,6 +532,9 @@ class ContextParallel(ShardingContext):
     """[B, T, N, J] from queries [B, T, N, H]; see `Extras.residual`."""
     assert cache.fresh is not None
     fresh = cache.fresh
+    scores = tokens.record_of(ScoreRecord)
+    if scores is not None:
+      scores.add(self._score_maxima(q, tokens, fresh, mask, extras))
     if extras.selection is None:
       return self._dense(q, tokens, fresh, mask, extras)
     record = tokens.record_of(ChoiceRecord)
@@ -568,6 +573,25 @@ class ContextParallel(ShardingContext):
       q_segment_ids=tokens.seg if tokens.segmented else None,
       alibi_slopes=extras.slopes,
       return_residual=extras.residual,
+    )
+
+  def _score_maxima(
+    self,
+    q: Float[Array, "B T N H"],
+    tokens: Tokens,
+    fresh: KV,
+    mask: Mask,
+    extras: Extras,
+  ) -> Float[Array, "B T N"]:
+    """Largest product of each query with the keys that it sees, scaled."""
+    k = jnp.swapaxes(fresh.k, 1, 2)
+    product = dataclasses.replace(extras, soft_cap=None, sinks=None)
+    return attention_score_maxima(
+      q,
+      k,
+      up=extras.up,
+      **self.call_options(q, k.shape[2], tokens, mask, product),
+      **self._coords_of(tokens.at, tokens, True),
     )
 
   def call_options(

@@ -14,13 +14,16 @@ from jaxtyping import Array, Bool, Float, Int
 from ringjax.nn.sums.choice_sums import ChoiceRecord
 from ringjax.nn.sums.layer_record import LayerRecord, LayerSums
 from ringjax.nn.sums.router_sums import RouterRecord
+from ringjax.nn.sums.score_sums import ScoreRecord
 from ringjax.nn.sums.tile_sums import PageRecord, PageSums, TileRecord, TileSums
 from ringjax.nn.weights.adapter_rows import current_adapter_rows
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
 from ringjax.typing import Lengths
 
-R = TypeVar("R", RouterRecord, ChoiceRecord, TileRecord, PageRecord)
+R = TypeVar(
+  "R", RouterRecord, ChoiceRecord, ScoreRecord, TileRecord, PageRecord
+)
 # What a layer records, and its sums.
 Record = LayerRecord | TileRecord | PageRecord
 Sums = LayerSums | TileSums | PageSums

@@ -111,6 +111,13 @@ class RewardRecipe:
         "ratios of sequences to the policy at the batch's start",
         "pass truncate=2.0, for instance, in the objective",
       )
+    if self.optimizer.qk_clip is not None:
+      raise OptionError(
+        "qk_clip",
+        f"{self.optimizer.qk_clip:g} in a training by rewards",
+        "None: its loss records no attention logits",
+        "leave it out",
+      )
     if self.loop_config.evaluate_every is not None:
       raise OptionError(
         "evaluate_every",

@@ -45,6 +45,7 @@ from ringjax.parallel import memory
 from ringjax.train.checkpoints.checkpoint import Checkpoints
 from ringjax.train.choice_training import ChoiceStatistics
 from ringjax.train.expert_balance import RouterStatistics
+from ringjax.train.optimizers.qk_clip import ScoreStatistics
 from ringjax.train.step import StepMetrics, TrainState
 
 # The exit status of a process whose step took too long.
@@ -135,6 +136,8 @@ class TrainingReport:
       names; None without one.
     predicted: Negative log-likelihood of the last step's labels by the layer
       that predicts one token further; None if it is not trained.
+    scores: Largest attention logit of the steps, and the heads that they
+      clipped; None without `Optimizer.qk_clip`.
   """
 
   step: int
@@ -152,6 +155,7 @@ class TrainingReport:
   policy: PyTree = None
   means: dict[str, float] | None = None
   predicted: float | None = None
+  scores: ScoreStatistics | None = None
 
   @property
   def tokens_per_s(self) -> float:
@@ -408,6 +412,13 @@ class _Metrics:
         name: sums(name, "total") / (sums(name, "count") or math.nan)
         for name in last.means
       }
+    scores = None
+    if last.scores is not None:
+      steps_scores = [x.scores for x in finite]
+      scores = ScoreStatistics(
+        max((x.largest for x in steps_scores), default=math.nan),
+        sum(x.clipped for x in steps_scores),
+      )
     report = TrainingReport(
       step=step,
       loss=sum(x.loss * x.weight for x in finite) / (labels or math.nan),
@@ -423,6 +434,7 @@ class _Metrics:
       policy=last.policy,
       means=means,
       predicted=last.predicted,
+      scores=scores,
     )
     self.start, self._first = end, False
     self._steps, self.tokens = [], 0

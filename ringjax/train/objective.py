@@ -56,6 +56,7 @@ from ringjax.train.methods.eagle_loss import (
   eagle_losses,
   eagle_outputs,
 )
+from ringjax.train.optimizers.qk_clip import ScoreTotals
 from ringjax.train.posttraining.posttraining_loss import (
   LossTerms,
   Mean,
@@ -84,6 +85,7 @@ class LossSums(NamedTuple):
     predicted: Mean negative log-likelihood of the layer that predicts one token
       further, of an EAGLE-3 head the mean loss of its predictions, times
       `weight`; None if it is not trained.
+    scores: Largest attention logits of heads; None if they are not recorded.
   """
 
   loss: jax.Array
@@ -95,6 +97,22 @@ class LossSums(NamedTuple):
   policy: PyTree = None
   metrics: dict[str, Mean] | None = None
   predicted: jax.Array | None = None
+  scores: ScoreTotals | None = None
+
+  @classmethod
+  def zeros(cls, like: LossSums) -> LossSums:
+    """Sums of no micro-batch, of the shapes of `like`."""
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), zeros.scores)
+    return zeros._replace(scores=lowest)
+
+  def plus(self, other: LossSums) -> LossSums:
+    """Sums, and maxima of the scores, of both micro-batches."""
+    added = jax.tree.map(
+      jnp.add, self._replace(scores=None), other._replace(scores=None)
+    )
+    maxima = jax.tree.map(jnp.maximum, self.scores, other.scores)
+    return added._replace(scores=maxima)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,6 +142,8 @@ class Objective:
       EAGLE-3 head 1, see `methods.eagle_loss`.
     predict_steps: Number of predictions in a row of an EAGLE-3 head, each from
       its output before; None: 7. Other layers make one.
+    record_scores: Whether the largest attention logit of each head is computed,
+      as `Optimizer.qk_clip` needs it.
   """
 
   z_loss: float = 0.0
@@ -138,6 +158,7 @@ class Objective:
   posttraining: PosttrainingLoss | None = None
   predict_loss: float = 0.0
   predict_steps: int | None = None
+  record_scores: bool = False
 
   def __post_init__(self) -> None:
     if self.posttraining is not None:
@@ -218,11 +239,20 @@ class Objective:
         "pass the whole batch with mesh= and axis=, or add an index with "
         "rj.train.with_sparse_attention",
       )
-    if (has_routers(model) or chooses) and not manual:
+    if self.record_scores and manual:
+      raise OptionError(
+        "record_scores",
+        f"True in a shard_map over {sorted(manual)}",
+        "the tokens of all shards, whose logits are compared",
+        "compute the loss outside of the shard_map, with mesh= and axis=",
+      )
+    records = has_routers(model) or chooses or self.record_scores
+    if records and not manual:
       places.recorder = functools.partial(
         LayerRecord,
         warm_up=self.index_warm_up,
         index_learns=self.index_loss > 0,
+        scores=self.record_scores,
       )
     predicts = model.config.predicts
     eagle = self.predict_loss > 0 and isinstance(predicts, EagleLayer)
@@ -268,6 +298,7 @@ class Objective:
       factor = jnp.float32(self.index_loss)
       loss = loss + factor * choice.index_loss() * weight
       choice = jax.lax.stop_gradient(choice)
+    scores = ScoreTotals.of(model, places) if self.record_scores else None
     predicted = None
     if eagle:
       predicted = self._unrolled(model, batch, attend, places, h)
@@ -288,6 +319,7 @@ class Objective:
       choice=choice,
       metrics=metrics,
       predicted=predicted,
+      scores=scores,
     )
 
   def _posttraining_terms(

@@ -65,6 +65,7 @@ from ringjax.train.optimizers.muon import (
   scale_by_muon,
   with_orthogonal_matrices,
 )
+from ringjax.train.optimizers.qk_clip import check_qk_clip
 from ringjax.train.posttraining import reference_logprobs
 from ringjax.train.posttraining.posttraining_loss import PosttrainingLoss
 from ringjax.train.posttraining.reference_logprobs import (
@@ -128,6 +129,9 @@ class Optimizer:
       default 1e-8.
     weight_decay: Weight decay of matrices; other parameters have none.
     clip: Maximum of the gradients' global norm; None for none.
+    qk_clip: Largest attention logit of a head, above which the maps of its
+      queries and keys are multiplied after the update (MuonClip: 100); None for
+      no bound. See `train/optimizers/qk_clip.py`.
     moments: Storage of moments between updates: float32, or int8, codes of
       blocks, for all but adafactor, whose moments are small.
     moments_in: Memory of moments between updates: "device", or "host", from
@@ -146,6 +150,7 @@ class Optimizer:
   eps: float | None = None
   weight_decay: float = 0.1
   clip: float | None = 1.0
+  qk_clip: float | None = None
   moments: str = "float32"
   moments_in: str = "device"
 
@@ -181,6 +186,8 @@ class Optimizer:
     integer("warmup", self.warmup, least=0)
     if self.clip is not None:
       number("clip", self.clip, least=0)
+    if self.qk_clip is not None:
+      number("qk_clip", self.qk_clip, above=0)
 
   def _check_host(self) -> None:
     if self.name == "adafactor":
@@ -496,6 +503,7 @@ class Recipe:
     if self.draft is not None:
       self._check_draft(self.draft)
     self._check_predict()
+    self._check_qk_clip()
     undistilled = [
       s for s in self.stages if s.context is None or s.context.repeated
     ]
@@ -541,6 +549,26 @@ class Recipe:
         f"{name}, which reads {', '.join(unknown)}",
         f"a loss that reads {REFERENCE} or nothing, which rj.train.train adds",
         "make batches with these inputs, and steps with make_step",
+      )
+
+  def _check_qk_clip(self) -> None:
+    threshold = self.optimizer.qk_clip
+    if threshold is None:
+      return
+    others = {
+      type(self.adapter).__name__: self.adapter,
+      "a loss of a layer that predicts further tokens": (
+        self.objective.predict_loss
+      ),
+      "a stage with index_warm_up": any(x.index_warm_up for x in self.stages),
+    }
+    used = [name for name, value in others.items() if value]
+    if used:
+      raise OptionError(
+        "qk_clip",
+        f"{threshold:g} with {used[0]}",
+        "a training of all parameters of the model's own layers",
+        "leave qk_clip out",
       )
 
   def _check_predict(self) -> None:
@@ -818,7 +846,11 @@ def train(
         rows,
         steps=end,
         step=steps.make_step(
-          optimizer, stage_attend, recipe.objective_of(stage), method
+          optimizer,
+          stage_attend,
+          recipe.objective_of(stage),
+          method,
+          qk_clip=recipe.optimizer.qk_clip,
         ),
         place=lambda rows, stage=stage: batches.place(
           stage.rows(recipe.placed(rows, attend), recipe)
@@ -989,6 +1021,7 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
       memory or on disk, for which only adapters can be trained.
   """
   recipe.objective.expert_balance.of_model(model)
+  check_qk_clip(recipe.optimizer.qk_clip, model)
   if isinstance(model, DraftTransformer) != (recipe.draft is not None):
     raise OptionError(
       "draft",

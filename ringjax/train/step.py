@@ -42,6 +42,11 @@ from ringjax.train.expert_balance import (
 )
 from ringjax.train.objective import LossSums, Objective
 from ringjax.train.optimizers.host_moments import HOST, is_on_host, on_host
+from ringjax.train.optimizers.qk_clip import (
+  ScoreStatistics,
+  check_qk_clip,
+  with_clipped_heads,
+)
 from ringjax.train.posttraining.posttraining_loss import Mean
 from ringjax.typing import ArrayLeaf
 
@@ -81,6 +86,7 @@ class StepMetrics(NamedTuple):
     means: Means of a loss after pre-training, as sums, or None.
     predicted: Mean negative log-likelihood of a label by the layer that
       predicts one token further; None if it is not trained.
+    scores: Statistics of the attention logits; None without `qk_clip`.
   """
 
   loss: jax.Array
@@ -95,6 +101,7 @@ class StepMetrics(NamedTuple):
   policy: PyTree = None
   means: dict[str, Mean] | None = None
   predicted: jax.Array | None = None
+  scores: ScoreStatistics | None = None
 
 
 @runtime_checkable
@@ -236,6 +243,8 @@ def make_step(
   attend: ShardingContext,
   objective: Objective,
   method: TrainingMethod | None = None,
+  *,
+  qk_clip: float | None = None,
 ) -> Callable[[TrainState, Any, Any], tuple[TrainState, StepMetrics]]:
   """Compiles a training step: step(state, frozen, batch).
 
@@ -248,6 +257,7 @@ def make_step(
     attend: Sharding context of a batch, with its rematerialisation.
     objective: Loss.
     method: Function from parameters to a model; default `AllParameters()`.
+    qk_clip: Largest attention logit that a head keeps, see `Optimizer`.
   """
   method = AllParameters() if method is None else method
   all_trained = isinstance(method, AllParameters)
@@ -263,6 +273,16 @@ def make_step(
     # The index is frozen, too: its loss would be computed for nothing.
     objective = dataclasses.replace(objective, index_loss=0.0)
   refuse_frozen(objective.expert_balance, None if all_trained else method)
+  if qk_clip is not None:
+    if not all_trained:
+      raise OptionError(
+        "qk_clip",
+        f"{qk_clip:g} with {type(method).__name__}, which freezes the maps of "
+        "queries and keys",
+        "a training of all parameters",
+        "leave it out",
+      )
+    objective = dataclasses.replace(objective, record_scores=True)
   optimizer = optax.with_extra_args_support(optimizer)
 
   def loss(
@@ -281,17 +301,19 @@ def make_step(
     def add_micro_batch(
       accumulated: PyTree, micro_batch: Any
     ) -> tuple[Any, None]:
-      return jax.tree.map(
-        jnp.add, accumulated, grad(params, frozen, micro_batch)
-      ), None
+      grads, sums = accumulated
+      more_grads, more_sums = grad(params, frozen, micro_batch)
+      grads = jax.tree.map(jnp.add, grads, more_grads)
+      return (grads, sums.plus(more_sums)), None
 
     first = jax.eval_shape(
       grad, params, frozen, jax.tree.map(lambda x: x[0], batch)
     )
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
     # Sums of gradients are sharded like the parameters, not replicated.
-    grads = jax.tree.map(_like, zeros[0], params)
-    return jax.lax.scan(add_micro_batch, (grads, zeros[1]), batch)[0]
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first[0])
+    grads = jax.tree.map(_like, zeros, params)
+    begin = (grads, LossSums.zeros(first[1]))
+    return jax.lax.scan(add_micro_batch, begin, batch)[0]
 
   def step(
     state: TrainState, frozen: Transformer | None, batch: Any
@@ -299,6 +321,7 @@ def make_step(
     # Runs once, when the step is traced.
     trained = state.params if frozen is None else frozen
     warn_unbalanced(trained, objective.expert_balance)
+    check_qk_clip(qk_clip, trained)
     grads, sums = gradients(state.params, frozen, batch)
     # A batch of padding only has weight 0, and gradients of 0.
     share = 1 / jnp.maximum(sums.weight, jnp.float32(1e-9))
@@ -320,6 +343,10 @@ def make_step(
     if rate and sums.routing is not None:
       model: Any = params
       params = with_updated_biases(model, sums.routing, rate)
+    if qk_clip is not None:
+      assert sums.scores is not None
+      clipped: Any = params
+      params = with_clipped_heads(clipped, sums.scores, qk_clip)
     if_finite = lambda new, old: jax.tree.map(
       # What is in the host's memory was updated only if it is finite.
       lambda a, b: a if is_on_host(a) else jnp.where(is_finite, a, b),
@@ -346,6 +373,9 @@ def make_step(
       policy=None if sums.policy is None else sums.policy.statistics(),
       means=sums.metrics,
       predicted=None if sums.predicted is None else sums.predicted * share,
+      scores=None
+      if qk_clip is None or sums.scores is None
+      else sums.scores.statistics(qk_clip),
     )
     return new_state, metrics
 

@@ -7,7 +7,8 @@ Command   python -m launch.fetch smollm2-135m
 Hardware  one CPU core
 Time      3 minutes for 40 steps on a busy machine
 Result    loss 3.25 in the first 5 steps and 2.85 in the last of 40, 2.96 and
-          2.66 over bfloat16; see docs/how/low_bits.md
+          2.66 over bfloat16 and int8, 2.69 with --config.residual.rows=16;
+          see docs/how/low_bits.md
 """
 
 from ml_collections import ConfigDict

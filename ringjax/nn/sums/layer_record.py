@@ -1,4 +1,4 @@
-"""Record of what one layer sums for training: its routing and its choice."""
+"""Record of what one layer sums for training: routing, choice and logits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool
 
 from ringjax.nn.sums.choice_sums import ChoiceRecord, ChoiceSums
 from ringjax.nn.sums.router_sums import RouterRecord, RouterSums
+from ringjax.nn.sums.score_sums import ScoreMaxima, ScoreRecord
 
 
 class LayerSums(NamedTuple):
@@ -17,16 +18,19 @@ class LayerSums(NamedTuple):
   Fields:
     router: Sums of its router, or None without one.
     choice: Sums of the keys that it chose, or None if it reads all.
+    scores: Largest logits of its heads, or None if they are not recorded.
   """
 
   router: RouterSums | None
   choice: ChoiceSums | None
+  scores: ScoreMaxima | None = None
 
   def joined(self, join_rows: Callable[[Array], Array]) -> LayerSums:
     """Sums of all rows, see `RouterSums.joined`."""
     return LayerSums(
       None if self.router is None else self.router.joined(join_rows),
       None if self.choice is None else self.choice.joined(),
+      None if self.scores is None else self.scores.joined(),
     )
 
 
@@ -36,6 +40,7 @@ class LayerRecord:
   Attributes:
     router: Record of its router.
     choice: Record of the keys that it chooses.
+    scores: Record of its largest logits, or None if they are not recorded.
   """
 
   def __init__(
@@ -44,16 +49,19 @@ class LayerRecord:
     *,
     warm_up: bool = False,
     index_learns: bool = True,
+    scores: bool = False,
   ):
     self.router = RouterRecord(real)
     self.choice = ChoiceRecord(real, warm_up=warm_up, index_learns=index_learns)
+    self.scores = ScoreRecord(real) if scores else None
 
   @property
-  def parts(self) -> tuple[RouterRecord, ChoiceRecord]:
+  def parts(self) -> tuple[RouterRecord, ChoiceRecord, ScoreRecord | None]:
     """Records of the layer's parts."""
-    return self.router, self.choice
+    return self.router, self.choice, self.scores
 
   @property
   def sums(self) -> LayerSums:
     """Sums of the layer, after it has run."""
-    return LayerSums(self.router.sums, self.choice.sums)
+    scores = None if self.scores is None else self.scores.sums
+    return LayerSums(self.router.sums, self.choice.sums, scores)

@@ -24,6 +24,7 @@ from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.cost.select import Auto
 from ringjax.ops.attention.execution import attend_shard, run
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
+from ringjax.ops.attention.score_maxima import score_maxima
 from ringjax.ops.attention.scores import Context
 from ringjax.ops.attention.statistics import AttentionStatistics, statistics
 from ringjax.ops.attention.strategies import nesting
@@ -485,6 +486,65 @@ def attention_statistics(
   if keep is not None:
     keep = arguments.kept_keys(keep, x)
   return statistics(x, place, keep, columns)
+
+
+def attention_score_maxima(
+  query: Float[Array, "B T N H"],
+  key: Float[Array, "B S _ _"],
+  *,
+  up: Float[Array, "C N Y"] | None = None,
+  mesh: Mesh | AbstractMesh | None = None,
+  axis: str | tuple[str, ...] | None = "auto",
+  batch_axis: str | tuple[str, ...] | None = None,
+  head_axis: str | tuple[str, ...] | None = None,
+  layout: Layout | None = None,
+  **options: Any,
+) -> Float[Array, "B T N"]:
+  """Largest score of each query over the keys that it sees, per head.
+
+  Computed tile by tile like attention, over a sequence that may be sharded; no
+  array is T x S.
+
+  Args:
+    query: Queries, [B, T, N, H].
+    key: Keys, [B, S, K, H], or with `up` rows of latents, [B, S, 1, X].
+    up: Up-projection of the rows, as in `latent_attention`, or None.
+    mesh: Device mesh, as in `dot_product_attention`.
+    axis: Mesh axis that shards T and S, as in `dot_product_attention`.
+    batch_axis: Mesh axes that shard B, as in `dot_product_attention`.
+    head_axis: Mesh axes that shard N, as in `dot_product_attention`.
+    layout: Order of the tokens on the shards; default `Contiguous()`.
+    **options: Masks, coordinates and scale of `dot_product_attention`.
+
+  Returns:
+    Maxima in float32, or float64 for float64 operands; -inf where a query sees
+    no key. They have no derivative.
+
+  Raises:
+    RingjaxError: If arguments do not fit, before anything is compiled.
+  """
+  keys = key if up is None else key[:, :, 0]
+  x = AttentionArgs.of(
+    query,
+    keys,
+    # Instead of values, which are not read.
+    keys,
+    layout=layout,
+    aligned=True,
+    key_shards=shards_of(None if axis == AUTO else axis),
+    up=up,
+    **_known(options),
+  )
+  place = locate(
+    x.operands,
+    mesh,
+    axis,
+    required=False,
+    batch_axis=batch_axis,
+    head_axis=head_axis,
+    by_name=False,
+  )
+  return score_maxima(x, place)
 
 
 def attention(
