@@ -287,13 +287,8 @@ def test_an_index_of_a_family_learns_beside_its_mixture(name, tmp_path):
       np.testing.assert_allclose(value, without[path], atol=1e-6, err_msg=path)
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(name, marks=pytest.mark.long if last else pytest.mark.slow)
-    for name, last in zip(OTHER_INDEXES, (0, 0, 0, 1), strict=True)
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHER_INDEXES)
 def test_an_index_of_a_family_learns_on_shards_as_on_a_device(name, tmp_path):
   """Packed documents on stripes; in a warm-up it alone learns."""
   model = rj.models.load(checkpoints.write(name, tmp_path), dtype="float32")
@@ -476,22 +471,10 @@ def test_an_index_without_a_loss_stays_as_it_is():
     assert bool((after[name] != value).any()) == (".index." not in name), name
 
 
-@pytest.mark.parametrize(
-  "family",
-  [
-    pytest.param(None, marks=pytest.mark.long),
-    *(pytest.param(x, marks=pytest.mark.slow) for x in OTHER_INDEXES),
-  ],
-)
-def test_only_the_index_learns_in_a_warm_up_and_a_run_resumes(family, tmp_path):
+@pytest.mark.long
+def test_only_the_index_learns_in_a_warm_up_and_a_run_resumes(tmp_path):
   """With the same losses and weights, whatever is recomputed."""
-  if family is None:
-    fresh = lambda: with_sparse_attention(
-      rj.models.create(CONFIG), INDEX, seed=3
-    )
-  else:
-    folder = checkpoints.write(family, tmp_path / "model")
-    fresh = lambda: rj.models.load(folder, dtype="float32")
+  fresh = lambda: with_sparse_attention(rj.models.create(CONFIG), INDEX, seed=3)
   reports = []
   train = functools.partial(
     recipe.train, report=lambda stage, report: reports.append(report)
