@@ -152,7 +152,6 @@ def changed(before, after):
     ("latent", {"q.weight", "kv.weight"}),
   ],
 )
-@pytest.mark.long_cases(4)
 def test_logits_are_at_most_the_threshold_after_a_step(name, parameters):
   rows, model = packed(2, 28), made(name)
   before = logits_of(model, rows)
@@ -206,7 +205,7 @@ MESHES = {
     ("latent", "heads", 1),
   ],
 )
-@pytest.mark.long_cases(3)
+@pytest.mark.long_cases(2)
 def test_the_mesh_and_micro_batches_make_no_difference(name, axes, accumulate):
   rows, model = packed(4, 32), made(name)
   threshold = float(logits_of(model, rows).max()) / 4
