@@ -166,7 +166,9 @@ class PooledBlockQuery(GroupedQuery):
       fresh_keys = index_keys.fresh.k[:, 0]
       # Packed documents have positions of their own.
       reading = dataclasses.replace(
-        reading, keys=fresh_keys, positions=tokens.pos
+        reading,
+        keys=fresh_keys,
+        positions=None if rope is None else tokens.pos,
       )
     else:
       if means is None:

@@ -140,6 +140,13 @@ class TopPooledBlocks(ScoredBlocks):
       norm = as_array("selection.norm", self.norm)
       check_shape("selection.norm", norm, (dims,), "a weight for each dim")
     check_rotation(self.rope, dims)
+    if self.positions is not None and self.rope is None:
+      raise OptionError(
+        "selection.positions",
+        "positions without a rope",
+        "a rope, by which pooled keys are rotated",
+        "pass rope too, or leave positions out",
+      )
     if index_q.dtype != keys.dtype:
       raise DtypeError(
         "selection.keys",

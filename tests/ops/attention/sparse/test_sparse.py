@@ -353,6 +353,15 @@ SELECTIONS = {
     dict(is_causal=False),
     "no later keys",
   ),
+  "positions of pooled keys that are not rotated": (
+    lambda: rj.TopPooledBlocks(
+      q=jnp.ones((2, 32, 1, 4)), weights=jnp.ones((2, 32, 1)),
+      keys=jnp.ones((2, 32, 4)), bias=jnp.zeros((4, 4)), count=2,
+      positions=jnp.zeros((2, 32), jnp.int32),
+    ),
+    {},
+    "without a rope",
+  ),
   "an option of dense attention": (
     lambda: rj.TopBlocks(count=2, block=4), dict(dropout_rate=0.1), "dropout",
   ),
