@@ -249,6 +249,20 @@ def test_moments_of_eight_bits_train_alike(name):
   assert sizes < 1.1 * params
 
 
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "sgd"])
+def test_moments_of_eight_bits_of_bfloat16_parameters(name):
+  """They are codes from the first update on, not the bfloat16 of optax."""
+  params = {"w": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)}
+  optimizer = Optimizer(name=name, moments="int8").build(10)
+  state = jax.eval_shape(optimizer.init, params)
+  with jax.numpy_dtype_promotion("standard"):
+    _, later = jax.eval_shape(optimizer.update, params, state, params)
+  assert later == state
+  large = [x for x in jax.tree.leaves(state) if x.shape == (64, 256)]
+  assert large
+  assert all(x.dtype.itemsize == 1 for x in large)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["lion", "muon", "sgd"])
 def test_moments_of_eight_bits_on_a_mesh(name):

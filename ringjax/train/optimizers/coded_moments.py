@@ -88,9 +88,10 @@ def _scales(moments: PyTree) -> PyTree:
   """Largest number of each block, and 0 for what has no codes."""
 
   def of_leaf(x: jax.Array) -> jax.Array:
-    if x.dtype != jnp.float32 or x.size < _SMALL:
+    # Moments of bfloat16 parameters are bfloat16 before the first update.
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.size < _SMALL:
       return jnp.zeros((), jnp.float32)
-    return scale_of(_with_whole_blocks(x))
+    return scale_of(_with_whole_blocks(x).astype(jnp.float32))
 
   return jax.tree.map(of_leaf, moments)
 
@@ -115,7 +116,7 @@ def _encoded_leaf(
     return x
   squares = any(getattr(k, "name", None) in _SQUARES for k in path)
   gathered = _with_whole_blocks(x)
-  codes = encode(gathered, scale, key, squares=squares)
+  codes = encode(gathered.astype(jnp.float32), scale, key, squares=squares)
   return codes if gathered is x else _placed_like(codes, x)
 
 
