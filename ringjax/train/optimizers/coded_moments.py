@@ -28,6 +28,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
+from ringjax.errors import CheckpointMismatchError
 from ringjax.typing import ArrayLeaf
 
 _BLOCK = 256
@@ -82,6 +83,26 @@ def with_coded_moments(
     return updates, _encoded(moments, scales, state.count + 1)
 
   return optax.GradientTransformation(init, update)
+
+
+def refuse_other_blocks(error: CheckpointMismatchError) -> None:
+  """Refuses a saved state by name whose blocks alone have another size.
+
+  Args:
+    error: Error that restoring the state raised.
+
+  Raises:
+    CheckpointMismatchError: If only scales differ.
+  """
+  names = [leaf.split("/") for leaf in error.leaves]
+  if names and all("scales" in parts for parts in names):
+    raise CheckpointMismatchError(
+      "moments",
+      "'int8' of another version, whose blocks had other sizes",
+      f"blocks of {_LEAST_BLOCK} to {_BLOCK} numbers, none on two shards",
+      "end the run with the version that saved it, or begin a run in another "
+      "folder from a model that is saved of it",
+    ) from error
 
 
 def _scales(moments: PyTree) -> PyTree:
