@@ -257,8 +257,8 @@ def test_moments_of_eight_bits_of_bfloat16_parameters(name):
   optimizer = Optimizer(name=name, moments="int8").build(10)
   state = jax.eval_shape(optimizer.init, params)
   with jax.numpy_dtype_promotion("standard"):
-    _, later = jax.eval_shape(optimizer.update, params, state, params)
-  assert later == state
+    _, updated = jax.eval_shape(optimizer.update, params, state, params)
+  assert updated == state
   large = [x for x in jax.tree.leaves(state) if x.shape == (64, 256)]
   assert large
   assert all(x.dtype.itemsize == 1 for x in large)
@@ -285,9 +285,9 @@ def test_blocks_of_other_sizes_are_refused_by_name(tmp_path):
     with pytest.raises(CheckpointMismatchError, match="moments: got 'int8' of"):
       rj.train.train(recipe, model, data, checkpoints=saved)
     # Another difference is named as it is.
-    other = dataclasses.replace(recipe, optimizer=Optimizer())
+    in_floats = dataclasses.replace(recipe, optimizer=Optimizer())
     with pytest.raises(CheckpointMismatchError, match="step 1: optimizer"):
-      rj.train.train(other, model, data, checkpoints=saved)
+      rj.train.train(in_floats, model, data, checkpoints=saved)
 
 
 @pytest.mark.long
