@@ -58,7 +58,15 @@ class CheckpointFormatError(RingjaxError, ValueError):
 
 
 class CheckpointMismatchError(RingjaxError, ValueError):
-  """A checkpoint's tensors are not those that the model needs."""
+  """A checkpoint's tensors are not those that the model needs.
+
+  Attributes:
+    leaves: Names of the leaves of a training step that differ, if these do.
+  """
+
+  def __init__(self, *parts: object, leaves: Sequence[str] = ()):
+    super().__init__(*parts)
+    self.leaves = tuple(leaves)
 
 
 class CheckpointWriteError(RingjaxError, OSError):

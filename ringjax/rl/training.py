@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from ringjax.checks import integer, one_of, positive_int
 from ringjax.data.text.tokenizer import AnyTokenizer
-from ringjax.errors import OptionError
+from ringjax.errors import CheckpointMismatchError, OptionError
 from ringjax.models.checkpoint import cast, place
 from ringjax.models.heads.added_layer import refuse_predicting
 from ringjax.models.transformer import Transformer
@@ -48,6 +48,7 @@ from ringjax.train import loop, remat
 from ringjax.train import step as steps
 from ringjax.train.checkpoints.checkpoint import Checkpoints
 from ringjax.train.methods.lora import Lora
+from ringjax.train.optimizers.coded_moments import refuse_other_blocks
 from ringjax.train.recipe import Optimizer, TrainResult, dtype_of
 
 
@@ -356,7 +357,11 @@ def _first_state(
   """The first state, and the position of its source if it was restored."""
   if checkpoints is not None:
     form = steps.form(optimizer, params, mesh)
-    restored = checkpoints.restore(like=form._asdict())
+    try:
+      restored = checkpoints.restore(like=form._asdict())
+    except CheckpointMismatchError as error:
+      refuse_other_blocks(error)
+      raise
     if restored is not None:
       return steps.TrainState(**restored[0]), restored[1]["data"]
   return steps.start(optimizer, params, mesh), None

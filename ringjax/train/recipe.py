@@ -57,7 +57,10 @@ from ringjax.train.methods.draft_training import DraftTraining
 from ringjax.train.methods.encoder_training import ContextSplit, EncoderTraining
 from ringjax.train.methods.lora import Lora
 from ringjax.train.methods.predict_training import PredictTraining
-from ringjax.train.optimizers.coded_moments import with_coded_moments
+from ringjax.train.optimizers.coded_moments import (
+  refuse_other_blocks,
+  with_coded_moments,
+)
 from ringjax.train.optimizers.host_moments import with_host_moments
 from ringjax.train.optimizers.muon import (
   momenta_by_leaf,
@@ -1213,12 +1216,16 @@ def _first_state(
   _check_memory(recipe, state, model, attend, saved, resident=not shapes)
   restored = None
   if saved is not None:
-    if not shapes and saved.holds(form):
-      # Two states at once might not fit the memory.
-      for x in leaves:
-        x.delete()
-      shapes = True
-    restored = saved.restore(like=form)
+    try:
+      if not shapes and saved.holds(form):
+        # Two states at once might not fit the memory.
+        for x in leaves:
+          x.delete()
+        shapes = True
+      restored = saved.restore(like=form)
+    except CheckpointMismatchError as error:
+      refuse_other_blocks(error)
+      raise
   if restored is not None:
     return steps.TrainState(**restored[0]), restored[1]["data"]
   if shapes:

@@ -375,7 +375,7 @@ def make_step(
       predicted=None if sums.predicted is None else sums.predicted * share,
       scores=None
       if qk_clip is None or sums.scores is None
-      else sums.scores.statistics(qk_clip),
+      else sums.scores.statistics(qk_clip, is_finite),
     )
     return new_state, metrics
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -11,7 +12,7 @@ import optax
 import pytest
 
 import ringjax as rj
-from ringjax.errors import OptionError
+from ringjax.errors import CheckpointMismatchError, OptionError
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import Optimizer, loop, step
 from ringjax.train import batch as batches
@@ -247,6 +248,46 @@ def test_moments_of_eight_bits_train_alike(name):
   params = sum(x.nbytes for x in jax.tree.leaves(state.params))
   # Eight bytes a number in float32; embeddings are small, and stay floats.
   assert sizes < 1.1 * params
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "sgd"])
+def test_moments_of_eight_bits_of_bfloat16_parameters(name):
+  """They are codes from the first update on, not the bfloat16 of optax."""
+  params = {"w": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)}
+  optimizer = Optimizer(name=name, moments="int8").build(10)
+  state = jax.eval_shape(optimizer.init, params)
+  with jax.numpy_dtype_promotion("standard"):
+    _, updated = jax.eval_shape(optimizer.update, params, state, params)
+  assert updated == state
+  large = [x for x in jax.tree.leaves(state) if x.shape == (64, 256)]
+  assert large
+  assert all(x.dtype.itemsize == 1 for x in large)
+
+
+def test_blocks_of_other_sizes_are_refused_by_name(tmp_path):
+  """As those of runs that another version has saved."""
+  stages = (rj.train.Stage(steps=2, length=16, batch=2),)
+  optimizer = Optimizer(moments="int8")
+  recipe = rj.train.Recipe(stages=stages, optimizer=optimizer)
+  model = rj.models.abstract(LARGER, dtype="float32")
+  state = step.form(optimizer.build(2), model)
+  halved = lambda x: jax.ShapeDtypeStruct((*x.shape[:-1], 1), x.dtype)
+  moments = state.optimizer[1]
+  scales = jax.tree.map(lambda x: halved(x) if x.ndim else x, moments.scales)
+  coded = moments._replace(scales=scales)
+  state = state._replace(
+    optimizer=(*state.optimizer[:1], coded, *state.optimizer[2:])
+  )
+  data = rj.train.Mixture([rj.data.Documents([row[:17] for row in TOKENS])])
+  with rj.train.Checkpoints(tmp_path) as saved:
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state._asdict())
+    saved.save(1, zeros)
+    with pytest.raises(CheckpointMismatchError, match="moments: got 'int8' of"):
+      rj.train.train(recipe, model, data, checkpoints=saved)
+    # Another difference is named as it is.
+    in_floats = dataclasses.replace(recipe, optimizer=Optimizer())
+    with pytest.raises(CheckpointMismatchError, match="step 1: optimizer"):
+      rj.train.train(in_floats, model, data, checkpoints=saved)
 
 
 @pytest.mark.long

@@ -182,6 +182,17 @@ def test_a_step_below_the_threshold_is_the_step_without_one():
   assert plain.scores is None
 
 
+@pytest.mark.long
+def test_a_step_that_is_not_finite_clips_nothing():
+  rows, model = packed(2, 28), made("own key heads")
+  weights = np.full_like(rows.weights, np.nan)
+  got, metrics = stepped(model, rows._replace(weights=weights), qk_clip=1.0)
+  assert not metrics.finite
+  assert metrics.scores.largest > 1
+  assert metrics.scores.clipped == 0
+  assert not changed(model, got)
+
+
 MESHES = {
   "seq": (dict(seq=4), None),
   "data": (dict(data=2, seq=2), None),

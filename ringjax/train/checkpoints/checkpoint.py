@@ -504,6 +504,7 @@ class Checkpoints:
         "differ",
         f"{want or 'none, since it is not in `like`'}",
         "make `like` from what was saved, and cast it then",
+        leaves=differ,
       )
 
   def _read(

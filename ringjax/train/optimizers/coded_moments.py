@@ -28,6 +28,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
+from ringjax.errors import CheckpointMismatchError
 from ringjax.typing import ArrayLeaf
 
 _BLOCK = 256
@@ -84,13 +85,34 @@ def with_coded_moments(
   return optax.GradientTransformation(init, update)
 
 
+def refuse_other_blocks(error: CheckpointMismatchError) -> None:
+  """Refuses a saved state by name whose blocks alone have another size.
+
+  Args:
+    error: Error that restoring the state raised.
+
+  Raises:
+    CheckpointMismatchError: If only scales differ.
+  """
+  names = [leaf.split("/") for leaf in error.leaves]
+  if names and all("scales" in parts for parts in names):
+    raise CheckpointMismatchError(
+      "moments",
+      "'int8' of another version, whose blocks had other sizes",
+      f"blocks of {_LEAST_BLOCK} to {_BLOCK} numbers, none on two shards",
+      "end the run with the version that saved it, or begin a run in another "
+      "folder from a model that is saved of it",
+    ) from error
+
+
 def _scales(moments: PyTree) -> PyTree:
   """Largest number of each block, and 0 for what has no codes."""
 
   def of_leaf(x: jax.Array) -> jax.Array:
-    if x.dtype != jnp.float32 or x.size < _SMALL:
+    # Moments of bfloat16 parameters are bfloat16 before the first update.
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.size < _SMALL:
       return jnp.zeros((), jnp.float32)
-    return scale_of(_with_whole_blocks(x))
+    return scale_of(_with_whole_blocks(x).astype(jnp.float32))
 
   return jax.tree.map(of_leaf, moments)
 
@@ -115,7 +137,7 @@ def _encoded_leaf(
     return x
   squares = any(getattr(k, "name", None) in _SQUARES for k in path)
   gathered = _with_whole_blocks(x)
-  codes = encode(gathered, scale, key, squares=squares)
+  codes = encode(gathered.astype(jnp.float32), scale, key, squares=squares)
   return codes if gathered is x else _placed_like(codes, x)
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from ringjax.errors import OptionError
 from ringjax.kv.state import StateShape
@@ -129,10 +129,17 @@ class ScoreTotals(NamedTuple):
       heads.append(sums.scores.heads)
     return cls(tuple(heads))
 
-  def statistics(self, threshold: float) -> ScoreStatistics:
-    """Statistics of the logits of all heads."""
+  def statistics(
+    self, threshold: float, updates: Bool[Array, ""]
+  ) -> ScoreStatistics:
+    """Statistics of the logits of all heads.
+
+    Args:
+      threshold: Largest logit that a head keeps.
+      updates: Whether the step updates parameters; if not, it clips no head.
+    """
     heads = jnp.concatenate([x.ravel() for x in self.heads])
-    clipped = jnp.sum(heads > threshold, dtype=jnp.int32)
+    clipped = jnp.sum((heads > threshold) & updates, dtype=jnp.int32)
     return ScoreStatistics(jnp.max(heads), clipped.astype(jnp.float32))
 
 
