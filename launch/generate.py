@@ -223,7 +223,7 @@ class _Work:
     """Reads the prompt and answers; returns all figures."""
     values = self._values
     self._screen.quiet = jax.process_index() > 0
-    self.group.meet(values)
+    self.group.meet(values, own=("json",))
     on_two = integer_flags.reading(values)
     if values.important is not None and jax.process_count() > 1:
       raise prompts.clash(
