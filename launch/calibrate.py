@@ -238,7 +238,7 @@ def _calibrate(
   check_writable(out / FILE)
   corpus = _texts(values.text)
   common.start(values, single=values.model is not None)
-  group.meet(values)
+  group.meet(values, own=("json",))
   screen.quiet = jax.process_index() > 0
   screen.begin("loading the model")
   folder = model_folder(values, tiny.path)

@@ -162,7 +162,9 @@ class _Chat:
     """Loads the model and creates the cache."""
     values, screen = self._values, self._screen
     screen.quiet = jax.process_index() > 0
-    self._processes = ConversationGroup(self.group.meet(values))
+    # Process 0 reads these files for all.
+    peers = self.group.meet(values, own=("chat_template", "load"))
+    self._processes = ConversationGroup(peers)
     path = fetched_models.resolve(values.model or _MODEL, "--model")
     folder = as_path(path)
     mesh = common.mesh(values.mesh)

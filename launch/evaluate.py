@@ -292,7 +292,7 @@ def run(
     command = " ".join(words) or "nothing"
     screen.error(f"got {command}; wanted {' or '.join(_COMMANDS)}; see --help")
     return 2
-  work = _Evaluation(values, screen, group)
+  work = _Evaluation(values, screen, group, words[0])
   with console.Run(
     screen,
     _MEMORY,
@@ -427,9 +427,14 @@ class _Evaluation:
   """
 
   def __init__(
-    self, values: flags.FlagValues, screen: console.Screen, group: Group
+    self,
+    values: flags.FlagValues,
+    screen: console.Screen,
+    group: Group,
+    word: str,
   ):
     self._values, self._screen, self._group = values, screen, group
+    self._word = word
     self.done, self.said = 0, "nothing was written"
     self.record: dict[str, Any] = {}
     self._note: str | None = None
@@ -527,7 +532,9 @@ class _Evaluation:
   def _start(self) -> None:
     """Waits for the other processes, and silences all but the first."""
     common.start(self._values, single=self._values.model is not None)
-    self._group.meet(self._values)
+    self._group.meet(
+      self._values, own=("json", "out", "plot"), command=self._word
+    )
     self._screen.quiet = jax.process_index() > 0
 
   def _load(

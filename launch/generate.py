@@ -223,7 +223,7 @@ class _Work:
     """Reads the prompt and answers; returns all figures."""
     values = self._values
     self._screen.quiet = jax.process_index() > 0
-    self.group.meet(values)
+    self.group.meet(values, own=("json",))
     on_two = integer_flags.reading(values)
     if values.important is not None and jax.process_count() > 1:
       raise prompts.clash(
@@ -434,11 +434,6 @@ class _Work:
     """Encodes the contexts; returns the ids of the question."""
     values, screen = self._values, self._screen
     combine = contexts.combine_of(values.combine or "parallel", "--combine")
-    if isinstance(combine, contexts.Cepe) and jax.process_count() > 1:
-      raise prompts.clash(
-        "--combine=cepe in several processes",
-        "one process, or a way that reads contexts as keys",
-      )
 
     def encode() -> list[np.ndarray]:
       first, question = prompts.around_contexts(

@@ -165,7 +165,9 @@ class _Work:
     values, screen = self._values, self._screen
     screen.quiet = jax.process_index() > 0
     methods = _methods(values.method)
-    peers = self._peers = self.group.meet(values, values.timeout)
+    peers = self._peers = self.group.meet(
+      values, values.timeout, own=("json", "plot")
+    )
     mesh = common.mesh(values.mesh)
     if mesh.shape.get("seq") != mesh.devices.size:
       raise OptionError(

@@ -155,6 +155,8 @@ _NESTED = (
 )
 # File of a folder with the chat template that its weights were trained with.
 _TEMPLATE = "chat_template.jinja"
+# Flags of reports, which process 0 alone writes.
+_OF_REPORTS = ("json", "metrics", "peak", "profile", "tensorboard")
 _PACKERS = {"best_fit": BestFit, "cut": Cut}
 
 
@@ -291,7 +293,7 @@ class _TrainingRun:
     config = values.config
     screen.quiet = jax.process_index() > 0
     first = not screen.quiet
-    self.group.meet(values, config.timeout_s or PATIENCE_S)
+    self.group.meet(values, config.timeout_s or PATIENCE_S, own=_OF_REPORTS)
     mesh = common.mesh(values.mesh)
     folder = values.init_from or config.get("init_from") or None
     if folder is not None:

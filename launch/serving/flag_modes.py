@@ -46,7 +46,7 @@ _DEVICES = {"devices", "distributed", "mesh"}
 _PROCESSES = {"coordinator", "num_processes", "process_id", "init_timeout"}
 _MODEL = {"model", "strict", "dtype", "longest", "rope_scaling"}
 # Flags of one process of a server, or of the one that serves clients.
-PROCESS_0 = _SERVER = frozenset(
+_SERVER = frozenset(
   {
     "admin",
     "api_keys",
@@ -62,6 +62,9 @@ PROCESS_0 = _SERVER = frozenset(
     "stall",
   }
 )
+# Flags of a server that may differ in its processes: process 0 alone uses them,
+# or each for its own part of a store.
+MAY_DIFFER = _SERVER | {"log_calls", "store_bytes"}
 _JOINS = {
   "cluster_key",
   "grace",

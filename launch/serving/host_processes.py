@@ -23,7 +23,7 @@ from ringjax.json_text import json_text
 
 from ..shared import console
 from ..shared.group import Group
-from .flag_modes import PROCESS_0
+from .flag_modes import MAY_DIFFER
 
 # Seconds to send clients their errors once a process is lost.
 LINGER_S = 10.0
@@ -169,7 +169,9 @@ class HostProcesses:
     )
     answers()
     self._screen.quiet = jax.process_index() > 0
-    self._peers = self.group.meet(values, values.failure_timeout, own=PROCESS_0)
+    self._peers = self.group.meet(
+      values, values.failure_timeout, own=MAY_DIFFER
+    )
 
   def engine(
     self, engine: rj.serve.Engine

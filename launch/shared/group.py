@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 import threading
 import time
@@ -36,6 +37,9 @@ PATIENCE_S = 60.0
 _MOMENT_S = 2.0
 # Characters of a flag's value that is sent as it is.
 _LONGEST_FACT = 120
+# Paths and addresses in texts, as those of NAME=/folder,NAME=gs://bucket/folder.
+_PLACES = re.compile(r"(?<![^=:,])(?:~|\.{1,2}|[a-z0-9]+:/)?/[^,:]+")
+_PLACE = "a path"
 # Flags that say which process this is, and how it finds the others.
 _OWN = frozenset(
   {
@@ -84,13 +88,16 @@ class Group:
     timeout_s: float = PATIENCE_S,
     *,
     own: Collection[str] = (),
+    command: str = "",
   ) -> Peers:
     """Connects the processes, and ends this one when another is lost.
 
     Args:
       values: Flags as passed, which are compared, see `flag_facts`.
       timeout_s: Seconds that another process may be silent.
-      own: Names of further flags that may differ.
+      own: Names of further flags that may differ: what they choose happens in
+        each process alone, or in process 0.
+      command: Sub-command of the script, which is compared, too.
 
     Raises:
       OptionError: If a flag differs from that of another process.
@@ -109,7 +116,7 @@ class Group:
 
     if self.several:
       # First: a process that is refused ends the others, which are too.
-      check_equal(peers.gather(flag_facts(values, own)))
+      check_equal(peers.gather(flag_facts(values, own, command)))
       peers.on_failure(failed)
       peers.check()
     return peers
@@ -173,30 +180,36 @@ class Group:
 
 
 def flag_facts(
-  values: flags.FlagValues, own: Collection[str] = ()
+  values: flags.FlagValues, own: Collection[str] = (), command: str = ""
 ) -> dict[str, str]:
   """Texts that are equal in processes which were started by one command.
 
   A file, a folder or an address may be another one in each process; all of them
-  have one, or none.
+  have one, or none. In flags with other values, too, and in a config, where its
+  path begins with a slash, ~ or a dot.
 
   Args:
     values: Flags as passed.
     own: Names of flags that may differ, besides those that tell the processes
       apart.
+    command: Sub-command of the script.
   """
   facts = {
     "version of ringjax": ringjax.__version__,
     "version of jax": jax.__version__,
   }
+  if command:
+    facts["command"] = command
   for name in values:
     flag = values[name]
     if name in _OWN or name in own or not is_shown(flag):
       continue
     value: Any = flag.value
     if value is not None and is_place(flag):
-      value = "a path"
-    facts[f"--{name}"] = "" if value is None else _short(str(value))
+      value = _PLACE
+    if isinstance(value, list):
+      value = ",".join(map(str, value))
+    facts[f"--{name}"] = "" if value is None else _text(value)
   config = values["config"].value if "config" in values else None
   if hasattr(config, "to_json_best_effort"):
     # Functions have no text that is the same everywhere.
@@ -204,8 +217,12 @@ def flag_facts(
   return facts
 
 
-def _short(text: str) -> str:
-  """The text, or of a long one its digest: others are sent it, and shown it."""
+def _text(value: object) -> str:
+  """Text of a value without paths, of a long one its digest.
+
+  The other processes are sent it, and show it.
+  """
+  text = _PLACES.sub(_PLACE, str(value))
   if len(text) <= _LONGEST_FACT:
     return text
   digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
@@ -214,11 +231,15 @@ def _short(text: str) -> str:
 
 def _leaves(name: str, value: object) -> dict[str, str]:
   """Texts of a JSON value's parts by their path."""
-  if not isinstance(value, Mapping):
-    return {name: _short(str(value))}
   parts: dict[str, str] = {}
-  for key, part in value.items():
-    parts |= _leaves(f"{name}.{key}", part)
+  if isinstance(value, Mapping):
+    for key, part in value.items():
+      parts |= _leaves(f"{name}.{key}", part)
+  elif isinstance(value, list):
+    for n, part in enumerate(value):
+      parts |= _leaves(f"{name}[{n}]", part)
+  else:
+    parts[name] = _text(value)
   return parts
 
 

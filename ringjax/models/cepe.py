@@ -69,6 +69,7 @@ from ringjax.parallel.call_sharding import sequence_axis
 from ringjax.parallel.mesh import entering
 from ringjax.parallel.programs import bounded
 from ringjax.paths import as_path
+from ringjax.typing import ArrayLeaf
 
 INITS = ("copy", "zero")
 # Files in a folder, next to the decoder's.
@@ -435,7 +436,8 @@ def encode(
     for n, chunk in enumerate(row):
       tokens[r, n, : len(chunk)] = chunk
       seg[r, n, : len(chunk)] = 1
-  return _encode(model, attend, jnp.asarray(tokens), jnp.asarray(seg))
+  # Arrays of the host are the same on the devices of all processes.
+  return _encode(model, attend, tokens, seg)
 
 
 @bounded
@@ -443,8 +445,8 @@ def encode(
 def _encode(
   model: CepeTransformer,
   attend: ShardingContext,
-  tokens: Int[Array, "B k C"],
-  seg: Int[Array, "B k C"],
+  tokens: Int[ArrayLeaf, "B k C"],
+  seg: Int[ArrayLeaf, "B k C"],
 ) -> EncoderStates:
   return model.read(tokens, seg, attend)
 

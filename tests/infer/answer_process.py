@@ -40,12 +40,14 @@ class Case(NamedTuple):
     cache_kind: Kind of the session's cache.
     options: Options of `generate`.
     drafts: Whether a model on the same mesh drafts.
+    combine: Way to combine contexts, of which rows have other ones; "": none.
   """
 
   mesh: dict[str, int]
   cache_kind: str = "dense"
   options: Mapping[str, Any] = MappingProxyType({})
   drafts: bool = False
+  combine: str = ""
 
 
 CASES = (
@@ -62,6 +64,8 @@ CASES = (
   Case(dict(seq=4), "snapkv:budget=.5"),
   Case(dict(seq=4), "h2o:budget=.5"),
   Case(dict(data=4), "int4", dict(prefill="chunked", chunk=8, stop=[5, 7])),
+  Case(dict(seq=4), combine="cepe"),
+  Case(dict(seq=2, model=2), "int8", combine="cepe:chunk=11"),
 )
 
 
@@ -70,6 +74,13 @@ def turns() -> list[list[list[int]]]:
   rng = np.random.default_rng(0)
   sizes = (37, 12, 30, 21), (5, 9, 1, 14)
   return [[rng.integers(0, 256, n).tolist() for n in x] for x in sizes]
+
+
+def contexts() -> list[list[list[int]]]:
+  """Documents of each row: other numbers of other lengths."""
+  rng = np.random.default_rng(1)
+  sizes = (19, 7), (30,), (5, 11, 8), (13, 13)
+  return [[rng.integers(0, 256, n).tolist() for n in row] for row in sizes]
 
 
 def answers(case: Case, mesh: Any) -> list[Any]:
@@ -85,9 +96,20 @@ def answers(case: Case, mesh: Any) -> list[Any]:
     if mesh is not None:
       draft = rj.models.place(draft, mesh)
     options["speculate"] = rj.infer.speculate.DraftModel(model=draft, count=2)
-  session = rj.infer.Session(
-    model, batch=4, capacity=128, cache_kind=case.cache_kind, mesh=mesh
-  )
+  kind = case.cache_kind
+  if case.combine.startswith("cepe"):
+    encoder = rj.models.cepe.Encoder(
+      layers=1, width=32, heads=2, hidden=64, chunk=16
+    )
+    model = rj.models.cepe.with_encoder(model, encoder)
+  if case.combine:
+    session = rj.infer.context_session(
+      model, contexts(), case.combine, capacity=128, cache_kind=kind, mesh=mesh
+    )
+  else:
+    session = rj.infer.Session(
+      model, batch=4, capacity=128, cache_kind=kind, mesh=mesh
+    )
   return [
     rj.infer.generate(
       model, prompts, max_new_tokens=7, cache=session, **options

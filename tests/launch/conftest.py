@@ -133,8 +133,16 @@ def command(
 
 
 @contextlib.contextmanager
-def started(*argv: str, processes: int) -> Iterator[list[subprocess.Popen]]:
-  """The same command in several processes that know of each other."""
+def started(
+  *argv: str, processes: int, first: tuple[str, ...] = ()
+) -> Iterator[list[subprocess.Popen]]:
+  """The same command in several processes that know of each other.
+
+  Args:
+    *argv: Arguments of python.
+    processes: Number of processes.
+    first: Further flags of process 0.
+  """
   with socket.socket() as free:
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
@@ -146,15 +154,18 @@ def started(*argv: str, processes: int) -> Iterator[list[subprocess.Popen]]:
           f"--coordinator=localhost:{port}",
           f"--num_processes={processes}",
           f"--process_id={i}",
+          *(() if i else first),
         )
       )
       for i in range(processes)
     ]
 
 
-def together(*argv: str, processes: int) -> list[Ran]:
+def together(
+  *argv: str, processes: int, first: tuple[str, ...] = ()
+) -> list[Ran]:
   """As `started`; what they did when all have ended."""
-  with started(*argv, processes=processes) as running:
+  with started(*argv, processes=processes, first=first) as running:
     done = []
     for process in running:
       out, err = process.communicate(timeout=PATIENCE_S)

@@ -125,9 +125,11 @@ def test_two_processes_measure_as_one(tmp_path, run_together):
   )
   assert status == 0, err
   argv = ("-m", "launch.calibrate", f"--text={text}", f"--out={both}", *QUICK)
-  first, second = run_together(*argv, "--mesh=seq:2", processes=2)
+  first, second = run_together(
+    *argv, "--mesh=seq:2", processes=2, first=("--json",)
+  )
   assert first.status == second.status == 0, first.err + second.err
-  assert "measured on 64 tokens" in first.out and second.out == ""
+  assert json.loads(first.out)["tokens"] == 64 and second.out == ""
   assert [path.name for path in both.iterdir()] == [FILE]
   want, got = (safetensors.numpy.load_file(at / FILE) for at in (alone, both))
   assert want.keys() == got.keys()

@@ -561,13 +561,15 @@ def test_processes_give_the_tokens_of_one(ask, folder, run_together, processes):
   flags = (
     f"--model={folder}",
     *SHORT,
-    "--json",
     "--temperature=0.8",
     "--repetition_penalty=1.1",
   )
   mesh = "--mesh=data:2,seq:4" if processes == 4 else "--mesh=seq:8"
-  want = json.loads(ask(*flags, mesh).out)
-  ran = run_together("-m", "launch.generate", *flags, mesh, processes=processes)
+  want = json.loads(ask(*flags, mesh, "--json").out)
+  ran = run_together(
+    "-m", "launch.generate", *flags, mesh, processes=processes,
+    first=("--json",),
+  )  # fmt: skip
   assert [r.status for r in ran] == [0] * processes, ran
   done = json.loads(ran[0].out)
   assert done["tokens"] == want["tokens"]
@@ -615,18 +617,22 @@ def test_a_batch_over_processes_is_read_by_all(folder, run_together):
 
 
 @pytest.mark.slow
-def test_processes_measure_as_one(folder, run_together):
+def test_processes_measure_as_one(folder, run_together, tmp_path):
   """The perplexity of launch.evaluate, on the same mesh."""
   argv = (
     "-m", "launch.evaluate", "perplexity", f"--model={folder}",
-    "--lengths=64,32", "--rows=2", "--mesh=seq:8", "--json",
+    "--lengths=64,32", "--rows=2", "--mesh=seq:8",
   )  # fmt: skip
-  (one,) = run_together(*argv, processes=1)
-  first, second = run_together(*argv, processes=2)
+  file = tmp_path / "figures.json"
+  (one,) = run_together(*argv, processes=1, first=("--json",))
+  first, second = run_together(
+    *argv, processes=2, first=("--json", f"--out={file}")
+  )
   assert [x.status for x in (one, first, second)] == [0] * 3, (one, first)
   assert second.out == ""
   expected, result = json.loads(one.out), json.loads(first.out)
   assert result["complete"] and result.keys() == expected.keys()
+  assert json.loads(file.read_text()) == result
   for curve, right in zip(result["curves"], expected["curves"], strict=True):
     np.testing.assert_allclose(curve["nll"], right["nll"], atol=1e-5)
 

@@ -7,6 +7,8 @@ import json
 import numpy as np
 import pytest
 
+import ringjax as rj
+from ringjax.data import Bytes
 from tests.launch.conftest import together
 
 FIRST = "def read(path):\n"
@@ -47,6 +49,25 @@ def test_contexts(folder, tmp_path, combine, mesh):
   store = f"--store={tmp_path / 'store'}"
   _, _, err = check(folder, *flags, store)
   assert "contexts: 3, 3 of them read before; 0 tokens computed" in err
+
+
+@pytest.mark.slow
+def test_an_encoder_reads_contexts(folder, tmp_path):
+  """On the devices of both processes."""
+  documents = tmp_path / "documents"
+  documents.mkdir()
+  for n, text in enumerate(DOCUMENTS):
+    (documents / f"{n}.txt").write_text(text)
+  encoder = rj.models.cepe.Encoder(
+    layers=1, width=32, heads=2, hidden=64, chunk=16
+  )
+  with_encoder = rj.models.cepe.with_encoder(rj.models.load(folder), encoder)
+  rj.models.save(with_encoder, tmp_path / "model")
+  Bytes(chat_template=None).save(tmp_path / "model")
+  check(
+    tmp_path / "model", f"--contexts={documents}", "--combine=cepe",
+    "--prompt=What is A?", "--mesh=seq:2,model:2", "--max_new_tokens=6",
+  )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -180,7 +180,7 @@ def test_processes_that_do_not_agree(folder, start):
       out, err = one.communicate(timeout=PATIENCE_S)
       assert one.returncode == 2
       assert out == ""
-      assert "--partition: got ['40', '56'] in process 1" in err
+      assert "--partition: got 40,56 in process 1" in err
       assert "Traceback" not in err
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from launch import serve
+from launch import serve, train
 from launch.serving import flag_modes, restarts
 from launch.shared import common, console, group
 from ringjax.data import Bytes
@@ -32,6 +32,7 @@ from tests.launch.conftest import PATIENCE_S, command
 
 LOST = 3
 PROMPT = [*b"def main("]
+RECIPE = "from launch.train import default_config as get_config\n"
 # Two network namespaces, which stand for hosts, and their addresses.
 HOSTS = {"ringjax-test-0": "10.77.0.1", "ringjax-test-1": "10.77.0.2"}
 
@@ -432,16 +433,25 @@ def test_flags_of_several_processes(tmp_path):
     )
 
 
-def test_flags_of_one_command_are_compared():
+def test_flags_of_one_command_are_compared(tmp_path):
   """Paths, ports and what process 0 alone uses may differ, options not."""
 
   def facts(*argv):
     return group.flag_facts(
-      common.parse("serve", serve.define, argv), flag_modes.PROCESS_0
+      common.parse("serve", serve.define, argv), flag_modes.MAY_DIFFER
     )
 
-  base = facts("--store=gs://a/b", "--rows=4", "--port=1", "--process_id=0")
-  same = facts("--store=/c", "--rows=4", "--port=2", "--process_id=1")
+  texts = "--adapters=A={0}/x,B={0}/y", "--cache=nuq3:calibration={0}/z"
+  base = facts(
+    "--store=gs://a/b", "--rows=4", "--port=1", "--process_id=0",
+    f"--log_calls={tmp_path / 'calls'}",
+    *(text.format("gs://c") for text in texts),
+  )  # fmt: skip
+  texts = tuple(text.format("/d/e") for text in texts)
+  same = facts(
+    "--store=/c", "--rows=4", "--port=2", "--process_id=1",
+    "--store_bytes=1000", *texts,
+  )  # fmt: skip
   joint_outcome.check_equal([base, same, base])
   for argv, name in (
     (("--rows=4",), "--store"),
@@ -450,7 +460,28 @@ def test_flags_of_one_command_are_compared():
     (("--store=/c", "--rows=4", f"--speculate={'x' * 999}"), "--speculate"),
   ):
     with pytest.raises(OptionError, match=f"^{name}: .* in process 2"):
-      joint_outcome.check_equal([base, same, facts(*argv)])
+      joint_outcome.check_equal([base, same, facts(*argv, *texts)])
+  other = facts("--store=/c", "--rows=4", texts[1], "--adapters=A=/d")
+  with pytest.raises(OptionError, match="^--adapters: got A=a path in process"):
+    joint_outcome.check_equal([base, other])
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")
+def test_entries_of_one_config_are_compared(tmp_path):
+  """Its files may have other paths; other numbers are named by their entry."""
+  (tmp_path / "recipe.py").write_text(RECIPE)
+
+  def facts(folder, length):
+    sources = ({"kind": "corpus", "path": folder, "length": length},)
+    argv = f"--config={tmp_path / 'recipe.py'}", f"--config.sources={sources}"
+    return group.flag_facts(common.parse("train", train.define, argv))
+
+  base = facts("/a/corpus", 64)
+  joint_outcome.check_equal([base, facts("gs://b/corpus", 64)])
+  with pytest.raises(
+    OptionError, match=r"^--config.sources\[0\].length: got 32 in process 1"
+  ):
+    joint_outcome.check_equal([base, facts("/a/corpus", 32)])
 
 
 @pytest.mark.slow

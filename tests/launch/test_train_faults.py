@@ -179,10 +179,12 @@ def test_each_process_brings_its_own_rows(argv, tmp_path, start_together):
     "--config.stages=({'steps': 4, 'length': 160, 'batch': 4, "
     "'accumulate': 2},)",
   ]
-  with start_together(*argv, processes=2) as running:
+  first = ("--json", f"--profile={tmp_path / 'trace'}")
+  with start_together(*argv, processes=2, first=first) as running:
     for one in running:
       _, err = one.communicate(timeout=PATIENCE_S)
       assert one.returncode == 0, err
+  assert any((tmp_path / "trace").iterdir())
   alone = [*argv, f"--out={whole}", "--devices=4"]
   with start_together(*alone, processes=1) as (one,):
     _, err = one.communicate(timeout=PATIENCE_S)
