@@ -93,7 +93,9 @@ def test_what_is_of_float_weights_keeps_them(half, no_room, flag, coded):
   loaded = [model_flags.load(values, half, mesh, lambda line: None)]
   values = common.parse("evaluate", evaluate.define, argv)
   screen = console.Screen("evaluate", io.StringIO())
-  evaluation = evaluate._Evaluation(values, screen, Group(screen, str))
+  evaluation = evaluate._Evaluation(
+    values, screen, Group(screen, str), "caches"
+  )
   loaded.append(evaluation._load()[0])
   evaluation._begin("kinds", 1)
   assert ("codes of 8 bits" in evaluation.record["loading"]) == coded
