@@ -9,7 +9,6 @@ from tests.contracts import exactness as contract
 
 # One of each fault that this was written for, and what is refused at once.
 OFTEN = {
-  ("select by call", "drafts"),
   ("select by call", "chunks"),
   ("quest", "crowd"),
   ("neuron predictors", "rows"),

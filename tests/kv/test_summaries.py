@@ -198,6 +198,7 @@ def test_a_step_reads_means_and_chosen_keys():
   assert reads(512) == reads(4096) == 2 * 4 * 2 * 4 * 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_reads_no_keys_for_their_summaries(kind, monkeypatch):
   """Pages that two requests share have summaries, too."""

@@ -36,7 +36,7 @@ def reference(value, gate, bias, norm, rate, overlap):
   return np.reshape(entries, (-1, DIM))
 
 
-@pytest.mark.one_case
+@pytest.mark.long
 @pytest.mark.parametrize(("rate", "overlap"), [(4, True), (3, False)])
 def test_equals_a_loop_over_windows(rate, overlap):
   """Two documents with padding around them, in calls of odd lengths."""
