@@ -74,8 +74,7 @@ def test_trees_change_no_token(name, options, how):
   assert found.accepted > 0 and found.drafter.tree
 
 
-@LONG
-@pytest.mark.long_cases(1)
+@SLOW
 @pytest.mark.parametrize(
   "kind",
   ["kivi2", CacheConfig(device=16),

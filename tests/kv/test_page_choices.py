@@ -254,7 +254,7 @@ def test_fewer_vectors_are_an_approximation_of_the_first_keys():
     MEANS,
     f"{MEANS},unrotated=True,rank=4",
     "landmarks=hashes,hash_bits=2,hash_tables=8,unrotated=True",
-    f"{CLUSTERS},unrotated=True,rank=4",
+    pytest.param(f"{CLUSTERS},unrotated=True,rank=4", marks=pytest.mark.slow),
   ],
 )
 def test_rows_turns_and_drafts_are_independent(options):

@@ -202,7 +202,7 @@ def test_a_store_of_which_a_part_is_read(tmp_path, chat_folder):
   assert found == [0, 0, 512, 544]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_end_of_grace_and_several_devices(tmp_path, chat_folder):
   pytest.importorskip("uvicorn")
   keys = tmp_path / "keys"

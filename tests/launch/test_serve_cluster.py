@@ -275,7 +275,7 @@ def test_a_cluster_of_processes(tmp_path, folder):
       assert one.process.wait(PATIENCE_S) == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_conductor_starts_without_a_file(tmp_path, folder):
   pytest.importorskip("uvicorn")
   log = tmp_path / "calls.csv"

@@ -143,7 +143,7 @@ def test_what_chooses_and_weighs_keys_is_not_rounded(model):
   assert adapted and not [path for path in adapted if "index" in path]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_published_folders_are_unpacked(tmp_path):
   """Blocks of float8, experts of four bits, and scales that are exponents."""
   kind, random = FORMATS["deepseek_v4"], np.random.default_rng(3)
@@ -167,7 +167,7 @@ def test_published_folders_are_unpacked(tmp_path):
   np.testing.assert_array_equal(models.load(folder)(ids), expected)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_engine_gives_what_generate_gives(model):
   """Rows of several lengths, more than there are places."""
   prompt = checkpoints.expected(NAME).prompt

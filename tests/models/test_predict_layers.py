@@ -111,7 +111,7 @@ def glm_layer(y, w, c):
   return y + routed + feed("mlp.shared_experts", x)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_glm_as_published(tmp_path):
   """And in a text whose tokens are in two documents."""
   folder = predicting.write("glm4_moe", tmp_path / "a")

@@ -62,7 +62,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_crowd():
   assert counters.cached_tokens == 128
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_it_reads_what_a_session_reads_in_chunks():
   dense, _ = answers(None, prompts()[:1])
   assert dense[0][1] != alone()[0][1]

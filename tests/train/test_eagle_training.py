@@ -130,7 +130,7 @@ def test_loss_and_gradient_of_drafts_from_each_token(tmp_path):
   np.testing.assert_allclose(slope, (losses[0] - losses[1]) / 2e-4, rtol=1e-3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_meshes_and_layouts_train_the_same(tmp_path):
   """The head alone changes, and its folder is as published."""
   start = eagle_heads.model()

@@ -74,7 +74,7 @@ def test_loss_as_from_logits():
   np.testing.assert_allclose(got.nll, plain.nll, rtol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_meshes_and_layouts_train_the_same():
   one = rj.train.train(recipe(), model(), MIXTURE).model
   devices = jax.devices()[:4]
