@@ -54,7 +54,7 @@ class ChoosingLayers(NamedTuple):
 
 
 def _has_index(attention: object) -> bool:
-  """Whether a layer has an index that learns from a loss of its own."""
+  """Whether a layer has an index, which learns from the index loss."""
   if isinstance(attention, CompressedAttention):
     compression = attention.compression
     return compression is not None and compression.index is not None

@@ -162,10 +162,9 @@ def _moment_sharding(
   is_blocks = moment.ndim == param.ndim > 0
   if is_blocks and moment.shape[:-1] == param.shape[:-1]:
     # The largest number of each block of the last axis.
-    whole = NamedSharding(sharding.mesh, P(*spec[:-1], None))
-    by_shard = NamedSharding(sharding.mesh, P(*spec))
     shards = param.shape[-1] // sharding.shard_shape(param.shape)[-1]
-    return whole if moment.shape[-1] % shards else by_shard
+    last = None if moment.shape[-1] % shards else spec[-1]
+    return NamedSharding(sharding.mesh, P(*spec[:-1], last))
   for axis in range(param.ndim):
     # Adafactor has a moment for each row and each column of a matrix.
     if moment.shape == param.shape[:axis] + param.shape[axis + 1 :]:

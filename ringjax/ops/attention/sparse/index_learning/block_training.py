@@ -31,7 +31,6 @@ from ringjax import tree
 from ringjax.ops.attention.blockwise import product
 from ringjax.ops.attention.scores import Scores
 from ringjax.ops.attention.sparse.block_selection import (
-  BlockSelection,
   ScoredBlocks,
   ShardTokens,
 )
@@ -41,6 +40,9 @@ from ringjax.ops.attention.sparse.gathered import (
   GatherChosen,
   ShardKeys,
   scan_queries,
+)
+from ringjax.ops.attention.sparse.index_learning.index_training import (
+  LearningSelection,
 )
 from ringjax.ops.mask import Coords, Mask, visible
 from ringjax.ops.softmax import wide_dtype
@@ -54,7 +56,7 @@ _CHUNK = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockIndexTraining(BlockSelection):
+class BlockIndexTraining(LearningSelection):
   """Arrays of `index_loss`, which takes the way of a selection to the shards.
 
   Attributes:
@@ -75,12 +77,6 @@ class BlockIndexTraining(BlockSelection):
   def choice_heads(self, heads: int, kv_heads: int) -> int:
     return self.index.choice_heads(heads, kv_heads)
 
-  def check(self, q: tuple[int, ...], k: tuple[int, ...], mask: Mask) -> None:
-    raise AssertionError("index_loss checks its arguments")
-
-  def choose(self, tokens: ShardTokens) -> Int[Array, "B T _ n"]:
-    raise AssertionError("a loss chooses no keys")
-
   def map_arrays(
     self, f: Callable[[Any, tuple[str, ...]], Any]
   ) -> BlockIndexTraining:
@@ -92,23 +88,6 @@ class BlockIndexTraining(BlockSelection):
     if self.chosen is not None:
       arrays["chosen"] = f(self.chosen, ("B", "T", lists))
     return tree.with_leaves(self, **arrays)
-
-  def attend(
-    self,
-    tokens: ShardTokens,
-    v: Float[Array, "B S K J"],
-    scores: Scores,
-    sinks: Float[Array, " N"] | None,
-    head_axes: tuple[str, ...],
-  ) -> tuple[
-    Float[Array, "B T N _"], Float[Array, "B T N"], Int[Array, "B T M n"]
-  ]:
-    """Per shard: no output, the loss of each query for each head, no blocks."""
-    del v, sinks
-    loss = self.loss(tokens, scores, head_axes)
-    of_heads = jnp.repeat(loss, tokens.q.shape[2] // loss.shape[2], 2)
-    no_blocks = jnp.zeros((*tokens.q.shape[:2], 1, 1), jnp.int32)
-    return tokens.q[..., :0], of_heads, no_blocks
 
   def loss(
     self, tokens: ShardTokens, scores: Scores, head_axes: tuple[str, ...]

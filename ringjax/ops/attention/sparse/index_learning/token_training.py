@@ -28,7 +28,6 @@ from ringjax import tree
 from ringjax.ops.attention.blockwise import product
 from ringjax.ops.attention.scores import Scores
 from ringjax.ops.attention.sparse.block_selection import (
-  BlockSelection,
   Dimensions,
   ShardTokens,
 )
@@ -39,6 +38,9 @@ from ringjax.ops.attention.sparse.gathered import (
   GatherChosen,
   ShardKeys,
   scan_queries,
+)
+from ringjax.ops.attention.sparse.index_learning.index_training import (
+  LearningSelection,
 )
 from ringjax.ops.mask import Coords, Mask, visible
 from ringjax.ops.softmax import finite_max, wide_dtype
@@ -52,7 +54,7 @@ _CHUNK = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IndexTraining(BlockSelection):
+class IndexTraining(LearningSelection):
   """Arrays of `index_loss`, which takes the way of a selection to the shards.
 
   Attributes:
@@ -92,33 +94,10 @@ class IndexTraining(BlockSelection):
     del heads, kv_heads
     return 1
 
-  def check(self, q: tuple[int, ...], k: tuple[int, ...], mask: Mask) -> None:
-    raise AssertionError("index_loss checks its arguments")
-
-  def choose(self, tokens: ShardTokens) -> Int[Array, "B T _ n"]:
-    raise AssertionError("a loss chooses no keys")
-
-  def attend(
-    self,
-    tokens: ShardTokens,
-    v: Float[Array, "B S K J"],
-    scores: Scores,
-    sinks: Float[Array, " N"] | None,
-    head_axes: tuple[str, ...],
-  ) -> tuple[
-    Float[Array, "B T N _"], Float[Array, "B T N"], Int[Array, "B T M n"]
-  ]:
-    """Per shard: no output, the loss of each query for each head, no blocks."""
-    del v, sinks
-    loss = self.loss(tokens, scores, head_axes)
-    of_heads = jnp.broadcast_to(loss[..., None], tokens.q.shape[:3])
-    no_blocks = jnp.zeros((*tokens.q.shape[:2], 1, 1), jnp.int32)
-    return tokens.q[..., :0], of_heads, no_blocks
-
   def loss(
     self, tokens: ShardTokens, scores: Scores, head_axes: tuple[str, ...]
-  ) -> Float[Array, "B T"]:
-    """Per shard: the loss of each query."""
+  ) -> Float[Array, "B T 1"]:
+    """Per shard: the loss of each query; all heads choose together."""
     b, t, n, _ = tokens.q.shape
     kv_heads = tokens.k.shape[2]
     grouped = lambda x: x.reshape(b, t, kv_heads, n // kv_heads, *x.shape[3:])
@@ -145,7 +124,7 @@ class IndexTraining(BlockSelection):
       head_axes,
       collectives.sizes(names),
     )
-    return _loss(call, index, attention)
+    return _loss(call, index, attention)[..., None]
 
 
 tree.register(
