@@ -78,6 +78,7 @@ def check(
       name: into(x[name]) if name in by_token else x[name] for name in x
     }
     if units == "pooled":
+      arrays = jax.tree.map(jnp.asarray, arrays)
       return rj.TopPooledBlocks(count=2, **arrays)
     if units == "key":
       return rj.TopIndexBlocks(count=3, block=M, local=1, **arrays)
