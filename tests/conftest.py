@@ -66,10 +66,12 @@ _MODULES = [
   for path in sorted((_ROOT / "ringjax").rglob("*.py"))
   if path.name != "__init__.py"
 ]
-# Checks every annotated call in ringjax; it must come before its import.
-jaxtyping.install_import_hook(
-  [m for m in _MODULES if m not in _EDGE], "beartype.beartype"
-)
+# Checks every annotated call in ringjax; it must come before its import. That
+# takes a fifth of the time; .ci/run leaves it out after the default run.
+if os.environ.get("RINGJAX_TESTS_CHECK_ANNOTATIONS", "1") == "1":
+  jaxtyping.install_import_hook(
+    [m for m in _MODULES if m not in _EDGE], "beartype.beartype"
+  )
 
 # Traced programs are millions of objects that stay; looking through them for
 # cycles as often as Python does is a tenth of the time.

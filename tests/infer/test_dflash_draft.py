@@ -21,7 +21,7 @@ from ringjax.infer.speculate.drafter import Target
 from tests import checkpoints, eagle_heads
 from tests.helpers import refused
 
-LONG = pytest.mark.long
+LONG, SLOW = pytest.mark.long, pytest.mark.slow
 DEPTH, BLOCK, MASK, OUTPUTS = 2, 5, 3, (0, 2, 3)
 DRAWN = dict(temperature=0.8, top_k=20, seed=3)
 
@@ -190,8 +190,7 @@ def test_trees_change_no_token():
   assert found.accepted > 0 and found.drafter.tree
 
 
-@LONG
-@pytest.mark.long_cases(1)
+@SLOW
 @pytest.mark.parametrize("how", [{}, {"cache_kind": "int8"}], ids=str)
 def test_a_sharded_cache(loaded, how):
   _, mesh = loaded("llama3", 4)

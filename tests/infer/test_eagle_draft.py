@@ -43,8 +43,7 @@ def test_no_token_changes(how):
   assert eagle_heads.model().config.vocab > len(eagle_heads.IDS)
 
 
-@LONG
-@pytest.mark.long_cases(1)
+@SLOW
 @pytest.mark.parametrize(
   ("family", "how"),
   [
@@ -107,7 +106,7 @@ def test_a_sharded_cache(loaded, how):
   same(model, mesh=mesh, **DRAWN, **how)
 
 
-@LONG
+@SLOW
 def test_a_second_turn():
   model = eagle_heads.model()
   turns = [prompts_of(model), [x[:3] for x in prompts_of(model)]]

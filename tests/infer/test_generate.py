@@ -392,7 +392,7 @@ def test_parts_that_are_none(loaded, said, partition):
     ask(loaded, said[0], 4, prefill="kvr", partition=partition)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["zigzag", "bidirectional"])
 def test_a_recurrent_layer_reads_in_any_layout(loaded, way):
   model, mesh = loaded("qwen3_next", 4)

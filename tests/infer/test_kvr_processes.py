@@ -19,7 +19,7 @@ import pytest
 
 from tests import checkpoints
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 HERE = pathlib.Path(__file__).parent

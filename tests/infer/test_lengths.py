@@ -68,7 +68,7 @@ def test_a_row_depends_on_itself_alone(loaded, name):
 
 
 @pytest.mark.parametrize(
-  "name", [pytest.param(x, marks=pytest.mark.long) for x in NAMES]
+  "name", [pytest.param(x, marks=pytest.mark.slow) for x in NAMES]
 )
 @pytest.mark.parametrize("kind", ["unrotated", "dense"])
 def test_an_engine_agrees(loaded, name, kind):

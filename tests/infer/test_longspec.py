@@ -59,9 +59,9 @@ def same(model, drafter, *, count=14, lengths=(9, 23, 4), **how):
   ("options", "how"),
   [
     ({}, {}),
-    pytest.param({"widths": (3, 4, 2)}, DRAWN, marks=LONG),
-    pytest.param({}, DRAWN, marks=LONG),
-    pytest.param({"widths": (2, 2)}, {}, marks=LONG),
+    pytest.param({"widths": (3, 4, 2)}, DRAWN, marks=pytest.mark.slow),
+    pytest.param({}, DRAWN, marks=pytest.mark.slow),
+    pytest.param({"widths": (2, 2)}, {}, marks=pytest.mark.slow),
   ],
   ids=["chain", "drawn tree", "drawn chain", "tree"],
 )
@@ -136,7 +136,7 @@ def test_a_law_that_is_accepted_by_chance(loaded, options):
   assert distance < len(keys) + 5 * np.sqrt(2 * len(keys))
 
 
-@LONG
+@pytest.mark.slow
 def test_a_second_turn_begins_behind_the_first(loaded):
   model, _ = loaded("llama3")
   turns = [prompts_of(model), [x[:3] for x in prompts_of(model)]]

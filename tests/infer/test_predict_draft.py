@@ -85,9 +85,8 @@ def test_caches_that_move_or_evict(kind):
   same(predicting.model("llama3"), cache_kind=kind, lengths=(19, 23), count=20)
 
 
-@LONG
+@SLOW
 @pytest.mark.parametrize("how", [{}, {"cache_kind": "int4"}], ids=str)
-@pytest.mark.long_cases(1)
 def test_a_sharded_cache(loaded, how):
   _, mesh = loaded("llama3", 4)
   model = rj.models.place(predicting.model("llama3"), mesh)

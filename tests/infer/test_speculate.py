@@ -267,8 +267,8 @@ def test_kinds_of_caches(loaded, name, kind):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["lookup", pytest.param(
-  "model", marks=pytest.mark.long), pytest.param(
-  "tree", marks=pytest.mark.long)])  # fmt: skip
+  "model", marks=pytest.mark.slow), pytest.param(
+  "tree", marks=pytest.mark.slow)])  # fmt: skip
 def test_a_sharded_sequence(loaded, name):
   model, mesh = loaded("llama3", 4)
   same(model, drafters(model)[name], DRAWN, mesh=mesh)

@@ -284,7 +284,7 @@ def test_links_of_several_devices_are_measured():
   assert all(rate > 0 or rate != rate for rate in rates.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_several_processes_have_one_table(run_together, tmp_path):
   path = tmp_path / "doctor.json"
   first, second = run_together(

@@ -231,9 +231,9 @@ def test_a_sharded_prompt_is_read_in_stripes_once_it_is_long(name):
 @pytest.mark.parametrize(
   "name",
   [
+    pytest.param("deepseek_v4", marks=pytest.mark.slow),
     "falcon_h1",
     "kimi_linear",
-    "deepseek_v4",
     pytest.param("jamba", marks=pytest.mark.slow),
     pytest.param("lfm2", marks=pytest.mark.slow),
   ],
@@ -269,7 +269,7 @@ def test_documents_and_padding(folders, name):
 
 @pytest.mark.long
 @pytest.mark.long_cases(1)
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", HYBRIDS[::-1])
 def test_rows_of_two_lengths_and_a_second_turn(folders, name):
   """A row is what it is alone, and a turn what it is in one text."""
   model, prompt = models.load(folders[name]), checkpoints.expected(name).prompt

@@ -12,7 +12,7 @@ from tests import checkpoints
 from tests.helpers import two_processes
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_processes(tmp_path):
   config = checkpoints.config("llama3") | {"num_hidden_layers": 3}
   rj.models.save(rj.models.create(config, seed=3), tmp_path / "0")

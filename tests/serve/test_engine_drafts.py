@@ -337,12 +337,12 @@ def test_a_block_reads_the_pages_of_rows(loaded, family, devices, options):
   [
     ("glm4_moe", dict(count=3), dict(layout="contiguous", kind="int8")),
     ("deepseek_v3", dict(count=3), {}),
-    ("llama3", dict(count=3), {}),
     ("eagle3", dict(count=3), dict(kind="int8")),
     ("llama3", dict(widths=(2, 4)), {}),
     ("dflash", dict(widths=(2, 3)), {}),
     ("eagle3", dict(widths=(3, 6), beam=2, best=5), dict(kind="int8")),
     ("dflash", dict(count=3), {}),
+    ("llama3", dict(count=3), {}),
   ],
 )
 def test_a_layer_of_the_model_drafts(name, how, options):

@@ -112,7 +112,7 @@ def test_gradients_are_those_of_the_decoded_weights(kind, config):
 
 
 @pytest.mark.long
-@pytest.mark.long_cases(3)
+@pytest.mark.long_cases(1)
 @pytest.mark.parametrize("way", [x for x in WAYS if x != "one device"])
 @pytest.mark.parametrize("kind", CODES)
 def test_every_mesh_and_layout_trains_the_same(kind, way):
