@@ -69,8 +69,10 @@ _MODULES = [
 # Checks every annotated call in ringjax; it must come before its import. That
 # takes a fifth of the time; .ci/run leaves it out after the default run.
 if os.environ.get("RINGJAX_TESTS_CHECK_ANNOTATIONS", "1") == "1":
+  import tests.lazy_checker  # noqa: F401
+
   jaxtyping.install_import_hook(
-    [m for m in _MODULES if m not in _EDGE], "beartype.beartype"
+    [m for m in _MODULES if m not in _EDGE], "tests.lazy_checker.check"
   )
 
 # Traced programs are millions of objects that stay; looking through them for
