@@ -27,6 +27,10 @@
   python -m launch.serve --role=prefill --model=DIR --cluster_key=FILE \\
       --join=HOST:8001 --stages=4
       A prefill instance of four processes, which have layers each.
+  python -m launch.serve --role=both --model=DIR --cluster_key=FILE \\
+      --join=HOST:8001 --mesh=seq:16 --coordinator=HOST:7788 \\
+      --num_processes=2 --process_id=0
+      An engine over several hosts as an instance, which answers what it reads.
   python -m launch.serve --join=HOST:8001 --cluster_key=FILE --instances
   python -m launch.serve --join=HOST:8001 --cluster_key=FILE \\
       --set_role=NAME=decode
@@ -63,6 +67,7 @@ from ringjax.checks import number
 from ringjax.data import ChatTemplate, Tokenizer
 from ringjax.errors import OptionError
 from ringjax.models import small
+from ringjax.serve import cluster
 from ringjax.serve.drafts.row_drafts import RowDrafts
 from ringjax.serve.engine_config import EngineConfig
 
@@ -237,17 +242,16 @@ def run(
       with listener:
         return supervisor.run()
     common.start(values, single=True)
-    if mode == "alone":
+    several = jax.process_count() > 1
+    if several and (routes or joins):
+      cluster_roles.check_processes(values, mode)
+      listener = _listener(values.host, values.port)
+    if mode == "alone" or several:
       assert listener is not None
       doing = "waiting for the other processes"
       hosts.meet(values, listener, answers)
-    elif jax.process_count() > 1:
-      raise OptionError(
-        "processes",
-        f"{jax.process_count()} for {flag_modes.MODES[mode].text}",
-        "one, which has all devices",
-        "pass --nodistributed; or --stages for a prefill instance",
-      )
+    elif values["failure_timeout"].present:
+      hosts.refuse_alone(values)
     doing = "loading the model"
     mesh = common.mesh(values.mesh)
     folder = model_folder(values, small.path)
@@ -269,7 +273,7 @@ def run(
         name: rj.train.load_adapter(path, model)
         for name, path in adapters.items()
       }
-      if joins:
+      if joins and not several:
         options["store"] = rj.store.Store(host=values.host_store)
       elif values.store is not None:
         # Entered before whatever the engine writes to it at its end.
@@ -288,19 +292,29 @@ def run(
       doing = "compiling"
       screen.begin("compiling")
       engine.warm_up()
-      if joins:
+      if joins and not several:
         screen.end()
         with cluster_roles.logging_calls(values, engine):
           return cluster_roles.work(values, engine, screen)
       if hosts.leads:
         logs.enter_context(cluster_roles.logging_calls(values, engine))
       doing = "meeting the other processes' engines"
-      engine = hosts.engine(engine)
+      codec = cluster.page_codec(engine) if joins else ("", "")
+      engine = hosts.engine(engine, probes=joins)
       doing = "serving"
       if not hosts.leads:
         assert isinstance(engine, rj.serve.EngineGroup)
         serves()
         return hosts.follow(engine)
+      if joins:
+        assert isinstance(engine, rj.serve.EngineGroup)
+        screen.end()
+        with logs:
+          status = cluster_roles.work(
+            values, engine, screen, hosts.stops, codec
+          )
+        hosts.ended()
+        return status
     name = values.model_name or fetched_models.name_of(folder)
     app = rj.serve.app(
       engine,

@@ -7,8 +7,10 @@ import pathlib
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any, TextIO
 
+import jax
 from absl import flags
 
 import ringjax as rj
@@ -27,6 +29,7 @@ from ..planning import aot, offload
 from ..planning.serving_plan import limits_of
 from ..shared import console
 from ..shared.flag_helpers import FlagHelper
+from .flag_modes import MODES
 
 # Flags of the times by which a router predicts.
 _OF_COSTS = ("bandwidth", "chip", "dtype", "instance_devices", "times")
@@ -392,10 +395,92 @@ def _roles(
   )
 
 
+def check_processes(values: flags.FlagValues, mode: str) -> None:
+  """Refuses what an instance of several processes can't be or have.
+
+  Raises:
+    OptionError: If its role needs pages of others, or a flag is of pages.
+  """
+  if mode != "instance" or values.role != "both":
+    raise OptionError(
+      "processes",
+      f"{jax.process_count()} for {MODES[mode].text}"
+      + (f" with --role={values.role}" if mode == "instance" else ""),
+      "one process with all devices, or --role=both: an engine of several "
+      "processes answers what it reads",
+      "pass --nodistributed or --role=both; or --stages, which read prompts",
+    )
+  for name in ("device_pages", "host_store", "lease"):
+    if values[name].present:
+      raise OptionError(
+        f"--{name}",
+        f"{values[name].value} for an instance of several processes",
+        "nothing: its pages are in parts, one on each host, and do not move",
+        "leave it out",
+      )
+
+
 def work(
-  values: flags.FlagValues, engine: rj.serve.Engine, screen: console.Screen
+  values: flags.FlagValues,
+  engine: rj.serve.Engine | rj.serve.EngineGroup,
+  screen: console.Screen,
+  stops: Callable[[Callable[[], None]], None] = lambda _: None,
+  codec: tuple[str, str] = ("", ""),
 ) -> int:
-  """Runs an instance of a router until a signal; returns the exit status."""
+  """Runs an instance of a router until a signal; returns the exit status.
+
+  Args:
+    values: Flags as passed.
+    engine: Engine, or the processes of one.
+    screen: Where its state is shown.
+    stops: Takes the function that ends it gracefully.
+    codec: `page_codec` of an engine of several processes.
+  """
+  if isinstance(engine, rj.serve.EngineGroup):
+    worker = cluster.GroupWorker(
+      engine,
+      codec,
+      key=read_key(values),
+      router=join_address(values),
+      name=values.name,
+      host=values.host,
+      silence_s=values.silence,
+    )
+    screen.say(f"instance {worker.name}, of {jax.process_count()} processes")
+  else:
+    worker = _page_worker(values, engine, screen)
+  stopped = threading.Event()
+  for signal_number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(signal_number, lambda *_: stopped.set())
+  stops(stopped.set)
+  shown_refusal, was_joined, measured = "", False, False
+  worker.start()
+  while not stopped.wait(0.1) and not worker.ended.is_set():
+    times = getattr(worker, "times", None)
+    if times is not None and not measured:
+      measured = True
+      screen.say(_times_text(times))
+    if worker.joined.is_set() != was_joined:
+      was_joined = not was_joined
+      word = "joined" if was_joined else "lost"
+      screen.say(f"{word} the router {values.join}, as {worker.role}")
+      if was_joined and worker.notice:
+        screen.say(worker.notice)
+    elif not was_joined and worker.refused not in ("", shown_refusal):
+      shown_refusal = worker.refused
+      screen.say(f"not joined: {shown_refusal}")
+  failed = worker.ended.is_set() and not stopped.is_set()
+  if not failed:
+    worker.leave(values.grace)
+  engine.close()
+  screen.say("the engine failed" if failed else "ended")
+  return 1 if failed else 0
+
+
+def _page_worker(
+  values: flags.FlagValues, engine: rj.serve.Engine, screen: console.Screen
+) -> cluster.ClusterWorker:
+  """Instance of one process, which sends pages to others and pulls theirs."""
   devices = None
   if values.device_pages:
     devices = rj.transfer.DeviceServer(
@@ -414,9 +499,6 @@ def work(
     devices=devices,
     device_bytes=max(1, values.device_pages),
   )
-  stopped = threading.Event()
-  for signal_number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(signal_number, lambda *_: stopped.set())
   host, port = worker.publisher.address
   screen.say(f"instance {worker.name}, pages at {host}:{port}")
   if devices is not None:
@@ -424,27 +506,7 @@ def work(
       f"up to {values.device_pages:,} bytes of pages stay on the devices, for "
       f"JAX's transfer server at {devices.host}"
     )
-  shown_refusal, was_joined, measured = "", False, False
-  worker.start()
-  while not stopped.wait(0.1) and not worker.ended.is_set():
-    if worker.times is not None and not measured:
-      measured = True
-      screen.say(_times_text(worker.times))
-    if worker.joined.is_set() != was_joined:
-      was_joined = not was_joined
-      word = "joined" if was_joined else "lost"
-      screen.say(f"{word} the router {values.join}, as {worker.role}")
-      if was_joined and worker.notice:
-        screen.say(worker.notice)
-    elif not was_joined and worker.refused not in ("", shown_refusal):
-      shown_refusal = worker.refused
-      screen.say(f"not joined: {shown_refusal}")
-  failed = worker.ended.is_set() and not stopped.is_set()
-  if not failed:
-    worker.leave(values.grace)
-  engine.close()
-  screen.say("the engine failed" if failed else "ended")
-  return 1 if failed else 0
+  return worker
 
 
 def _times_text(times: cluster.QuadraticTimes) -> str:

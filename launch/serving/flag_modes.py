@@ -64,7 +64,7 @@ _SERVER = frozenset(
 )
 # Flags of a server that may differ in its processes: process 0 alone uses them,
 # or each for its own part of a store.
-MAY_DIFFER = _SERVER | {"log_calls", "store_bytes"}
+MAY_DIFFER = _SERVER | {"cluster_key", "log_calls", "name", "store_bytes"}
 _JOINS = {
   "cluster_key",
   "grace",
@@ -143,7 +143,13 @@ MODES = {
     | _JOINS
     | _DEVICES
     | _PROCESSES
-    | {"adapters", "device_pages", "host_store", "log_calls"},
+    | {
+      "adapters",
+      "device_pages",
+      "failure_timeout",
+      "host_store",
+      "log_calls",
+    },
   ),
   "stages": Mode(
     "an instance of several processes (--stages, or --num_processes and "
@@ -167,7 +173,8 @@ def mode_of(values: flags.FlagValues) -> str:
     return "command"
   of_cluster = values.join is not None or values.role != "both"
   processes = values.num_processes or 1
-  if values.stages is not None or (processes > 1 and of_cluster):
+  whole = values.join is not None and values.role == "both"
+  if values.stages is not None or (processes > 1 and of_cluster and not whole):
     return "stages"
   if values.role == "router":
     return "router"

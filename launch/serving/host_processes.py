@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from absl import flags
@@ -154,18 +154,14 @@ class HostProcesses:
     """
     if jax.process_count() == 1:
       if values["failure_timeout"].present and not values.restarts:
-        raise OptionError(
-          "--failure_timeout",
-          f"{values.failure_timeout:g} in one process",
-          "several processes, of which one may fail",
-          "leave it out, or pass --restarts=N, or --coordinator, "
-          "--num_processes and --process_id",
-        )
+        self.refuse_alone(values)
       return
     # JAX takes SIGTERM for a notice: a process that loads would not end by it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     self._probes = ProbeServer(
-      listener, "the model: it is being loaded", serves=jax.process_index() == 0
+      listener,
+      "the model: it is being loaded",
+      serves=jax.process_index() == 0 and values.join is None,
     )
     answers()
     self._screen.quiet = jax.process_index() > 0
@@ -173,10 +169,30 @@ class HostProcesses:
       values, values.failure_timeout, own=MAY_DIFFER
     )
 
+  @staticmethod
+  def refuse_alone(values: flags.FlagValues) -> NoReturn:
+    """Refuses --failure_timeout, which is of several processes.
+
+    Raises:
+      OptionError: Always.
+    """
+    raise OptionError(
+      "--failure_timeout",
+      f"{values.failure_timeout:g} in one process",
+      "several processes, of which one may fail",
+      "leave it out, or pass --restarts=N, or --coordinator, "
+      "--num_processes and --process_id",
+    )
+
   def engine(
-    self, engine: rj.serve.Engine
+    self, engine: rj.serve.Engine, *, probes: bool = False
   ) -> rj.serve.Engine | rj.serve.EngineGroup:
     """The engine for the server: that of all processes, if there are several.
+
+    Args:
+      engine: Engine of this process.
+      probes: Whether process 0 goes on to answer probes here, as it has no
+        server of requests.
 
     Raises:
       OptionError: If the processes' engines differ.
@@ -191,8 +207,11 @@ class HostProcesses:
     )
     if self.leads:
       assert self._probes is not None
-      # The server of requests answers probes from now on.
-      self._probes.stop()
+      if probes:
+        self._probes.missing = ""
+      else:
+        # The server of requests answers probes from now on.
+        self._probes.stop()
     return served
 
   def follow(self, served: rj.serve.EngineGroup) -> int:

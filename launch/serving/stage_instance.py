@@ -70,7 +70,8 @@ def check_role(values: flags.FlagValues) -> None:
       f"{values.stages or values.num_processes} for --role={values.role}"
       + (" without --join" if values.join is None else ""),
       "a prefill instance of a router: stages read prompts and do not answer",
-      "pass --role=prefill --join=HOST:PORT, or start one process",
+      "pass --role=prefill --join=HOST:PORT; or --role=both, for an engine of "
+      "all processes; or start one process",
     )
   if values.stages is not None and values.num_processes is not None:
     raise OptionError(

@@ -25,6 +25,7 @@ from tests.launch.test_serve import (
   read,
   until,
 )
+from tests.launch.test_serve_hosts import free_ports
 
 LONGEST, KEY = 512, bytes(range(32))
 
@@ -456,3 +457,50 @@ def test_two_hundred_requests_are_those_of_one_engine(tmp_path, folder):
     assert all_of(port, numbers, change) == want
     assert metric(port, "ringjax_requests_failed_total") == 0
     assert metric(port, "ringjax_instances_lost_total") == 2
+
+
+def pair_of(cluster, *argv):
+  """Two processes of one engine, the first of which joins."""
+  (coordinator,) = free_ports(1)
+  pair = [
+    cluster.start(
+      "both", "--mesh=seq:2", f"--coordinator=localhost:{coordinator}",
+      "--num_processes=2", f"--process_id={rank}", "--failure_timeout=20",
+      "--port=0", *argv,
+    )
+    for rank in range(2)
+  ]  # fmt: skip
+  pair[0].said("(joined|serve: )")
+  assert not any("serve: " in x for x in pair[0].lines), pair[0].lines
+  return pair
+
+
+@pytest.mark.slow
+def test_an_engine_of_two_processes_is_an_instance(tmp_path, folder):
+  """It answers alone and beside another one, which goes on when it is lost."""
+  pytest.importorskip("uvicorn")
+  numbers = range(12)
+  with processes(tmp_path, folder) as cluster:
+    router = cluster.start("router")
+    cluster.instances(router, {"single": ("both",)})
+    port = serves(router)
+    want = all_of(port, numbers)
+    pair = pair_of(cluster, "--name=pair")
+    assert cluster.ask(what="instances") == {"pair": "both", "single": "both"}
+    assert all_of(port, numbers, pair[1].kill) == want
+    assert pair[0].process.wait(PATIENCE_S) == FAILED
+    until(lambda: metric(port, "ringjax_instances_lost_total") == 1)
+    assert metric(port, "ringjax_requests_failed_total") == 0
+    pair = pair_of(cluster, "--name=again")
+    assert all_of(port, numbers) == want
+    # Whichever of them is told to end.
+    pair[1].process.send_signal(signal.SIGTERM)
+    for one in pair:
+      assert one.process.wait(PATIENCE_S) == 0
+    assert cluster.ask(what="instances") == {"single": "both"}
+    for argv, words in (
+      (("--role=decode",), "--role=both"),
+      (("--host_store=1000",), "do not move"),
+    ):
+      with pytest.raises(AssertionError, match=words):
+        pair_of(cluster, *argv)

@@ -25,6 +25,7 @@ from ringjax.serve.request_fields import request_fields, request_of
 from ringjax.serve.traces import TraceRequest, first_prefixes
 from ringjax.transfer.wire import PullConnection
 from tests.helpers import SMALL, refused, swept, until
+from tests.serve.test_engine_group import Replicas
 from tests.serve.test_http import Wire, choices, complete, joined
 from tests.serve.test_http import ask as get
 
@@ -42,14 +43,9 @@ def engine(model, *, page=16, rows=4, capacity=512, **options):
   # Engines of one size share their programs.
   settings = dict(longest=160, piece=16, pieces=2, tokenizer=Bytes())
   settings |= dict(shared_reads="never")
-  store = rj.store.Store(host=1 << 24)
+  settings |= dict(store=rj.store.Store(host=1 << 24))
   return Engine(
-    model,
-    page=page,
-    rows=rows,
-    capacity=capacity,
-    store=store,
-    **settings | options,
+    model, page=page, rows=rows, capacity=capacity, **settings | options
   )
 
 
@@ -131,7 +127,7 @@ class Live:
       beat_s=0.05,
       clock=lambda: time.monotonic() + self.now,
     )
-    self.workers, self.engines = {}, []
+    self.workers, self.engines, self.groups = {}, [], []
     for n, role in enumerate(roles):
       self.join(f"{role}{n}", role)
 
@@ -152,6 +148,25 @@ class Live:
     self.workers[name] = worker.start()
     assert worker.joined.wait(WAIT_S), worker.refused
     return worker
+
+  def join_group(self, name):
+    """An instance of two processes, which are threads."""
+    options = self.options | {"store": None}
+    engines = [engine(self.model, **options) for _ in range(2)]
+    codec = cluster.page_codec(engines[0])
+    replicas = Replicas(engines)
+    worker = cluster.GroupWorker(
+      replicas.groups[0],
+      codec,
+      key=KEY,
+      router=self.router.address,
+      name=name,
+      beat_s=0.05,
+    )
+    self.groups.append(replicas)
+    self.workers[name] = worker.start()
+    assert worker.joined.wait(WAIT_S), worker.refused
+    return replicas
 
   def kill(self, name):
     """As if its process were gone: sockets close, and nothing else happens."""
@@ -193,7 +208,7 @@ class Live:
     self.router.close()
     for worker in self.workers.values():
       worker.close()
-    for made in self.engines:
+    for made in (*self.engines, *(x.groups[0] for x in self.groups)):
       made.close()
 
 
@@ -462,8 +477,10 @@ def test_requests_wait_for_the_only_instance_of_a_role(model, alone, role):
     killed.close()
 
 
+@pytest.mark.long
 def test_a_restart_under_a_name_whose_end_is_not_noticed_yet(model, alone):
-  with Live(model, "both", silence_s=1) as live:
+  # A loaded machine may be silent for a second.
+  with Live(model, "both", silence_s=4) as live:
     hung = live.workers["both0"]
     with engine(model) as made:
       other = cluster.ClusterWorker(
@@ -1380,3 +1397,52 @@ def test_openai_api_over_a_cluster(model, alone):
     asyncio.run(leaves())
     until(lambda: live.engines[1].counters.cancelled == before + 1)
     live.idle()
+
+
+@pytest.mark.one_case
+@pytest.mark.long_cases(2)
+@pytest.mark.parametrize("others", [(), ("prefill",), ("decode",)])
+def test_an_engine_of_several_processes_is_an_instance(model, alone, others):
+  """It answers what it reads, whichever instances there are besides."""
+  with Live(model, *others) as live:
+    replicas = live.join_group("group")
+    wanted = requests(8)
+    handles = [live.submit(request) for request in wanted]
+    for request, handle in zip(wanted, handles, strict=True):
+      assert found(handle) == alone(request)
+    assert live.router.counters.moved == 0
+    counters = replicas.groups[0].engine.counters
+    assert counters.new_tokens > 0
+    if "decode" not in others:
+      # No prompt is read where its answer can't be made.
+      assert all(made.counters.prompt_tokens == 0 for made in live.engines)
+    cancelled = live.submit(Request(prompt=[5] * 20, max_new_tokens=100))
+    until(lambda: cancelled.answers[0].tokens)
+    cancelled.cancel()
+    until(lambda: not replicas.groups[0].engine.busy)
+    with engine(model) as one:
+      texts = [[1, 2, 3], [7] * 30]
+      want = one.texts.embeddings(texts)
+      got = live.router.texts.embeddings(texts)
+      np.testing.assert_allclose(got, want, atol=1e-5)
+    with pytest.raises(OptionError, match="several processes"):
+      live.router.set_role("group", "decode")
+
+
+@pytest.mark.long
+def test_requests_of_a_lost_group_go_on_elsewhere(model, alone):
+  with Live(model) as live:
+    replicas = live.join_group("group")
+    wanted = [
+      dataclasses.replace(request, max_new_tokens=60)
+      for request in requests(4, seed=3)
+    ]
+    handles = [live.submit(request) for request in wanted]
+    until(lambda: all(h.answers[0].tokens for h in handles[:2]))
+    # One of its processes is lost.
+    replicas.groups[1].peers.close()
+    until(lambda: "group" not in live.router._instances.alive)
+    live.join("another")
+    for request, handle in zip(wanted, handles, strict=True):
+      assert found(handle) == alone(request)
+    assert live.router.counters.lost == 1

@@ -31,6 +31,7 @@ from ringjax.serve.cluster.drift import (
   Replanned,
   replan,
 )
+from ringjax.serve.cluster.group_worker import GroupWorker
 from ringjax.serve.cluster.load_control import (
   LoadControl,
   SequenceGroup,
@@ -172,6 +173,7 @@ from ringjax.serve.cluster.times.request_times import (
   percentiles,
 )
 from ringjax.serve.cluster.worker import ClusterWorker
+from ringjax.serve.prefix.prefix_transfer import page_codec
 
 __all__ = [
   "REJECTIONS",
@@ -211,6 +213,7 @@ __all__ = [
   "GpuCluster",
   "GroupMachine",
   "GroupRunner",
+  "GroupWorker",
   "InstanceCounters",
   "InstanceFamily",
   "InstanceGroup",
@@ -282,6 +285,7 @@ __all__ = [
   "measure_calls",
   "mixed_lengths",
   "needs_costs",
+  "page_codec",
   "percentiles",
   "random_trace",
   "read_calls",

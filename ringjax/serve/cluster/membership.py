@@ -23,7 +23,7 @@ from ringjax.parallel.links.connection import Connection
 from ringjax.parallel.links.live_link import LiveLink
 from ringjax.serve.cluster.control_link import checked_beat, dial
 from ringjax.serve.cluster.routing import MOST_QUEUED
-from ringjax.transfer import DeviceServer, PageLayout, Publisher, Ticket
+from ringjax.transfer import DeviceServer, Publisher, Ticket
 from ringjax.transfer.client import Address
 
 # Seconds to wait before joining again.
@@ -214,7 +214,8 @@ def join_message(
   name: str,
   role: str,
   publisher: Publisher,
-  layout: PageLayout,
+  codec: str,
+  dtype: str,
   vocab: int,
   longest: int,
   page: int,
@@ -223,6 +224,7 @@ def join_message(
   times: dict[str, Any] | None = None,
   roles: Sequence[str] | None = None,
   texts: bool = False,
+  moves_pages: bool = True,
 ) -> dict[str, Any]:
   """Message that asks a router to let a worker join.
 
@@ -230,7 +232,8 @@ def join_message(
     name: Name, unique in the cluster.
     role: Role to begin with.
     publisher: Publisher of the worker's pages.
-    layout: Layout of these pages.
+    codec: Codec of these pages, equal for engines that can use each other's.
+    dtype: Name of their dtype.
     vocab: Vocabulary size of the model.
     longest: Maximum total of prompt and generated tokens.
     page: Page size, in tokens.
@@ -239,17 +242,18 @@ def join_message(
     times: Measured times of calls, if there are any.
     roles: Roles that the worker can have; default: all.
     texts: Whether it scores and embeds texts.
+    moves_pages: Whether it sends pages to others and pulls theirs.
   """
-  leaf = layout.leaves[0]
   return {
     "t": "join",
     "name": name,
     "role": role,
     **({} if roles is None else {"roles": list(roles)}),
     "texts": texts,
+    "moves_pages": moves_pages,
     "address": publisher.address,
-    "codec": leaf.codec,
-    "dtype": leaf.dtype,
+    "codec": codec,
+    "dtype": dtype,
     "vocab": vocab,
     "longest": longest,
     "page": page,

@@ -349,12 +349,14 @@ class PipelineWorker:
   # -------------------------------------------------------------------------
 
   def _join_fields(self) -> dict[str, Any]:
+    leaf = self._pages.layout.leaves[0]
     return join_message(
       name=self.name,
       role=_ROLE,
       roles=[_ROLE],
       publisher=self.publisher,
-      layout=self._pages.layout,
+      codec=leaf.codec,
+      dtype=leaf.dtype,
       vocab=self._stage.config.vocab,
       longest=self._longest,
       page=self._pages.page,

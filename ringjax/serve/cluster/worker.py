@@ -25,7 +25,6 @@ Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670; KVDirect, arXiv
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -42,20 +41,14 @@ from ringjax.errors import (
 )
 from ringjax.infer import inputs
 from ringjax.parallel.links.live_link import LiveLink
-from ringjax.serve.api.grammar import GrammarCompiler
+from ringjax.serve.cluster.answering_worker import AnsweringWorker
 from ringjax.serve.cluster.block_index import (
   BlockEvent,
   BlockLog,
   short_key,
   tree_keys,
 )
-from ringjax.serve.cluster.membership import (
-  Membership,
-  default_name,
-  join_message,
-  load_report,
-  tell_failure,
-)
+from ringjax.serve.cluster.membership import join_message
 from ringjax.serve.cluster.page_offers import PageOffers
 from ringjax.serve.cluster.routing import ROLES
 from ringjax.serve.cluster.times.call_log import measure_calls
@@ -109,16 +102,10 @@ def check_engine(engine: object) -> None:
     )
 
 
-class ClusterWorker:
+class ClusterWorker(AnsweringWorker):
   """Runs an engine as an instance that joins a router.
 
   Attributes:
-    name: Name in the cluster.
-    role: Kind of work that the router sends, one of `ROLES`.
-    publisher: Publisher of pages that this instance has prefilled.
-    joined: Event, set while the worker is connected to the router.
-    ended: Event, set when the worker stops joining: it was closed, or its
-      engine failed.
     times: Times of the engine's calls, measured for a router that predicts with
       them; None until a router has asked.
   """
@@ -173,52 +160,29 @@ class ClusterWorker:
         "pass store=rj.store.Store(host=1 << 30) to it",
       )
     one_of("role", role, ROLES)
-    self._layout = prefix_layout(engine)
-    tree = engine.scheduler.tree
-    self._capacity = tree.groups[0].pages * tree.shards * tree.page
-    self._engine, self._key, self._silence_s = engine, key, silence_s
-    self._grammars = None
-    if engine.tokenizer is not None:
-      self._grammars = GrammarCompiler(engine.tokenizer, engine.vocab)
-    self._devices = devices
     positive_int("device_bytes", device_bytes)
-    self._work = threading.Condition()
-    self._membership = Membership(
-      self._work,
-      router=router,
+    self._layout = prefix_layout(engine)
+    super().__init__(
+      engine,
+      engine,
       key=key,
+      router=router,
+      role=role,
+      name=name,
       host=host,
       port=port,
       lease_s=lease_s,
       silence_s=silence_s,
       beat_s=beat_s,
       devices=devices,
-      tickets=self._published_tickets,
-      join_fields=self._join_fields,
-      notice=self._notice_for,
-      measure=self._measure,
-      on_message=self._hear,
-      load=self._view,
-      on_join=self._begin_log,
-      on_lost=self._give_up,
     )
-    self.publisher = self._membership.publisher
-    self.name = name or default_name(role, self.publisher)
-    self.role = role
-    self.joined, self.ended = self._membership.joined, threading.Event()
+    self._key, self._silence_s = key, silence_s
+    self._devices = devices
     self.times: QuadraticTimes | None = None
-    self._tasks: dict[int, WorkerTask] = {}
-    # Tasks that wait for room.
-    self._pulls: collections.deque[WorkerTask] = collections.deque()
     # The block log that the router has, and the engine's step count at that
     # time.
     self._blocks: BlockLog | None = None
     self._reported_steps, self._reporting = -1, False
-    # Passes of texts, one after another, and their number.
-    self._readers = concurrent.futures.ThreadPoolExecutor(
-      1, "ringjax worker texts"
-    )
-    self._passes = 0
     self._copies = concurrent.futures.ThreadPoolExecutor(
       _COPIES, "ringjax worker copies"
     )
@@ -238,54 +202,22 @@ class ClusterWorker:
   # Start and stop
   # -------------------------------------------------------------------------
 
-  @property
-  def refused(self) -> str:
-    """Reason why the router refused the worker, or ""."""
-    return self._membership.refused
-
-  @property
-  def notice(self) -> str:
-    """Hint at an engine option without effect for this router, or ""."""
-    return self._membership.notice
-
   def start(self) -> ClusterWorker:
     """Start the engine and join; join again whenever the router was gone."""
     self._engine.on_step = self._offers.stepped
     self._engine.on_layers = self._offers.layers_begun
-    self._engine.start()
-    for work in (self._join_loop, self._wait_for_room):
-      threading.Thread(
-        target=work, name=f"ringjax worker {self.name}", daemon=True
-      ).start()
+    super().start()
+    threading.Thread(
+      target=self._wait_for_room,
+      name=f"ringjax worker {self.name} room",
+      daemon=True,
+    ).start()
     return self
-
-  def leave(self, grace_s: int | float = 30.0) -> None:
-    """Take no new work, finish current work within `grace_s`, and close.
-
-    The router lets other instances do the rest.
-    """
-    self._membership.leave(
-      grace_s, idle=lambda: not (self._tasks or self._passes)
-    )
-    self.close()
 
   def close(self) -> None:
     """Leave at once; the engine stays open."""
-    self._membership.close()
-    self._give_up()
+    super().close()
     self._copies.shutdown(wait=False, cancel_futures=True)
-    self._readers.shutdown(wait=False, cancel_futures=True)
-    self.publisher.close()
-
-  def __enter__(self) -> ClusterWorker:
-    return self.start()
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
-
-  def _join_loop(self) -> None:
-    self._membership.run(alive=lambda: self._engine.open)
-    self.ended.set()
 
   def _begin_log(self, link: LiveLink) -> None:
     """Begin a log of block changes for a new link; the lock is held."""
@@ -323,12 +255,13 @@ class ClusterWorker:
       return f"its calls can't be measured: {error}"
 
   def _join_fields(self) -> dict[str, Any]:
-    engine = self._engine
+    engine, leaf = self._engine, self._layout.leaves[0]
     return join_message(
       name=self.name,
       role=self.role,
       publisher=self.publisher,
-      layout=self._layout,
+      codec=leaf.codec,
+      dtype=leaf.dtype,
       vocab=engine.vocab,
       longest=engine.longest,
       page=engine.scheduler.tree.page,
@@ -341,18 +274,11 @@ class ClusterWorker:
   def _give_up(self) -> None:
     """Cancel all tasks; leases of published pages run out."""
     with self._work:
-      tasks = list(self._tasks.values())
-      self._tasks.clear()
       self._offers.forget_all()
-      self._pulls.clear()
-      self._work.notify_all()
-    for task in tasks:
-      self._drop(task)
+    super()._give_up()
 
-  def _drop(self, task: WorkerTask) -> None:
-    task.dropped = True
-    if task.handle is not None and self._engine.open:
-      task.handle.cancel()
+  def _forget(self, number: int) -> None:
+    self._offers.forget(number)
 
   # -------------------------------------------------------------------------
   # Messages from and to the router
@@ -386,46 +312,6 @@ class ClusterWorker:
     else:
       raise ValueError(f"a message {str(kind)[:40]!r}")
 
-  def _begin_texts(
-    self, number: int, text_pass: TextPass, link: LiveLink
-  ) -> None:
-    """Read texts in a thread, between two steps, and send their numbers."""
-
-    def read() -> None:
-      try:
-        values = text_pass.joined(self._engine.texts.read(text_pass))
-        link.tell("texts", [values], id=number)
-      except Exception as error:
-        self._fail(number, link, error)
-      finally:
-        with self._work:
-          self._passes -= 1
-          self._work.notify_all()
-
-    # A worker that was closed has no threads; the router asks another one.
-    with self._work, contextlib.suppress(RuntimeError):
-      self._readers.submit(read)
-      self._passes += 1
-
-  def _end(self, number: int) -> WorkerTask | None:
-    """Forget a task."""
-    with self._work:
-      task = self._tasks.pop(number, None)
-      self._offers.forget(number)
-      if task in self._pulls:
-        self._pulls.remove(task)
-      self._work.notify_all()
-    return task
-
-  def _fail(self, number: int, link: LiveLink, error: object) -> None:
-    """Report that a request can't be served by any engine like this one."""
-    if not self._engine.open:
-      # Others can: the router will notice that this instance is gone.
-      link.close("its engine failed")
-      return
-    # The router replies with "cancel", which ends the request's other answers.
-    tell_failure(link, number, error)
-
   def _published_tickets(self) -> list[Ticket]:
     with self._work:
       tasks = list(self._tasks.values())
@@ -433,12 +319,7 @@ class ClusterWorker:
 
   def _view(self) -> dict[str, Any]:
     """Load report for the router; also lets the block log be sent."""
-    scheduler = self._engine.scheduler
-    rows = [row for row in list(scheduler.running) if row is not None]
-    decoding = [row for row in rows if not row.reading]
     with self._work:
-      tasks, waiting = list(self._tasks.values()), list(self._pulls)
-      tasks_taken = self._membership.tasks_taken
       tell = (
         not self._reporting
         and self._reported_steps != self._engine.counters.steps
@@ -448,33 +329,7 @@ class ClusterWorker:
       # In another thread: a heartbeat must not wait for a step.
       with contextlib.suppress(RuntimeError):
         self._copies.submit(self._tell_blocks)
-    holding = [task for task in tasks if task.holds]
-    fetching = [task for task in waiting if task.reads]
-    used = sum(task.request.rows for task in holding)
-    free = self._capacity - sum(task.tokens for task in holding)
-    numbers = {id(task.handle): task.number for task in tasks if task.handle}
-    # (task, tokens left, tokens computed) of each prompt.
-    queue: list[tuple[int, int, int]] = []
-    seen_handles: set[int] = set()
-    for row in (*rows, *list(scheduler.waiting)):
-      # The row may advance meanwhile: read its state once.
-      handle, computed = id(row.owner.handle), row.computed
-      tokens_left = row.prompt.size - computed
-      # Of several answers only the first prefills; the others share its pages.
-      if row.parked or handle in seen_handles:
-        continue
-      if row.share:
-        seen_handles.add(handle)
-      if tokens_left > 0:
-        queue.append((numbers.get(handle, -1), tokens_left, computed))
-    queue += [(task.number, len(task.request.prompt), 0) for task in fetching]
-    return load_report(
-      tasks_taken=tasks_taken,
-      queue=queue,
-      running_requests=len(decoding) + len(waiting) - len(fetching),
-      running_tokens=sum(r.computed for r in decoding),
-      free_tokens=free if used < self._engine.rows else 0,
-    )
+    return super()._view()
 
   def _tell_blocks(self) -> None:
     """Report the blocks that were added or evicted since the last report."""
@@ -574,36 +429,6 @@ class ClusterWorker:
       self._send(task, answer)
     elif answer.finish is not None:
       self._offers.publish(task)
-
-  def _send(self, task: WorkerTask, answer: Answer) -> None:
-    """Send an answer's new tokens to the router."""
-    assert task.handle is not None
-    n = next(
-      i for i, another in enumerate(task.handle.answers) if another is answer
-    )
-    tokens, chars = task.sent[n]
-    task.sent[n] = len(answer.tokens), len(answer.text)
-    # Tokens known before this task have no log-probabilities.
-    known_tokens = len(task.request.begun[n]) if task.request.begun else 0
-    task.link.tell(
-      "tokens",
-      id=task.number,
-      n=n,
-      at=tokens,
-      tokens=answer.tokens[tokens:],
-      text_at=chars,
-      text=answer.text[chars:],
-      logprobs=[
-        [entry.token, entry.logprob, entry.top]
-        for entry in answer.logprobs[tokens - known_tokens :]
-      ],
-      total=answer.total_logprob,
-      cached=task.handle.cached_tokens,
-      finish=answer.finish,
-      stopped=answer.stopped,
-    )
-    if task.handle.done:
-      self._end(task.number)
 
   def _part(self, fields: dict[str, Any]) -> None:
     """Handle a further ticket of a prompt, or the end of its tickets."""

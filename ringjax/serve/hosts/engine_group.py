@@ -312,6 +312,12 @@ class EngineGroup:
       if not handle.done:
         changed.wait(timeout=1.0)
 
+  @contextlib.contextmanager
+  def unchanged(self) -> Iterator[None]:
+    """Context in which no answer of a client changes; it has to be short."""
+    with self._requests.changed:
+      yield
+
   def leave(self) -> None:
     """Asks process 0 to end the group once its open requests have ended.
 

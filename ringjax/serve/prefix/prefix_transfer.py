@@ -725,10 +725,7 @@ def page_layout(pool: PagePool, weights: str, longest: int) -> PageLayout:
     weights: Digest of the weights (`weights_digest`).
     longest: Maximum number of tokens of a prompt and its answer.
   """
-  facts = hashlib.sha256()
-  facts.update(repr((weights, longest)).encode())
-  facts.update(constants_digest(pool))
-  text = f"{str(pool.kind)[:100]}{_OF}{facts.hexdigest()[:32]}"
+  text = _codec(pool, weights, longest)
   return PageLayout(
     tuple(
       PageLeaf(
@@ -740,6 +737,26 @@ def page_layout(pool: PagePool, weights: str, longest: int) -> PageLayout:
       )
     )
   )
+
+
+def page_codec(engine: Engine) -> tuple[str, str]:
+  """Codec and dtype of an engine's pages, equal to those of engines like it.
+
+  Of an engine in several processes each of them has to call it, before its
+  `EngineGroup` is made: checksums of weights are computed by all.
+  """
+  with engine.between_steps() as pool:
+    weights = weights_digest(engine.base)
+    (_, dtype), *_ = pool.page_shapes(0)
+    return _codec(pool, weights, engine.longest), dtype.name
+
+
+def _codec(pool: PagePool, weights: str, longest: int) -> str:
+  """Text of a page's codec, see `page_layout`."""
+  facts = hashlib.sha256()
+  facts.update(repr((weights, longest)).encode())
+  facts.update(constants_digest(pool))
+  return f"{str(pool.kind)[:100]}{_OF}{facts.hexdigest()[:32]}"
 
 
 # Between the kind of cache and the digest of the weights, in a codec's text.

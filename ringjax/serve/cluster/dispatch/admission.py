@@ -191,6 +191,7 @@ class Admission:
         one_of("roles", role, ROLES) for role in fields.get("roles", ROLES)
       ),
       reads_texts=bool(fields.get("texts", False)),
+      moves_pages=bool(fields.get("moves_pages", True)),
     )
     if instance.role not in instance.roles:
       raise OptionError(

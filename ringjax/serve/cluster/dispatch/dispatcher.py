@@ -149,6 +149,9 @@ class RequestDispatcher:
       state.alone_since, state.alone_for = self._clock(), ability
     return []
 
+  def _moves_pages(self, view: InstanceView) -> bool:
+    return self._instances.alive[view.name].moves_pages
+
   def _policy_request(
     self, state: RoutedState, views: list[InstanceView]
   ) -> RoutedRequest:
@@ -176,6 +179,10 @@ class RequestDispatcher:
     views = self._fitting(state, "prefills")
     if not views:
       return
+    if not any(view.decodes and self._moves_pages(view) for view in views):
+      # Pages of a prompt that is read elsewhere would not reach who answers.
+      whole = [view for view in views if not self._moves_pages(view)]
+      views = whole or views
     sending = self.sending()
     views = [
       dataclasses.replace(view, sending_tokens=sending[view.name])
@@ -201,6 +208,14 @@ class RequestDispatcher:
     if route.fetch_from not in (None, reader.name) and state.attempts == 0:
       # Only the first time: a restart must not depend on a third instance.
       source = self._instances.named(str(route.fetch_from))
+    if not reader.moves_pages:
+      # It answers what it reads.
+      decoder = reader
+    elif decoder is not None and not decoder.moves_pages:
+      # Chosen once the prompt is read, among those that can pull its pages.
+      decoder = None
+    if source is not None and not (source.moves_pages and reader.moves_pages):
+      source = None
     state.attempts += 1
     state.decoder_prefills = decoder is reader
     state.lends = state.decoder_prefills and source is not None
@@ -265,6 +280,10 @@ class RequestDispatcher:
       state.alone_since = None
     if not views:
       return
+    moving = [view for view in views if self._moves_pages(view)]
+    if any(view.decodes for view in moving):
+      # The others would read the prompt again.
+      views = moving
     policy_request = self._policy_request(state, views)
     name = self.policy.decode_instance(policy_request, views, self._clock())
     if isinstance(name, Rejected):
@@ -278,8 +297,8 @@ class RequestDispatcher:
     """Send a request to its decode instance."""
     state.enter(RequestStage.ANSWERING)
     state.decoder = decoder
-    if state.reader is decoder or not state.tickets:
-      # The pages are where they are needed, or no pages exist.
+    if state.reader is decoder or not state.tickets or not decoder.moves_pages:
+      # The pages are where they are needed, or none exist, or none can come.
       self._requests.release_reader(state)
     state.task = self._requests.send(decoder, state, reads=False)
 

@@ -67,6 +67,8 @@ class ClusterInstance:
     since: Sent tasks that its last report does not count yet.
     roles: Roles that it can have.
     reads_texts: Whether it scores and embeds texts.
+    moves_pages: Whether it sends pages to others and pulls theirs; one that
+      does not answers what it reads.
   """
 
   name: str
@@ -86,6 +88,7 @@ class ClusterInstance:
   )
   roles: tuple[str, ...] = ROLES
   reads_texts: bool = False
+  moves_pages: bool = True
 
   def view(self) -> InstanceView:
     """Load as policies see it: the report plus the tasks sent since."""
@@ -214,7 +217,8 @@ class InstanceTable:
         raise OptionError(
           "role",
           f"{role} for {name}",
-          f"{', '.join(roles)}: stages read prompts and do not answer",
+          f"{', '.join(roles)}: stages only read prompts, and an engine of "
+          "several processes answers what it reads",
           "leave its role, or let another instance join",
         )
     check_roles({view.name: view.role for view in self.views()}, changed)

@@ -110,7 +110,8 @@ class PrefixCopies:
     )
     keys, request = state.block_keys(source.page), state.handle.request
     count = min(int(wanted.tokens) // source.page, len(keys))
-    if source is target or not count or not request.share:
+    moves = source.moves_pages and target.moves_pages
+    if source is target or not moves or not count or not request.share:
       return
     size = count * source.page
     wanted_by, now_s = (target.name, keys[count - 1]), self._clock()
