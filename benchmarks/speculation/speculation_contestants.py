@@ -84,7 +84,7 @@ def drafter(
   return speculate.DraftModel(model=draft, **options)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ClockedDrafter(speculate.Drafter):
   """Wrapper of a drafter that times its `begin`.
 
@@ -94,7 +94,7 @@ class ClockedDrafter(speculate.Drafter):
   """
 
   inner: Any
-  seconds: list[float] = dataclasses.field(default_factory=list)
+  seconds: list[float] = dataclasses.field(default_factory=list, compare=False)
 
   @classmethod
   def around(cls, inner: Any) -> ClockedDrafter:

@@ -46,7 +46,7 @@ _OF_TILES = ("strategy", "q_block", "kv_block")
 # Options of a program in addition to those of all programs.
 _OPTIONS = {
   "train": (*_OF_MODEL, *_OF_TILES, "remat", "optimizer", "moments",
-            "moments_in", "accumulate", "block", "loss_block"),
+            "moments_in", "accumulate", "block", "loss_block", "qk_clip"),
   "prefill": (*_OF_MODEL, *_OF_TILES, *_OF_PLACES, "block", "chunk"),
   "pair": (*_OF_MODEL, "block", "how_summed"),
   "decode": (*_OF_MODEL, *_OF_PLACES),
@@ -73,7 +73,9 @@ def compile_one(
   screen = console.Screen(NAME, stderr)
   if values.search:
     # These flags are about one program, and a search compiles several.
-    strategies.refuse(values, "--search", ("plot", "hlo", "limit", "simulate"))
+    strategies.refuse(
+      values, "--search", ("plot", "hlo", "limit", "simulate", "buffers")
+    )
     if isinstance(aim, GpuTarget):
       raise OptionError(
         "--search",
@@ -93,6 +95,7 @@ def compile_one(
     text_path=values.hlo,
     code=isinstance(aim, TpuTarget),
     simulate=values.simulate,
+    buffers=values.buffers,
   )
   limit = overlap.LIMIT if values.limit is None else values.limit
   strategies.put(values, stdout, compiled.record(), words(compiled, limit))
@@ -164,8 +167,8 @@ def _options(values: flags.FlagValues, program: str) -> dict[str, Any]:
     options["strategy"] = named(strategy)
   for name in (
     "remat", "optimizer", "moments", "moments_in", "accumulate", "block",
-    "loss_block", "q_block", "kv_block", "order", "dtype", "how_summed",
-    "weights", "cache_placement", "chunk", "drafted",
+    "loss_block", "qk_clip", "q_block", "kv_block", "order", "dtype",
+    "how_summed", "weights", "cache_placement", "chunk", "drafted",
   ):  # fmt: skip
     if values[name].value is not None:
       options[name] = values[name].value
@@ -231,7 +234,7 @@ def _title(compiled: Compiled) -> str:
     f"{facts['what']}{f' of {model}' if model else ''}, "
     f"{facts['tokens']:,} tokens, {facts['strategy']}, "
     f"{f'{cache} cache, ' if cache else ''}{_host_memory_text(facts)}"
-    f"{_coded_text(facts)}"
+    f"{_coded_text(facts)}{_clip_text(facts)}"
     f"on {compiled.topology} "
     f"({compiled.devices} devices: {axes})"
   )
@@ -240,6 +243,11 @@ def _title(compiled: Compiled) -> str:
 def _coded_text(facts: Mapping[str, Any]) -> str:
   bits = facts.get("coded_bits")
   return "" if bits is None else f"weights of {bits} bits, "
+
+
+def _clip_text(facts: Mapping[str, Any]) -> str:
+  bound = facts.get("qk_clip")
+  return "" if bound is None else f"QK-clip at {bound:g}, "
 
 
 def _host_memory_text(facts: Mapping[str, Any]) -> str:
@@ -285,6 +293,7 @@ def words(found: Compiled, limit: float = overlap.LIMIT) -> list[str]:
   if memory.total > memory.limit:
     # The sum also counts buffers whose lifetimes do not overlap.
     lines.append("  not all of it at once: the compiler says that it fits")
+  lines += _largest(found)
   report, time = found.report, found.time
   if report is None:
     return [*lines, "", *_sent(found)]
@@ -350,15 +359,7 @@ def _too_large(compiled: Compiled) -> list[str]:
     f"does not fit: {size(compiled.needed_bytes)} needed, "
     f"{size(compiled.limit_bytes)} there",
   ]
-  if compiled.largest:
-    lines.append("largest buffers:")
-    lines += [
-      (
-        f"  {size(buffer.nbytes):>10}  {buffer.shape[:60]}  "
-        f"{buffer.source[-50:]}"
-      ).rstrip()
-      for buffer in compiled.largest
-    ]
+  lines += _largest(compiled)
   facts = compiled.facts
   lines.append("what to change:")
   if facts.get("remat") in ("all", "attention"):
@@ -377,6 +378,22 @@ def _too_large(compiled: Compiled) -> list[str]:
     lines.append("  --accumulate reads fewer rows at a time")
   lines.append("  fewer --tokens, or a larger slice or its seq axis")
   return lines
+
+
+def _largest(compiled: Compiled) -> list[str]:
+  """The largest buffers, if they were asked for or the program does not fit."""
+  if not compiled.largest:
+    return []
+  return [
+    "largest buffers:",
+    *(
+      (
+        f"  {console.nbytes(buffer.nbytes):>10}  {buffer.shape[:60]}  "
+        f"{buffer.source[-50:]}"
+      ).rstrip()
+      for buffer in compiled.largest
+    ),
+  ]
 
 
 def _sends(report: overlap.OverlapReport) -> list[str]:

@@ -249,6 +249,9 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "--what=verify: the draft is a tree, not a chain."),
   ("loss_block", "whole", None, "aot capacity",
    "Tokens of a step of the head."),
+  ("qk_clip", "number", None, "aot",
+   "--what=train: largest attention logit that a head keeps; default: no "
+   "bound.", 0.0),
   ("queries", "whole", None, "cycles",
    "cycles --what=decode: tokens of a call, those of a draft too; "
    "--what=product: rows of the product."),
@@ -260,6 +263,9 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("simulate", "boolean", False, "aot",
    "Compiles a second time, with the compiler's simulator of operations."),
   ("hlo", "output", None, "aot", "File for the scheduled program's text."),
+  ("buffers", "whole", None, "aot",
+   "List so many of the largest buffers, as the compiler placed them; default: "
+   "8 of a program that does not fit."),
   ("limit", "number", None, "aot",
    "Part of a step that may wait for sends.", 0.0),
   ("search", "boolean", False, "aot", "Try meshes, layouts, remat and tiles."),

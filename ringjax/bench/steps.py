@@ -54,6 +54,7 @@ from ringjax.train import batch as batches
 from ringjax.train import recipe as recipes
 from ringjax.train import remat as remats
 from ringjax.train import step as training
+from ringjax.train.optimizers.qk_clip import check_qk_clip
 from ringjax.typing import ArrayLeaf, leaf
 
 ORDERS = ("ring", "listed")
@@ -311,6 +312,7 @@ def train(
   moments: str = "float32",
   moments_in: str = "device",
   loss_block: int = 1024,
+  qk_clip: float | int | None = None,
   **options: Any,
 ) -> Built:
   """Builds a training step: float32 weights, gradients, moments, update.
@@ -323,6 +325,8 @@ def train(
     moments: Storage of its moments, of `train.recipe.MOMENTS`.
     moments_in: Memory of its moments, of `train.recipe.MEMORIES`.
     loss_block: Tokens of a step of the head.
+    qk_clip: Largest attention logit that a head keeps, for which each layer's
+      logits are computed once more; None for no bound.
     options: Options of `ModelOptions`.
 
   Raises:
@@ -335,8 +339,9 @@ def train(
   assert isinstance(mesh, Mesh)
   model = program.form(mesh, "float32")
   update = recipes.Optimizer(
-    name=optimizer, moments=moments, moments_in=moments_in
-  ).build(1000, mesh)
+    name=optimizer, moments=moments, moments_in=moments_in, qk_clip=qk_clip
+  )
+  check_qk_clip(qk_clip, model)
   objective = training.Objective(
     block=positive_int("loss_block", loss_block),
     dtype=recipes.dtype_of(program.dtype),
@@ -347,7 +352,8 @@ def train(
     _spec, mesh, (accumulate, micro_batch, program.tokens), over
   )
   batch = batches.Batch(row(), row(), row(jnp.float32))
-  state = training.form(update, model, mesh)
+  transform = update.build(1000, mesh)
+  state = training.form(transform, model, mesh)
   moments_host_bytes = _host_bytes(state.optimizer)
   if moments_in == "host" and not moments_host_bytes:
     # JAX's CUDA plugin describes GPUs without the host's memory.
@@ -360,7 +366,7 @@ def train(
     )
   return program.built(
     mesh,
-    training.make_step(update, attend, objective),
+    training.make_step(transform, attend, objective, qk_clip=qk_clip),
     (state, None, batch),
     recipes.flops(model, program.tokens) * program.batch * program.tokens,
     _trips(program.named, mesh, attend.axis, program.tokens, True),
@@ -370,6 +376,7 @@ def train(
     moments=moments,
     moments_in=moments_in,
     moments_host_bytes=moments_host_bytes,
+    qk_clip=qk_clip,
     least_bytes=_train_bytes(program, model, state, mesh.size),
     **program.tile_share(mesh, attend.axis, True, _reach(model)),
     **program.facts(model),

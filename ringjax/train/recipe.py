@@ -68,7 +68,11 @@ from ringjax.train.optimizers.muon import (
   scale_by_muon,
   with_orthogonal_matrices,
 )
-from ringjax.train.optimizers.qk_clip import check_qk_clip
+from ringjax.train.optimizers.qk_clip import (
+  PREDICTING,
+  check_clipped_training,
+  check_qk_clip,
+)
 from ringjax.train.posttraining import reference_logprobs
 from ringjax.train.posttraining.posttraining_loss import PosttrainingLoss
 from ringjax.train.posttraining.reference_logprobs import (
@@ -555,24 +559,12 @@ class Recipe:
       )
 
   def _check_qk_clip(self) -> None:
-    threshold = self.optimizer.qk_clip
-    if threshold is None:
-      return
     others = {
       type(self.adapter).__name__: self.adapter,
-      "a loss of a layer that predicts further tokens": (
-        self.objective.predict_loss
-      ),
+      PREDICTING: self.objective.predict_loss,
       "a stage with index_warm_up": any(x.index_warm_up for x in self.stages),
     }
-    used = [name for name, value in others.items() if value]
-    if used:
-      raise OptionError(
-        "qk_clip",
-        f"{threshold:g} with {used[0]}",
-        "a training of all parameters of the model's own layers",
-        "leave qk_clip out",
-      )
+    check_clipped_training(self.optimizer.qk_clip, others)
 
   def _check_predict(self) -> None:
     others = {

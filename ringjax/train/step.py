@@ -43,7 +43,9 @@ from ringjax.train.expert_balance import (
 from ringjax.train.objective import LossSums, Objective
 from ringjax.train.optimizers.host_moments import HOST, is_on_host, on_host
 from ringjax.train.optimizers.qk_clip import (
+  PREDICTING,
   ScoreStatistics,
+  check_clipped_training,
   check_qk_clip,
   with_clipped_heads,
 )
@@ -272,15 +274,13 @@ def make_step(
     # The index is frozen, too: its loss would be computed for nothing.
     objective = dataclasses.replace(objective, index_loss=0.0)
   refuse_frozen(objective.expert_balance, None if all_trained else method)
+  others = {
+    type(method).__name__: not all_trained,
+    PREDICTING: objective.predict_loss,
+    "index_warm_up": warm_up,
+  }
+  check_clipped_training(qk_clip, others)
   if qk_clip is not None:
-    if not all_trained:
-      raise OptionError(
-        "qk_clip",
-        f"{qk_clip:g} with {type(method).__name__}, which freezes the maps of "
-        "queries and keys",
-        "a training of all parameters",
-        "leave it out",
-      )
     objective = dataclasses.replace(objective, record_scores=True)
   optimizer = optax.with_extra_args_support(optimizer)
 

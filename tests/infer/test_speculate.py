@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -479,6 +481,31 @@ def test_earlier_texts_are_remembered(loaded):
   drafter = speculate.Suffixes(remember=1000, adapt=False)
   first, again = same(model, drafter), same(model, drafter)
   assert again.tokens_per_call > 3 > first.tokens_per_call
+
+
+def test_drafters_are_equal_by_all_options(loaded):
+  one, _ = loaded("llama3")
+  other = copy.copy(one)
+  draft = lambda model=one, **more: speculate.DraftModel(model=model, **more)
+  different = [
+    draft(),
+    draft(other),
+    draft(widths=(2, 4)),
+    draft(cache_kind="int8"),
+    draft(adapt=False),
+    speculate.EarlyExit(),
+    speculate.EarlyExit(layers=2),
+    speculate.SelfDraft(),
+    speculate.LongSpec(model="a"),
+    speculate.LongSpec(model="b"),
+  ]
+  assert len(set(different)) == len(different)
+  for n, drafter in enumerate(different):
+    assert drafter == dataclasses.replace(drafter)
+    assert hash(drafter) == hash(dataclasses.replace(drafter))
+    assert all(drafter != x for x in different[n + 1 :])
+  by_path = draft(model="small")
+  assert by_path == draft(model="small")
 
 
 @pytest.mark.slow

@@ -222,6 +222,19 @@ def test_the_machine_code_is_counted_and_simulated_if_asked_for(asked):
   assert [given["simulate"] for given in rest] == [False, True]
 
 
+def test_the_largest_buffers_are_listed_if_asked_for(asked):
+  largest = (aot.Buffer(nbytes=1 << 20, shape="f32[9,9]", source="jit(g)"),)
+  found = dataclasses.replace(answer("v5e:2x4", {"tokens": 8}), largest=largest)
+  lines = scripts.words(found)
+  where = lines.index("largest buffers:")
+  assert "f32[9,9]  jit(g)" in lines[where + 1]
+  assert lines[0].startswith("train") and lines[3].startswith("fits")
+  ask(*STEP, "--buffers=3")
+  assert asked.calls[-1][3]["buffers"] == 3
+  ran = ask(*STEP, "--buffers=3", "--search")
+  assert ran.status != 0 and "--buffers" in ran.err
+
+
 def test_what_does_not_fit_says_what_to_change(asked):
   asked.change["need"] = 40 << 30
   ran = ask(*STEP, "--strategy=gather")

@@ -914,6 +914,23 @@ def test_sizes_that_are_none_are_refused_by_name(what, wrong):
     build(jax.devices()[:4], **{"tokens": 1024, **wrong})
 
 
+def test_a_step_of_training_has_the_pass_of_a_bound_on_logits():
+  build = importlib.import_module(STEPS).train
+  products = {}
+  for bound in (None, 100.0):
+    built = build(
+      jax.devices()[:2], model=MODEL, layers=1, tokens=256, qk_clip=bound
+    )
+    traced = built.function.trace(*built.arguments)
+    products[bound] = str(traced.jaxpr).count("dot_general")
+    assert built.facts["qk_clip"] == bound
+  assert products[100.0] > products[None]
+  with pytest.raises(OptionError, match="qk_clip: got 100 for a qwen3"):
+    build(
+      jax.devices()[:1], model="qwen3-8b", tokens=64, layers=1, qk_clip=100.0
+    )
+
+
 def test_codes_and_a_placement_of_weights_are_refused_by_name():
   options = {"model": "llama-3.1-8b", "tokens": 64, "layers": 1}
   with pytest.raises(OptionError, match="coded_bits=4"):

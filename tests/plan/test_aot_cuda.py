@@ -142,10 +142,15 @@ class TestCompiled:
     text = tmp_path / "program.hlo"
     ran = ask(
       "aot", f"--topology={HOST}", "--what=attention", "--json",
-      f"--tokens={TOKENS}", f"--hlo={text}",
+      f"--tokens={TOKENS}", f"--hlo={text}", "--buffers=4",
     )  # fmt: skip
     record = json.loads(ran.out)
     assert record["fits"]
+    sizes = [buffer["nbytes"] for buffer in record["largest"]]
+    assert len(sizes) == 4 and sizes == sorted(sizes, reverse=True)
+    # Queries of 8 heads of 128 numbers, on one of 8 shards, in bfloat16.
+    assert sizes[0] >= 8 * 128 * TOKENS // 8 * 2
+    assert "jit" in record["largest"][0]["source"]
     assert record["schedule"] is None
     assert record["sent"]["collective-permute"] > 0
     assert record["versions"].keys() > {"jax"}

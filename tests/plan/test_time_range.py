@@ -307,6 +307,7 @@ def test_profiles_of_the_simulator_are_read_except_of_0_cycles(tmp_path):
 
 @pytest.mark.parametrize("given", [
   {"code": True, "memory_only": True}, {"simulate": True, "memory_only": True},
+  {"memory_only": True, "buffers": 4},
   {"code": True, "flags": ("--xla_jf_dump_to=/tmp/x",)},
 ])  # fmt: skip
 def test_options_that_exclude_each_other_are_refused(given):

@@ -277,6 +277,14 @@ def test_what_a_threshold_does_not_go_with():
       "qk_clip: got 100 with",
       "leave qk_clip out",
     )
+  for options in ({"predict_loss": 0.3}, {"index_warm_up": True}):
+    with pytest.raises(OptionError, match="qk_clip: got 100 with"):
+      step.make_step(
+        optimizer.build(1),
+        ContextParallel(),
+        Objective(**options),
+        qk_clip=100.0,
+      )
   with pytest.raises(OptionError, match="qk_clip: got 100 in a training by"):
     rj.rl.RewardRecipe(
       steps=1,

@@ -21,7 +21,6 @@ from ringjax.infer.speculate.drafter import (
   Drafting,
   Target,
   TreeDrafter,
-  alike,
 )
 from ringjax.infer.speculate.model_drafting import ModelDrafting
 from ringjax.kv.cache_kind import CacheConfig
@@ -31,7 +30,7 @@ from ringjax.models.first_layers import first_layers
 from ringjax.models.transformer import Transformer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelDrafter(TreeDrafter):
   """Base class of drafters by a model that has a separate cache.
 
@@ -55,7 +54,7 @@ class ModelDrafter(TreeDrafter):
     previous = session.drafting
     if (
       type(previous) is ModelDrafting
-      and alike(previous.drafter, self)
+      and previous.drafter == self
       and previous.resumed(target)
     ):
       return previous
@@ -71,7 +70,7 @@ class ModelDrafter(TreeDrafter):
       check_layers(model, layers)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftModel(ModelDrafter):
   """Drafts by a model with the target's vocabulary.
 
@@ -86,7 +85,7 @@ class DraftModel(ModelDrafter):
   mesh: Mesh | None = None
   # Models loaded from the folder, by mesh.
   _loaded: dict[Mesh | None, Transformer] = dataclasses.field(
-    default_factory=dict, init=False, repr=False
+    default_factory=dict, init=False, repr=False, compare=False
   )
 
   def check(self, target: Transformer) -> None:
@@ -127,7 +126,7 @@ class DraftModel(ModelDrafter):
     return self._loaded[mesh]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyExit(ModelDrafter):
   """Drafts by the target's first layers, with its last norm and head.
 
@@ -152,7 +151,7 @@ class EarlyExit(ModelDrafter):
     return first_layers(target, self.layers)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SelfDraft(ModelDrafter):
   """Drafts by the target itself with a second, smaller cache.
 

@@ -20,7 +20,6 @@ from ringjax.errors import OptionError
 from ringjax.infer.decode import DecodeState
 from ringjax.infer.session import Session
 from ringjax.infer.speculate.verifiers import VERIFIERS
-from ringjax.kv.cache_kind import CacheConfig
 from ringjax.models.transformer import Transformer
 from ringjax.nn.attention_layers.choosing.block_attention import BlockAttention
 from ringjax.nn.attention_layers.choosing.native_attention import (
@@ -124,7 +123,9 @@ class TreeShape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drafter:
-  """Base class of drafters.
+  """Base class of drafters, which are equal if all their options are.
+
+  Models and tokenizers are equal to themselves alone.
 
   Attributes:
     count: Maximum number of drafted tokens in sequence.
@@ -172,7 +173,7 @@ class Drafter:
     raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TreeDrafter(Drafter):
   """Base class of drafters of chains and trees.
 
@@ -332,17 +333,3 @@ def width_of(counts: np.ndarray, most: int) -> int:
   """Padded width of drafts, a power of two: few programs are compiled."""
   longest = int(counts.max(initial=0))
   return min(most, 1 << (longest - 1).bit_length()) if longest else 0
-
-
-def alike(one: Drafter, other: Drafter) -> bool:
-  """Whether two drafters have equal options.
-
-  A drafter given by its name is a new object in each call.
-  """
-  is_same = lambda a, b: (
-    a is b or (isinstance(a, int | str | tuple | CacheConfig) and a == b)
-  )
-  names = [f.name for f in dataclasses.fields(one) if f.init]
-  return type(one) is type(other) and all(
-    is_same(getattr(one, name), getattr(other, name)) for name in names
-  )

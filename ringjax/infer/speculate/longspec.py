@@ -39,7 +39,7 @@ from ringjax.parallel.programs import bounded
 SLACK = 32
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LongSpec(TreeDrafter):
   """Drafts by a one-block model that was trained for the target.
 

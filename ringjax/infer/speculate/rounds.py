@@ -34,7 +34,6 @@ from ringjax.infer.speculate.drafter import (
   Drafting,
   Target,
   TreeDrafter,
-  alike,
 )
 from ringjax.infer.speculate.paces import Paces, expected_tokens
 from ringjax.infer.speculate.verifiers import (
@@ -477,7 +476,7 @@ def speculated(
 def _paces(session: Session, drafter: Drafter) -> Paces:
   """The session's measurements for this drafter, which choose lengths."""
   measured = session.paces
-  if measured is None or not alike(measured[0], drafter):
+  if measured is None or measured[0] != drafter:
     processes = max(1, len(processes_of(session.mesh)))
     paces = Paces(drafter, session.batch, processes=processes)
     measured = session.paces = drafter, paces

@@ -49,7 +49,7 @@ class Translates(Decodes, Protocol):
     ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TranslatedDraft(DraftModel):
   """Drafts by a model with another tokenizer.
 

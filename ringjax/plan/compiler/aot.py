@@ -32,6 +32,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from ringjax.checks import positive_int
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.json_text import json_text
 from ringjax.parallel import chips
@@ -134,7 +135,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buffer:
-  """A large buffer of a program that does not fit: its shape and its source."""
+  """A large buffer of a program: its bytes, its shapes, and its source."""
 
   nbytes: int
   shape: str
@@ -153,7 +154,9 @@ class Compiled:
     needed_bytes: Bytes per device that the program takes, or that the compiler
       reported it would.
     limit_bytes: Bytes per device that a program may take.
-    largest: Largest buffers of a program that does not fit.
+    largest: Largest buffers of a program that does not fit, or as many as
+      `buffers` says; those that the compiler placed at the same address are
+      one.
     report: Report on the schedule; None if `memory` is, and for GPUs, whose
       compiler states no cycles.
     traffic: Bytes read and written; None if `memory` is, if they could not be
@@ -257,6 +260,7 @@ def compile(
   memory_only: bool = False,
   code: bool = False,
   simulate: bool = False,
+  buffers: int | None = None,
 ) -> Compiled:
   """Compile a program for a TPU slice or GPU hosts, in a separate process.
 
@@ -280,6 +284,8 @@ def compile(
       the compiler writes it to temporary files, up to hundreds of MB.
     simulate: Compile a second time and run the compiler's simulator, which
       covers operations until the first that it does not know.
+    buffers: Number of the largest buffers that the result lists; None: 8 of a
+      program that does not fit, and none of others.
 
   Returns:
     The result, also if the program does not fit.
@@ -298,6 +304,15 @@ def compile(
       ", ".join(sorted(reserved)),
       "none of these, which say where buffers are reported",
       "pass text_path= to keep the program",
+    )
+  if buffers is not None:
+    positive_int("buffers", buffers)
+  if memory_only and buffers is not None:
+    raise OptionError(
+      "memory_only",
+      f"True with buffers={buffers}",
+      "one of them: it ends before the compiler has reported its buffers",
+      "leave out memory_only=, or buffers=",
     )
   if memory_only and (code or simulate):
     raise OptionError(
@@ -324,6 +339,7 @@ def compile(
     "options": dict(options or {}),
     "compiler_options": dict(compiler_options or {}),
     "memory_only": memory_only,
+    "buffers": buffers,
     "limit_bytes": aim.hbm_bytes,
   }
   try:

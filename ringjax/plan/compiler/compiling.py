@@ -150,7 +150,7 @@ def _compile_job(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
       "fits": False,
       "compile_s": time.monotonic() - compile_start,
       **_excess(str(error)),
-      "largest": _largest(dump),
+      "largest": _largest(dump, job["buffers"] or _LARGEST),
     }
   seconds = time.monotonic() - compile_start
   (place / "program.hlo").write_text(compiled.as_text())
@@ -162,7 +162,10 @@ def _compile_job(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
     "temporaries": analysis.temp_size_in_bytes,
     "code": analysis.generated_code_size_in_bytes,
   }
-  return {**body, "fits": True, "compile_s": seconds, "memory": memory}
+  body |= {"fits": True, "compile_s": seconds, "memory": memory}
+  if job["buffers"]:
+    body["largest"] = _largest(dump, job["buffers"])
+  return body
 
 
 def _topology(aim: Mapping[str, Any]) -> topologies.TopologyDescription:
@@ -246,12 +249,12 @@ def _excess(text: str) -> dict[str, int]:
   }
 
 
-def _largest(dump: pathlib.Path) -> list[dict[str, Any]]:
-  """Largest buffers of a program that does not fit."""
+def _largest(dump: pathlib.Path, count: int) -> list[dict[str, Any]]:
+  """Largest buffers of a program, as the compiler reports them."""
   largest: list[dict[str, Any]] = []
   for path in sorted(dump.glob(f"*{_USAGE}")):
     largest += buffers(path.read_text(errors="replace"))
-  largest = sorted(largest, key=lambda buffer: -buffer["nbytes"])[:_LARGEST]
+  largest = sorted(largest, key=lambda buffer: -buffer["nbytes"])[:count]
   texts = [
     path.read_text(errors="replace") for path in dump.glob("*izations.txt")
   ]

@@ -17,6 +17,7 @@ Ref: Kimi Team 2025, Kimi K2, arXiv 2507.20534, algorithm 1 (MuonClip).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,9 @@ from ringjax.nn.attention_layers.latent import Latent
 from ringjax.nn.block import Layer
 from ringjax.nn.sums.layer_record import LayerSums
 from ringjax.nn.tokens import Tokens
+
+# Name in errors of a loss whose layer has attention of its own.
+PREDICTING = "a loss of a layer that predicts further tokens"
 
 
 class AttendingLayers(NamedTuple):
@@ -76,6 +80,28 @@ def check_qk_clip(threshold: float | None, model: Transformer) -> None:
       f"{threshold:g} for a {model.config.family} with {reasons[0]}",
       "attention whose logits are products of queries and keys of linear maps",
       "leave it out",
+    )
+
+
+def check_clipped_training(
+  threshold: float | None, others: Mapping[str, object]
+) -> None:
+  """Refuses a threshold with a training that it does not bound.
+
+  Args:
+    threshold: Largest attention logit that a head keeps, or None.
+    others: Whether the training has each of these, by their names.
+
+  Raises:
+    OptionError: If it has one.
+  """
+  used = [name for name, value in others.items() if value]
+  if threshold is not None and used:
+    raise OptionError(
+      "qk_clip",
+      f"{threshold:g} with {used[0]}",
+      "a training of all parameters of the model's own layers",
+      "leave qk_clip out",
     )
 
 
