@@ -337,9 +337,13 @@ def run(
     reports = hosts.group if hosts.group.several else screen
     return reports.failed(error, doing, _MEMORY)
   except KeyboardInterrupt as error:
+    if listener is not None:
+      listener.close()
+    logs.close()
+    screen.error(f"interrupted while {doing}")
     # The others wait for this process.
-    hosts.group.leave(error, 130)
-    raise
+    hosts.group.leave(error, console.INTERRUPTED)
+    return console.INTERRUPTED
   assert listener is not None
   host, port = listener.getsockname()[:2]
   url_host = f"[{host}]" if ":" in host else host

@@ -115,9 +115,9 @@ class Supervisor:
     self._listener, self._screen = listener, screen
     self._most, self._silence_s = restarts, silence_s
     self._process: subprocess.Popen[bytes] | None = None
-    self._told: int | None = None
-    # Whether a process has served requests.
-    self._served = False
+    self._told = False
+    # Whether a process has served requests, and whether this one does.
+    self._served = self._serves = False
 
   def run(self) -> int:
     """Runs the server until it ends; returns its exit status."""
@@ -129,9 +129,10 @@ class Supervisor:
     while True:
       status = self._run_once(count)
       refused = status == _REFUSED and not (count or self._served)
-      if self._told is not None and status in (None, -self._told):
-        # There is no process, or it does not catch signals yet: nobody waits
-        # for an answer of it.
+      killed = status == -signal.SIGKILL and not self._serves
+      if self._told and (killed or status in (None, -signal.SIGTERM)):
+        # There was no process, or none that served: nobody waits for an
+        # answer of it.
         self._screen.say("ended")
         return 0
       assert status is not None
@@ -145,11 +146,17 @@ class Supervisor:
       )
       time.sleep(_PAUSE_S)
 
-  def _end(self, number: int, _: object) -> None:
-    """Passes a signal on; nothing is started after it."""
-    self._told = number
-    if self._process is not None and self._process.poll() is None:
-      self._process.send_signal(number)
+  def _end(self, *_: object) -> None:
+    """Ends the process after a signal; nothing is started after it."""
+    self._told = True
+    if self._process is None or self._process.poll() is not None:
+      return
+    if self._serves:
+      self._process.terminate()
+    else:
+      # Ctrl-C would end it with a traceback, and JAX catches SIGTERM while it
+      # connects processes.
+      self._process.kill()
 
   def _run_once(self, count: int) -> int | None:
     """Runs the process once, unless a signal has come.
@@ -159,13 +166,14 @@ class Supervisor:
     """
     link, process_link = socket.socketpair()
     with link, process_link:
+      self._serves = False
       if self._told:
         return None
       probes: ProbeServer | None = ProbeServer(
         self._listener, "the server: it is being started"
       )
       descriptors = self._listener.fileno(), process_link.fileno()
-      # In a session of its own: Ctrl-C is passed on once.
+      # In a session of its own: a terminal's Ctrl-C is the supervisor's.
       process = self._process = subprocess.Popen(
         [sys.executable, *sys.orig_argv[1:]],
         env=os.environ | {VARIABLE: "{} {} {}".format(*descriptors, count)},
@@ -175,7 +183,7 @@ class Supervisor:
       process_link.close()
       if self._told:
         # The signal came before there was a process.
-        process.send_signal(self._told)
+        process.kill()
       silence_s = None
       while True:
         ready, _, _ = select.select([link], [], [], silence_s)
@@ -192,7 +200,8 @@ class Supervisor:
         if not received:
           break
         silence_s = self._silence_s
-        self._served |= _SERVES in received
+        self._serves |= _SERVES in received
+        self._served |= self._serves
         if _ANSWERS in received and probes is not None:
           probes.stop()
           probes = None

@@ -12,7 +12,8 @@ import sys
 import pytest
 
 from launch import serve
-from launch.shared import common
+from launch.shared import common, console
+from ringjax.data import Tokenizer
 from ringjax.errors import OptionError
 from tests import object_servers
 from tests.helpers import refused, until
@@ -95,6 +96,15 @@ def test_a_port_that_is_taken():
   with socket.create_server(("127.0.0.1", 0)) as taken:
     port = taken.getsockname()[1]
     refused(OptionError, lambda: serve._listener("127.0.0.1", port), "--port=0")
+
+
+def test_an_interruption_while_the_model_is_loaded(monkeypatch, capsys):
+  def interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(Tokenizer, "load", interrupted)
+  assert serve.run(parsed("--port=0")) == console.INTERRUPTED
+  assert "interrupted while loading the model" in capsys.readouterr().err
 
 
 def test_without_uvicorn(monkeypatch, capsys):

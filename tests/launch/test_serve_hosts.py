@@ -334,7 +334,7 @@ if action == "hangs":
 if action in ("silent", "hangs"):
   signal.pause()
 if action == "told":
-  os.kill(os.getppid(), signal.SIGTERM)
+  os.kill(os.getppid(), int(status))
   signal.pause()
 if action == "killed":
   os.kill(os.getpid(), signal.SIGKILL)
@@ -375,14 +375,18 @@ class Signals(io.StringIO):
     return super().write(text)
 
 
-@pytest.mark.parametrize("actions", [("3", "0"), ("told:",)])
+@pytest.mark.parametrize(
+  "actions",
+  [("3", "0"), (f"told:{signal.SIGTERM:d}",), (f"told:{signal.SIGINT:d}",)],
+)
 def test_a_signal_while_no_process_serves_ends_normally(
-  tmp_path, monkeypatch, actions
+  tmp_path, monkeypatch, capfd, actions
 ):
   """Between two starts, and at one that does not catch signals yet."""
   text, record = Signals(), tmp_path / "starts"
   assert supervised(record, monkeypatch, actions, text) == 0
   assert len(record.read_text().splitlines()) == 1
+  assert not capfd.readouterr().err
   assert text.getvalue().splitlines()[-1] == "ended"
 
 
