@@ -321,7 +321,7 @@ def channel_texts(text: str, *, calls: bool = False) -> ToolAnswer:
 def _growing_channels(text: str) -> ToolAnswer:
   """Parts of an answer that has not ended: analyses, then a final message.
 
-  What follows another message waits for the end: a call that is none is shown.
+  What follows another message waits for the end, which tells text from calls.
   """
   reasoning = ""
   for channel in _channels(text):
