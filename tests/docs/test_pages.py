@@ -104,6 +104,8 @@ def test_the_page_of_models_names_every_family():
   first_column = re.findall(r"^\| ([\w, ]+) \|", text, re.M)
   named = {name.strip() for row in first_column for name in row.split(",")}
   assert {*models.list()} <= named
+  compared = (DOCS / "comparison.md").read_text("utf-8")
+  assert f"| families | {len(models.list())}, text:" in compared
 
 
 def names_of_rows(text, heading):

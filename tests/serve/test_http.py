@@ -568,6 +568,10 @@ def test_a_call_in_an_answer_is_read(engine):
     ({"tools": [{"type": "function"}]}, ["tools[0].function"]),
     ({"tools": [SUM, SUM]}, ["two of one name"]),
     ({"tools": [SUM], "tool_choice": "sum"}, ["tool_choice"]),
+    ({"tools": [SUM], "tool_choice": NAMED | {"type": "custom"}}, ["custom"]),
+    ({"tools": [SUM], "tool_choice": NAMED | {"mode": "auto"}}, ["mode"]),
+    ({"tools": [{"type": "function", "function": {"name": "f",
+      "strict": "yes"}}]}, ["strict", "true or false"]),
     ({"tools": [SUM], "tool_choice": "required", "guided_regex": "a"},
      ["guided_regex", "one of them"]),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]},
@@ -693,8 +697,12 @@ def test_chats(engine):
   events = chat(at, max_tokens=9, temperature=0, stream=True).events
   assert events[0]["choices"][0]["delta"]["role"] == "assistant"
   assert joined(events, True)[0][0] == one["message"]["content"]
-  parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-  messages = [{"role": "user", "content": parts}]
+  # A member that is null is one that is left out.
+  parts = [
+    {"type": "text", "text": "H", "cache_control": None},
+    {"type": "text", "text": "i"},
+  ]
+  messages = [{"role": "user", "content": parts, "name": None}]
   again = chat(at, max_tokens=9, temperature=0, messages=messages)
   assert choices(again)[0]["message"] == one["message"]
   # As long as there is room.

@@ -174,6 +174,21 @@ def test_calls_after_thoughts_that_mention_them(stream):
   assert json.loads(call["function"]["arguments"]) == {"x": 1}
 
 
+def test_channels_beside_tools_are_streamed_and_counted():
+  text = CASES["gpt_oss"][2]
+  at = served(text, template="{{ tools }}<|channel|>{{ messages }}")
+  answer = chat(at, tools=TOOLS)
+  message = choices(answer)[0]["message"]
+  assert (message["reasoning"], message["content"]) == (THOUGHT, SAID)
+  details = answer.json["usage"]["completion_tokens_details"]
+  assert details == {"reasoning_tokens": len(text) - len(SAID)}
+  events = chat(at, tools=TOOLS, stream=True).events
+  deltas = [event["choices"][0]["delta"] for event in events]
+  for name, whole in (("reasoning", THOUGHT), ("content", SAID)):
+    parts = [delta[name] for delta in deltas if delta.get(name)]
+    assert "".join(parts) == whole and len(parts) > 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_that_stay_in_the_text_have_no_calls(stream):
   thought = f"<think>Use {CALL}?</think>\n\n"

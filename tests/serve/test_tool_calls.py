@@ -236,6 +236,26 @@ def test_channels_without_calls_are_shown_and_thought():
   assert reader("GPT-OSS").read(text, True)[::2] == ("Hello.", "Hm.")
 
 
+@pytest.mark.parametrize("name", ["weather", "other"])
+def test_channels_grow_to_what_they_are_at_the_end(name):
+  call = "commentary to=functions." + name + " json<|message|>{}<|call|>"
+  texts = {"analysis": "Hm. <|3", "commentary": "I look.", "final": "Hello. "}
+  parts = ["analysis", "commentary", call, "analysis", "final", call]
+  for kinds in itertools.permutations(parts, 3):
+    text = "<|start|>assistant".join(
+      f"<|channel|>{x}<|message|>{texts[x]}<|end|>" if x in texts
+      else f"<|channel|>{x}"
+      for x in kinds
+    )  # fmt: skip
+    read = reader("GPT-OSS").read
+    growing = [read(text[:n], False) for n in range(len(text))]
+    for before, after in itertools.pairwise([*growing, read(text, True)]):
+      assert after.content.startswith(before.content)
+      assert after.reasoning.startswith(before.reasoning)
+    if kinds[:2] == ("analysis", "final"):
+      assert growing[-1][::2] == ("Hello. ", "Hm. <|3")
+
+
 def test_arguments_as_text_follow_the_schema():
   text = (
     "<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n"

@@ -185,7 +185,8 @@ def members(name: str, value: object, *known: str) -> dict[str, Any]:
   """Parse an object with known members; null ones are left out."""
   if not isinstance(value, dict):
     raise OptionError(name, kind_of(value), "an object", "pass an object")
-  unknown = sorted(set(value) - set(known))
+  given = {key: x for key, x in value.items() if x is not None}
+  unknown = sorted(set(given) - set(known))
   if unknown:
     raise OptionError(
       f"{name}.{unknown[0][:60]}",
@@ -193,7 +194,7 @@ def members(name: str, value: object, *known: str) -> dict[str, Any]:
       f"some of {', '.join(known)}",
       "leave it out",
     )
-  return {key: x for key, x in value.items() if x is not None}
+  return given
 
 
 def is_ids(value: object) -> TypeGuard[list[int]]:
@@ -664,11 +665,7 @@ def tools_of(given: Mapping[str, Any]) -> ToolChoice | None:
   # With "none" no tool may be called, so they are left out of the prompt.
   if choice in ("auto", "none") and not (schemas and choice == "auto"):
     return None
-  named = None
-  if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
-    named = choice["function"].get("name", "")
-  if named is not None and not isinstance(named, str):
-    named = ""
+  named = _named_tool(choice) if isinstance(choice, dict) else None
   known = choice in ("auto", "required") if named is None else named in schemas
   if not known:
     raise refused(
@@ -684,6 +681,17 @@ def tools_of(given: Mapping[str, Any]) -> ToolChoice | None:
   if named is not None:
     schemas = {named: schemas[named]}
   return ToolChoice(tools, schemas, choice != "auto")
+
+
+def _named_tool(choice: dict[str, Any]) -> str:
+  """Name of the only tool that may be called; "" if the choice is invalid."""
+  try:
+    chosen = members("tool_choice", choice, "type", "function")
+    function = members("tool_choice", chosen.get("function"), "name")
+  except OptionError:
+    return ""
+  kind, name = chosen.get("type", "function"), function.get("name")
+  return name if kind == "function" and isinstance(name, str) else ""
 
 
 def _tool(name: str, given: Json) -> tuple[str, dict[str, Any]]:
@@ -719,6 +727,8 @@ def _tool(name: str, given: Json) -> tuple[str, dict[str, Any]]:
     )
   if "description" in function:
     text(f"{name}.function.description", function["description"])
+  if "strict" in function:
+    flag(f"{name}.function.strict", function["strict"])
   return title, schema
 
 
@@ -786,13 +796,7 @@ def _message(name: str, given: Json, calls: bool) -> dict[str, Any]:
   if reasoning := parsed.pop("reasoning", ""):
     parsed.setdefault("reasoning_content", reasoning)
   content = parsed.get("content")
-  if isinstance(content, list) and all(
-    isinstance(part, dict)
-    and set(part) == {"type", "text"}
-    and part["type"] == "text"
-    and isinstance(part["text"], str)
-    for part in content
-  ):
+  if isinstance(content, list) and all(map(_is_text_part, content)):
     content = "".join(part["text"] for part in content)
   result = parsed.pop("tool_calls", [])
   if result:
@@ -811,6 +815,16 @@ def _message(name: str, given: Json, calls: bool) -> dict[str, Any]:
     )
   utf8(f"{name}.content", content)
   return parsed | {"role": role, "content": content}
+
+
+def _is_text_part(part: Json) -> bool:
+  """Whether a part of a content is a text, all other members null."""
+  return (
+    isinstance(part, dict)
+    and {key for key, x in part.items() if x is not None} == {"type", "text"}
+    and part["type"] == "text"
+    and isinstance(part["text"], str)
+  )
 
 
 def _tool_calls(name: str, given: Json, calls: bool) -> list[dict[str, Any]]:

@@ -840,7 +840,7 @@ class ApiModel:
 
   def usage(self, call: ApiCall, handles: Sequence[Handle]) -> dict[str, Any]:
     """Usage object of a call whose answers have ended."""
-    if call.reasoning is None or call.reasoning.shown:
+    if self._thought_reader(call) is None:
       return usage(handles)
     answers = [answer for handle in handles for answer in handle.answers]
     thought = sum(self.reasoning_tokens(call, answer) for answer in answers)
@@ -848,15 +848,26 @@ class ApiModel:
 
   def reasoning_tokens(self, call: ApiCall, answer: Answer) -> int:
     """Number of tokens of an answer before its content."""
-    if call.reasoning is None or call.reasoning.shown:
+    reader = self._thought_reader(call)
+    if reader is None:
       return 0
-    end = call.reasoning.read(answer.text, True).end
+    end = reader.read(answer.text, True).end
     stream, chars = Stream(self.tokenizer, special=call.stops.special), 0
     for count, token in enumerate(answer.tokens):
       if chars >= end:
         return count
       chars += len(stream.feed(token))
     return len(answer.tokens) if end else 0
+
+  def _thought_reader(self, call: ApiCall) -> ReasoningReader | None:
+    """Reader of reasoning that answers have apart from their content."""
+    if call.reasoning is not None:
+      return None if call.reasoning.shown else call.reasoning
+    form = None if call.tools is None else call.tools.form
+    if form is None or not form.channels or self._template_reasoning is None:
+      return None
+    # `call.tools` reads calls and reasoning together.
+    return ReasoningReader.of_prompt(self._template_reasoning, "")
 
   def chunk(
     self, call: ApiCall, choices: list[dict[str, Any]]

@@ -60,9 +60,7 @@ def messages_of_input(
         f"items of type {', '.join(_ITEM_MEMBERS)}",
         "leave it out",
       )
-    # Clients send back objects with all members that they know, most null.
-    values = {key: x for key, x in item.items() if x is not None}
-    parsed = members(name, values, "type", *_ITEM_MEMBERS[kind])
+    parsed = members(name, item, "type", *_ITEM_MEMBERS[kind])
     _add(messages, kind, name, parsed, names)
   return messages
 

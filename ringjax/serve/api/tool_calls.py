@@ -318,6 +318,24 @@ def channel_texts(text: str, *, calls: bool = False) -> ToolAnswer:
   return ToolAnswer("".join(shown), (), "".join(reasoning))
 
 
+def _growing_channels(text: str) -> ToolAnswer:
+  """Parts of an answer that has not ended: analyses, then a final message.
+
+  What follows another message waits for the end, which tells text from calls.
+  """
+  reasoning = ""
+  for channel in _channels(text):
+    _, mark, name = channel.header.rpartition("<|channel|>")
+    if not mark or _RECIPIENT.search(channel.header):
+      break
+    if name.strip().startswith("final"):
+      return ToolAnswer(channel.text, (), reasoning)
+    if not name.strip().startswith("analysis"):
+      break
+    reasoning += channel.text
+  return ToolAnswer("", (), reasoning)
+
+
 FORMATS = (
   ToolFormat(
     "GPT-OSS",
@@ -418,9 +436,9 @@ class ToolReader:
     return ToolAnswer(text) if calls is None else self._with(content, calls)
 
   def _read_channels(self, text: str, ended: bool) -> ToolAnswer:
-    """Parts of an answer in channels, which are shown when it has ended."""
+    """Parts of an answer in channels."""
     if not ended:
-      return ToolAnswer("")
+      return _growing_channels(certain(text, CHANNEL_MARKS))
     if "<|channel|>" not in text:
       return ToolAnswer(text)
     assert self.form is not None
