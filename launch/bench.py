@@ -78,7 +78,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from absl import app, flags, logging
 
 # Another project's folder of this name has no such file.
@@ -110,9 +109,9 @@ from benchmarks.serving import (
 from benchmarks.shared.harness import BenchmarkSettings, option
 from benchmarks.speculation import speculating
 from ringjax.errors import RingjaxError
+from ringjax.parallel.mesh import make_cpu_devices
 
 from .planning import runahead
-from .shared import common
 from .shared.flag_helpers import FlagHelper
 
 
@@ -298,8 +297,7 @@ def _run(benchmark: Any) -> None:
   start = benchmark.quick if flag_values["quick"] else benchmark.options()
   settings = start.with_flags(flag_values)
   if "devices" in accepted:
-    common.give_threads(settings.devices)
-    jax.config.update("jax_num_cpu_devices", settings.devices)
+    make_cpu_devices(settings.devices)
   files = {name: flag_values[name] for name in benchmark.files}
   command = shlex.join(["python", "-m", "launch.bench", *sys.argv[1:]])
   benchmark.run(settings, command=command, **files)

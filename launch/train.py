@@ -46,7 +46,13 @@ from ml_collections.config_flags import config_flags
 import ringjax as rj
 from ringjax import fetched_models
 from ringjax.bench import timing
-from ringjax.checks import integer, local_path, one_of, positive_int
+from ringjax.checks import (
+  integer,
+  is_address,
+  local_path,
+  one_of,
+  positive_int,
+)
 from ringjax.data.batches import texts
 from ringjax.data.batches.corpus import fingerprint
 from ringjax.data.batches.packing import BestFit, Cut
@@ -1138,7 +1144,7 @@ def _tokens(train_recipe: recipe.Recipe, steps: int) -> int:
 
 
 def _check_overrides(flag: Any) -> None:
-  """Turns an override of an unknown field into a flag error.
+  """Turns a missing file and an override of an unknown field into flag errors.
 
   A config file that does not exist is looked for among the installed ones, so
   that configs/train/quick.py is found from every working directory.
@@ -1151,6 +1157,8 @@ def _check_overrides(flag: Any) -> None:
       installed = pathlib.Path(__file__).parent / file
       if file.startswith("configs/") and not os.path.exists(file):
         file = str(installed if installed.is_file() else file)
+      if not os.path.isfile(file):
+        raise flags.IllegalFlagValueError(_no_config(argument))
       argument = file + colon + overrides
     try:
       parse(argument)
@@ -1169,6 +1177,23 @@ def _check_overrides(flag: Any) -> None:
       ) from None
 
   flag.parse = checked
+
+
+def _no_config(argument: str) -> str:
+  """Error message of a config that is not a file of this machine."""
+  if is_address(argument):
+    return message(
+      "--config",
+      repr(argument),
+      "a file on this machine: a config is a program",
+      "copy it here",
+    )
+  return message(
+    "--config",
+    f"{argument!r}, which is not a file",
+    "a Python file with get_config()",
+    "see configs/train and configs/posttraining, as configs/train/quick.py",
+  )
 
 
 def default_config() -> ConfigDict:

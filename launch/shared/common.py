@@ -26,7 +26,7 @@ from jaxtyping import Int
 from ringjax.errors import MeshError, OptionError
 from ringjax.kv import CacheConfig, kind_text
 from ringjax.kv.codecs import Allocated, Calibrated
-from ringjax.parallel.mesh import make_mesh
+from ringjax.parallel.mesh import make_cpu_devices, make_mesh
 from ringjax.plan import draw
 
 from . import console, rendezvous
@@ -193,30 +193,11 @@ def _make_cpu_devices(
     for _, n in axes(values.mesh or f"seq:{1 if alone else DEVICES}"):
       size *= n
     count = max(1, (size if size > 0 else DEVICES) // processes)
-  give_threads(count)
-  config: Any = jax.config
-  if config.jax_num_cpu_devices != count:
-    try:
-      jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-      # JAX has started already, as in a notebook or a test.
-      if values.devices is not None:
-        raise OptionError(
-          "--devices", count, "no --devices once JAX runs", "leave it out"
-        ) from None
-
-
-def give_threads(devices: int) -> None:
-  """Gives XLA at least two threads for each CPU device.
-
-  XLA's CPU client begins independent collectives at once. Each blocks a thread
-  until all devices have begun it, and by default there are as many threads as
-  devices: one device can take them all, and XLA aborts the process after 40 s.
-  With one device, or once JAX has started, nothing changes.
-  """
-  if devices > 1:
-    threads = max(os.cpu_count() or 1, 2 * devices)
-    os.environ.setdefault("NPROC", str(threads))
+  # JAX may have started already, as in a notebook or a test.
+  if not make_cpu_devices(count) and values.devices is not None:
+    raise OptionError(
+      "--devices", count, "no --devices once JAX runs", "leave it out"
+    )
 
 
 def axes(text: str) -> list[tuple[str, int]]:

@@ -15,22 +15,26 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
+import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 
 from ringjax.checks import integer, positive_int
 from ringjax.data.text.chat import ChatTemplate
 from ringjax.data.text.tokenizer import Tokenizer
-from ringjax.errors import OptionError
+from ringjax.errors import OptionError, RingjaxError
 from ringjax.infer.generate import generate
 from ringjax.infer.scoring.text_scorer import TextScorer
 from ringjax.infer.stopping import Stop
 from ringjax.models.checkpoint import load
-from ringjax.parallel.mesh import make_mesh
+from ringjax.parallel.mesh import make_cpu_devices, make_mesh
 
 # Device of lm_eval's command by default.
 _DEFAULT_DEVICE = "cuda:0"
@@ -102,7 +106,8 @@ class HarnessModel:
         many as `batch_tokens` allow, chosen for each pass.
       max_batch_size: Not supported: `batch_tokens` bounds a pass.
       device: Not supported: JAX takes its devices from JAX_PLATFORMS.
-      seq: Number of devices over which the sequence is sharded.
+      seq: Number of devices over which the sequence is sharded; a CPU is made
+        as many, unless JAX has started.
       model_parallel: Number of devices over which heads and widths are sharded.
       dtype: Dtype of the weights; default: the folder's.
       max_length: Maximum number of tokens of a text; default: the model's
@@ -143,6 +148,7 @@ class HarnessModel:
     }
     self._mesh = None
     if sizes:
+      _make_devices(math.prod(sizes.values()))
       self._mesh = make_mesh(tuple(sizes.values()), tuple(sizes))
     self.name = pretrained
     self.model = load(pretrained, mesh=self._mesh, dtype=dtype)
@@ -366,6 +372,14 @@ class HarnessModel:
     return texts
 
 
+def _make_devices(count: int) -> None:
+  """Makes JAX's CPU client have as many devices, if nothing has made more."""
+  config: Any = jax.config
+  by_flag = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+  if not by_flag and config.jax_num_cpu_devices < count:
+    make_cpu_devices(count)
+
+
 def _batch_size(given: int | str) -> int:
   """Maximum number of texts of a pass, from lm_eval's option.
 
@@ -410,6 +424,15 @@ def lm_class() -> type[Any]:
     """A model of ringjax for lm_eval; options are those of `HarnessModel`."""
 
     def __init__(self, *args: Any, **options: Any):
+      known = list(inspect.signature(HarnessModel).parameters)
+      for name in options:
+        if name not in known:
+          raise OptionError(
+            "model_args",
+            f"the name {name!r}",
+            f"some of {', '.join(known)}",
+            "leave it out",
+          )
       base.__init__(self)
       HarnessModel.__init__(self, *args, **options)
 
@@ -499,10 +522,16 @@ def register() -> type[Any]:
 
 
 def main() -> None:
-  """Runs lm_eval's command with the model "ringjax" added."""
-  register()
-  sys.argv[0] = str(Path(sys.argv[0]).with_name("lm_eval"))
-  importlib.import_module("lm_eval.__main__").cli_evaluate()
+  """Runs lm_eval's command with the model "ringjax" added.
+
+  An error of this package is one line on stderr, and exit status 1.
+  """
+  try:
+    register()
+    sys.argv[0] = str(Path(sys.argv[0]).with_name("lm_eval"))
+    importlib.import_module("lm_eval.__main__").cli_evaluate()
+  except RingjaxError as error:
+    sys.exit(f"ringjax-lm-eval: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":

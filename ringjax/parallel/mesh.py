@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -65,6 +66,29 @@ def make_mesh(
   grid = np.empty(len(devices), dtype=object)
   grid[:] = devices
   return Mesh(grid.reshape(sizes), tuple(axis_names), axis_types=kinds)
+
+
+def make_cpu_devices(count: int) -> bool:
+  """Make JAX's CPU client have `count` devices, before JAX starts.
+
+  XLA gets at least two threads for each device: its CPU client begins
+  independent collectives at once, each of which blocks a thread until all
+  devices have begun it. With a thread for each device, as by default, one
+  device can take them all, and XLA aborts the process after 40 s.
+
+  Returns:
+    Whether there are as many; not if JAX has started with another number.
+  """
+  if count > 1:
+    threads = max(os.cpu_count() or 1, 2 * count)
+    os.environ.setdefault("NPROC", str(threads))
+  config: Any = jax.config
+  if config.jax_num_cpu_devices != count:
+    try:
+      jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+      return False
+  return True
 
 
 def automatic(mesh: Mesh | AbstractMesh) -> Mesh:

@@ -12,6 +12,7 @@ import pytest
 import ringjax as rj
 from ringjax.data import Bytes
 from ringjax.errors import OptionError
+from ringjax.eval import lm_eval_model
 from ringjax.eval.lm_eval_model import HarnessModel, lm_class, register
 from ringjax.serve import Engine
 from tests.serve.test_http_live import serving
@@ -279,6 +280,19 @@ def test_lm_eval_has_the_values_by_hand(folder, model, tasks, monkeypatch):
   prompts = [model.tok_encode(doc["question"]) for doc in DOCS]
   want = model.answers_to(prompts, {"until": ["q"], "max_gen_toks": 5})
   assert [x["filtered_resps"][0] for x in answers] == want
+
+
+def test_the_command_refuses_in_one_line(folder, monkeypatch):
+  pytest.importorskip("lm_eval")
+  monkeypatch.setattr("sys.argv", [
+    "ringjax-lm-eval", "--model=ringjax", "--tasks=arc_easy",
+    f"--model_args=pretrained={folder},sequence=2",
+  ])  # fmt: skip
+  with pytest.raises(SystemExit) as ended:
+    lm_eval_model.main()
+  line = ended.value.code
+  assert line.startswith("ringjax-lm-eval: ") and "\n" not in line
+  assert "'sequence'" in line and "model_parallel" in line
 
 
 @pytest.mark.long

@@ -140,9 +140,10 @@ def test_a_step_reads_each_layer_from_the_disk_once(tmp_path):
     at.step()
     at.step()
     old_reads, steps = len(of_disk(model)), at.counters.steps
-    prompt = at.submit(request(drawn(saved_model, 64)[0], 1))
-    while not prompt.done:
-      at.step()
+    for text in drawn(saved_model, 64, 64, 64):
+      prompt = at.submit(request(text, 1))
+      while not prompt.done:
+        at.step()
     assert not answer.done
     at.run()
     steps = at.counters.steps - steps
@@ -153,10 +154,11 @@ def test_a_step_reads_each_layer_from_the_disk_once(tmp_path):
       )[0].tolist()
     )
     reads[tile] = (len(of_disk(model)) - old_reads) / 4, steps
-  # Steps are as many, and some of them have both kinds of row.
+  # Steps are as many, and six of them have both kinds of row. Layers that are
+  # read ahead of their step are counted with an earlier one.
   assert reads[None][1] == reads[0][1]
-  assert reads[None][0] <= reads[None][1] + 1
-  assert reads[0][0] > reads[0][1] + 1
+  assert reads[None][0] <= reads[None][1] + 2
+  assert reads[0][0] > reads[0][1] + 3
 
 
 def of_disk(model):

@@ -206,6 +206,32 @@ def test_thoughts_that_stay_in_the_text_have_no_calls(stream):
     assert sum(len(part.get("tool_calls", ())) for part in parts) == calls
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_channels_that_stay_in_the_text_have_no_calls(stream):
+  template = "{{ tools }}<|channel|>{{ messages }}"
+  plain = CASES["gpt_oss"][2]
+  thought = "<|channel|>analysis<|message|>Use f?<|end|>"
+  call = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>"
+  call += 'json<|message|>{"x": 1}<|call|>'
+  texts = plain, thought + call, thought, plain + "<|end|>" + call
+  at = served(*texts, template=template, reasoning_parser="none")
+  wanted = (plain, 0), (thought, 1), (thought, 0), (plain + "<|end|>", 1)
+  for content, calls in wanted:
+    answer = chat(at, tools=TOOLS, stream=stream)
+    parts = (
+      [e["choices"][0]["delta"] for e in answer.events]
+      if stream
+      else [choices(answer)[0]["message"]]
+    )
+    assert "".join(part.get("content") or "" for part in parts) == content
+    assert not any("reasoning" in part for part in parts)
+    assert sum(len(part.get("tool_calls", ())) for part in parts) == calls
+    if not stream:
+      assert "completion_tokens_details" not in answer.json["usage"]
+    elif len(content) > len(thought):
+      assert sum(bool(part.get("content")) for part in parts) > 1
+
+
 def test_parsers_by_name():
   text = CASES["seed_oss"][2]
   plain = TEMPLATE.replace("think>", "x>")

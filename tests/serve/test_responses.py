@@ -231,6 +231,9 @@ def test_grammars_and_choices_are_those_of_chats(talking):
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
      ["input[0].content[0]", "input_image"]),
     ({"input": [{"role": "user", "content": "a", "b": 1}]}, ["input[0].b"]),
+    ({"input": [{"role": "user", "content": [
+      {"type": "input_text", "text": "a", "b": 1}]}]},
+     ["input[0].content[0].b"]),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "f",
       "arguments": "{"}]}, ["input[0]", "JSON object"]),
     ({"tools": [{"type": "web_search"}]}, ["tools[0]", "web_search"]),
@@ -298,6 +301,10 @@ def test_null_members_of_items_that_clients_send_back():
   )
   with pytest.raises(OptionError, match="namespace"):
     messages_of_input([call | {"namespace": "n"}])
+  part = {"type": "output_text", "text": "b", "annotations": [], "logprobs": []}
+  part["parsed"] = None
+  said = {"type": "message", "role": "assistant", "content": [part]}
+  assert messages_of_input([said])[0]["content"] == "b"
 
 
 def test_openai_s_client_responds():

@@ -435,6 +435,7 @@ class ApiModel:
       tools=choice.schemas,
       form=form,
       parallel=params.get("parallel_tool_calls", True),
+      shown=self._reasoning is None,
     )
 
   def _thinking(
@@ -863,8 +864,9 @@ class ApiModel:
     """Reader of reasoning that answers have apart from their content."""
     if call.reasoning is not None:
       return None if call.reasoning.shown else call.reasoning
-    form = None if call.tools is None else call.tools.form
-    if form is None or not form.channels or self._template_reasoning is None:
+    if call.tools is None or call.tools.form is None or call.tools.shown:
+      return None
+    if not call.tools.form.channels or self._template_reasoning is None:
       return None
     # `call.tools` reads calls and reasoning together.
     return ReasoningReader.of_prompt(self._template_reasoning, "")

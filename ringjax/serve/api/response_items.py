@@ -24,6 +24,9 @@ _ITEM_MEMBERS = {
   "function_call_output": ("id", "call_id", "output", "status"),
 }
 _PARTS = ("input_text", "output_text", "text", "reasoning_text")
+# Members of a part of an answer besides its text, which clients send back: they
+# describe it, and no model reads them.
+_DESCRIPTIONS = ("annotations", "logprobs")
 
 
 def messages_of_input(
@@ -159,7 +162,9 @@ def _content(name: str, given: Json) -> str:
         f"parts of type {', '.join(_PARTS)}",
         "leave it out: images, files and sounds are not read",
       )
-    texts.append(text(f"{name}[{n}].text", part.get("text")))
+    known = _DESCRIPTIONS if kind == "output_text" else ()
+    parsed = members(f"{name}[{n}]", part, "type", "text", *known)
+    texts.append(text(f"{name}[{n}].text", parsed.get("text")))
   return "".join(texts)
 
 

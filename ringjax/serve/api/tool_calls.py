@@ -262,11 +262,18 @@ class _Channel(NamedTuple):
     header: Texts before the message: recipient, channel and type.
     text: Text of the message.
     ended: Whether a token ended it.
+    span: Slice of the answer with the header, the message and its end.
   """
 
   header: str
   text: str
   ended: bool
+  span: slice
+
+  @property
+  def is_call(self) -> bool:
+    """Whether the message is to a function."""
+    return _RECIPIENT.search(self.header) is not None
 
 
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -277,17 +284,20 @@ _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
 def _channels(text: str) -> list[_Channel]:
   """Messages of an answer in channels."""
-  channels = []
-  header, mark, rest = text.partition("<|message|>")
-  while mark:
+  channels: list[_Channel] = []
+  rest, at = text, 0
+  while True:
+    header, mark, rest = rest.partition("<|message|>")
+    if not mark:
+      return channels
     places = [rest.find(end) for end in _MESSAGE_ENDS]
     place = min((n for n in places if n >= 0), default=-1)
     ended = place >= 0
     message = rest[:place] if ended else rest
-    channels.append(_Channel(header, message, ended))
     rest = rest[place:].partition("|>")[2] if ended else ""
-    header, mark, rest = rest.partition("<|message|>")
-  return channels
+    span = slice(at, len(text) - len(rest))
+    channels.append(_Channel(header, message, ended, span))
+    at = span.stop
 
 
 def _read_channels(text: str, tools: Tools) -> list[ToolCall] | None:
@@ -311,7 +321,7 @@ def channel_texts(text: str, *, calls: bool = False) -> ToolAnswer:
   shown, reasoning = [], []
   for channel in _channels(text):
     name = channel.header.rpartition("<|channel|>")[2].strip()
-    if calls and _RECIPIENT.search(channel.header):
+    if calls and channel.is_call:
       continue
     is_shown = not name.startswith("analysis")
     (shown if is_shown else reasoning).append(channel.text)
@@ -326,7 +336,7 @@ def _growing_channels(text: str) -> ToolAnswer:
   reasoning = ""
   for channel in _channels(text):
     _, mark, name = channel.header.rpartition("<|channel|>")
-    if not mark or _RECIPIENT.search(channel.header):
+    if not mark or channel.is_call:
       break
     if name.strip().startswith("final"):
       return ToolAnswer(channel.text, (), reasoning)
@@ -334,6 +344,22 @@ def _growing_channels(text: str) -> ToolAnswer:
       break
     reasoning += channel.text
   return ToolAnswer("", (), reasoning)
+
+
+def _channels_as_written(text: str, ended: bool) -> str:
+  """Text of channels with their marks, without calls.
+
+  What follows a call of an answer that has not ended waits for the end.
+  """
+  kept, at = [], 0
+  for channel in _channels(text):
+    at = channel.span.stop
+    if not channel.is_call:
+      kept.append(text[channel.span])
+    elif not ended:
+      return "".join(kept)
+  # The header of a message that has not begun may be that of a call.
+  return "".join(kept) + text[at:] if ended else "".join(kept)
 
 
 FORMATS = (
@@ -405,11 +431,13 @@ class ToolReader:
     tools: Schema of the arguments of each tool, by its name.
     form: Format of the calls; None: the answer is one call, as JSON.
     parallel: Whether an answer may have several calls.
+    shown: Whether reasoning in channels stays in the content, with its marks.
   """
 
   tools: Tools
   form: ToolFormat | None
   parallel: bool = True
+  shown: bool = False
 
   def read(self, text: str, ended: bool) -> ToolAnswer:
     """Parts of an answer's text so far.
@@ -438,11 +466,18 @@ class ToolReader:
   def _read_channels(self, text: str, ended: bool) -> ToolAnswer:
     """Parts of an answer in channels."""
     if not ended:
-      return _growing_channels(certain(text, CHANNEL_MARKS))
+      text = certain(text, CHANNEL_MARKS)
+      if self.shown:
+        return ToolAnswer(_channels_as_written(text, False))
+      return _growing_channels(text)
     if "<|channel|>" not in text:
       return ToolAnswer(text)
     assert self.form is not None
     calls = self.form.read(text, self.tools)
+    if self.shown:
+      if calls is None:
+        return ToolAnswer(text)
+      return self._with(_channels_as_written(text, True), calls)
     parts = channel_texts(text, calls=calls is not None)
     return (
       parts
