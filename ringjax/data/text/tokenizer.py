@@ -197,6 +197,13 @@ class Tokenizer:
           (copy / file).write_bytes(content)
         return cls.load(copy, untrusted=untrusted)
     data = read_file(path / "tokenizer.json", TOKENIZER_BYTES)
+    if data is None and not path.is_dir():
+      raise TokenizerError(
+        "folder",
+        f"{path}, which is not there",
+        "a folder or a GGUF file",
+        "download the model first: hf download NAME --local-dir FOLDER",
+      )
     if data is None:
       old = any((path / f).exists() for f in ("tokenizer.model", "vocab.json"))
       raise TokenizerError(
