@@ -56,9 +56,12 @@ from ringjax.checks import (
 from ringjax.data.batches import texts
 from ringjax.data.batches.corpus import fingerprint
 from ringjax.data.batches.packing import BestFit, Cut
+from ringjax.data.chats.answer_tokens import answer_end
 from ringjax.data.gguf.gguf_file import is_gguf
 from ringjax.data.tasks import documents
 from ringjax.data.tasks.link_tokens import LINKS, LinkTokens
+from ringjax.data.text.chat import ChatTemplate
+from ringjax.data.text.tokenizer_files import write_eos_ids
 from ringjax.errors import (
   CheckpointMismatchError,
   OptionError,
@@ -368,6 +371,9 @@ class _TrainingRun:
       self._peak = values.peak or _peak(config.dtype, mesh)
       self._begin("reading the data")
       template = _chat_template(config)
+      own_eos_ids = tokenizer.eos_ids
+      if template is not None:
+        _stop_at_answer_end(tokenizer, template)
       data = [
         sources.mixture(
           entry.get("sources", config.sources),
@@ -497,6 +503,8 @@ class _TrainingRun:
       if first and template is not None:
         with filling(out / "model") as place:
           (place / _TEMPLATE).write_text(template, "utf-8")
+          if tokenizer.eos_ids != own_eos_ids:
+            write_eos_ids(place, tokenizer.eos_ids)
       if first and links is not None:
         links.save(out / "model")
       screen.say(f"wrote {out / 'model'}")
@@ -1427,6 +1435,17 @@ def _chat_template(config: ConfigDict) -> str | None:
     ]
   )
   return None if path is None else sources.template_text(path)
+
+
+def _stop_at_answer_end(tokenizer: Any, template: str) -> None:
+  """Makes the token that ends a template's answers one at which a model stops.
+
+  That of a template of one's own may be none for the model so far.
+  """
+  chat_template = ChatTemplate(template, tokenizer.special_names)
+  end = answer_end(chat_template, tokenizer)
+  if end is not None and end not in tokenizer.eos_ids:
+    tokenizer.eos_ids = (*tokenizer.eos_ids, end)
 
 
 def _start(config: ConfigDict) -> Any:

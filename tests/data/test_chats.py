@@ -9,13 +9,14 @@ import pytest
 
 from ringjax.data import Bytes, ChatTemplate, Tokenizer
 from ringjax.data.batches.packing import BestFit, Cut, fill
-from ringjax.data.chats.answer_tokens import answer_tokens
+from ringjax.data.chats.answer_tokens import answer_end, answer_tokens
 from ringjax.data.chats.chat_documents import (
   ChatDocuments,
   ChatEncoding,
   PairDocuments,
 )
 from ringjax.data.chats.chat_lines import Chat, read_chats, read_pairs
+from ringjax.data.text.tokenizer_files import write_eos_ids
 from ringjax.errors import DataError, OptionError, TemplateError
 from tests.data import made, templates
 from tests.data.test_chat import NOW, model, user
@@ -56,6 +57,41 @@ def runs(mask):
   """Start and end of each run of True."""
   edges = np.flatnonzero(np.diff(np.r_[0, mask.astype(int), 0]))
   return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+@pytest.mark.parametrize("name", templates.ALL)
+def test_answers_end_with_a_token_at_which_the_model_stops(loaded, name):
+  source, kind = templates.ALL[name]
+  tokenizer = loaded[kind]
+  end = answer_end(template_of(source, tokenizer), tokenizer)
+  assert end is not None and tokenizer.window([end]) in source + "".join(
+    map(str, tokenizer.special_names.values())
+  )
+
+
+def test_answers_may_end_without_a_special_token():
+  tokenizer = Bytes()
+  source = (
+    "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}"
+    "END{% endgeneration %}\n{% endfor %}"
+  )
+  template = template_of(source, tokenizer)
+  assert answer_end(template, tokenizer) is None
+  own = template_of(source.replace("END", "<|user|>"), tokenizer)
+  end = answer_end(own, tokenizer)
+  assert tokenizer.window([end]) == "<|user|>"
+
+
+def test_ids_at_which_a_model_stops_are_written_beside_others(tmp_path):
+  Bytes().save(tmp_path)
+  path = tmp_path / "generation_config.json"
+  path.write_text('{"eos_token_id": 257, "temperature": 0.6}')
+  write_eos_ids(tmp_path, (257, 259))
+  assert Tokenizer.load(tmp_path).eos_ids == (257, 259)
+  assert json.loads(path.read_text())["temperature"] == 0.6
+  path.unlink()
+  write_eos_ids(tmp_path, (257, 260))
+  assert Tokenizer.load(tmp_path).eos_ids == (257, 260)
 
 
 @pytest.mark.parametrize("name", templates.ALL)

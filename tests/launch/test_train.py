@@ -196,23 +196,29 @@ def test_preferences_that_are_stopped_go_on_to_the_same_end(
 def test_chats_that_are_cut_are_counted(tmp_path):
   out = tmp_path / "out"
   folder = ROOT / "launch" / "configs" / "posttraining"
+  # A template of one's own, with a token at which the model has not stopped.
+  chats = (folder / "chat.jinja").read_text()
+  own = chats.replace("eos_token }}{%- endgen", "'<|user|>' }}{%- endgen")
+  assert own != chats
+  path = tmp_path / "own.jinja"
+  path.write_text(own)
   status, _, err = run(
     "--config=configs/posttraining/sft.py",
     "--mesh=seq:2",
     f"--out={out}",
     "--config.stages=({'steps': 2, 'length': 64, 'batch': 2},)",
     "--config.lora.rank=2",
-    "--config.merge=False",
     "--config.sources=({'kind': 'chats', 'too_long': 'truncate', "
-    f"'path': '{folder}/chats.jsonl', 'template': '{folder}/chat.jinja'}},)",
+    f"'path': '{folder}/chats.jsonl', 'template': '{path}'}},)",
   )
   assert status == 0, err
   assert "cut to the length of a row" in err
   assert all(0 < row["labels"] < row["tokens"] for row in lines(out))
   assert (out / "adapter" / "adapter_config.json").exists()
   template = (out / "adapter" / "chat_template.jinja").read_text()
-  assert template == (folder / "chat.jinja").read_text()
-  assert not (out / "model").exists()
+  assert template == own
+  tokenizer = rj.data.Tokenizer.load(out / "model")
+  assert [tokenizer.window([i]) for i in tokenizer.eos_ids[1:]] == ["<|user|>"]
 
 
 def test_adapters_that_cannot_be_written_alone_are_refused(small, tmp_path):

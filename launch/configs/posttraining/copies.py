@@ -9,33 +9,24 @@ Result    reward 0.03 in the first update, 0.90 in the sixth, 1.00 from the
           eighth to the twelfth; see docs/how/posttraining.md, "Rewards"
 """
 
-import pathlib
-
 from ml_collections import ConfigDict
 
-from ringjax.launch.train import default_config
-
-HERE = pathlib.Path(__file__).parent
+from ringjax.launch.configs.posttraining import chat_model
 
 
-def get_config() -> ConfigDict:
-  config = default_config()
-  config.init_from = "smollm2-135m"
+def get_config(model: str = chat_model.DEFAULT) -> ConfigDict:
+  config = chat_model.chat_config(model)
   config.merge = False
-  config.lora = {
-    "rank": 16,
-    "alpha": 32.0,
-    "targets": ("q", "k", "v", "o", "gate", "up", "down"),
-  }
   config.stages = ({"steps": 12, "length": 40, "batch": 24},)
   config.rewards = {
-    "questions": str(HERE / "copies.jsonl"),
+    "questions": str(chat_model.HERE / "copies.jsonl"),
     "functions": {
       "exact": "ringjax.launch.training.reward_functions:number_share"
     },
     "group": 8,
     "max_new_tokens": 8,
     "objective": {"name": "dr_grpo", "longest": 8},
+    **chat_model.template(model),
   }
   config.optimizer = {
     "learning_rate": 3e-4,

@@ -69,6 +69,27 @@ def answer_tokens(
   return _by_prefixes(template, messages, tokenizer, learned, options)
 
 
+def answer_end(template: ChatTemplate, tokenizer: AnyTokenizer) -> int | None:
+  """Id of the special token with which the answers of a template end, or None.
+
+  White space may follow it.
+
+  Raises:
+    TemplateError: As `answer_tokens`, for a chat of two short messages.
+  """
+  messages = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+  ]
+  ids, answered = answer_tokens(template, messages, tokenizer, learned=(1,))
+  for token in reversed(ids[answered].tolist()):
+    if token in tokenizer.specials.ids:
+      return token
+    if tokenizer.window([token]).strip():
+      break
+  return None
+
+
 def _by_marks(
   template: ChatTemplate,
   messages: Sequence[Mapping[str, Any]],

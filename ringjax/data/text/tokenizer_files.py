@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tokenizers
 
 from ringjax.errors import StorageError, TokenizerError
+from ringjax.json_text import json_text
 from ringjax.paths import AnyPath, open_binary
 from ringjax.regular_files import inside, open_regular
 
@@ -121,6 +123,18 @@ class TokenizerConfig:
     if not isinstance(tokens, list):
       raise fault(_CONFIG, f"{name} {tokens!r}", "a list of tokens")
     return [text for text in map(text_of, tokens) if text]
+
+
+def write_eos_ids(folder: AnyPath, ids: Sequence[int]) -> None:
+  """Set the ids at which a model stops in its generation_config.json.
+
+  Args:
+    folder: Folder of the model.
+    ids: Ids; those of the tokenizer count besides.
+  """
+  path = folder / "generation_config.json"
+  config = _read_json(path) | {"eos_token_id": list(ids)}
+  path.write_text(json_text(config, indent=2) + "\n", "utf-8")
 
 
 def text_of(token: object) -> str | None:
