@@ -776,6 +776,11 @@ def summary(done: dict[str, Any]) -> list[str]:
       f"{fetches['hits'] + fetches['misses']:,} chosen, of which "
       f"{fetches['misses']:,} were copied, {console.nbytes(fetches['bytes'])}"
     )
+    if fetches["copied_ahead"]:
+      lines["pages of host memory"] += (
+        f"; {fetches['early']:,} of these ahead of their layer, with "
+        f"{fetches['copied_ahead'] - fetches['early']:,} others"
+      )
   if done["contexts"] is not None:
     report = done["contexts"]
     lines["contexts"] = (

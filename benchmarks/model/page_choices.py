@@ -74,9 +74,9 @@ def main() -> None:
   records: list[dict[str, Any]] = []
   print(
     "| kind | attention | least layer | recall | least layer | error | loss | "
-    "bytes copied a token | device bytes a token |"
+    "bytes copied a token | device bytes a token | misses copied ahead |"
   )
-  print("|---|" + "---:|" * 8, flush=True)
+  print("|---|" + "---:|" * 9, flush=True)
   base = None
   for options in ["budget=1.0,page=16", *flags.kinds.split(";")]:
     kind = f"select:{sizes},{options}"
@@ -94,13 +94,15 @@ def main() -> None:
     records.append(
       result.record() | {"device_bytes": resident_bytes, "copied_bytes": copied}
     )
+    fetches = result.fetches
+    ahead = f"{fetches.early / max(1, fetches.misses):.1%}"
     attention = [x.attention for x in result.layers]
     recall = [x.recall for x in result.layers]
     print(
       f"| `{options}` | {result.attention:.1%} | {min(attention):.1%} | "
       f"{result.recall:.1%} | {min(recall):.1%} | {result.error:.1%} | "
       f"{result.nll - base:+.4f} | "
-      f"{copied:,.0f} | {resident_bytes:,.0f} |",
+      f"{copied:,.0f} | {resident_bytes:,.0f} | {ahead} |",
       flush=True,
     )
   if flags.out is not None:

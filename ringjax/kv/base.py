@@ -465,7 +465,12 @@ class CallCache:
     return self
 
   def fetch(
-    self, kind: int, slots: PyTree, index: Index, after: Shaped[Array, " ..."]
+    self,
+    kind: int,
+    slots: PyTree,
+    index: Index,
+    after: Shaped[Array, " ..."],
+    queries: Callable[[], Array | None] = lambda: None,
   ) -> PyTree:
     """Starts to copy a layer's part to the devices, for `fetched_layer`.
 
@@ -476,11 +481,13 @@ class CallCache:
         what nothing reads.
       after: Array that must be computed before the copy, so that no layer
         takes device memory too early.
+      queries: Function that guesses the layer's rotated queries [B, T, N, H]
+        from the input of the layer before, or returns None if it can't.
 
     Returns:
       The arrays in flight; () for a layer that is on the devices.
     """
-    del kind
+    del kind, queries
     return slots.fetch(index, after) if isinstance(slots, DistantSlots) else ()
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> Any:

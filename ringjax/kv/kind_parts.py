@@ -166,6 +166,14 @@ class TierConfig(Config):
     least=1,
     default=None,
   )
+  ahead: int | None = option(
+    "Pages, or single tokens where these are chosen, that each device copies "
+    "while the layer before runs: those that the layer's queries, guessed from "
+    "that one's input, choose and that are not hot. As many are copied in each "
+    "layer of each call of an answer, of use or not. None: none.",
+    least=1,
+    default=None,
+  )
 
   @property
   def tile_blocks(self) -> int:
@@ -346,6 +354,13 @@ REFUSED = (
     lambda k: f"{k.tier.rank}, without select and hot",
     "a policy by which queries choose pages of host memory",
     "write select:device=4096,hot=8192,unrotated=True,rank=32, or leave it out",
+  ),
+  CacheRefusal(
+    "ahead",
+    lambda k: k.tier.ahead is not None and (not k.tier.hot or not k.policy),
+    lambda k: f"{k.tier.ahead}, without select and hot",
+    "a policy by which queries choose pages of host memory",
+    "write select:device=4096,hot=8192,ahead=8, or leave it out",
   ),
   CacheRefusal(
     "rank",

@@ -16,7 +16,7 @@ from ringjax.kv.base import LayerCache, StateCache
 from ringjax.kv.encoder_states import EncoderStates
 from ringjax.kv.summaries.summary_layers import SummaryLayer
 from ringjax.kv.summaries.summary_spec import KeySummaries
-from ringjax.nn.attention_layers.attention import Attention
+from ringjax.nn.attention_layers.attention import Attention, GroupedQuery
 from ringjax.nn.attention_layers.attention_and_state import AttentionAndState
 from ringjax.nn.attention_layers.choosing.choosing_attention import (
   SummaryAttention,
@@ -267,6 +267,21 @@ class Block(nnx.Module):
       scale = self.scale[...].astype(x.dtype)[None, None]
       x = by_tile(lambda x: x * scale, x)
     return x, cache
+
+  def queries(
+    self, x: Float[Array, "B T *D"], tokens: Tokens
+  ) -> Float[Array, "B T N H"] | None:
+    """Rotated queries of the layer if x were its input; None if it has none.
+
+    Of the input of the layer before they are a guess, which decides what is
+    copied early, and nothing else (InfiniGen, arXiv 2406.19707).
+    """
+    if type(self.attention) is not GroupedQuery or self.streams is not None:
+      return None
+    stream = x.dtype
+    x, _ = self.attention_residual.begin(x)
+    normed = self.pre_attention(x).astype(part_dtype(self, stream))
+    return self.attention.queries(normed, tokens)
 
   def _parts(
     self,

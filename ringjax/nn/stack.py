@@ -305,6 +305,22 @@ class Stack(nnx.Module):
     fetched = kind.fetch(index, jnp.zeros((1,), jnp.float32), None)
     return kind.block(weights, fetched, index)
 
+  def _guessed_queries(
+    self,
+    run: int,
+    position: int,
+    index: Index,
+    x: Float[Array, "B T *D"],
+    tokens: Tokens,
+  ) -> Float[Array, "B T N H"] | None:
+    """Queries of a layer, from another layer's input; see `Block.queries`.
+
+    None if its weights are not all on the devices: they would be fetched twice.
+    """
+    if self.placed is not None and self.placed[run][position] is not None:
+      return None
+    return self.layer(run, position, index).queries(x, tokens)
+
   def __call__(
     self,
     x: Float[Array, "B T *D"],
@@ -519,12 +535,15 @@ class Stack(nnx.Module):
 
       def fetch_keys(
         turn: tuple[int, int], slots: Any, index: Index, after: jax.Array,
-        kinds: tuple[tuple[int, ...], ...] = kinds,
+        kinds: tuple[tuple[int, ...], ...] = kinds, g: int = g,
       ) -> Any:  # fmt: skip
         """Start to fetch the keys of a turn's layer, if they are elsewhere."""
         position, call = turn
+        queries = functools.partial(
+          self._guessed_queries, g, position, index, after, calls[call][1]
+        )
         return tuple(
-          calls[call][2].fetch(kind, layer_slots, index, after)
+          calls[call][2].fetch(kind, layer_slots, index, after, queries)
           for kind, layer_slots in zip(
             kinds[position], slots[call][position], strict=True
           )

@@ -86,15 +86,15 @@ def test_only_pages_that_are_not_hot_are_copied():
   prompt = rj.models.CachedAttention(replicated=False)
   _, cache = model(tokens_of(40, 1), cache=cache, attend=prompt)
   cache = cache.evict()
-  assert cache.fetches() == (0, 0, 0)
+  assert not any(cache.fetches())
   token = tokens_of(1, 1)
   first, cache = model(token, cache=cache)
   heads, page_bytes = 2, 2 * 8 * 8 * 4
-  assert cache.fetches() == (0, 2 * heads, 2 * heads * page_bytes)
+  assert cache.fetches()[:3] == (0, 2 * heads, 2 * heads * page_bytes)
   cache = cache.keep(np.zeros((1, 1), bool))
   again, cache = model(token, cache=cache)
   np.testing.assert_array_equal(first, again)
-  assert cache.fetches() == (2 * heads, 2 * heads, 2 * heads * page_bytes)
+  assert cache.fetches()[:3] == (2 * heads, 2 * heads, 2 * heads * page_bytes)
 
 
 def test_device_bytes_are_those_of_hot_pages_and_bounds():

@@ -222,6 +222,39 @@ def test_all_pages_and_vectors_change_nothing(kind):
   assert fetches.misses and fetches.bytes == fetches.misses * copied
 
 
+@pytest.mark.parametrize(
+  "kind",
+  [
+    pytest.param("select:budget=16", marks=pytest.mark.long),
+    pytest.param(f"int8+select:budget=16,{CLUSTERS}", marks=pytest.mark.slow),
+    pytest.param(f"select:budget=16,{MEANS},{WHOLE}", marks=pytest.mark.slow),
+  ],
+)
+def test_copies_ahead_change_no_bit(kind):
+  """Some of them are misses, which are not copied again."""
+  kind, ends = f"{kind},device=8,page=8,hot=16", (40, 41, 42, 44, 45)
+  want, plain = run(kind, ends=ends)
+  got, cache = run(f"{kind},ahead=3", ends=ends)
+  np.testing.assert_array_equal(got, want)
+  before, fetches = plain.fetches(), cache.fetches()
+  assert fetches[:2] == before[:2]
+  assert 0 < fetches.early < fetches.misses
+  # Three copies of each layer and call, whatever they hold.
+  assert fetches.copied_ahead == 3 * cache.hot[0].page.shape[0] * 4
+  page_bytes = before.bytes // before.misses
+  copies = fetches.misses - fetches.early + fetches.copied_ahead
+  assert fetches.bytes == page_bytes * copies
+
+
+def test_queries_that_nobody_guesses_are_refused(tmp_path):
+  kind = kind_text.parse("select:device=8,hot=64,page=8,ahead=2")
+  rj.models.save(contract.model(1, "grouped"), tmp_path)
+  placed = rj.models.load(tmp_path, placement="host")
+  cache = placed.init_cache(B, CAPACITY, kind=kind).with_room(40)
+  with pytest.raises(OptionError, match="ahead.*weights on the devices"):
+    placed(tokens_of(1), cache=cache)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", [HASHES, CLUSTERS])
 def test_chosen_codes_are_those_without_host_memory(choice):
@@ -254,6 +287,7 @@ def test_fewer_vectors_are_an_approximation_of_the_first_keys():
     MEANS,
     f"{MEANS},unrotated=True,rank=4",
     "landmarks=hashes,hash_bits=2,hash_tables=8,unrotated=True",
+    pytest.param("ahead=3", marks=pytest.mark.slow),
     pytest.param(f"{CLUSTERS},unrotated=True,rank=4", marks=pytest.mark.slow),
   ],
 )
@@ -284,6 +318,7 @@ def test_rows_turns_and_drafts_are_independent(options):
     f"{MEANS},unrotated=True,rank=8",
     "landmarks=hashes,hash_bits=2,hash_tables=8",
     CLUSTERS,
+    "ahead=2",
   ],
 )
 def test_heads_may_be_sharded(options):
@@ -301,7 +336,7 @@ def test_heads_may_be_sharded(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", [HASHES, CLUSTERS])
+@pytest.mark.parametrize("choice", [HASHES, CLUSTERS, "ahead=2"])
 def test_shards_of_a_sequence_choose_their_keys(choice):
   """With a mean of keys, or queries, of all shards; all keys are chosen."""
   config = {**SMALL, "model_type": "qwen3", "head_dim": 16}
@@ -332,6 +367,8 @@ def test_shards_of_a_sequence_choose_their_keys(choice):
     ("select:device=8,hot=64,page=8,landmarks=hashes,hash_bits=20", "hash_b"),
     ("select:device=8,hot=64,page=8,landmarks=hashes,sink_tokens=8", "sink_t"),
     ("select:device=8,hot=64,page=8,cluster_tokens=4", "cluster_tokens"),
+    ("dense:device=8,hot=64,page=8,ahead=2", "ahead"),
+    ("select:device=8,hot=64,page=8,ahead=0", "ahead"),
     (
       "select:device=8,hot=64,page=8,landmarks=clusters,cluster_tokens=9",
       "got 9",

@@ -374,6 +374,27 @@ class TestCompiled:
     # Scores of the pages of a layer, and which of them are hot.
     assert temporaries[262144] - temporaries[65536] < 2**20
 
+  @pytest.mark.slow
+  @pytest.mark.parametrize("topology", ["v5e:1x1", "v5p:1x1x1", "v6e:1x1"])
+  def test_guessed_pages_are_copied_while_the_layer_before_runs(
+    self, tmp_path, topology
+  ):
+    """All of its keys and values; those of a loop by count have no company."""
+    kind = "select:budget=2048,page=128,device=1024,hot=4096,ahead=4"
+    path = tmp_path / "program.hlo"
+    options = {"model": MODEL, "tokens": 65536, "cache": kind}
+    aot.compile(f"{STEPS}:decode", topology, options, text_path=str(path))
+    program = hlo.HloProgram(path.read_text(), chips.core(topology))
+    by_loop = collections.defaultdict(list)
+    for name, ops, cycles in host_copies(program):
+      by_loop[name].append((sum("fusion" in x for x in ops), cycles))
+    # Those of layer 0 before the loop, of the next layer, and of misses.
+    copies = sorted(by_loop.values(), key=lambda x: min(y for _, y in x))
+    assert [len(x) for x in copies] == [2, 8, 8]
+    assert max(x for _, x in copies[0]) < min(x for _, x in copies[2]) / 10
+    # Beside the products of a layer.
+    assert min(x for x, _ in copies[2]) > 10
+
   @pytest.mark.parametrize(
     ("topology", "cache"),
     [

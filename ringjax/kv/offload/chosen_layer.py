@@ -12,12 +12,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
 
+from ringjax.errors import OptionError
 from ringjax.kv.layer_spec import LayerKV
 from ringjax.kv.offload.choices import choice_of, units_read
 from ringjax.kv.offload.clustered_keys import noted_queries
 from ringjax.kv.offload.hot_pages import (
   ChosenPages,
+  EarlyPages,
   HotPages,
+  begin_pages,
   fetch_chosen,
   is_wider,
 )
@@ -48,12 +51,14 @@ class ChosenTieredLayer(TieredLayer):
     hot: Hot pages of the kind of layer; None if all stays on the devices.
     moments: Moments of queries of the kind of layer; None: none are recorded.
     chosen: Pages that the call's queries read; None: they read all.
+    early: Pages of the layer that were copied ahead; None: none were.
   """
 
   cache: ChosenTieredCache
   hot: HotPages | None
   moments: Float[Array, "L B K H H"] | None = None
   chosen: ChosenPages | None = None
+  early: EarlyPages | None = None
 
   @property
   def slots(self) -> tuple[PyTree, HotPages | None, jax.Array | None]:
@@ -70,7 +75,16 @@ class ChosenTieredLayer(TieredLayer):
     if policy is None or not self._chooses:
       # An index chooses by `chosen_by`.
       return self
-    landmarks, places = cache.landmarks[self.kind], self._places
+    if cache.kind.tier.ahead is not None and self.early is None:
+      raise _no_guess(cache.kind.tier.ahead)
+    q = rotated()
+    choose, most = self._choosing()
+    return self._fetched(choose, q, self._query_spec, q.shape[1], most)
+
+  def _choosing(self) -> tuple[Callable[..., ChosenUnits], int]:
+    """Function with which queries choose units, and units that one reads."""
+    cache = self.cache
+    landmarks = cache.landmarks[self.kind]
     assert landmarks is not None
     count = num_pages(landmarks) // cache.shards
     num_read = tuple(units_read(cache.kind, n) for n in range(count + 1))
@@ -85,9 +99,91 @@ class ChosenTieredLayer(TieredLayer):
       q = _by_head(q, _num_heads(landmarks))
       return choice.chosen(q, landmarks, centres, at, num_read)
 
-    q = rotated()
-    spec = P(places.batch or None, None, places.heads or None)
-    return self._fetched(choose, q, spec, q.shape[1], max(num_read))
+    return choose, max(num_read)
+
+  @property
+  def _query_spec(self) -> P:
+    places = self._places
+    return P(places.batch or None, None, places.heads or None)
+
+  def begun(self, queries: Callable[[], Array | None]) -> EarlyPages | None:
+    """Copy pages that the layer will probably choose, see `begin_pages`.
+
+    Args:
+      queries: Function that guesses the rotated queries of the layer,
+        [B, T, N, H], or returns None if they can't be guessed.
+
+    Raises:
+      OptionError: If they can't be guessed.
+    """
+    cache, count = self.cache, self.cache.kind.tier.ahead
+    if count is None or not self._chooses:
+      return None
+    q = queries()
+    if q is None:
+      raise _no_guess(count)
+    places, hot = self._places, self.hot
+    blocks, landmarks = cache.blocks[self.kind], cache.landmarks[self.kind]
+    centres = cache.centres[self.kind]
+    assert hot is not None and blocks is not None and landmarks is not None
+    choose, _ = self._choosing()
+    copies_keys = cache.low_rank[self.kind] is None
+
+    def local(
+      queries: jax.Array,
+      blocks: LayerKV,
+      hot: HotPages,
+      landmarks: PyTree,
+      centres: jax.Array | None,
+      at: Coords,
+      layer: jax.Array,
+    ) -> EarlyPages:
+      of_layer = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
+      head_vectors = None if centres is None else of_layer(centres)
+      of_pages = jax.tree.map(of_layer, landmarks)
+      units = choose(queries, of_pages, head_vectors, Coords(*at))
+      return begin_pages(
+        LayerKV(*blocks),
+        hot,
+        layer,
+        units.units,
+        units.reads,
+        count,
+        keys=copies_keys,
+      )
+
+    layers = cache.shapes[self.kind].layers
+    return places.local(
+      local,
+      (
+        self._query_spec,
+        self._block_specs(blocks),
+        hot.specs(places),
+        places.by_head,
+        head_placement(centres, places),
+        places.by_example,
+        P(),
+      ),
+      EarlyPages.specs(hot, places, keys=copies_keys),
+    )(
+      q,
+      blocks,
+      hot,
+      landmarks,
+      centres,
+      cache.held.at,
+      # One beyond the last layer is none.
+      jnp.minimum(jnp.asarray(self.index, jnp.int32), layers - 1),
+    )
+
+  def _block_specs(self, blocks: LayerKV) -> LayerKV:
+    """PartitionSpecs of the blocks in host memory."""
+    places = self._places
+    spec: PyTree = P(
+      places.tokens or None, places.batch or None, places.heads or None
+    )
+    value_spec: PyTree = spec if blocks.v.size else P()
+    return LayerKV(spec, value_spec)
 
   def _noting(self, rotated: Callable[[], Array]) -> ChosenTieredLayer:
     """Record the queries of a prompt's tokens."""
@@ -188,6 +284,7 @@ class ChosenTieredLayer(TieredLayer):
     batch, heads, axis = (
       x or None for x in (places.batch, places.heads, places.tokens)
     )
+    early, keys = self.early, low_rank is None
 
     def local(
       queries: PyTree,
@@ -199,6 +296,7 @@ class ChosenTieredLayer(TieredLayer):
       at: Coords,
       layer: jax.Array,
       stored: _Stored,
+      early: EarlyPages | None,
     ) -> tuple[HotPages, ChosenPages]:
       of_layer = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
       at = Coords(*at)
@@ -206,7 +304,14 @@ class ChosenTieredLayer(TieredLayer):
       of_pages = jax.tree.map(of_layer, landmarks)
       units = choose(queries, of_pages, head_vectors, at)
       new_hot, chosen = fetch_chosen(
-        LayerKV(*blocks), hot, at, layer, units.units, units.reads, low_rank
+        LayerKV(*blocks),
+        hot,
+        at,
+        layer,
+        units.units,
+        units.reads,
+        low_rank,
+        early,
       )
       if not choice.samples:
         return new_hot, chosen
@@ -216,8 +321,6 @@ class ChosenTieredLayer(TieredLayer):
       bias = _sampling_bias(choice, q, view, head_vectors, units)
       return new_hot, chosen._replace(bias=bias)
 
-    block_spec: PyTree = P(axis, batch, heads)
-    value_spec: PyTree = block_spec if blocks.v.size else P()
     by_head: PyTree = P(batch, heads, axis)
     by_query: PyTree = P(batch, heads, None, axis)
     total = num_pages(landmarks) * (cache.kind.tier.block // hot.k.shape[1])
@@ -231,7 +334,7 @@ class ChosenTieredLayer(TieredLayer):
       local,
       (
         specs,
-        LayerKV(block_spec, value_spec),
+        self._block_specs(blocks),
         specs_of_hot,
         places.by_head,
         head_placement(centres, places),
@@ -239,6 +342,7 @@ class ChosenTieredLayer(TieredLayer):
         places.by_example,
         P(),
         self._stored_specs,
+        None if early is None else EarlyPages.specs(hot, places, keys=keys),
       ),
       (
         specs_of_hot,
@@ -261,6 +365,7 @@ class ChosenTieredLayer(TieredLayer):
       cache.held.at,
       jnp.asarray(self.index, jnp.int32),
       self._stored,
+      early,
     )
     return dataclasses.replace(self, hot=new_hot, chosen=chosen)
 
@@ -337,6 +442,16 @@ class _Stored(NamedTuple):
 
   constants: tuple[tuple[Any, ...], tuple[Any, ...]]
   rotation: Rotation | None
+
+
+def _no_guess(count: int) -> OptionError:
+  """Error of an option that a layer can't follow."""
+  return OptionError(
+    "ahead",
+    f"{count}, for a layer whose queries nobody can guess",
+    "layers of plain attention of a model, with their weights on the devices",
+    "leave ahead out",
+  )
 
 
 def _num_heads(landmarks: PyTree[Shaped[Array, "B K M ..."]]) -> int:

@@ -42,6 +42,7 @@ from ringjax.kv.offload.choices import unit_of, units_read
 from ringjax.kv.offload.chosen_layer import ChosenTieredLayer
 from ringjax.kv.offload.host_memory import default_device
 from ringjax.kv.offload.hot_pages import (
+  COUNTS,
   HotPages,
   PageFetches,
   emptied,
@@ -77,8 +78,7 @@ def page_fetches(cache: ModelCache) -> PageFetches | None:
   parts = [x for x in map(page_fetches, cache.parts) if x is not None]
   if not parts:
     return None
-  hits, misses, num_bytes = (sum(x) for x in zip(*parts, strict=True))
-  return PageFetches(int(hits), int(misses), int(num_bytes))
+  return PageFetches(*(int(sum(x)) for x in zip(*parts, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,22 +216,23 @@ class ChosenTieredCache(TieredCache):
 
   def fetches(self) -> PageFetches:
     """Count the pages that the calls of this cache have chosen."""
-    hits = misses = num_bytes = 0
+    total = PageFetches(0, 0, 0)
     for hot, low_rank, blocks in zip(
       self.hot, self.low_rank, self.blocks, strict=True
     ):
       if not hot or blocks is None:
         continue
-      counts = host(hot.counts).reshape(-1, 2).astype(np.int64).sum(0)
+      counts = host(hot.counts).reshape(-1, COUNTS).astype(np.int64).sum(0)
+      hits, misses, early, ahead = counts.tolist()
       copied = (hot.k, hot.v) if low_rank is None else (hot.v,)
       page_bytes = sum(x.nbytes // x.shape[0] for x in copied)
       platform = next(iter(hot.counts.devices())).platform
       page = hot.k.shape[1]
       page_bytes *= slots_copied(blocks.k, page, platform) // page
-      hits += int(counts[0])
-      misses += int(counts[1])
-      num_bytes += int(counts[1]) * page_bytes
-    return PageFetches(hits, misses, num_bytes)
+      num_bytes = (misses - early + ahead) * page_bytes
+      of_kind = PageFetches(hits, misses, num_bytes, early, ahead)
+      total = PageFetches(*map(sum, zip(total, of_kind, strict=True)))
+    return total
 
   def tokens_read(self, kind: int, tokens: int) -> int:
     """Older tokens that a query reads at most of `tokens`, on one shard.
@@ -267,6 +268,26 @@ class ChosenTieredCache(TieredCache):
     inner, hot, moments = slots
     inner = self.open.layer(kind, inner, index)
     return ChosenTieredLayer(self, inner, index, kind, hot, moments)
+
+  def fetch(
+    self,
+    kind: int,
+    slots: PyTree,
+    index: Index,
+    after: Shaped[Array, " ..."],
+    queries: Callable[[], Array | None] = lambda: None,
+  ) -> PyTree:
+    del after
+    if self.blocks[kind] is None:
+      return ()
+    early = self.layer(kind, slots, index).begun(queries)
+    return () if early is None else early
+
+  def fetched_layer(
+    self, kind: int, slots: PyTree, index: Index, fetched: PyTree
+  ) -> ChosenTieredLayer:
+    layer = self.layer(kind, slots, index)
+    return dataclasses.replace(layer, early=fetched) if fetched else layer
 
   # -------------------------------------------------------------------------
   # Between calls
@@ -359,7 +380,7 @@ class ChosenTieredCache(TieredCache):
     counted = []
     for new, old in zip(hot, self.hot, strict=True):
       if new is not None and old is not None:
-        by_shard = host(old.counts).reshape(*new.counts.shape[:3], -1, 2)
+        by_shard = host(old.counts).reshape(*new.counts.shape[:3], -1, COUNTS)
         counts = move(jnp.asarray(by_shard.sum(3)), device)
         new = dataclasses.replace(new, counts=counts)
       counted.append(new)

@@ -8,6 +8,9 @@ the device, bit for bit; only those that were not there are copied. Rows, heads
 and shards are independent.
 Cost: a copy of each missing page of keys and of values, one after another, on a
 TPU of at least eight tokens; an order of a head's hot pages by their last use.
+With pages that `begin_pages` copies ahead, those of them that are missing are
+not copied again; its number of copies does not depend on data, so a compiler
+can begin them while another layer runs.
 Memory: `hot` tokens of each KV head; during a call that chooses more pages,
 those, for one layer at a time.
 
@@ -49,6 +52,8 @@ from ringjax.typing import ArrayLeaf, Index, leaf
 _LAST = jnp.iinfo(jnp.int32).max
 # Tokens of a tile of a TPU's memory, the least that is copied.
 _TPU_ROWS = 8
+# Numbers that are counted on each shard, see `HotPages.counts`.
+COUNTS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,8 +68,9 @@ class HotPages:
       none. Each shard counts its own pages from 0.
     used: Number of calls, of the layer, until the last that chose the page,
       int32 [L, B, K, R C].
-    counts: Pages that calls chose and that were there (hits), and that were
-      copied (misses), int32 [L, B, K, R 2].
+    counts: Pages that calls chose and that were there (hits), that were not
+      (misses), those of the misses that had been copied ahead, and copies
+      ahead, all of a device at its first row and head, int32 [L, B, K, R 4].
   """
 
   k: Shaped[ArrayLeaf, "N P _"]
@@ -110,7 +116,7 @@ class HotPages:
       v=pool(stored.v),
       page=by_slot,
       used=by_slot,
-      counts=like((*lead, room.shards * 2), jnp.int32, places.by_head),
+      counts=like((*lead, room.shards * COUNTS), jnp.int32, places.by_head),
     )
 
   def allocated(self) -> HotPages:
@@ -138,13 +144,17 @@ class PageFetches(NamedTuple):
 
   Fields:
     hits: Pages that were on the devices.
-    misses: Pages that were copied from host memory.
-    bytes: Bytes of the pages that were copied.
+    misses: Pages that were not.
+    bytes: Bytes of the pages that were copied from host memory.
+    early: Misses that had been copied ahead of their layer, with `ahead`.
+    copied_ahead: Copies ahead of a layer, with those that were of no use.
   """
 
   hits: int
   misses: int
   bytes: int
+  early: int = 0
+  copied_ahead: int = 0
 
   def since(self, earlier: PageFetches) -> PageFetches:
     """Pages that calls have chosen after those that `earlier` counts."""
@@ -155,6 +165,28 @@ class PageFetches(NamedTuple):
     """Fields and the share of hits as JSON."""
     share = self.hits / max(1, self.hits + self.misses)
     return {**self._asdict(), "hit_share": share}
+
+
+class EarlyPages(NamedTuple):
+  """Pages that were copied ahead of the layer that may choose them.
+
+  Fields:
+    k: Keys of pages [F, P, X]; of size 0 where they are rebuilt.
+    v: Values in the same layout, or of size 0 where they are part of the keys.
+    page: Number of each page among those of all rows and heads of the device,
+      int32 [F]; -1 for none.
+  """
+
+  k: Shaped[Array, "F P _"]
+  v: Shaped[Array, "F P _"]
+  page: Int[Array, " F"]
+
+  @classmethod
+  def specs(cls, hot: HotPages, places: Places, *, keys: bool) -> EarlyPages:
+    """PartitionSpecs of the arrays, with keys or without."""
+    pool: PyTree = places.pool
+    none: PyTree = P()
+    return cls(pool if keys else none, pool if hot.v.size else none, pool)
 
 
 class ChosenPages(NamedTuple):
@@ -201,6 +233,7 @@ def fetch_chosen(
   pages: Int[Array, "B K T n"],
   reads: Bool[Array, "B K T n"],
   low_rank: LowRankKeys | None = None,
+  early: EarlyPages | None = None,
 ) -> tuple[HotPages, ChosenPages]:
   """Copy the chosen pages that are not hot, on one device.
 
@@ -214,6 +247,7 @@ def fetch_chosen(
       are distinct.
     reads: Whether the query reads the page.
     low_rank: Coefficients from which keys are rebuilt; None: they are copied.
+    early: Pages of the layer that were copied ahead; None: none were.
 
   Returns:
     The hot pages after the call, and those that the queries read.
@@ -263,9 +297,14 @@ def fetch_chosen(
   if extra:
     arrays = tuple(_wider(x, first, b * heads, size, extra) for x in arrays)
   base = jnp.int32(0) if extra else first
-  arrays = _fetched(
-    blocks, arrays, layer, total, base, width, flat, victim, is_miss, low_rank
+  copy = _PageCopy(
+    blocks, layer, total, base, width, flat, victim, hot.k.shape[1], low_rank
   )
+  is_early, ahead = jnp.zeros_like(is_miss), 0
+  if early is not None:
+    is_early, arrays = _from_early(copy, early, arrays, is_miss)
+    ahead = early.page.size
+  arrays = copy.all(arrays, is_miss & ~is_early, blocks)
   head = jnp.arange(b * heads, dtype=jnp.int32).reshape(b, heads, 1)
   table = base + head * width + slots
   table = jnp.where(page_of >= 0, table, -1)
@@ -273,7 +312,10 @@ def fetch_chosen(
     old, new[None], layer, 0
   )
   distinct_hits = _is_first(flat, read, total) & is_hit
-  counts = jnp.stack([jnp.sum(x, 2) for x in (distinct_hits, is_miss)], 2)
+  begun = jnp.zeros_like(is_miss[..., :1], jnp.int32).at[0, 0].set(ahead)
+  counts = jnp.stack(
+    [jnp.sum(x, 2) for x in (distinct_hits, is_miss, is_early, begun)], 2
+  )
   pools = arrays
   if extra:
     pools = tuple(
@@ -365,54 +407,163 @@ def _narrow(
   return lax.dynamic_update_slice_in_dim(pool, layer, first, 0)
 
 
-def _fetched(
-  blocks: LayerKV,
-  arrays: tuple[jax.Array, ...],
-  layer: Index,
-  total: int,
-  base: Index,
-  width: int,
-  pages: Int[Array, "B K n"],
-  slots: Int[Array, "B K n"],
-  misses: Bool[Array, "B K n"],
-  low_rank: LowRankKeys | None,
-) -> tuple[jax.Array, ...]:
-  """Copy missing pages from host memory into their slots.
+class _PageCopy(NamedTuple):
+  """Copies of chosen pages into slots of device memory.
 
-  With `low_rank` their keys are rebuilt on the device.
+  Fields:
+    blocks: Blocks in host memory.
+    layer: Index of the layer, int32 [].
+    total: Number of pages of a row of a layer.
+    base: Index of the first of the layer's slots in the arrays.
+    width: Slots of a head.
+    pages: Pages that queries choose, int32 [B, K, n].
+    slots: Slot of the head for each of them, int32 [B, K, n].
+    page: Tokens of a page.
+    low_rank: Coefficients from which keys are rebuilt; None: they are copied.
   """
-  b, heads, n = misses.shape
-  flat = misses.reshape(-1)
-  (order,) = jnp.nonzero(flat, size=flat.size, fill_value=0)
-  order = order.astype(jnp.int32)
-  slots_of_page = arrays[0].shape[1]
-  # Pages of a block.
-  parts = blocks.k.shape[token_axis(blocks.k)] // slots_of_page
-  first = jnp.asarray(layer, jnp.int32) * (total // parts)
 
-  def step(i: Index, arrays: PyTree) -> PyTree:
-    entry = order[i]
-    head = entry // n
-    page, slot = pages.reshape(-1)[entry], slots.reshape(-1)[entry]
+  blocks: LayerKV
+  layer: Index
+  total: int
+  base: Index
+  width: int
+  pages: Int[Array, "B K n"]
+  slots: Int[Array, "B K n"]
+  page: int
+  low_rank: LowRankKeys | None
+
+  def numbers(self) -> Int[Array, "B K n"]:
+    """Number of each page among those of all rows and heads."""
+    b, heads, _ = self.pages.shape
+    head = jnp.arange(b * heads, dtype=jnp.int32).reshape(b, heads, 1)
+    return head * self.total + self.pages
+
+  def host_page(
+    self, stack: Shaped[Array, "_ B K _ _"], head: Index, page: Index
+  ) -> Shaped[Array, "1 P _"]:
+    """Copy a page of a head from the layer's blocks in host memory."""
+    parts = stack.shape[token_axis(stack)] // self.page
+    first = jnp.asarray(self.layer, jnp.int32) * (self.total // parts)
+    b, heads, _ = self.pages.shape
     source = (first + page // parts) * (b * heads) + head
-    part = page % parts
-    target = base + head * width + slot
+    return _copied_page(stack, self.page, source, page % parts)
 
-    def copy(stack: jax.Array, into: jax.Array) -> jax.Array:
-      if not into.size:
-        return into
-      page = _copied_page(stack, slots_of_page, source, part)
-      return lax.dynamic_update_slice_in_dim(into, page, target, 0)
+  def all(
+    self,
+    arrays: tuple[jax.Array, ...],
+    wanted: Bool[Array, "B K n"],
+    source: LayerKV | EarlyPages,
+    of_page: Int[Array, "B K n"] | None = None,
+  ) -> tuple[jax.Array, ...]:
+    """Copy the wanted pages into their slots, one after another.
 
-    if low_rank is None:
-      return tuple(map(copy, blocks, arrays))
-    k, v = arrays
-    rebuilt = low_rank.of_unit(layer, head, page, slots_of_page)
-    rebuilt = rebuilt.astype(k.dtype)
-    k = lax.dynamic_update_slice_in_dim(k, rebuilt, target, 0)
-    return k, copy(blocks.v, v)
+    Args:
+      arrays: Arrays of keys and values, [N, P, X].
+      wanted: Whether to copy each page.
+      source: Blocks in host memory, or pages that were copied ahead.
+      of_page: Index in `source` of each page that was copied ahead.
 
-  return loop(jnp.sum(flat, dtype=jnp.int32), step, arrays)
+    With `low_rank` keys are rebuilt on the device.
+    """
+    n = wanted.shape[2]
+    flat = wanted.reshape(-1)
+    (order,) = jnp.nonzero(flat, size=flat.size, fill_value=0)
+    order = order.astype(jnp.int32)
+
+    def step(i: Index, arrays: PyTree) -> PyTree:
+      entry = order[i]
+      head = entry // n
+      page, slot = self.pages.reshape(-1)[entry], self.slots.reshape(-1)[entry]
+      target = self.base + head * self.width + slot
+      put = lambda into, x: lax.dynamic_update_slice_in_dim(into, x, target, 0)
+
+      def copy(stack: jax.Array, into: jax.Array) -> jax.Array:
+        if not into.size:
+          return into
+        if of_page is None:
+          return put(into, self.host_page(stack, head, page))
+        at = of_page.reshape(-1)[entry]
+        return put(into, lax.dynamic_slice_in_dim(stack, at, 1, 0))
+
+      k, v = arrays
+      if self.low_rank is None:
+        return copy(source.k, k), copy(source.v, v)
+      rebuilt = self.low_rank.of_unit(self.layer, head, page, self.page)
+      return put(k, rebuilt.astype(k.dtype)), copy(source.v, v)
+
+    return loop(jnp.sum(flat, dtype=jnp.int32), step, arrays)
+
+
+def _from_early(
+  copy: _PageCopy,
+  early: EarlyPages,
+  arrays: tuple[jax.Array, ...],
+  is_miss: Bool[Array, "B K n"],
+) -> tuple[Bool[Array, "B K n"], tuple[jax.Array, ...]]:
+  """Put missing pages that were copied ahead into their slots.
+
+  Returns:
+    The misses that were there, and the arrays.
+  """
+  same = copy.numbers()[..., None] == early.page[None, None, None]
+  is_early = is_miss & jnp.any(same, 3)
+  place = jnp.argmax(same, 3).astype(jnp.int32)
+  return is_early, copy.all(arrays, is_early, early, place)
+
+
+def begin_pages(
+  blocks: LayerKV,
+  hot: HotPages,
+  layer: Index,
+  pages: Int[Array, "B K T n"],
+  reads: Bool[Array, "B K T n"],
+  count: int,
+  *,
+  keys: bool,
+) -> EarlyPages:
+  """Copy pages that a layer will probably choose and that are not hot.
+
+  Args:
+    blocks: Blocks of the older part in host memory.
+    hot: Hot pages of the layers.
+    layer: Index of the layer, int32 [].
+    pages: Pages that queries will probably choose, the likeliest first.
+    reads: Whether the query will probably read the page.
+    count: Number of copies, F, whatever is missing.
+    keys: Whether keys are copied, too.
+  """
+  num_layers, b, heads, _ = hot.page.shape
+  slots, page = blocks.k.shape[token_axis(blocks.k)], hot.k.shape[1]
+  total = blocks.k.shape[0] // num_layers * (slots // page)
+  page_of = lax.dynamic_index_in_dim(hot.page, layer, 0, keepdims=False)
+  flat, read = (x.reshape(b, heads, -1) for x in (pages, reads))
+  hot_slot = jnp.take_along_axis(_slots_of(page_of, total), flat, 2)
+  is_missing = (read & (hot_slot < 0) & _is_first(flat, read, total)).reshape(
+    pages.shape
+  )
+  copy = _PageCopy(blocks, layer, total, 0, 0, flat, flat, page, None)
+  # The likeliest pages of all heads, then their next ones.
+  by_rank = lambda x: jnp.transpose(x.reshape(pages.shape), (3, 2, 0, 1))
+  missing = by_rank(is_missing).reshape(-1)
+  (first,) = jnp.nonzero(missing, size=count, fill_value=missing.size)
+  numbers = by_rank(copy.numbers()).reshape(-1)
+  number = jnp.where(
+    first < missing.size, numbers[jnp.minimum(first, missing.size - 1)], -1
+  )
+  at = jnp.maximum(number, 0)
+
+  def copied(stack: jax.Array) -> jax.Array:
+    taken = [
+      copy.host_page(stack, at[i] // total, at[i] % total) for i in range(count)
+    ]
+    return jnp.concatenate(taken)
+
+  nothing = lambda x: jnp.zeros((0, *x.shape[1:]), x.dtype)
+  return EarlyPages(
+    copied(blocks.k) if keys else nothing(hot.k),
+    copied(blocks.v) if hot.v.size else nothing(hot.v),
+    number.astype(jnp.int32),
+  )
 
 
 def slots_copied(

@@ -317,17 +317,9 @@ class GroupedQuery(nnx.Module):
     if spec.value_scale != 1.0:
       v = v * jnp.asarray(spec.value_scale, v.dtype)
     norm_late = spec.qk_norm_late and spec.qk_norm is not None
-    if norm_late:
-      q_rotated = tokens.rotate(spec.rope, q)
-      unrotated_q, q = q, by_token(self.q_norm, q_rotated)
-    else:
-      unrotated_q, k = (
-        self._clipped(by_token(self.q_norm, q)),
-        self._clipped(by_token(self.k_norm, k)),
-      )
-      q = tokens.rotate(spec.rope, unrotated_q)
-    if spec.temperature is not None:
-      q = spec.temperature(q, tokens.pos)
+    if not norm_late:
+      k = self._clipped(by_token(self.k_norm, k))
+    unrotated_q, q = self._rotated(q, tokens)
     cache = cache.append(
       jnp.swapaxes(k, 1, 2),
       jnp.swapaxes(self._clipped(v), 1, 2),
@@ -335,6 +327,26 @@ class GroupedQuery(nnx.Module):
       tokens.rotation(spec.rope, after=self.k_norm if norm_late else None),
     )
     return q, cache.observe(lambda: q, lambda: unrotated_q)
+
+  def _rotated(
+    self, q: Float[Array, "B T N H"], tokens: Tokens
+  ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N H"]]:
+    """Queries before their rotation, and after it."""
+    spec = self.spec
+    if spec.qk_norm_late and spec.qk_norm is not None:
+      unrotated, q = q, by_token(self.q_norm, tokens.rotate(spec.rope, q))
+    else:
+      unrotated = self._clipped(by_token(self.q_norm, q))
+      q = tokens.rotate(spec.rope, unrotated)
+    if spec.temperature is not None:
+      q = spec.temperature(q, tokens.pos)
+    return unrotated, q
+
+  def queries(
+    self, x: Float[Array, "B T D"], tokens: Tokens
+  ) -> Float[Array, "B T N H"]:
+    """Rotated queries of an input."""
+    return self._rotated(self.q(x), tokens)[1]
 
   def _maps(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
     """Project to queries, keys and values."""
