@@ -83,6 +83,7 @@ from ringjax.train.methods.encoder_training import ContextSplit
 from ringjax.train.methods.induction import INITIALISATIONS, CrossInductionHeads
 from ringjax.train.methods.lora import Lora
 from ringjax.train.methods.peft_folder import check_adapter
+from ringjax.train.methods.predict_training import PredictTraining
 from ringjax.train.posttraining.posttraining_loss import PosttrainingLoss
 from ringjax.train.posttraining.preferences import LOSSES
 from ringjax.train.sparsify import sparse_config, sparse_kind
@@ -854,6 +855,7 @@ def recipe_of(
     "lora": _lora(config, links),
     "cepe": _encoder(config) is not None,
     "draft": _draft_training(config),
+    "predict_training": _predict_training(config),
     "packer": _PACKERS[config.packer](),
     "loop_config": loop.LoopConfig(
       **_entries(loop.LoopConfig, config),
@@ -1067,14 +1069,23 @@ def _draft_training(config: ConfigDict) -> DraftTraining | None:
   entry = json.loads(config.draft_training.to_json())
   if _draft(config) is not None:
     return _build(DraftTraining, entry, "draft_training")
-  if entry:
+  if entry and not (config.predict_only or config.eagle):
     raise OptionError(
       "draft_training",
       f"{', '.join(entry)} without a draft",
-      "a draft, whose training it is",
-      "set --config.draft.window, for instance, or leave them out",
+      "a draft, a layer or a head that is trained alone",
+      "set --config.draft.window, --config.predict_only or --config.eagle.steps"
+      ", for instance, or leave them out",
     )
   return None
+
+
+def _predict_training(config: ConfigDict) -> PredictTraining:
+  """The settings of the training of a layer or head that drafts."""
+  if _draft(config) is not None:
+    return PredictTraining()
+  entry = json.loads(config.draft_training.to_json())
+  return _build(PredictTraining, entry, "draft_training")
 
 
 def _links(
@@ -1208,7 +1219,8 @@ def default_config() -> ConfigDict:
     cepe: Encoder of contexts for a frozen decoder; {} for none.
     draft: Draft block of a frozen target (LongSpec). Only the draft is written,
       to `draft` of --out; {} for none.
-    draft_training: Positions and lags of the draft's training.
+    draft_training: Positions (longest, anchors) of the training of a draft, of
+      a layer with predict_only or of an EAGLE-3 head; and lags, of a draft.
     predict_loss: Factor of the loss of a layer that predicts one token further
       (multi-token prediction), which the model gets if init_from has none; 0:
       the model is trained and written without one.

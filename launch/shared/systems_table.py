@@ -473,12 +473,14 @@ SYSTEMS: tuple[System, ...] = (
       "ringjax/infer/speculate/longspec.py",
       "ringjax/infer/speculate/draft_programs.py",
       "ringjax/train/methods/draft_training.py",
+      "ringjax/train/methods/moved_positions.py",
       "ringjax/eval/draft_acceptance.py",
     ),
     names=(
       "rj.models.longspec.with_draft",
       "rj.infer.speculate.LongSpec",
       "rj.train.DraftTraining",
+      "rj.train.PredictTraining",
     ),
     commands=(
       "python -m launch.train --config=configs/train/longspec.py --mesh=seq:1 "
@@ -491,6 +493,7 @@ SYSTEMS: tuple[System, ...] = (
     tests=(
       "tests/infer/test_longspec.py",
       "tests/train/test_draft_training.py",
+      "tests/train/test_moved_positions.py",
     ),
     absent="The authors' draft checkpoints (their head has no norm before it) "
     "and their GPU kernel for trees.",
