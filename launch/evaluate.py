@@ -1123,7 +1123,7 @@ class _Evaluation:
         "--draft",
         "none",
         "the folder of a draft",
-        "train one: python -m launch.train --config=configs/train/longspec.py",
+        "train one: python -m launch.train --config=configs/drafts/longspec.py",
       )
     model, tokenizer, _ = self._load(small, codes=False)
     drafts = {x: rj.models.longspec.load(x, model) for x in values.draft}

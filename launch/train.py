@@ -16,8 +16,9 @@ draft; of adapters also `adapter`, a folder of PEFT, and with merge=False only
 that. On SIGTERM or Ctrl-C the
 current step is saved, and the exit status is 143 or 130.
 
-A config is a Python file with get_config(); see configs/train and
-configs/posttraining. Several processes: see launch/shared/common.py.
+A config is a Python file with get_config(); see configs/train,
+configs/posttraining and configs/drafts. Several processes: see
+launch/shared/common.py.
 """
 
 from __future__ import annotations

@@ -483,7 +483,7 @@ SYSTEMS: tuple[System, ...] = (
       "rj.train.PredictTraining",
     ),
     commands=(
-      "python -m launch.train --config=configs/train/longspec.py --mesh=seq:1 "
+      "python -m launch.train --config=configs/drafts/longspec.py --mesh=seq:1 "
       "--config.stages[0].steps=2 --out=runs/longspec",
       f"python -m launch.generate {_SMALL} --devices=1 "
       f"--speculate=longspec:model=runs/longspec/draft {_PROMPT} "

@@ -80,4 +80,4 @@ def test_the_command_measures_each_draft(tmp_path):
   found = json.loads(file.read_text())["drafts"][folder]
   assert [x["offset"] for x in found] == [0, 100]
   status, _, said = run()
-  assert status == 2 and "configs/train/longspec.py" in said
+  assert status == 2 and "configs/drafts/longspec.py" in said
