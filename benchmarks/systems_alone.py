@@ -254,7 +254,7 @@ _RANGES = Step(
   "runs/smollm2-ranges/activation_ranges.safetensors",
 )
 _DRAFT = Step(
-  "python -m launch.train --config=configs/train/longspec.py --mesh=seq:1 "
+  "python -m launch.train --config=configs/drafts/longspec.py --mesh=seq:1 "
   "--init_from=runs/smollm2 --out=runs/longspec --config.draft.window=256 "
   "--config.draft_training.longest=7680 --config.stages[0].batch=2 "
   "--config.stages[0].length=512 --config.optimizer.learning_rate=1e-3 "

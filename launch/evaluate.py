@@ -27,8 +27,10 @@
   python -m launch.evaluate chunks --model=DIR --contexts=0,4,8,16,32
       The loss after more and more chunks that a model's encoder reads
       (ringjax.models.cepe), on files that are long enough for the most.
-  python -m launch.evaluate drafts --draft=DIR --offsets=0,4096,16384,65536
-      How many tokens of a draft block (ringjax.models.longspec) its target
+  python -m launch.evaluate drafts --draft=DIR,eagle3:DIR,mtp:DIR \\
+      --offsets=0,4096,16384,65536
+      How many tokens of a draft block (ringjax.models.longspec), and how
+      many first ones of an EAGLE-3 head or of a model's MTP layer, its target
       accepts, where all but the first four tokens are moved on.
   python -m launch.evaluate families --cache=int4 --cache=nuq3
       What kinds of caches do to small models of every family with random
@@ -117,6 +119,7 @@ from ringjax.kv import KINDS, kind_text
 from ringjax.models import small, tiny
 from ringjax.models.cepe import CepeTransformer
 from ringjax.models.fingerprint import fingerprint
+from ringjax.models.transformer import Transformer
 from ringjax.paths import as_path
 
 from .shared import answering, common, console, model_flags
@@ -225,7 +228,9 @@ def define(values: flags.FlagValues) -> None:
     "prefix", "\n\n", "contexts: text before all parts, where they share one."
   )
   new.boolean("search", False, "contexts: tune APE on texts of their own.")
-  new.texts("draft", None, "drafts: folders of drafts of one target.")
+  new.texts(
+    "draft", None, "drafts: DIR of LongSpec, eagle3:DIR, or mtp:DIR of a model."
+  )
   new.texts(
     "offsets",
     ["0", "4096", "16384", "65536"],
@@ -1123,17 +1128,22 @@ class _Evaluation:
         "--draft",
         "none",
         "the folder of a draft",
-        "train one: python -m launch.train --config=configs/train/longspec.py",
+        "train one: python -m launch.train --config=configs/drafts/longspec.py",
       )
     model, tokenizer, _ = self._load(small, codes=False)
-    drafts = {x: rj.models.longspec.load(x, model) for x in values.draft}
+    drafts = {x: _drafting(x, model) for x in values.draft}
     ids = (np.asarray(tokenizer.encode(t)) for t in self._texts())
     long_rows = [x[: values.context] for x in ids if x.size >= values.context]
     rows = long_rows[:: max(1, len(long_rows) // values.rows)][: values.rows]
     self._screen.begin("drafting", len(rows), "texts")
     results = {
       name: draft_acceptance(
-        draft, rows, offsets=offsets, tokens=values.question
+        draft,
+        rows,
+        offsets=offsets,
+        tokens=values.question,
+        # Of layers and heads the first drafted token alone.
+        count=4 if draft.config.predicts is None else 1,
       )
       for name, draft in drafts.items()
     }
@@ -1450,6 +1460,18 @@ def _suite_lines(
     )
     lines.append(f"{label:<{width}}{''.join(cells)}")
   return lines
+
+
+def _drafting(name: str, model: Transformer) -> Transformer:
+  """What drafts for a model, by a folder and its kind."""
+  kind, _, folder = name.rpartition(":")
+  if kind == "eagle3":
+    return rj.models.eagle3.load(folder, model)
+  if kind == "mtp":
+    return rj.models.load(
+      folder, mesh=model.mesh, dtype=model.dtype, predict_layers=True
+    )
+  return rj.models.longspec.load(name, model)
 
 
 _COMMANDS: dict[str, Callable[[_Evaluation], _CommandOutput]] = {

@@ -16,8 +16,9 @@ draft; of adapters also `adapter`, a folder of PEFT, and with merge=False only
 that. On SIGTERM or Ctrl-C the
 current step is saved, and the exit status is 143 or 130.
 
-A config is a Python file with get_config(); see configs/train and
-configs/posttraining. Several processes: see launch/shared/common.py.
+A config is a Python file with get_config(); see configs/train,
+configs/posttraining and configs/drafts. Several processes: see
+launch/shared/common.py.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ from ringjax.train.methods.encoder_training import ContextSplit
 from ringjax.train.methods.induction import INITIALISATIONS, CrossInductionHeads
 from ringjax.train.methods.lora import Lora
 from ringjax.train.methods.peft_folder import check_adapter
+from ringjax.train.methods.predict_training import PredictTraining
 from ringjax.train.posttraining.posttraining_loss import PosttrainingLoss
 from ringjax.train.posttraining.preferences import LOSSES
 from ringjax.train.sparsify import sparse_config, sparse_kind
@@ -868,6 +870,7 @@ def recipe_of(
     "lora": _lora(config, links),
     "cepe": _encoder(config) is not None,
     "draft": _draft_training(config),
+    "predict_training": _predict_training(config),
     "packer": _PACKERS[config.packer](),
     "loop_config": loop.LoopConfig(
       **_entries(loop.LoopConfig, config),
@@ -1081,14 +1084,23 @@ def _draft_training(config: ConfigDict) -> DraftTraining | None:
   entry = json.loads(config.draft_training.to_json())
   if _draft(config) is not None:
     return _build(DraftTraining, entry, "draft_training")
-  if entry:
+  if entry and not (config.predict_only or config.eagle):
     raise OptionError(
       "draft_training",
       f"{', '.join(entry)} without a draft",
-      "a draft, whose training it is",
-      "set --config.draft.window, for instance, or leave them out",
+      "a draft, a layer or a head that is trained alone",
+      "set --config.draft.window, --config.predict_only or --config.eagle.steps"
+      ", for instance, or leave them out",
     )
   return None
+
+
+def _predict_training(config: ConfigDict) -> PredictTraining:
+  """The settings of the training of a layer or head that drafts."""
+  if _draft(config) is not None:
+    return PredictTraining()
+  entry = json.loads(config.draft_training.to_json())
+  return _build(PredictTraining, entry, "draft_training")
 
 
 def _links(
@@ -1241,7 +1253,8 @@ def default_config() -> ConfigDict:
     cepe: Encoder of contexts for a frozen decoder; {} for none.
     draft: Draft block of a frozen target (LongSpec). Only the draft is written,
       to `draft` of --out; {} for none.
-    draft_training: Positions and lags of the draft's training.
+    draft_training: Positions (longest, anchors) of the training of a draft, of
+      a layer with predict_only or of an EAGLE-3 head; and lags, of a draft.
     predict_loss: Factor of the loss of a layer that predicts one token further
       (multi-token prediction), which the model gets if init_from has none; 0:
       the model is trained and written without one.

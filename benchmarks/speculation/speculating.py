@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 # Names of drafters; their module, which imports flax, is loaded in a run.
 DRAFTERS = ("lookup", "suffix", "early", "self", "model", "tree")
+# Those that are loaded from a folder, of `head`.
+_WITH_FOLDERS = ("eagle3", "longspec")
 _KINDS = (*speculation_tasks.KINDS, speculation_tasks.PROSE)
 PARTS = (*_KINDS, "document")
 _PEERS = ("transformers", "transformers_lookup", "transformers_assisted")
@@ -71,7 +73,7 @@ class SpeculationSettings(harness.BenchmarkSettings):
     draft: Folder of a draft model; with another tokenizer it drafts through
       text. None for the first small model that ships, if it has the model's
       vocabulary, else the model's first layer.
-    head: Folder of the EAGLE-3 head of "eagle3".
+    head: Folder of the EAGLE-3 head of "eagle3", or of the draft of "longspec".
     dtype: Dtype of the weights; None for the folder's.
     parts: Kinds of tasks.
     contestants: Names of the drafters.
@@ -94,7 +96,7 @@ class SpeculationSettings(harness.BenchmarkSettings):
   dtype: str | None = option(None, ("float32", "bfloat16"))
   parts: tuple[str, ...] = option(speculation_tasks.KINDS, _KINDS)
   contestants: tuple[str, ...] = option(
-    DRAFTERS, (*DRAFTERS, "best", "mtp", "eagle3", "never")
+    DRAFTERS, (*DRAFTERS, "best", "mtp", *_WITH_FOLDERS, "never")
   )
   drafted: int = option(8)
   draft_cache: str = option("int4", ())
@@ -109,11 +111,13 @@ class SpeculationSettings(harness.BenchmarkSettings):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if ("eagle3" in self.contestants) != (self.head is not None):
+    with_folders = [x for x in _WITH_FOLDERS if x in self.contestants]
+    if len(with_folders) != (self.head is not None):
       raise OptionError(
         "head",
         f"{self.head} for the contestants {', '.join(self.contestants)}",
-        "the folder of an EAGLE-3 head with the contestant eagle3",
+        "the folder of an EAGLE-3 head with the contestant eagle3, or of a "
+        "draft with longspec, one of them",
         "pass --contestants=eagle3 --head=FOLDER, or leave both out",
       )
     if self.compare and (self.context or self.devices > 1):
@@ -200,7 +204,9 @@ class SpeculationBenchmark(harness.Benchmark):
       model = rj.models.load(
         folder, mesh=mesh, dtype=dtype, predict_layers=predicts
       )
-    return model if head is None else rj.models.eagle3.load(head, model)
+    if head is None or "eagle3" not in self.settings.contestants:
+      return model
+    return rj.models.eagle3.load(head, model)
 
   @functools.cached_property
   def draft(self) -> Transformer | None:
@@ -242,7 +248,7 @@ class SpeculationBenchmark(harness.Benchmark):
     """Folder to which the target is written for transformers."""
     folder = tempfile.TemporaryDirectory(prefix="ringjax-bench-")
     path, target = pathlib.Path(self.stack.enter_context(folder)), self.model
-    if self.settings.head is not None:
+    if target.stack.taps:
       target = rj.models.eagle3.without_head(target)
     rj.models.save(target, path / "model")
     return path / "model"
@@ -279,6 +285,7 @@ class SpeculationBenchmark(harness.Benchmark):
         adapt,
         s.draft_cache,
         self.tokenizers if name == "model" else None,
+        s.head,
       )
       runs[name] = lambda n, contestant=result: contestant
     runs = {

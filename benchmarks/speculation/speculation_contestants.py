@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import ringjax as rj
 from ringjax.errors import OptionError
 from ringjax.infer import speculate
 from ringjax.kv import kind_text
@@ -28,6 +29,7 @@ def drafter(
   adapt: bool,
   cache: str = "int4",
   tokenizers: tuple[Any, Any] | None = None,
+  folder: str | None = None,
 ) -> Any:
   """Creates a drafter by its name, one of `speculating.DRAFTERS` or "best".
 
@@ -41,6 +43,7 @@ def drafter(
     cache: Kind of cache of "self".
     tokenizers: Tokenizers of the draft model of "model" and of the target, if
       they differ.
+    folder: Folder of the draft of "longspec".
 
   Raises:
     OptionError: If there is no such drafter.
@@ -54,6 +57,9 @@ def drafter(
     return speculate.PredictDraft(**options)
   if name == "eagle3":
     return speculate.Eagle3(**options)
+  if name == "longspec":
+    trained = rj.models.longspec.load(folder or "", target)
+    return speculate.LongSpec(model=trained, **options)
   if name == "early":
     half = max(1, len(target.config.layers) // 2)
     return speculate.EarlyExit(layers=half, **options)
@@ -63,7 +69,7 @@ def drafter(
     raise OptionError(
       "contestants",
       repr(name),
-      "lookup, suffix, early, self, mtp, eagle3, model, tree or best",
+      "lookup, suffix, early, self, mtp, eagle3, longspec, model, tree or best",
       "add it here",
     )
   if name in ("tree", "best"):

@@ -473,15 +473,17 @@ SYSTEMS: tuple[System, ...] = (
       "ringjax/infer/speculate/longspec.py",
       "ringjax/infer/speculate/draft_programs.py",
       "ringjax/train/methods/draft_training.py",
+      "ringjax/train/methods/moved_positions.py",
       "ringjax/eval/draft_acceptance.py",
     ),
     names=(
       "rj.models.longspec.with_draft",
       "rj.infer.speculate.LongSpec",
       "rj.train.DraftTraining",
+      "rj.train.PredictTraining",
     ),
     commands=(
-      "python -m launch.train --config=configs/train/longspec.py --mesh=seq:1 "
+      "python -m launch.train --config=configs/drafts/longspec.py --mesh=seq:1 "
       "--config.stages[0].steps=2 --out=runs/longspec",
       f"python -m launch.generate {_SMALL} --devices=1 "
       f"--speculate=longspec:model=runs/longspec/draft {_PROMPT} "
@@ -491,6 +493,7 @@ SYSTEMS: tuple[System, ...] = (
     tests=(
       "tests/infer/test_longspec.py",
       "tests/train/test_draft_training.py",
+      "tests/train/test_moved_positions.py",
     ),
     absent="The authors' draft checkpoints (their head has no norm before it) "
     "and their GPU kernel for trees.",

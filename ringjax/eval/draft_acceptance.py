@@ -22,10 +22,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ringjax.checks import integer, positive_int
-from ringjax.errors import DataError
+from ringjax.errors import DataError, OptionError
 from ringjax.eval.finite_losses import check_losses
 from ringjax.models.longspec import DraftTransformer
-from ringjax.models.transformer import forward
+from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
 from ringjax.parallel.call_sharding import sequence_axis
 
@@ -55,7 +55,7 @@ class DraftAcceptance:
 
 
 def draft_acceptance(
-  draft: DraftTransformer,
+  draft: Transformer,
   texts: Sequence[Int[np.ndarray, " _"] | Sequence[int]],
   *,
   offsets: Sequence[int] = (0, 4096, 16384, 65536),
@@ -67,23 +67,28 @@ def draft_acceptance(
   """Lets a target continue texts, and drafts from each of its tokens.
 
   Args:
-    draft: Draft model with its target.
+    draft: Draft model with its target (`DraftTransformer`), or a model with a
+      layer that predicts one token further or with an EAGLE-3 head.
     texts: Ids of the prompts, int [n]; as many of each are read as the shortest
       one has.
     offsets: Offsets of the positions of all tokens after the first `anchors`.
     tokens: Number of tokens that the target generates greedily.
-    count: Number of tokens of a draft.
+    count: Number of tokens of a draft; of a layer or head 1, as further ones
+      are not computed for all tokens at once.
     anchors: Number of first tokens whose positions stay.
     batch: Number of texts that are read together.
 
   Raises:
     DataError: If there is no text, or one has fewer than two tokens.
+    OptionError: If the model has nothing to draft with, or `count` is more than
+      1 for a layer or head.
   """
   for offset in offsets:
     integer("offsets", offset, least=0)
   for name, value in (("count", count), ("batch", batch)):
     positive_int(name, value)
   integer("tokens", tokens, least=count + 1)
+  _check(draft, count)
   size = min(map(len, texts), default=0)
   if size < 2:
     raise DataError(
@@ -109,7 +114,7 @@ def draft_acceptance(
       text, logits = _greedy_texts(draft, decode, part, pos, tokens)
       part_loss = float(_loss(logits, part))
       last = first + len(part) - 1
-      check_losses(part_loss, draft.target, document=first, last=last)
+      check_losses(part_loss, _target(draft), document=first, last=last)
       loss += part_loss
       hits.append(_hits(draft, attend, text, pos, size, count))
     results.append(
@@ -118,15 +123,41 @@ def draft_acceptance(
   return results
 
 
+def _check(draft: Transformer, count: int) -> None:
+  """Refuses models without a draft, and long drafts of a layer or head."""
+  if isinstance(draft, DraftTransformer):
+    return
+  predicts = draft.config.predicts
+  if predicts is None or not predicts.by_token:
+    raise OptionError(
+      "draft",
+      f"a {draft.config.family} without a layer or head that predicts a token "
+      "at each token",
+      "a draft of LongSpec, a model with an MTP layer or an EAGLE-3 head",
+      "add one with rj.models.eagle3.load(folder, model)",
+    )
+  if count > 1:
+    raise OptionError(
+      "count",
+      f"{count} for a model with a layer or head",
+      "1, the first token of a draft",
+      "pass count=1, or measure longer ones with launch.bench speculate",
+    )
+
+
+def _target(draft: Transformer) -> Transformer:
+  return draft.target if isinstance(draft, DraftTransformer) else draft
+
+
 def _greedy_texts(
-  draft: DraftTransformer,
+  draft: Transformer,
   attend: CachedAttention,
   rows: np.ndarray,
   pos: np.ndarray,
   tokens: int,
 ) -> tuple[np.ndarray, jax.Array]:
   """Continues rows greedily; returns the texts and the rows' logits."""
-  target = draft.target
+  target = _target(draft)
   cache = target.init_cache(len(rows), pos.shape[1], sharding=attend)
   size = rows.shape[1]
   positions = np.broadcast_to(pos, (len(rows), pos.shape[1]))
@@ -172,7 +203,7 @@ def _loss(
 
 
 def _hits(
-  draft: DraftTransformer,
+  draft: Transformer,
   attend: ContextParallel,
   text: np.ndarray,
   pos: np.ndarray,
@@ -185,7 +216,10 @@ def _hits(
   begins = np.arange(size - 1, text.shape[1] - count)
   hits = []
   for n in range(count):
-    logits = draft(padded, lag=n + 1, positions=pos[0], attend=attend)
+    if isinstance(draft, DraftTransformer):
+      logits = draft(padded, lag=n + 1, positions=pos[0], attend=attend)
+    else:
+      logits = draft.predicted_logits(padded, positions=pos[0], attend=attend)
     likeliest = np.asarray(jnp.argmax(logits, 2))
     # The n-th drafted token predicts the one n + 1 after the beginning.
     hits.append(likeliest[:, begins + n] == text[:, begins + n + 1])

@@ -597,6 +597,6 @@ def checked(
       f"{path}",
       f"a draft of another target, of digest {target_digest}",
       f"one of this target, {digest}",
-      "train one: configs/train/longspec.py",
+      "train one: configs/drafts/longspec.py",
     )
   return draft_config, stated

@@ -29,7 +29,7 @@ Record = LayerRecord | TileRecord | PageRecord
 Sums = LayerSums | TileSums | PageSums
 
 # Attributes that may have a row for each row of a call.
-_ARRAYS = ("pos", "seg", "length", "ids", "embedded", "adapters")
+_ARRAYS = ("pos", "seg", "order", "length", "ids", "embedded", "adapters")
 _TABLE = "table of rotation "
 
 
@@ -41,6 +41,8 @@ class Tokens:
   Attributes:
     pos: Positions, int32 [B or 1, T].
     seg: Segments, int32 [B or 1, T], 0 for padding.
+    order: Index of each token in its document, int32 [B or 1, T], where a
+      training moves positions; None: positions are these indices.
     derived: Whether positions are those of the layout, so that attention may
       assume them before it sees them.
     segmented: Whether segments matter.
@@ -82,6 +84,7 @@ class Tokens:
     log_factors: Float[Array, " half"] | None = None,
   ):
     self.pos, self.seg, self.tree = pos, seg, tree
+    self.order: Int[Array, "#B T"] | None = None
     self.derived, self.segmented = derived, segmented
     self.length = length
     self.inputs: Callable[[Any], Any] | None = None
@@ -107,6 +110,14 @@ class Tokens:
     return Coords(
       jnp.broadcast_to(self.pos, shape), jnp.broadcast_to(self.seg, shape)
     )
+
+  def ordered(self) -> Tokens:
+    """These tokens, by their order for masks; rotations are of positions."""
+    if self.order is None:
+      return self
+    tokens = copy.copy(self)
+    tokens.pos, tokens.order = self.order, None
+    return tokens
 
   def of_layer(self) -> Tokens:
     """These tokens, with a record of one layer if there is a recorder."""
@@ -172,6 +183,7 @@ class Tokens:
     assert self.tree is None
     tile = copy.copy(self)
     tile.pos = take(self.pos)
+    tile.order = None if self.order is None else take(self.order)
     tile.ids = None if self.ids is None else take(self.ids)
     tile.embedded = None if self.embedded is None else take(self.embedded)
     tile.tapped = {number: take(x) for number, x in self.tapped.items()}

@@ -7,6 +7,7 @@ from ringjax.train.methods.draft_training import DraftTraining
 from ringjax.train.methods.encoder_training import ContextSplit, EncoderTraining
 from ringjax.train.methods.lora import Lora
 from ringjax.train.methods.peft_folder import load_adapter, save_adapter
+from ringjax.train.methods.predict_training import PredictTraining
 from ringjax.train.methods.predictor_training import train_predictors
 from ringjax.train.methods.residual_adapters import residual_adapters
 from ringjax.train.posttraining.posttraining_loss import (
@@ -38,6 +39,7 @@ __all__ = [
   "Optimizer",
   "Orpo",
   "PosttrainingLoss",
+  "PredictTraining",
   "Recipe",
   "RopeScaling",
   "Stage",

@@ -50,6 +50,8 @@ class Batch(NamedTuple):
     context: Chunks that an encoder reads for each row, or None.
     whole: Rows of context and these tokens together, for a teacher, or None.
     lag: Lag of a draft's view of its target's keys, int32 [A, B, 1], or None.
+    order: Index of each token in its document, int32 [A, B, T], where
+      positions are moved; None: they are these indices.
     inputs: Further numbers of tokens that a loss after pre-training reads, by
       their names, float32 [A, B, T] each; or None.
   """
@@ -62,6 +64,7 @@ class Batch(NamedTuple):
   context: Chunks | None = None
   whole: Batch | None = None
   lag: Int[ArrayLeaf, "A B 1"] | None = None
+  order: Int[ArrayLeaf, "A B T"] | None = None
   inputs: dict[str, Float[ArrayLeaf, "A B T"]] | None = None
 
 
@@ -218,6 +221,7 @@ def place(
     context=jax.tree.map(put, getattr(rows, "context", None)),
     whole=jax.tree.map(ordered, getattr(rows, "whole", None)),
     lag=jax.tree.map(put, getattr(rows, "lag", None)),
+    order=jax.tree.map(ordered, getattr(rows, "order", None)),
     inputs=jax.tree.map(ordered, getattr(rows, "inputs", None)),
   )
 

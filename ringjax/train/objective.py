@@ -352,7 +352,7 @@ class Objective:
     """
     weights = _weights(batch)
     zero = jnp.zeros((), weights.dtype)
-    with_previous = jnp.where(places.pos > 0, weights, zero)
+    with_previous = jnp.where(places.ordered().pos > 0, weights, zero)
     weighted = batch._replace(weights=with_previous)
     block = number_of_tokens("block", self.block)
     losses = head_losses(model, weighted, h, attend, block, 0.0)
@@ -386,7 +386,7 @@ class Objective:
     losses = eagle_losses(model, h, outputs, attend)
     weights = _weights(batch)
     first = jnp.arange(FIRST, FIRST + steps)[None, None]
-    begun = places.pos[..., None] >= first
+    begun = places.ordered().pos[..., None] >= first
     counted = jnp.where(begun, weights[..., None], 0.0)
     means = jnp.sum(losses * counted, (0, 1))
     means = means / jnp.maximum(jnp.sum(counted, (0, 1)), 1e-9)
@@ -444,9 +444,11 @@ def each_token_cached(
 def _places(
   model: Transformer, batch: Batch, attend: ShardingContext
 ) -> Tokens:
-  return tokens_of(
+  places = tokens_of(
     model, attend, batch.tokens.shape, batch.positions, batch.segments, None
   )
+  places.order = batch.order
+  return places
 
 
 def hidden_states(

@@ -401,6 +401,8 @@ class Stage:
     """The rows of a loader, split or moved as the training needs them."""
     if recipe.draft is not None:
       return recipe.draft.rows(rows, recipe.seed)
+    if recipe.predict_only:
+      return recipe.predict_training.rows(rows, recipe.seed)
     if self.context is None:
       return rows
     teacher = recipe.objective.distil > 0
@@ -436,6 +438,7 @@ class Recipe:
       None: the model is not a draft.
     predict_only: Whether to train the layer that predicts one token further,
       and not the model before it.
+    predict_training: Positions of that training; others keep theirs.
     packer: Packer of documents into rows.
     seed: Seed of the data and of adapters.
     loop_config: Logging, saving and failure-tolerance settings.
@@ -453,6 +456,7 @@ class Recipe:
   cepe: bool = False
   draft: DraftTraining | None = None
   predict_only: bool = False
+  predict_training: PredictTraining = PredictTraining()
   packer: Packer = BestFit()
   seed: int = 0
   loop_config: loop.LoopConfig = loop.LoopConfig()
@@ -591,6 +595,25 @@ class Recipe:
         "a factor above 0",
         "pass objective=Objective(predict_loss=0.3)",
       )
+    if not self.predict_training.longest:
+      return
+    if not self.predict_only:
+      raise OptionError(
+        "predict_training",
+        f"longest={self.predict_training.longest} without predict_only, in a "
+        "training of the model at its own positions",
+        "predict_only=True, by which the layer or head alone is trained",
+        "leave predict_training out",
+      )
+    for stage in self.stages:
+      self.predict_training.check(stage.length)
+      if stage.segments != "same":
+        raise OptionError(
+          "segments",
+          f"{stage.segments!r} in a stage whose positions are moved",
+          "'same', in which a token sees its own document",
+          "leave segments out, or pass longest=0",
+        )
 
   def _check_draft(self, draft: DraftTraining) -> None:
     for stage in self.stages:
@@ -624,7 +647,7 @@ class Recipe:
     if self.draft is not None:
       return self.draft
     if self.predict_only:
-      return PredictTraining()
+      return self.predict_training
     return EncoderTraining() if self.cepe else self.lora
 
   def objective_of(self, stage: Stage) -> steps.Objective:
@@ -1066,6 +1089,14 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
       "a layout that keeps the order of the tokens",
       "pass layout='contiguous'",
     )
+  if recipe.layout == "documents" and model.stack.taps and attend.size > 1:
+    raise OptionError(
+      "layout",
+      "'documents' for a head whose drafts read the tokens before, which are "
+      "in other slots",
+      "a layout that keeps the order of the tokens",
+      "pass layout='striped'",
+    )
   encoder = None
   if isinstance(model, CepeTransformer):
     encoder = model.encoder_config
@@ -1077,6 +1108,14 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
       "make one with rj.models.cepe.with_encoder(model)",
     )
   _check_choices(recipe, model)
+  if recipe.predict_training.longest and choosing_layers(model):
+    raise OptionError(
+      "longest",
+      f"{recipe.predict_training.longest} for a {model.config.family} whose "
+      "layers choose keys, in blocks of adjacent positions",
+      "a model whose layers read all keys, or those of a window",
+      "pass longest=0, which trains at plain positions",
+    )
   separate = any(stage.segments == "separate" for stage in recipe.stages)
   if separate and recurrent:
     raise OptionError(

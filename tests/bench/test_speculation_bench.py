@@ -122,6 +122,8 @@ def test_bad_input_is_refused(monkeypatch, command, capsys):
     (dict(contestants=("medusa",)), "contestants"),
     (dict(lengths="short"), "lengths"),
     (dict(drafted=0), "drafted"),
+    (dict(contestants=("longspec",)), "head"),
+    (dict(contestants=("eagle3", "longspec"), head="x"), "one of them"),
     (dict(compare="vllm"), "compare"),
     (dict(compare="transformers", devices=8), "--context"),
   ):
@@ -130,6 +132,19 @@ def test_bad_input_is_refused(monkeypatch, command, capsys):
   assert "chat, translation" in capsys.readouterr().err
   monkeypatch.setitem(sys.modules, "torch", None)
   refused(OptionError, lambda: run(compare="transformers"), "torch", "[oracle]")
+
+
+@pytest.mark.slow
+def test_a_draft_block_is_a_contestant(tmp_path):
+  target = rj.models.load(small.path())
+  config = rj.models.longspec.LongSpecConfig(window=16)
+  draft = rj.models.longspec.with_draft(target, config)
+  rj.models.longspec.save(draft, tmp_path / "draft")
+  found, _ = run(
+    parts=("prose",), contestants=("longspec",), head=str(tmp_path / "draft")
+  )
+  result = found["rows"][0]["results"]["longspec"]
+  assert result["equal"] and result["tokens_per_call"] >= 1
 
 
 def test_transformers_gets_the_target_of_a_head(tmp_path):

@@ -11,10 +11,10 @@ import pytest
 import ringjax as rj
 from launch import evaluate
 from launch.shared import common
-from ringjax.errors import DataError
+from ringjax.errors import DataError, OptionError
 from ringjax.eval import draft_acceptance
 from ringjax.models import longspec, small
-from tests import checkpoints
+from tests import checkpoints, eagle_heads
 from tests.helpers import refused
 
 
@@ -57,6 +57,31 @@ def test_acceptance_is_that_of_drafts_one_after_the_other():
   refused(DataError, lambda: draft_acceptance(draft, []), "longer texts")
 
 
+@pytest.mark.slow
+def test_first_tokens_of_a_head_are_those_of_its_drafts():
+  model = eagle_heads.model()
+  text = np.random.default_rng(0).integers(0, 14, 20).astype(np.int32)
+  options = {"offsets": (0, 50), "tokens": 8}
+  plain, far = draft_acceptance(model, [text], count=1, **options)
+  new = rj.infer.generate(model, [text], max_new_tokens=8)[0]
+  whole = np.concatenate([text, np.asarray(new)])
+  config, base = eagle_heads.settings(), eagle_heads.target()
+  weights = eagle_heads.tensors(config)
+  drafted = lambda n: eagle_heads.drafts(base, weights, config, whole[:n], 1)
+  right = [drafted(n)[0][0] == whole[n] for n in range(len(text), len(whole))]
+  assert plain.tokens == len(right)
+  assert plain.acceptance == pytest.approx(np.mean(right))
+  assert far.tokens == plain.tokens
+
+
+def test_models_that_draft_nothing_are_refused():
+  model, texts = eagle_heads.model(), [np.arange(9)]
+  long_drafts = lambda: draft_acceptance(model, texts, count=2)
+  refused(OptionError, long_drafts, "count", "launch.bench speculate")
+  alone = lambda: draft_acceptance(eagle_heads.target(), texts, count=1)
+  refused(OptionError, alone, "draft", "eagle3")
+
+
 @pytest.mark.long
 def test_the_command_measures_each_draft(tmp_path):
   model = rj.models.load(small.path())
@@ -80,4 +105,4 @@ def test_the_command_measures_each_draft(tmp_path):
   found = json.loads(file.read_text())["drafts"][folder]
   assert [x["offset"] for x in found] == [0, 100]
   status, _, said = run()
-  assert status == 2 and "configs/train/longspec.py" in said
+  assert status == 2 and "configs/drafts/longspec.py" in said

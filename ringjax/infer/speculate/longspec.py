@@ -70,7 +70,7 @@ class LongSpec(TreeDrafter):
         "model",
         f"a draft of another target, of digest {draft_target.digest}",
         f"one of this target, {target.digest}",
-        "train one: configs/train/longspec.py",
+        "train one: configs/drafts/longspec.py",
       )
 
   def drafts(self, target: Transformer) -> DraftTransformer:

@@ -102,6 +102,8 @@ class PreviousHidden:
     attend: Attend,
   ) -> tuple[Float[Array, "B T D"], LayerCache]:
     """Hidden state of the token before each one, and the cache with `h`."""
+    # The token before is that of the document, also where positions jump.
+    tokens = tokens.ordered()
     heads = h.reshape(*h.shape[:2], -1, self.head_dim)
     rows = jnp.swapaxes(heads, 1, 2)
     cache = cache.append(rows, rows, tokens.at, tokens.rotation(None))

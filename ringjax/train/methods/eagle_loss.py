@@ -88,7 +88,9 @@ class _Unrolled:
   ) -> Float[Array, "B T N J"]:
     """Attention of the last prediction so far."""
     step = len(self.keys) - 1
-    at = Coords(*(jnp.broadcast_to(x, q.shape[:2]) for x in tokens.at))
+    # Drafts begin and end by the order of tokens, also where positions jump.
+    at = tokens.ordered().at
+    at = Coords(*(jnp.broadcast_to(x, q.shape[:2]) for x in at))
     k, v = self.keys[0]
     # The target's states, and so the first keys, end before the draft does.
     text_keys = KV(k, v, Coords(at.pos + step, at.seg))

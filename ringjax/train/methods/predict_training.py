@@ -8,21 +8,33 @@ Memory: gradients and moments of one layer.
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
 
+from ringjax.checks import integer
 from ringjax.models.transformer import Transformer
 from ringjax.nn.draft_layers.predict_layer import PredictBlock
+from ringjax.train.methods.moved_positions import MovedPositions
 
 
-class PredictTraining:
-  """Trains the layer that predicts one token further alone.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictTraining(MovedPositions):
+  """Trains the layer that predicts one token further, or a head, alone.
 
-  It is used in place of `Lora`, with `Objective(predict_loss=...)`.
+  It is used in place of `Lora`, with `Objective(predict_loss=...)`. Positions
+  of a text's tokens are moved for the model and the layer alike; `anchors` is
+  at least 1.
   """
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.longest:
+      # The layer's mask knows the first token of a document by its position.
+      integer("anchors", self.anchors, least=1)
 
   def start(self, model: Transformer, *, seed: int = 0) -> PredictBlock:
     """The initial parameters, copies of the layer's."""

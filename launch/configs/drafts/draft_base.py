@@ -1,13 +1,9 @@
-"""A layer that predicts one token further, for the model ringjax/models/small.
+"""The common part of trainings of drafts for the byte model in models/small.
 
-Command   python -m launch.train --config=configs/train/predict.py --mesh=seq:1
-          --out=DIR
-          and then python -m launch.bench speculate --model=DIR/model
-          --contestants=mtp
+Command   those of the other configs of this folder, which begin with it
 Hardware  one CPU core
 Time      minutes
-Result    after 100 steps of length 128 the model accepts 0.68 of first drafts;
-          see docs/how/speculate.md
+Result    see docs/how/speculate.md
 """
 
 from ml_collections import ConfigDict
@@ -16,14 +12,17 @@ from ringjax.launch.train import default_config
 from ringjax.models import small
 
 
-def get_config() -> ConfigDict:
+def draft_config(steps: int) -> ConfigDict:
+  """Config of a training at the small model, of rows of 256 bytes.
+
+  Args:
+    steps: Number of steps.
+  """
   config = default_config()
   config.init_from = str(small.path())
-  config.predict_loss = 1.0
-  config.predict_only = True
   config.stages = (
     {
-      "steps": 300,
+      "steps": steps,
       "batch": 8,
       "length": 256,
       "sources": (
