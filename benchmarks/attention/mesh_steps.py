@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import ringjax as rj
-from launch.shared import common
 from ringjax.bench import timing
 from ringjax.infer import Greedy, decode
 from ringjax.models import CachedAttention
 from ringjax.ops.mask import Coords
+from ringjax.parallel.mesh import make_cpu_devices
 
 MODEL = {
   "model_type": "llama",
@@ -83,8 +83,7 @@ def main() -> None:
   parser.add_argument("--slots", type=int, default=65_536)
   parser.add_argument("--rounds", type=int, default=9)
   flags = parser.parse_args()
-  common.give_threads(8)
-  jax.config.update("jax_num_cpu_devices", 8)
+  make_cpu_devices(8)
   runs = {}
   for text in flags.meshes.split(","):
     axes = [part.split(":") for part in text.split("/")]

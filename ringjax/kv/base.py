@@ -377,6 +377,9 @@ class CallCache:
   stores: ClassVar[bool] = True
   # Field that a cache which borrows takes from the call before; "": none does.
   lender: ClassVar[str] = ""
+  # Whether its layers copy keys ahead by guessed queries: they have `begun`,
+  # which returns the copies, and `having`, which gives them to the layer.
+  begins_early: ClassVar[bool] = False
 
   if TYPE_CHECKING:
     # Kinds of caches are dataclasses.
@@ -487,7 +490,8 @@ class CallCache:
     Returns:
       The arrays in flight; () for a layer that is on the devices.
     """
-    del kind, queries
+    if self.begins_early:
+      return self.layer(kind, slots, index).begun(queries)
     return slots.fetch(index, after) if isinstance(slots, DistantSlots) else ()
 
   def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
@@ -500,7 +504,8 @@ class CallCache:
     """`layer`, of which `fetch` returned `fetched`."""
     if isinstance(slots, DistantSlots):
       slots = dataclasses.replace(slots, fetched=fetched)
-    return self.layer(kind, slots, index)
+    layer = self.layer(kind, slots, index)
+    return layer.having(fetched) if self.begins_early and fetched else layer
 
   def behind(
     self, layer: LayerCache | StateCache, after: PyTree

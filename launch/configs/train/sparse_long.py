@@ -10,7 +10,8 @@ Hardware  two CPU cores that other processes shared
 Result    see docs/how/sparse_training.md
 
 Of its five layers four have a window of 64 bytes; the one that finds a line at
-any distance learns to choose 512 keys, whatever the length.
+any distance learns to choose keys, 512 of them by an index, whatever the
+length; MoBA's blocks are short, as a line is found by single keys.
 """
 
 from ml_collections import ConfigDict
@@ -20,7 +21,7 @@ from ringjax.models import tiny as tiny_model
 
 SPARSE = {
   "index": "index:heads=4,dim=32,count=512",
-  "moba": "moba:block=16,count=32",
+  "moba": "moba:block=4,count=512",
   "nsa": "nsa:length=16,stride=8,block=16,count=24,initial=1,local=2,"
   "window=128",
 }

@@ -106,19 +106,24 @@ class ChosenTieredLayer(TieredLayer):
     places = self._places
     return P(places.batch or None, None, places.heads or None)
 
-  def begun(self, queries: Callable[[], Array | None]) -> EarlyPages | None:
+  def begun(
+    self, queries: Callable[[], Array | None]
+  ) -> EarlyPages | tuple[()]:
     """Copy pages that the layer will probably choose, see `begin_pages`.
 
     Args:
       queries: Function that guesses the rotated queries of the layer,
         [B, T, N, H], or returns None if they can't be guessed.
 
+    Returns:
+      The pages; () if none are copied ahead.
+
     Raises:
       OptionError: If they can't be guessed.
     """
     cache, count = self.cache, self.cache.kind.tier.ahead
     if count is None or not self._chooses:
-      return None
+      return ()
     q = queries()
     if q is None:
       raise _no_guess(count)
@@ -175,6 +180,10 @@ class ChosenTieredLayer(TieredLayer):
       # One beyond the last layer is none.
       jnp.minimum(jnp.asarray(self.index, jnp.int32), layers - 1),
     )
+
+  def having(self, early: EarlyPages) -> ChosenTieredLayer:
+    """The layer with pages that `begun` has copied."""
+    return dataclasses.replace(self, early=early)
 
   def _block_specs(self, blocks: LayerKV) -> LayerKV:
     """PartitionSpecs of the blocks in host memory."""

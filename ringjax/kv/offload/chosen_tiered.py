@@ -111,6 +111,7 @@ class ChosenTieredCache(TieredCache):
   hot: tuple[HotPages | None, ...]
   moments: tuple[Float[ArrayLeaf, "_ B _ _ _"] | None, ...]
   layer_fields: ClassVar[tuple[str, ...]] = ("hot", "moments")
+  begins_early: ClassVar[bool] = True
   changing: ClassVar[tuple[str, ...]] = (*TieredCache.changing, "moments")
   row_axes: ClassVar[Mapping[str, int]] = {
     **TieredCache.row_axes,
@@ -268,26 +269,6 @@ class ChosenTieredCache(TieredCache):
     inner, hot, moments = slots
     inner = self.open.layer(kind, inner, index)
     return ChosenTieredLayer(self, inner, index, kind, hot, moments)
-
-  def fetch(
-    self,
-    kind: int,
-    slots: PyTree,
-    index: Index,
-    after: Shaped[Array, " ..."],
-    queries: Callable[[], Array | None] = lambda: None,
-  ) -> PyTree:
-    del after
-    if self.blocks[kind] is None:
-      return ()
-    early = self.layer(kind, slots, index).begun(queries)
-    return () if early is None else early
-
-  def fetched_layer(
-    self, kind: int, slots: PyTree, index: Index, fetched: PyTree
-  ) -> ChosenTieredLayer:
-    layer = self.layer(kind, slots, index)
-    return dataclasses.replace(layer, early=fetched) if fetched else layer
 
   # -------------------------------------------------------------------------
   # Between calls
