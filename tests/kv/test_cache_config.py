@@ -49,6 +49,7 @@ _EXAMPLES = (
   {**_HASHES, "landmarks": "clusters", "cluster_tokens": 33},
   {**_HASHES, "unrotated": True, "rank": 8},
   {"rank": 8},
+  {"device": 8, "hot": 64, "ahead": 2},
   {
     "device": 8,
     "hot": 64,
@@ -164,7 +165,7 @@ def test_every_option_of_a_part_is_written_and_kept_by_a_sum():
         more = _HASHES
       if field.name == "cluster_tokens":
         value, more = 12, {**_HASHES, "landmarks": "clusters"}
-      if field.name in ("landmarks", "outlier_pages", "rank"):
+      if field.name in ("landmarks", "outlier_pages", "rank", "ahead"):
         more = {
           "device": 8, "hot": 64, "policy": rj.kv.Select(),
           "landmarks": "means", "unrotated": True,

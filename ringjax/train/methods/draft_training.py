@@ -33,7 +33,9 @@ class DraftTraining(MovedPositions):
   It is used in place of `Lora`.
 
   Attributes:
-    longest: See `MovedPositions`.
+    longest: Largest number of positions, see `MovedPositions`; 0: they are not
+      moved.
+    anchors: Tokens of a document that keep their positions.
     lags: Largest lag of the target's keys behind the queries, in tokens; the
       smallest is 1.
   """
