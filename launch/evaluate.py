@@ -1463,7 +1463,7 @@ def _suite_lines(
 
 
 def _drafting(name: str, model: Transformer) -> Transformer:
-  """What drafts for a model, by a folder and its kind."""
+  """Load a draft, or a model that drafts, from a folder of some kind."""
   kind, _, folder = name.rpartition(":")
   if kind == "eagle3":
     return rj.models.eagle3.load(folder, model)

@@ -1212,7 +1212,7 @@ def _no_config(argument: str) -> str:
     "--config",
     f"{argument!r}, which is not a file",
     "a Python file with get_config()",
-    "see configs/train and configs/posttraining, as configs/train/quick.py",
+    "see the folders of configs, as configs/train/quick.py",
   )
 
 
@@ -1453,7 +1453,7 @@ def _chat_template(config: ConfigDict) -> str | None:
 def _stop_at_answer_end(tokenizer: Any, template: str) -> None:
   """Makes the token that ends a template's answers one at which a model stops.
 
-  That of a template of one's own may be none for the model so far.
+  The initial model may not stop at that of another template than its own.
   """
   chat_template = ChatTemplate(template, tokenizer.special_names)
   end = answer_end(chat_template, tokenizer)

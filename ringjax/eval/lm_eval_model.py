@@ -424,13 +424,13 @@ def lm_class() -> type[Any]:
     """A model of ringjax for lm_eval; options are those of `HarnessModel`."""
 
     def __init__(self, *args: Any, **options: Any):
-      known = list(inspect.signature(HarnessModel).parameters)
+      names = list(inspect.signature(HarnessModel).parameters)
       for name in options:
-        if name not in known:
+        if name not in names:
           raise OptionError(
             "model_args",
             f"the name {name!r}",
-            f"some of {', '.join(known)}",
+            f"some of {', '.join(names)}",
             "leave it out",
           )
       base.__init__(self)

@@ -80,6 +80,12 @@ def test_answers_may_end_without_a_special_token():
   own = template_of(source.replace("END", "<|user|>"), tokenizer)
   end = answer_end(own, tokenizer)
   assert tokenizer.window([end]) == "<|user|>"
+  # A template of prompts alone, and one that wants another chat.
+  for other in (
+    "{{ messages[0].content }}",
+    "{{ raise_exception('no system message') }}",
+  ):
+    assert answer_end(template_of(other, tokenizer), tokenizer) is None
 
 
 def test_ids_at_which_a_model_stops_are_written_beside_others(tmp_path):

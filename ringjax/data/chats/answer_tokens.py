@@ -72,16 +72,17 @@ def answer_tokens(
 def answer_end(template: ChatTemplate, tokenizer: AnyTokenizer) -> int | None:
   """Id of the special token with which the answers of a template end, or None.
 
-  White space may follow it.
-
-  Raises:
-    TemplateError: As `answer_tokens`, for a chat of two short messages.
+  White space may follow it. None, too, for a template whose answers can't be
+  told from a chat of a question and an answer: it may be one of prompts alone.
   """
   messages = [
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": "b"},
   ]
-  ids, answered = answer_tokens(template, messages, tokenizer, learned=(1,))
+  try:
+    ids, answered = answer_tokens(template, messages, tokenizer, learned=(1,))
+  except TemplateError:
+    return None
   for token in reversed(ids[answered].tolist()):
     if token in tokenizer.specials.ids:
       return token

@@ -36,6 +36,7 @@ from ringjax.ops.attention.cached.views import KVView, UnrotatedView
 from ringjax.ops.attention.sparse.top_tokens import ranked
 from ringjax.ops.mask import Coords, SameSegment, visible
 from ringjax.ops.rope import Rotation
+from ringjax.typing import Index
 
 if TYPE_CHECKING:
   from ringjax.kv.offload.chosen_tiered import ChosenTieredCache
@@ -51,14 +52,14 @@ class ChosenTieredLayer(TieredLayer):
     hot: Hot pages of the kind of layer; None if all stays on the devices.
     moments: Moments of queries of the kind of layer; None: none are recorded.
     chosen: Pages that the call's queries read; None: they read all.
-    early: Pages of the layer that were copied ahead; None: none were.
+    early_pages: Pages of the layer that were copied ahead; None: none were.
   """
 
   cache: ChosenTieredCache
   hot: HotPages | None
   moments: Float[Array, "L B K H H"] | None = None
   chosen: ChosenPages | None = None
-  early: EarlyPages | None = None
+  early_pages: EarlyPages | None = None
 
   @property
   def slots(self) -> tuple[PyTree, HotPages | None, jax.Array | None]:
@@ -75,11 +76,11 @@ class ChosenTieredLayer(TieredLayer):
     if policy is None or not self._chooses:
       # An index chooses by `chosen_by`.
       return self
-    if cache.kind.tier.ahead is not None and self.early is None:
+    if cache.kind.tier.ahead is not None and self.early_pages is None:
       raise _no_guess(cache.kind.tier.ahead)
     q = rotated()
-    choose, most = self._choosing()
-    return self._fetched(choose, q, self._query_spec, q.shape[1], most)
+    choose, max_units = self._choosing()
+    return self._fetched(choose, q, self._query_spec, q.shape[1], max_units)
 
   def _choosing(self) -> tuple[Callable[..., ChosenUnits], int]:
     """Function with which queries choose units, and units that one reads."""
@@ -143,9 +144,7 @@ class ChosenTieredLayer(TieredLayer):
       at: Coords,
       layer: jax.Array,
     ) -> EarlyPages:
-      of_layer = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
-      head_vectors = None if centres is None else of_layer(centres)
-      of_pages = jax.tree.map(of_layer, landmarks)
+      of_pages, head_vectors = _of_layer(layer, landmarks, centres)
       units = choose(queries, of_pages, head_vectors, Coords(*at))
       return begin_pages(
         LayerKV(*blocks),
@@ -181,9 +180,9 @@ class ChosenTieredLayer(TieredLayer):
       jnp.minimum(jnp.asarray(self.index, jnp.int32), layers - 1),
     )
 
-  def having(self, early: EarlyPages) -> ChosenTieredLayer:
+  def having(self, early_pages: EarlyPages) -> ChosenTieredLayer:
     """The layer with pages that `begun` has copied."""
-    return dataclasses.replace(self, early=early)
+    return dataclasses.replace(self, early_pages=early_pages)
 
   def _block_specs(self, blocks: LayerKV) -> LayerKV:
     """PartitionSpecs of the blocks in host memory."""
@@ -293,7 +292,7 @@ class ChosenTieredLayer(TieredLayer):
     batch, heads, axis = (
       x or None for x in (places.batch, places.heads, places.tokens)
     )
-    early, keys = self.early, low_rank is None
+    early_pages, keys = self.early_pages, low_rank is None
 
     def local(
       queries: PyTree,
@@ -305,12 +304,10 @@ class ChosenTieredLayer(TieredLayer):
       at: Coords,
       layer: jax.Array,
       stored: _Stored,
-      early: EarlyPages | None,
+      early_pages: EarlyPages | None,
     ) -> tuple[HotPages, ChosenPages]:
-      of_layer = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
       at = Coords(*at)
-      head_vectors = None if centres is None else of_layer(centres)
-      of_pages = jax.tree.map(of_layer, landmarks)
+      of_pages, head_vectors = _of_layer(layer, landmarks, centres)
       units = choose(queries, of_pages, head_vectors, at)
       new_hot, chosen = fetch_chosen(
         LayerKV(*blocks),
@@ -320,7 +317,7 @@ class ChosenTieredLayer(TieredLayer):
         units.units,
         units.reads,
         low_rank,
-        early,
+        early_pages,
       )
       if not choice.samples:
         return new_hot, chosen
@@ -351,7 +348,9 @@ class ChosenTieredLayer(TieredLayer):
         places.by_example,
         P(),
         self._stored_specs,
-        None if early is None else EarlyPages.specs(hot, places, keys=keys),
+        None
+        if early_pages is None
+        else EarlyPages.specs(hot, places, keys=keys),
       ),
       (
         specs_of_hot,
@@ -374,7 +373,7 @@ class ChosenTieredLayer(TieredLayer):
       cache.held.at,
       jnp.asarray(self.index, jnp.int32),
       self._stored,
-      early,
+      early_pages,
     )
     return dataclasses.replace(self, hot=new_hot, chosen=chosen)
 
@@ -457,9 +456,21 @@ def _no_guess(count: int) -> OptionError:
   """Error of an option that a layer can't follow."""
   return OptionError(
     "ahead",
-    f"{count}, for a layer whose queries nobody can guess",
+    f"{count}, for a layer whose queries can't be guessed",
     "layers of plain attention of a model, with their weights on the devices",
     "leave ahead out",
+  )
+
+
+def _of_layer(
+  layer: Index,
+  landmarks: PyTree[Shaped[Array, "L B K M ..."]],
+  centres: Float[Array, "L B K C H"] | None,
+) -> tuple[PyTree, jax.Array | None]:
+  """A layer's landmarks, and the vectors of its heads."""
+  pick = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
+  return jax.tree.map(pick, landmarks), None if centres is None else pick(
+    centres
   )
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -233,7 +233,7 @@ def fetch_chosen(
   pages: Int[Array, "B K T n"],
   reads: Bool[Array, "B K T n"],
   low_rank: LowRankKeys | None = None,
-  early: EarlyPages | None = None,
+  early_pages: EarlyPages | None = None,
 ) -> tuple[HotPages, ChosenPages]:
   """Copy the chosen pages that are not hot, on one device.
 
@@ -247,14 +247,14 @@ def fetch_chosen(
       are distinct.
     reads: Whether the query reads the page.
     low_rank: Coefficients from which keys are rebuilt; None: they are copied.
-    early: Pages of the layer that were copied ahead; None: none were.
+    early_pages: Pages of the layer that were copied ahead; None: none were.
 
   Returns:
     The hot pages after the call, and those that the queries read.
   """
-  num_layers, b, heads, size = hot.page.shape
-  block_slots = blocks.k.shape[token_axis(blocks.k)]
-  total = blocks.k.shape[0] // num_layers * (block_slots // hot.k.shape[1])
+  _, b, heads, size = hot.page.shape
+  host_pages = _HostPages.of(blocks, hot, layer)
+  total = host_pages.total
   wanted = min(pages.shape[2] * pages.shape[3], total)
   extra = max(0, wanted - size)
   take_layer = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
@@ -297,24 +297,27 @@ def fetch_chosen(
   if extra:
     arrays = tuple(_wider(x, first, b * heads, size, extra) for x in arrays)
   base = jnp.int32(0) if extra else first
-  copy = _PageCopy(
-    blocks, layer, total, base, width, flat, victim, hot.k.shape[1], low_rank
-  )
-  is_early, ahead = jnp.zeros_like(is_miss), 0
-  if early is not None:
-    is_early, arrays = _from_early(copy, early, arrays, is_miss)
-    ahead = early.page.size
-  arrays = copy.all(arrays, is_miss & ~is_early, blocks)
   head = jnp.arange(b * heads, dtype=jnp.int32).reshape(b, heads, 1)
-  table = base + head * width + slots
+  first_slot = base + head * width
+  arrays, is_early = _fetched(
+    host_pages,
+    arrays,
+    flat,
+    first_slot + victim,
+    is_miss,
+    low_rank,
+    early_pages,
+  )
+  table = first_slot + slots
   table = jnp.where(page_of >= 0, table, -1)
   back = lambda old, new: lax.dynamic_update_slice_in_dim(
     old, new[None], layer, 0
   )
   distinct_hits = _is_first(flat, read, total) & is_hit
-  begun = jnp.zeros_like(is_miss[..., :1], jnp.int32).at[0, 0].set(ahead)
+  num_copies = 0 if early_pages is None else early_pages.page.size
+  copies = jnp.zeros_like(is_miss[..., :1], jnp.int32).at[0, 0].set(num_copies)
   counts = jnp.stack(
-    [jnp.sum(x, 2) for x in (distinct_hits, is_miss, is_early, begun)], 2
+    [jnp.sum(x, 2) for x in (distinct_hits, is_miss, is_early, copies)], 2
   )
   pools = arrays
   if extra:
@@ -407,108 +410,126 @@ def _narrow(
   return lax.dynamic_update_slice_in_dim(pool, layer, first, 0)
 
 
-class _PageCopy(NamedTuple):
-  """Copies of chosen pages into slots of device memory.
+class _HostPages(NamedTuple):
+  """Pages of a layer in host memory, of all rows and heads of a device.
 
   Fields:
-    blocks: Blocks in host memory.
+    blocks: Blocks of all layers.
     layer: Index of the layer, int32 [].
-    total: Number of pages of a row of a layer.
-    base: Index of the first of the layer's slots in the arrays.
-    width: Slots of a head.
-    pages: Pages that queries choose, int32 [B, K, n].
-    slots: Slot of the head for each of them, int32 [B, K, n].
+    total: Number of pages of a head, M.
+    heads: Number of heads of all rows.
     page: Tokens of a page.
-    low_rank: Coefficients from which keys are rebuilt; None: they are copied.
   """
 
   blocks: LayerKV
   layer: Index
   total: int
-  base: Index
-  width: int
-  pages: Int[Array, "B K n"]
-  slots: Int[Array, "B K n"]
+  heads: int
   page: int
-  low_rank: LowRankKeys | None
 
-  def numbers(self) -> Int[Array, "B K n"]:
+  @classmethod
+  def of(cls, blocks: LayerKV, hot: HotPages, layer: Index) -> _HostPages:
+    """Pages of a layer, of the size that hot ones have."""
+    num_layers, b, heads, _ = hot.page.shape
+    slots, page = blocks.k.shape[token_axis(blocks.k)], hot.k.shape[1]
+    total = blocks.k.shape[0] // num_layers * (slots // page)
+    return cls(blocks, layer, total, b * heads, page)
+
+  def numbers(self, pages: Int[Array, "B K n"]) -> Int[Array, "B K n"]:
     """Number of each page among those of all rows and heads."""
-    b, heads, _ = self.pages.shape
-    head = jnp.arange(b * heads, dtype=jnp.int32).reshape(b, heads, 1)
-    return head * self.total + self.pages
+    head = jnp.arange(self.heads, dtype=jnp.int32)
+    return head.reshape(*pages.shape[:2], 1) * self.total + pages
 
-  def host_page(
-    self, stack: Shaped[Array, "_ B K _ _"], head: Index, page: Index
+  def copied(
+    self, stack: Shaped[Array, "_ B K _ _"], number: Index
   ) -> Shaped[Array, "1 P _"]:
-    """Copy a page of a head from the layer's blocks in host memory."""
+    """Copy a page of `blocks.k` or `blocks.v` to the device."""
+    head, page = number // self.total, number % self.total
     parts = stack.shape[token_axis(stack)] // self.page
     first = jnp.asarray(self.layer, jnp.int32) * (self.total // parts)
-    b, heads, _ = self.pages.shape
-    source = (first + page // parts) * (b * heads) + head
+    source = (first + page // parts) * self.heads + head
     return _copied_page(stack, self.page, source, page % parts)
 
-  def all(
-    self,
-    arrays: tuple[jax.Array, ...],
-    wanted: Bool[Array, "B K n"],
-    source: LayerKV | EarlyPages,
-    of_page: Int[Array, "B K n"] | None = None,
-  ) -> tuple[jax.Array, ...]:
-    """Copy the wanted pages into their slots, one after another.
 
-    Args:
-      arrays: Arrays of keys and values, [N, P, X].
-      wanted: Whether to copy each page.
-      source: Blocks in host memory, or pages that were copied ahead.
-      of_page: Index in `source` of each page that was copied ahead.
-
-    With `low_rank` keys are rebuilt on the device.
-    """
-    n = wanted.shape[2]
-    flat = wanted.reshape(-1)
-    (order,) = jnp.nonzero(flat, size=flat.size, fill_value=0)
-    order = order.astype(jnp.int32)
-
-    def step(i: Index, arrays: PyTree) -> PyTree:
-      entry = order[i]
-      head = entry // n
-      page, slot = self.pages.reshape(-1)[entry], self.slots.reshape(-1)[entry]
-      target = self.base + head * self.width + slot
-      put = lambda into, x: lax.dynamic_update_slice_in_dim(into, x, target, 0)
-
-      def copy(stack: jax.Array, into: jax.Array) -> jax.Array:
-        if not into.size:
-          return into
-        if of_page is None:
-          return put(into, self.host_page(stack, head, page))
-        at = of_page.reshape(-1)[entry]
-        return put(into, lax.dynamic_slice_in_dim(stack, at, 1, 0))
-
-      k, v = arrays
-      if self.low_rank is None:
-        return copy(source.k, k), copy(source.v, v)
-      rebuilt = self.low_rank.of_unit(self.layer, head, page, self.page)
-      return put(k, rebuilt.astype(k.dtype)), copy(source.v, v)
-
-    return loop(jnp.sum(flat, dtype=jnp.int32), step, arrays)
-
-
-def _from_early(
-  copy: _PageCopy,
-  early: EarlyPages,
+def _filled(
   arrays: tuple[jax.Array, ...],
+  wanted: Bool[Array, "B K n"],
+  targets: Int[Array, "B K n"],
+  pages_of: Callable[[Index], tuple[jax.Array | None, ...]],
+) -> tuple[jax.Array, ...]:
+  """Put the wanted pages into their slots, one after another.
+
+  Args:
+    arrays: Arrays of keys and values, [N, P, X].
+    wanted: Whether to put each page.
+    targets: Slot of each page in the arrays.
+    pages_of: Function of the index of a page in `wanted` that returns its keys
+      and values, [1, P, X]; None leaves an array as it is.
+  """
+  flat = wanted.reshape(-1)
+  (order,) = jnp.nonzero(flat, size=flat.size, fill_value=0)
+  order = order.astype(jnp.int32)
+
+  def step(i: Index, arrays: PyTree) -> PyTree:
+    entry = order[i]
+    slot = targets.reshape(-1)[entry]
+    return tuple(
+      into
+      if page is None
+      else lax.dynamic_update_slice_in_dim(into, page, slot, 0)
+      for into, page in zip(arrays, pages_of(entry), strict=True)
+    )
+
+  return loop(jnp.sum(flat, dtype=jnp.int32), step, arrays)
+
+
+def _fetched(
+  host_pages: _HostPages,
+  arrays: tuple[jax.Array, ...],
+  pages: Int[Array, "B K n"],
+  targets: Int[Array, "B K n"],
   is_miss: Bool[Array, "B K n"],
-) -> tuple[Bool[Array, "B K n"], tuple[jax.Array, ...]]:
-  """Put missing pages that were copied ahead into their slots.
+  low_rank: LowRankKeys | None,
+  early_pages: EarlyPages | None,
+) -> tuple[tuple[jax.Array, ...], Bool[Array, "B K n"]]:
+  """Put missing pages into their slots: early ones, and those of host memory.
+
+  With `low_rank` their keys are rebuilt on the device.
 
   Returns:
-    The misses that were there, and the arrays.
+    The arrays, and which of the pages were early.
   """
-  same = copy.numbers()[..., None] == early.page[None, None, None]
-  is_early = is_miss & jnp.any(same, 3)
-  place = jnp.argmax(same, 3).astype(jnp.int32)
-  return is_early, copy.all(arrays, is_early, early, place)
+  numbers = host_pages.numbers(pages)
+
+  def pages_from(
+    source: LayerKV | EarlyPages, copy: Callable[[jax.Array, Index], jax.Array]
+  ) -> Callable[[Index], tuple[jax.Array | None, ...]]:
+    def pages_of(entry: Index) -> tuple[jax.Array | None, ...]:
+      number = numbers.reshape(-1)[entry]
+      if low_rank is None:
+        k = copy(source.k, entry)
+      else:
+        head, page = number // host_pages.total, number % host_pages.total
+        k = low_rank.of_unit(host_pages.layer, head, page, host_pages.page)
+        k = k.astype(arrays[0].dtype)
+      return k, copy(source.v, entry) if arrays[1].size else None
+
+    return pages_of
+
+  is_early = jnp.zeros_like(is_miss)
+  if early_pages is not None:
+    is_same = numbers[..., None] == early_pages.page[None, None, None]
+    is_early = is_miss & jnp.any(is_same, 3)
+    place = jnp.argmax(is_same, 3).reshape(-1)
+    take = lambda stack, entry: lax.dynamic_slice_in_dim(
+      stack, place[entry].astype(jnp.int32), 1, 0
+    )
+    arrays = _filled(arrays, is_early, targets, pages_from(early_pages, take))
+  copy = lambda stack, entry: host_pages.copied(
+    stack, numbers.reshape(-1)[entry]
+  )
+  pages_of = pages_from(host_pages.blocks, copy)
+  return _filled(arrays, is_miss & ~is_early, targets, pages_of), is_early
 
 
 def begin_pages(
@@ -532,31 +553,28 @@ def begin_pages(
     count: Number of copies, F, whatever is missing.
     keys: Whether keys are copied, too.
   """
-  num_layers, b, heads, _ = hot.page.shape
-  slots, page = blocks.k.shape[token_axis(blocks.k)], hot.k.shape[1]
-  total = blocks.k.shape[0] // num_layers * (slots // page)
+  host_pages = _HostPages.of(blocks, hot, layer)
+  total = host_pages.total
   page_of = lax.dynamic_index_in_dim(hot.page, layer, 0, keepdims=False)
-  flat, read = (x.reshape(b, heads, -1) for x in (pages, reads))
+  flat, read = (x.reshape(*x.shape[:2], -1) for x in (pages, reads))
   hot_slot = jnp.take_along_axis(_slots_of(page_of, total), flat, 2)
-  is_missing = (read & (hot_slot < 0) & _is_first(flat, read, total)).reshape(
-    pages.shape
-  )
-  copy = _PageCopy(blocks, layer, total, 0, 0, flat, flat, page, None)
+  is_missing = read & (hot_slot < 0) & _is_first(flat, read, total)
   # The likeliest pages of all heads, then their next ones.
   by_rank = lambda x: jnp.transpose(x.reshape(pages.shape), (3, 2, 0, 1))
   missing = by_rank(is_missing).reshape(-1)
   (first,) = jnp.nonzero(missing, size=count, fill_value=missing.size)
-  numbers = by_rank(copy.numbers()).reshape(-1)
+  numbers = by_rank(host_pages.numbers(flat)).reshape(-1)
   number = jnp.where(
     first < missing.size, numbers[jnp.minimum(first, missing.size - 1)], -1
   )
-  at = jnp.maximum(number, 0)
 
   def copied(stack: jax.Array) -> jax.Array:
-    taken = [
-      copy.host_page(stack, at[i] // total, at[i] % total) for i in range(count)
-    ]
-    return jnp.concatenate(taken)
+    return jnp.concatenate(
+      [
+        host_pages.copied(stack, jnp.maximum(number[i], 0))
+        for i in range(count)
+      ]
+    )
 
   nothing = lambda x: jnp.zeros((0, *x.shape[1:]), x.dtype)
   return EarlyPages(

@@ -162,8 +162,8 @@ def _content(name: str, given: Json) -> str:
         f"parts of type {', '.join(_PARTS)}",
         "leave it out: images, files and sounds are not read",
       )
-    known = _DESCRIPTIONS if kind == "output_text" else ()
-    parsed = members(f"{name}[{n}]", part, "type", "text", *known)
+    others = _DESCRIPTIONS if kind == "output_text" else ()
+    parsed = members(f"{name}[{n}]", part, "type", "text", *others)
     texts.append(text(f"{name}[{n}].text", parsed.get("text")))
   return "".join(texts)
 

@@ -183,17 +183,19 @@ def _read_block(block: str, tools: Tools) -> ToolCall | None:
   if block.startswith("<function="):
     if not block.endswith("</function>"):
       return None
-    name, _, rest = block.removeprefix("<function=").partition(">")
+    name, _, parameters = block.removeprefix("<function=").partition(">")
     pairs = _pairs(
-      rest.removesuffix("</function>"),
+      parameters.removesuffix("</function>"),
       ("<parameter=", ">"),
       ("", "</parameter>"),
     )
     pairs = pairs and [(key, x.removesuffix("\n")) for key, x in pairs]
   else:
-    name, tag, rest = block.partition("<arg_key>")
+    name, tag, arguments = block.partition("<arg_key>")
     pairs = _pairs(
-      tag + rest, ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")
+      tag + arguments,
+      ("<arg_key>", "</arg_key>"),
+      ("<arg_value>", "</arg_value>"),
     )
   name = name.strip()
   if name not in tools or pairs is None:
@@ -246,8 +248,8 @@ def _read_deepseek(text: str, tools: Tools) -> list[ToolCall] | None:
     block = block.removeprefix("function" + _SEPARATOR)
     name, fence, arguments = block.partition(_FENCE[0])
     if fence:
-      arguments, closed, after = arguments.partition(_FENCE[1])
-      if not closed or after.strip():
+      arguments, closed, remainder = arguments.partition(_FENCE[1])
+      if not closed or remainder.strip():
         return None
     else:
       name, _, arguments = block.partition(_SEPARATOR)
@@ -285,17 +287,17 @@ _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 def _channels(text: str) -> list[_Channel]:
   """Messages of an answer in channels."""
   channels: list[_Channel] = []
-  rest, at = text, 0
+  remainder, at = text, 0
   while True:
-    header, mark, rest = rest.partition("<|message|>")
+    header, mark, remainder = remainder.partition("<|message|>")
     if not mark:
       return channels
-    places = [rest.find(end) for end in _MESSAGE_ENDS]
+    places = [remainder.find(end) for end in _MESSAGE_ENDS]
     place = min((n for n in places if n >= 0), default=-1)
     ended = place >= 0
-    message = rest[:place] if ended else rest
-    rest = rest[place:].partition("|>")[2] if ended else ""
-    span = slice(at, len(text) - len(rest))
+    message = remainder[:place] if ended else remainder
+    remainder = remainder[place:].partition("|>")[2] if ended else ""
+    span = slice(at, len(text) - len(remainder))
     channels.append(_Channel(header, message, ended, span))
     at = span.stop
 
@@ -351,15 +353,15 @@ def _channels_as_written(text: str, ended: bool) -> str:
 
   What follows a call of an answer that has not ended waits for the end.
   """
-  kept, at = [], 0
+  texts, at = [], 0
   for channel in _channels(text):
     at = channel.span.stop
     if not channel.is_call:
-      kept.append(text[channel.span])
+      texts.append(text[channel.span])
     elif not ended:
-      return "".join(kept)
+      return "".join(texts)
   # The header of a message that has not begun may be that of a call.
-  return "".join(kept) + text[at:] if ended else "".join(kept)
+  return "".join(texts) + text[at:] if ended else "".join(texts)
 
 
 FORMATS = (
@@ -488,8 +490,8 @@ class ToolReader:
   def _with(
     self, content: str, calls: Sequence[ToolCall], reasoning: str = ""
   ) -> ToolAnswer:
-    kept = calls if self.parallel else calls[:1]
-    return ToolAnswer(content, tuple(kept), reasoning)
+    allowed_calls = calls if self.parallel else calls[:1]
+    return ToolAnswer(content, tuple(allowed_calls), reasoning)
 
 
 def _first_mark(text: str, marks: Sequence[str]) -> int | None:
