@@ -17,6 +17,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 import time
 import typing
 import warnings
@@ -329,16 +330,18 @@ def test_a_save_is_replaced(root):
 @pytest.fixture
 def gate(monkeypatch):
   """Saves stop where their files are read, until it is set."""
-  opened = threading.Event()
+  opened, reached = threading.Event(), threading.Event()
   original = manifest.digest
 
   def digest(*args, sync=False, **kwargs):
     # Who restores is let through.
-    assert not sync or opened.wait(60)
+    if sync:
+      reached.set()
+      assert opened.wait(60)
     return original(*args, sync=sync, **kwargs)
 
   monkeypatch.setattr(manifest, "digest", digest)
-  yield opened
+  yield types.SimpleNamespace(set=opened.set, reached=reached)
   opened.set()
 
 
@@ -970,6 +973,8 @@ def test_who_only_reads_sweeps_nothing(gate, root, monkeypatch):
   monkeypatch.setattr(checkpoint_directory, "PATIENCE_S", 0.05)
   with Checkpoints(root) as c:
     c.save(40, tree_of(40), {"at": 40})
+    # Its files are there, and wait to be read.
+    assert gate.reached.wait(60)
     reader = Checkpoints(root)
     assert list((root / ".ringjax/new").iterdir())
     same(reader.restore(like=LIKE)[0], tree_of(30))
