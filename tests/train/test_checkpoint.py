@@ -17,8 +17,8 @@ import subprocess
 import sys
 import textwrap
 import threading
-import types
 import time
+import types
 import typing
 import warnings
 
